@@ -1,0 +1,65 @@
+# Every verb works on a fresh clone: what it needs is installed into .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export RAY_USAGE_STATS_ENABLED ?= 0
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve demo test test-fast test-ray test-e2e check format bench bench-engine bench-serve protos evaluate clean
+
+help: ## Show this list
+	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+setup: $(STAMP) ## Make .venv with everything, from constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000, gRPC on 9000
+	$(BIN)/python -m serve_app $(ARGS)
+
+demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
+	$(BIN)/python -m serve_app.demo
+
+test: test-fast test-ray test-e2e ## Run every test (under 15 minutes on two cores)
+
+test-fast: setup ## Unit, property, equivalence, architecture: no Ray
+	$(BIN)/python -m pytest tests/unit tests/property tests/equivalence tests/architecture tests/docs tests/gpu
+
+test-ray: setup ## Actors and KV transports on a real local Ray
+	$(BIN)/python -m pytest tests/contract tests/ray
+
+test-e2e: setup ## The whole service: HTTP, gRPC, SDK, load generator
+	$(BIN)/python -m pytest tests/e2e
+
+check: setup ## Lint, format, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy quadriga actors serve_app loadgen
+	$(BIN)/lint-imports
+
+format: setup ## Fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: bench-engine bench-serve ## All benchmarks
+
+bench-engine: setup ## Engine tokens/s against transformers and other installed engines
+	$(BIN)/python -m loadgen bench engine --suite $(ARGS)
+
+bench-serve: setup ## The service's tokens/s over HTTP and gRPC against its own engine's
+	$(BIN)/python -m loadgen bench serve $(ARGS)
+
+evaluate: setup ## What the bundled models can do: exact match, exits, agreement
+	$(BIN)/python -m quadriga.training evaluate $(ARGS)
+
+protos: setup ## Generate the gRPC code again from quadriga/protos
+	$(BIN)/python -m grpc_tools.protoc -I quadriga/protos \
+	  --python_out=. --pyi_out=. --grpc_python_out=. quadriga/protos/quadriga/v1/quadriga.proto
+
+clean: ## Remove caches and results, keep .venv
+	rm -rf results build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

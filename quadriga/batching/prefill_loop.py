@@ -1,0 +1,255 @@
+"""The prefill replica's step: take prompts, compute a chunk of them, hand out what is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quadriga.batching.finish import append_token, finish_reason
+from quadriga.batching.prefill_queue import PrefillQueue
+from quadriga.batching.rates import Ewma, RateMeter
+from quadriga.batching.slots import SlotTable
+from quadriga.clock import Clock
+from quadriga.errors import DeadlineExceeded, KVCacheExhausted, QuadrigaError
+from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.types import FinishReason, SampledToken, SequenceState, TokenLogprob
+
+RATE_WINDOW_S = 10.0
+
+
+class PrefillEvents(Protocol):
+    """Who hosts the loop and acts on what happens; called on the loop's thread."""
+
+    def on_start(self, state: SequenceState, row: int) -> None:
+        """The first chunk is about to be computed: time to find a decode replica."""
+
+    def on_kv(
+        self,
+        state: SequenceState,
+        row: int,
+        first_layer: int,
+        num_layers: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        """KV of these layers at positions [start, stop) is complete; deeper layers follow."""
+
+    def on_first_token(
+        self,
+        state: SequenceState,
+        logprobs: list[TokenLogprob] | None,
+        prompt_logprobs: list[TokenLogprob] | None,
+        finish: FinishReason | None,
+    ) -> None:
+        """The prompt is done. `state` holds the first token, except when none was asked for."""
+
+    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
+        """The sequence ended here; its slot is free again."""
+
+
+@dataclass(slots=True)
+class _Job:
+    state: SequenceState
+    row: int
+    done_tokens: int = 0
+
+
+class PrefillLoop:
+    """Chunked prefill over a bounded queue.
+
+    A sequence passes through: queued → active (has a row, chunks are computed) → computed (row
+    kept until `release`, so that a failed hand-off can be repeated) → gone.
+
+    Not thread-safe: one thread calls everything.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        slots: SlotTable,
+        queue: PrefillQueue,
+        events: PrefillEvents,
+        eos_token_ids: tuple[int, ...],
+        chunk_tokens: int,
+        layer_groups: int,
+        clock: Clock,
+    ) -> None:
+        self.slots = slots
+        self._runner = runner
+        self._queue = queue
+        self._events = events
+        self._eos_token_ids = eos_token_ids
+        self._chunk_tokens = chunk_tokens
+        self._group_ends = _group_ends(runner.num_layers, layer_groups)
+        self._clock = clock
+        self._active: list[_Job] = []
+        self._computed: dict[str, SequenceState] = {}
+        self._is_stalled = False
+        self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
+        self._step_time = Ewma(0.1)
+
+    def submit(self, state: SequenceState) -> None:
+        """Queue a sequence. Raises: Overloaded."""
+        now_s = self._clock.now_s()
+        rate = self._rate.per_s(now_s=now_s)
+        self._queue.push(state, now_s=now_s, drain_tokens_per_s=rate)
+
+    def release(self, sequence_id: str) -> bool:
+        """Let go of a sequence in whatever state it is: cancelled, or handed off for good."""
+        if self._queue.remove(sequence_id) is not None:
+            return True
+        self._active = [j for j in self._active if j.state.sequence_id != sequence_id]
+        self._computed.pop(sequence_id, None)
+        slot = self.slots.release(sequence_id)
+        if slot is None:
+            return False
+        self._is_stalled = False
+        self._runner.detach(slot.row)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._active) or (len(self._queue) > 0 and not self._is_stalled)
+
+    def step(self) -> None:
+        """Compute one chunk: receive → schedule → run → hand out."""
+        started_s = self._clock.now_s()
+        self._expire()
+        self._start_waiting(started_s)
+        batch = self._schedule()
+        if not batch:
+            return
+        chunks = [chunk for _, chunk in batch]
+        jobs = [job for job, _ in batch]
+        ends = self._group_ends
+        group_start = 0
+
+        def layers_done(first_layer: int, num_layers: int) -> None:
+            nonlocal group_start
+            done = first_layer + num_layers
+            if done not in ends:
+                return
+            for job, chunk in batch:
+                self._events.on_kv(
+                    job.state,
+                    job.row,
+                    group_start,
+                    done - group_start,
+                    chunk.start,
+                    chunk.start + len(chunk.token_ids),
+                )
+            group_start = done
+
+        sampled = self._runner.prefill(chunks, layers_done)
+        now_s = self._clock.now_s()
+        self._rate.add(sum(len(c.token_ids) for c in chunks), now_s=now_s)
+        self._step_time.add(now_s - started_s)
+        for job, chunk, token in zip(jobs, chunks, sampled, strict=True):
+            job.done_tokens += len(chunk.token_ids)
+            if token is not None:
+                self._finish_prompt(job, token)
+
+    def _expire(self) -> None:
+        now_unix_s = self._clock.unix_s()
+        late = self._queue.expired(now_unix_s=now_unix_s)
+        late += [j.state for j in self._active if j.state.deadline_unix_s <= now_unix_s]
+        for state in late:
+            self.release(state.sequence_id)
+            error = DeadlineExceeded("the deadline passed before the prompt was computed")
+            self._events.on_error(state, error)
+
+    def _start_waiting(self, now_s: float) -> None:
+        """Give rows to waiting sequences, as many as this chunk has room for."""
+        budget = self._chunk_tokens - sum(_remaining(job) for job in self._active)
+        self._is_stalled = False
+        self._queue.take(self._try_start, token_budget=budget, now_s=now_s)
+
+    def _try_start(self, state: SequenceState) -> bool:
+        """Start one sequence; False when it must wait for a hand-off to release its room."""
+        try:
+            slot = self.slots.reserve(state.sequence_id, len(state.prompt_ids))
+        except KVCacheExhausted:
+            self._is_stalled = True
+            return False
+        except QuadrigaError as exc:
+            self._events.on_error(state, exc)
+            return True
+        self._runner.attach(slot.row, state)
+        self._active.append(_Job(state, slot.row))
+        self._events.on_start(state, slot.row)
+        return True
+
+    def _schedule(self) -> list[tuple[_Job, PrefillChunk]]:
+        """Fill the token budget from the active jobs, oldest first."""
+        batch: list[tuple[_Job, PrefillChunk]] = []
+        budget = self._chunk_tokens
+        for job in self._active:
+            if budget <= 0:
+                break
+            num_tokens = min(budget, _remaining(job))
+            stop = job.done_tokens + num_tokens
+            chunk = PrefillChunk(
+                row=job.row,
+                token_ids=job.state.prompt_ids[job.done_tokens : stop],
+                start=job.done_tokens,
+                is_last=stop == len(job.state.prompt_ids),
+            )
+            batch.append((job, chunk))
+            budget -= num_tokens
+        return batch
+
+    def _finish_prompt(self, job: _Job, token: SampledToken) -> None:
+        state = job.state
+        self._active.remove(job)
+        self._computed[state.sequence_id] = state
+        logprobs: list[TokenLogprob] | None = None
+        if state.sampling.max_tokens > 0:
+            append_token(state, token)
+            logprobs = [token.logprob] if token.logprob is not None else None
+        finish = finish_reason(
+            state,
+            eos_token_ids=self._eos_token_ids,
+            row_capacity_tokens=self._runner.row_capacity_tokens,
+        )
+        if finish is not None:
+            self.release(state.sequence_id)
+        self._events.on_first_token(state, logprobs, token.prompt_logprobs, finish)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens not yet computed, queued and active."""
+        return self._queue.num_tokens + sum(_remaining(job) for job in self._active)
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that hold a row: being computed or being handed off."""
+        return self.slots.num_held
+
+    @property
+    def used_tokens(self) -> int:
+        active = sum(job.done_tokens for job in self._active)
+        return active + sum(len(s.prompt_ids) for s in self._computed.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._rate.per_s(now_s=self._clock.now_s())
+
+    @property
+    def step_time_s(self) -> float:
+        return self._step_time.value
+
+
+def _remaining(job: _Job) -> int:
+    return len(job.state.prompt_ids) - job.done_tokens
+
+
+def _group_ends(num_layers: int, layer_groups: int) -> list[int]:
+    """Layer counts after which a group is complete: as even as can be, the last is all layers."""
+    groups = min(layer_groups, num_layers)
+    return [round(num_layers * (g + 1) / groups) for g in range(groups)]

@@ -1,0 +1,95 @@
+"""Who holds which KV row, and how many tokens of cache are promised. The owner of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quadriga.errors import ContextTooLong, InvariantViolation, KVCacheExhausted
+
+BLOCK_TOKENS = 16
+"""Reservations are rounded up to blocks of this many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One sequence's place: a KV row and the tokens promised to it."""
+
+    row: int
+    reserved_tokens: int
+
+
+class SlotTable:
+    """Rows and cache tokens of one engine, handed out and taken back.
+
+    A sequence reserves the most it can grow to, so memory cannot run out in mid-decode. Rows are
+    reused lowest first, which keeps the rows in use together.
+
+    Not thread-safe: the engine's thread owns it.
+    """
+
+    def __init__(self, *, num_rows: int, row_capacity_tokens: int, kv_capacity_tokens: int) -> None:
+        self.num_rows = num_rows
+        self.row_capacity_tokens = row_capacity_tokens
+        self.kv_capacity_tokens = kv_capacity_tokens
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._slots: dict[str, Slot] = {}
+        self._reserved_tokens = 0
+
+    def reserve(self, sequence_id: str, max_total_tokens: int) -> Slot:
+        """Promise a row and room for `max_total_tokens` to a sequence.
+
+        Raises:
+            ContextTooLong: More than one row holds; no waiting helps.
+            KVCacheExhausted: No row or not enough tokens are free now.
+            InvariantViolation: The sequence holds a slot already.
+        """
+        if sequence_id in self._slots:
+            raise InvariantViolation(f"sequence {sequence_id} already holds a slot")
+        if max_total_tokens > self.row_capacity_tokens:
+            raise ContextTooLong(
+                f"{max_total_tokens} tokens are more than the {self.row_capacity_tokens} one "
+                "sequence may have here; shorten the prompt or lower max_tokens",
+                param="max_tokens",
+            )
+        tokens = min(-(-max_total_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, self.row_capacity_tokens)
+        if not self._free_rows or self._reserved_tokens + tokens > self.kv_capacity_tokens:
+            raise KVCacheExhausted(
+                f"no room for {tokens} tokens: {len(self._free_rows)} of {self.num_rows} rows and "
+                f"{self.kv_capacity_tokens - self._reserved_tokens} of {self.kv_capacity_tokens} "
+                "tokens are free"
+            )
+        slot = Slot(self._free_rows.pop(), tokens)
+        self._slots[sequence_id] = slot
+        self._reserved_tokens += tokens
+        return slot
+
+    def release(self, sequence_id: str) -> Slot | None:
+        """Take back a sequence's slot; None where it holds none."""
+        slot = self._slots.pop(sequence_id, None)
+        if slot is None:
+            return None
+        self._reserved_tokens -= slot.reserved_tokens
+        self._free_rows.append(slot.row)
+        self._free_rows.sort(reverse=True)
+        return slot
+
+    def get(self, sequence_id: str) -> Slot | None:
+        return self._slots.get(sequence_id)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._slots)
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self._reserved_tokens
+
+    def check(self) -> None:
+        """Verify the table against itself. Raises: InvariantViolation."""
+        rows = [slot.row for slot in self._slots.values()] + self._free_rows
+        tokens = sum(slot.reserved_tokens for slot in self._slots.values())
+        if sorted(rows) != list(range(self.num_rows)) or tokens != self._reserved_tokens:
+            raise InvariantViolation(
+                f"slot table is inconsistent: rows {sorted(rows)} of {self.num_rows}, "
+                f"{tokens} tokens held, {self._reserved_tokens} on the books"
+            )

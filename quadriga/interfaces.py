@@ -1,0 +1,118 @@
+"""The seams of the system, as Protocols: what the layers above may ask of the layers below.
+
+Arrays that cross the runner's seam are plain lists, so that the loops in `batching` need no torch
+and run unchanged over the simulator's cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quadriga.types import KVPart, SampledToken, SequenceState
+
+LayersDone = Callable[[int, int], None]
+"""Called by a runner during prefill with (first_layer, num_layers) whose KV is now complete for
+every chunk of the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A run of prompt tokens to be computed in one forward pass.
+
+    Attributes:
+        row: KV row of the sequence.
+        token_ids: Tokens at positions [start, start + len(token_ids)).
+        is_last: The prompt ends here: sample the next token.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    start: int
+    is_last: bool
+
+
+class ModelRunner(Protocol):
+    """Runs forward passes over KV rows it owns; knows nothing of requests, queues or time.
+
+    One thread calls `attach`, `detach`, `prefill` and `decode`. `read_kv` and `write_kv` may be
+    called from other threads for rows that no pass is working on.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def row_capacity_tokens(self) -> int: ...
+
+    def attach(self, row: int, state: SequenceState) -> None:
+        """Bind a sequence to a row: sampling parameters, penalty counts, random key."""
+
+    def detach(self, row: int) -> None:
+        """Forget the sequence; the row's KV becomes garbage."""
+
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None = None
+    ) -> list[SampledToken | None]:
+        """Compute the chunks' KV; sample where a prompt ends. Parallel to `chunks`."""
+
+    def decode(self, rows: Sequence[int]) -> list[SampledToken]:
+        """Run one token of each row and sample its next; parallel to `rows`.
+
+        Each row's input is the last token of its attached state, at that token's position; the
+        caller appends the sampled token to the state before the next call.
+        """
+
+    def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> Any:
+        """Copy of KV: [num_layers, 2, num_kv_heads, stop - start, head_dim], contiguous, CPU or
+        device as the transport of this runner's device wants it."""
+
+    def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
+        """Store what `read_kv` of a peer returned."""
+
+
+class KVSink(Protocol):
+    """Where a transport delivers to; called on the transport's own threads."""
+
+    def knows(self, source: str) -> bool:
+        """Whether anything is expected from this replica: others may not connect."""
+
+    def accept(self, source: str, part: KVPart) -> None:
+        """Decide on a part by its header, before its bytes are taken.
+
+        Raises: KVTransportError, code "refused".
+        """
+
+    def store(self, source: str, part: KVPart, kv: Any) -> None:
+        """Write the part's KV into the row it belongs to and note its checksum.
+
+        Raises: KVTransportError, code "refused", when the transfer ended meanwhile.
+        """
+
+
+class KVTransport(Protocol):
+    """Moves KV parts from one replica's process to another's. Data plane only: reservation,
+    commit and release are calls between the actors, the same for every transport.
+
+    Parts of one transfer that are sent one after the other are stored in that order. A part that
+    failed may be sent again under the same index.
+    """
+
+    name: str
+
+    async def send(self, peer: str, part: KVPart, kv: Any, *, deadline_s: float) -> None:
+        """Deliver one part to `peer`; return once it is stored there.
+
+        Raises: KVTransportError when it did not arrive whole within `deadline_s`; its code is
+            "refused" when the peer is well but does not want the part.
+        """
+
+    async def abort(self, peer: str, transfer_id: str) -> None:
+        """Give up what is under way for a transfer; never raises, never waits for the peer."""
+
+    async def close(self) -> None:
+        """Release groups, sockets and threads."""

@@ -1,0 +1,362 @@
+"""Metrics of every process, and the one view of the whole cluster that any ingress can answer.
+
+Each process owns one `Registry`, counts into it, and pushes `snapshot()` bytes to the hub (held by
+the controller) every second; an ingress that is scraped pushes its own first and then asks the hub.
+Values are cumulative and absolute, so a lost push costs nothing, and a push that arrives late is
+recognised by its sequence number: no counter ever falls from scrape to scrape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+SIZE_BUCKETS_BYTES = tuple(float(4**k) for k in range(5, 15))
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+GAUGE_MAX_AGE_S = 10.0
+MAX_SOURCES = 256
+RETIRED_SOURCE = "retired"
+
+
+class Registry:
+    """One process's metric objects and the numbering of its snapshots.
+
+    Args:
+        source: Who counts: the actor's or ingress's unique name; becomes the label `replica`.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.registry = CollectorRegistry(auto_describe=False)
+        # Starts at the clock, so that a successor of the same name outranks its predecessor.
+        self._seq = time.time_ns()
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def histogram(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str] = (),
+        buckets: Sequence[float] = LATENCY_BUCKETS_S,
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+    def snapshot(self) -> bytes:
+        """Return every value as of now, numbered; what `MetricsHub.push` takes."""
+        self._seq += 1
+        return collect_families(self.registry, seq=self._seq)
+
+
+def collect_families(registry: CollectorRegistry, *, seq: int = 0) -> bytes:
+    """Pack the values of `registry` into bytes, without the `_created` series."""
+    families: list[list[Any]] = []
+    for metric in registry.collect():
+        samples = [
+            [s.name, sorted(s.labels.items()), s.value]
+            for s in metric.samples
+            if not s.name.endswith("_created")
+        ]
+        if samples:
+            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            families.append([name, metric.type, metric.documentation, samples])
+    return json.dumps({"seq": seq, "families": families}, separators=(",", ":")).encode()
+
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class Family:
+    """One metric of one source: (sample name, labels) → value, in exposition order."""
+
+    kind: str
+    text: str
+    samples: dict[tuple[str, Labels], float]
+
+    @property
+    def cumulative(self) -> bool:
+        return self.kind in ("counter", "histogram")
+
+
+@dataclass(slots=True)
+class _Source:
+    seq: int
+    seen_s: float
+    families: dict[str, Family] = field(default_factory=dict)
+
+
+class MetricsHub:
+    """Last values of every source, dead ones included; owned by one process, not thread-safe.
+
+    A source that falls silent keeps its counters and histograms and loses its gauges, which speak
+    of a present it no longer has. Beyond `MAX_SOURCES` the longest silent are added up under the
+    source `retired`.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[str, _Source] = {}
+
+    def push(self, source: str, families: bytes, *, now_s: float) -> bool:
+        """Take a snapshot; return False when a newer one of this source is already here.
+
+        Raises: ValueError when the bytes are not a snapshot.
+        """
+        seq, parsed = _parse(families)
+        known = self._sources.get(source)
+        if known is not None and seq <= known.seq:
+            return False
+        self._sources[source] = _Source(seq, now_s, parsed)
+        if len(self._sources) > MAX_SOURCES:
+            self._retire_oldest(now_s)
+        return True
+
+    def exposition(self, *, now_s: float) -> bytes:
+        """Return all sources as one Prometheus text page, each series labelled `replica`."""
+        present: list[tuple[str, dict[str, Family]]] = []
+        for name, source in self._sources.items():
+            fresh = name != RETIRED_SOURCE and now_s - source.seen_s <= GAUGE_MAX_AGE_S
+            present.append(
+                (name, {k: f for k, f in source.families.items() if fresh or f.cumulative})
+            )
+        return merge(present)
+
+    def _retire_oldest(self, now_s: float) -> None:
+        alive = [(s.seen_s, name) for name, s in self._sources.items() if name != RETIRED_SOURCE]
+        _, oldest = min(alive)
+        gone = self._sources.pop(oldest)
+        retired = self._sources.setdefault(RETIRED_SOURCE, _Source(0, now_s))
+        for name, family in gone.families.items():
+            if not family.cumulative:
+                continue
+            total = retired.families.setdefault(name, Family(family.kind, family.text, {}))
+            for key, value in family.samples.items():
+                total.samples[key] = total.samples.get(key, 0.0) + value
+
+
+def merge(sources: Iterable[tuple[str, dict[str, Family]]]) -> bytes:
+    """Return the Prometheus text exposition of several sources, label `replica` naming each."""
+    lines_of: dict[str, list[str]] = {}
+    for source, families in sources:
+        for name, family in families.items():
+            lines = lines_of.get(name)
+            if lines is None:
+                lines = lines_of[name] = [
+                    f"# HELP {name} {_escape_help(family.text)}",
+                    f"# TYPE {name} {family.kind}",
+                ]
+            for (sample, labels), value in family.samples.items():
+                pairs = ",".join(
+                    f'{key}="{_escape_label(text)}"' for key, text in (*labels, ("replica", source))
+                )
+                lines.append(f"{sample}{{{pairs}}} {_number(value)}")
+    text = "\n".join(line for name in sorted(lines_of) for line in lines_of[name])
+    return (text + "\n").encode() if text else b""
+
+
+def parse_exposition(text: str) -> dict[str, float]:
+    """Return series → value of a text page; for tests, load tools and the dashboard."""
+    series: dict[str, float] = {}
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match:
+            series[match[1]] = float(match[2])
+    return series
+
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][^ {]*(?:\{.*\})?) (\S+)$")
+
+
+def _parse(data: bytes) -> tuple[int, dict[str, Family]]:
+    try:
+        tree = json.loads(data)
+        families = {
+            name: Family(
+                kind,
+                text,
+                {
+                    (sample, tuple((str(k), str(v)) for k, v in labels)): float(value)
+                    for sample, labels, value in samples
+                },
+            )
+            for name, kind, text, samples in tree["families"]
+        }
+        return int(tree["seq"]), families
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ValueError(f"not a metrics snapshot: {exc}") from exc
+
+
+def _escape_help(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
+
+
+def _escape_label(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _number(value: float) -> str:
+    if value != value:
+        return "NaN"
+    if value in (float("inf"), float("-inf")):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+
+
+class IngressMetrics:
+    """What one ingress counts, end to end as its clients see it."""
+
+    def __init__(self, source: str) -> None:
+        r = self.registry = Registry(source)
+        model = ("model_name",)
+        self.http_requests = r.counter(
+            "quadriga_requests_total", "Requests by door and result.", ("door", "code")
+        )
+        self.refused = r.counter(
+            "quadriga_requests_refused_total", "Requests refused, by reason.", ("reason",)
+        )
+        self.open_requests = r.gauge("quadriga_ingress_open_requests", "Requests being answered.")
+        self.resumed = r.counter("quadriga_requests_resumed_total", "Streams taken up again.")
+        self.cancelled = r.counter(
+            "quadriga_requests_cancelled_total", "Sequences cancelled by their client.", model
+        )
+        self.poll_replies = r.counter("quadriga_polls_total", "Polls answered by replicas.")
+        self.poll_failures = r.counter(
+            "quadriga_poll_failures_total", "Polls without an answer, by cause.", ("cause",)
+        )
+        self.success = r.counter(
+            "vllm:request_success_total", "Sequences ended well.", ("model_name", "finished_reason")
+        )
+        self.prompt_tokens = r.counter("vllm:prompt_tokens_total", "Prompt tokens served.", model)
+        self.generation_tokens = r.counter(
+            "vllm:generation_tokens_total", "Tokens generated and received.", model
+        )
+        self.ttft = r.histogram(
+            "vllm:time_to_first_token_seconds", "Request's arrival to first token.", model
+        )
+        self.inter_token = r.histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", model
+        )
+        self.per_output_token = r.histogram(
+            "vllm:request_time_per_output_token_seconds", "A request's mean after the first.", model
+        )
+        self.e2e = r.histogram(
+            "vllm:e2e_request_latency_seconds", "Request's arrival to its end.", model
+        )
+
+
+class ReplicaMetrics:
+    """What prefill and decode replicas count alike; `role` is a label of our own series.
+
+    The `vllm:` gauges are per replica; the label `replica` is added by the hub.
+    """
+
+    def __init__(self, source: str, *, model: str, depth: int, role: str) -> None:
+        r = self.registry = Registry(source)
+        self.model = model
+        own = {"model_name": model, "depth": str(depth), "role": role}
+        names = tuple(own)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return r.gauge(name, text, names).labels(**own)
+
+        def counter(name: str, text: str) -> Counter:
+            return r.counter(name, text, names).labels(**own)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return r.histogram(name, text, names, buckets).labels(**own)
+
+        def by_model(kind: Any, name: str, text: str) -> Any:
+            return kind(name, text, ("model_name",)).labels(model_name=model)
+
+        self.running = by_model(r.gauge, "vllm:num_requests_running", "Sequences in the batch.")
+        self.waiting = by_model(r.gauge, "vllm:num_requests_waiting", "Sequences queued.")
+        self.kv_usage = by_model(
+            r.gauge, "vllm:kv_cache_usage_perc", "Share of KV cache in use, 0 to 1."
+        )
+        self.preemptions = by_model(
+            r.counter, "vllm:num_preemptions_total", "Sequences paused for want of memory."
+        )
+        self.queue_time = by_model(
+            r.histogram, "vllm:request_queue_time_seconds", "Waiting before prefill began."
+        )
+        self.prefill_time = by_model(
+            r.histogram, "vllm:request_prefill_time_seconds", "Prefill begun to first token."
+        )
+        self.decode_time = by_model(
+            r.histogram, "vllm:request_decode_time_seconds", "Joined the batch to last token."
+        )
+        self.up = gauge("quadriga_replica_up", "1 while the replica serves.")
+        self.slots = gauge("quadriga_slots", "Sequences the replica can hold.")
+        self.slots_used = gauge("quadriga_slots_used", "Sequences the replica holds.")
+        self.kv_tokens = gauge("quadriga_kv_capacity_tokens", "KV cache, in tokens.")
+        self.kv_tokens_used = gauge("quadriga_kv_used_tokens", "KV cache in use, in tokens.")
+        self.kv_tokens_reserved = gauge("quadriga_kv_reserved_tokens", "KV cache promised.")
+        self.tokens = counter("quadriga_tokens_total", "Tokens prefilled, or decoded.")
+        self.steps = counter("quadriga_steps_total", "Forward passes.")
+        self.step_seconds = histogram(
+            "quadriga_step_seconds", "Time of one forward pass.", LATENCY_BUCKETS_S
+        )
+        self.handoffs = r.counter(
+            "quadriga_handoffs_total", "Hand-offs, by result.", (*names, "result")
+        )
+        self.handoff_seconds = histogram(
+            "quadriga_handoff_seconds", "Reserve to release.", LATENCY_BUCKETS_S
+        )
+        self.handoff_bytes = counter("quadriga_handoff_bytes_total", "KV bytes sent or received.")
+        self.transport_failures = r.counter(
+            "quadriga_kv_transfer_failures_total", "Failed transfers, by transport.",
+            (*names, "transport"),
+        )  # fmt: skip
+        self.exits = r.counter(
+            "quadriga_exits_total", "Tokens by the layer they left at.", (*names, "layer")
+        )
+        self._own = own
+
+    def handoff_done(self, result: str) -> None:
+        self.handoffs.labels(**self._own, result=result).inc()
+
+    def transfer_failed(self, transport: str) -> None:
+        self.transport_failures.labels(**self._own, transport=transport).inc()
+
+    def exited(self, layer: int, tokens: int = 1) -> None:
+        self.exits.labels(**self._own, layer=str(layer)).inc(tokens)
+
+
+class SchedulerMetrics:
+    """What the scheduler counts."""
+
+    def __init__(self, source: str) -> None:
+        r = self.registry = Registry(source)
+        self.admitted = r.counter("quadriga_admitted_total", "Sequences let in.", ("model_name",))
+        self.refused = r.counter(
+            "quadriga_admissions_refused_total", "Sequences refused.", ("model_name", "reason")
+        )
+        self.placed = r.counter("quadriga_placed_total", "Placements.", ("model_name", "policy"))
+        self.retry_after = r.histogram(
+            "quadriga_predicted_retry_after_seconds", "Retry-After that was promised."
+        )
+
+
+class ControllerMetrics:
+    """What the controller counts."""
+
+    def __init__(self, source: str) -> None:
+        r = self.registry = Registry(source)
+        self.replicas = r.gauge(
+            "quadriga_replicas", "Replicas by role and state.", ("model_name", "role", "state")
+        )
+        self.spawned = r.counter("quadriga_replicas_spawned_total", "Replicas started.", ("role",))
+        self.lost = r.counter("quadriga_replicas_lost_total", "Replicas found dead.", ("role",))

@@ -1,0 +1,1 @@
+"""The plain policies every better one is measured against."""

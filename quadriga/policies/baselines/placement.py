@@ -1,0 +1,56 @@
+"""Where a prefilled sequence decodes: the two baselines.
+
+Source: ARES §2.2 and §6.1 (round robin, current-load balancing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quadriga.policies.load import decode_pressure, has_room
+from quadriga.types import PlaceRequest, ReplicaSnapshot
+
+
+class Placement(Protocol):
+    """Chooses a decode replica among those of the sequence's class."""
+
+    def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
+        """Name of the replica, or None when none has room by its last report."""
+
+
+class RoundRobin:
+    """Each in turn, by name; those without room are passed over."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
+        names = sorted(s.info.name for s in snapshots if has_room(s, request.max_total_tokens))
+        if not names:
+            return None
+        self._last = next((name for name in names if name > self._last), names[0])
+        return self._last
+
+
+class CurrentLoad:
+    """The least used tokens, as ARES's baseline does; ties go to the least pressed, then by name.
+
+    Source: ARES §6.1: "current load" counts the tokens in the batch.
+    """
+
+    def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
+        able = [s for s in snapshots if has_room(s, request.max_total_tokens)]
+        if not able:
+            return None
+        best = min(able, key=lambda s: (s.used_tokens, decode_pressure(s), s.info.name))
+        return best.info.name
+
+
+def make_placement(kind: str) -> Placement:
+    """Return the placement policy of a configured name. Raises: KeyError for an unknown one."""
+    kinds: dict[str, type[RoundRobin] | type[CurrentLoad]] = {
+        "round_robin": RoundRobin,
+        "current_load": CurrentLoad,
+    }
+    return kinds[kind]()

@@ -1,0 +1,328 @@
+"""The records that travel between clients, actors, policies and the engine.
+
+Per-token records are slots dataclasses, never pydantic: validation happens once, at the edges.
+Instants that cross a process border are wall-clock seconds (`_unix_s`); everything else that ends
+in `_s` is a duration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quadriga.errors import QuadrigaError
+
+
+class Role(StrEnum):
+    """What a replica does for a living."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended, in the words of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class DepthClass:
+    """Replicas that hold the same layers of the same model; sequences move freely inside one.
+
+    Attributes:
+        model: Model id, as clients name it.
+        depth: Number of layers loaded, counted from the embedding.
+    """
+
+    model: str
+    depth: int
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.depth}"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; already validated, every default filled in.
+
+    Attributes:
+        max_tokens: Most tokens to generate; 0 only with `num_prompt_logprobs`.
+        min_tokens: End tokens and stop ids are banned before this many.
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        seed: Key of the counter-based random state; the ingress draws one where the client gave
+            none, so that a sequence can always be rebuilt.
+        num_logprobs: Alternatives to report per token; 0 reports the chosen token alone, None
+            reports nothing.
+        num_prompt_logprobs: The same for the prompt's own tokens (`echo` with `logprobs`).
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the processed distribution, and of its rivals.
+
+    Attributes:
+        logprob: Natural logarithm; None for the first prompt token, which has no predecessor.
+        top: (token id, logprob) pairs, most probable first.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """All there is to one sequence; its KV cache can be rebuilt from this alone.
+
+    A request with `n` choices or several prompts is several sequences of one request id.
+
+    Attributes:
+        sequence_id: Unique in the cluster.
+        choice: Index among the request's choices; part of the random key, so that choices differ.
+        model: Model id the sequence runs on.
+        prompt_ids: Token ids of the prompt; never empty.
+        output_ids: Token ids emitted so far; the next emission has index `len(output_ids)`.
+        exit_layers: Depth each output token left at, parallel to `output_ids`.
+        priority: Lower is served first.
+        deadline_unix_s: When the client stops waiting.
+        ingress_id: Who holds the client's stream.
+        epoch: Raised at every change of owner; an owner with an older epoch must not emit.
+    """
+
+    sequence_id: str
+    request_id: str
+    model: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    ingress_id: str
+    arrival_unix_s: float
+    deadline_unix_s: float
+    choice: int = 0
+    priority: int = 0
+    epoch: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    exit_layers: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus output tokens so far."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens the sequence can grow to; what its KV reservation must cover."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """What a runner returns for one row of one step.
+
+    Attributes:
+        exit_layer: Number of layers that were run for this token.
+        prompt_logprobs: Only from a prefill that was asked for them.
+    """
+
+    token_id: int
+    exit_layer: int
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
+class Emission:
+    """One thing a replica tells an ingress about one sequence, delivered at least once.
+
+    Tokens carry their index, so a duplicate delivery is recognised and a gap is an error.
+
+    Attributes:
+        first_index: Output index of `token_ids[0]`.
+        epoch: The emitter's epoch of the sequence; the ingress ignores older epochs.
+        logprobs: Parallel to `token_ids` where the request asked for them.
+        finish: Set with the last token, or alone.
+        error: The sequence ended in this error on this replica.
+        moved_to: The sequence now lives on the replica of this name; later tokens come from there.
+    """
+
+    sequence_id: str
+    epoch: int
+    first_index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    exit_layers: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    finish: FinishReason | None = None
+    error: QuadrigaError | None = None
+    moved_to: str | None = None
+
+
+@dataclass(slots=True)
+class PollReply:
+    """Answer of one poll: everything pending for an ingress, kept until acknowledged.
+
+    Attributes:
+        incarnation: Identity of the replica's process; a change voids all acknowledgements.
+        last_seq: Acknowledge this number with the next poll to drop these emissions.
+    """
+
+    incarnation: str
+    last_seq: int
+    emissions: list[Emission]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """Who a replica is; fixed for the life of its process.
+
+    Attributes:
+        name: Ray actor name inside the application's namespace; unique per incarnation.
+        num_slots: Sequences it can hold at once.
+        kv_capacity_tokens: Tokens of KV cache it can hold at its depth.
+    """
+
+    name: str
+    role: Role
+    depth_class: DepthClass
+    node_id: str
+    incarnation: str
+    num_slots: int
+    kv_capacity_tokens: int
+    transports: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ReplicaSnapshot:
+    """A replica's load, reported every second and used by placement and admission.
+
+    Attributes:
+        num_waiting: Sequences queued (prefill) or reserved but not yet joined (decode).
+        waiting_tokens: Prompt tokens in the prefill queue.
+        used_tokens: Tokens whose KV is held.
+        reserved_tokens: Tokens promised to the sequences held, at their longest.
+        tokens_per_s: Recent rate: prefilled (prefill) or emitted (decode).
+        step_time_s: EWMA of the decode step, or seconds per prefill chunk.
+        draining: Takes nothing new.
+    """
+
+    info: ReplicaInfo
+    taken_unix_s: float
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    used_tokens: int = 0
+    reserved_tokens: int = 0
+    tokens_per_s: float = 0.0
+    step_time_s: float = 0.0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitRequest:
+    """What the scheduler must know to let a sequence in."""
+
+    sequence_id: str
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int
+    deadline_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Where an admitted sequence goes first."""
+
+    prefill_replica: str
+    depth_class: DepthClass
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRequest:
+    """A prefill replica asks where a sequence shall decode.
+
+    Attributes:
+        exclude: Replicas that already refused or failed this sequence.
+    """
+
+    sequence_id: str
+    depth_class: DepthClass
+    num_tokens: int
+    max_total_tokens: int
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ClusterView:
+    """What the scheduler knows of the cluster, for ingresses to fall back on."""
+
+    taken_unix_s: float
+    snapshots: list[ReplicaSnapshot]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOffer:
+    """The source asks the destination to take a sequence: step one of the hand-off.
+
+    Attributes:
+        transfer_id: Unique; names the lease.
+        epoch: The sequence's epoch after the hand-off.
+        num_tokens: Tokens whose KV will be sent.
+        max_total_tokens: Room to reserve.
+        lease_s: The reservation lapses when nothing is heard for this long.
+    """
+
+    transfer_id: str
+    sequence_id: str
+    depth_class: DepthClass
+    source: str
+    epoch: int
+    num_tokens: int
+    max_total_tokens: int
+    transport: str
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """Header of one piece of KV cache: layers [first_layer, first_layer + num_layers) at
+    positions [start, start + num_tokens) of one sequence.
+
+    Attributes:
+        index: Position in the transfer, from 0 without gaps.
+        shape: [num_layers, 2, num_kv_heads, num_tokens, head_dim].
+        checksum: xxh3-64 of the payload's bytes.
+    """
+
+    transfer_id: str
+    index: int
+    first_layer: int
+    num_layers: int
+    start: int
+    num_tokens: int
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int

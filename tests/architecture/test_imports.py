@@ -1,0 +1,51 @@
+"""What may import what; checked by the import rules and by looking at a fresh interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PURE = [
+    "quadriga.batching.decode_loop",
+    "quadriga.batching.outbox",
+    "quadriga.batching.prefill_loop",
+    "quadriga.policies.admission",
+    "quadriga.policies.baselines.placement",
+    "quadriga.resolve",
+    "quadriga.sim",
+    "quadriga.text",
+    "quadriga.training.tasks",
+]
+
+
+def loaded_by(module: str) -> set[str]:
+    """Top-level packages in a fresh interpreter after importing a module."""
+    code = f"import sys, {module}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_packages_load_neither_torch_nor_ray(module: str) -> None:
+    assert not loaded_by(module) & {"torch", "ray"}
+
+
+def test_the_client_needs_only_grpc() -> None:
+    heavy = {"torch", "ray", "pydantic", "numpy", "transformers", "fastapi"}
+    assert not loaded_by("quadriga.client") & heavy
+
+
+@pytest.mark.parametrize("module", ["quadriga.engine", "quadriga.training"])
+def test_the_engine_loads_no_ray(module: str) -> None:
+    assert "ray" not in loaded_by(module)
+
+
+@pytest.mark.parametrize("module", ["loadgen", "loadgen.traces", "loadgen.checker"])
+def test_the_load_generator_is_a_client(module: str) -> None:
+    assert not loaded_by(module) & {"torch", "ray"}
+
+
+def test_the_ingress_loads_no_torch() -> None:
+    assert "torch" not in loaded_by("serve_app.app")

@@ -1,0 +1,179 @@
+"""Random lives of sequences: no slot leaks, none is lost, none changes another."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.outbox import Outbox
+from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_queue import PrefillQueue
+from quadriga.batching.slots import SlotTable
+from quadriga.clock import ManualClock
+from quadriga.errors import KVCacheExhausted, QuadrigaError
+from quadriga.types import (
+    Emission,
+    FinishReason,
+    SamplingParams,
+    SequenceState,
+    TokenLogprob,
+)
+from tests.fake_runner import EOS, FakeRunner, expected_output
+
+ROW_TOKENS = 64
+
+
+class Pipeline:
+    """A prefill loop and a decode loop, with the hand-off done by hand between them."""
+
+    def __init__(self, *, prefill_rows: int, decode_rows: int, decode_tokens: int, chunk: int):
+        self.clock = ManualClock()
+        self.outbox = Outbox("r")
+        self.ready: list[SequenceState] = []
+        self.prefill_runner = FakeRunner(prefill_rows, ROW_TOKENS)
+        self.prefill = PrefillLoop(
+            runner=self.prefill_runner,
+            slots=SlotTable(
+                num_rows=prefill_rows,
+                row_capacity_tokens=ROW_TOKENS,
+                kv_capacity_tokens=prefill_rows * ROW_TOKENS,
+            ),
+            queue=PrefillQueue(max_sequences=1000, max_tokens=10**6, max_age_s=1.0),
+            events=self,
+            eos_token_ids=(EOS,),
+            chunk_tokens=chunk,
+            layer_groups=2,
+            clock=self.clock,
+        )
+        self.decode_runner = FakeRunner(decode_rows, ROW_TOKENS)
+        self.decode = DecodeLoop(
+            runner=self.decode_runner,
+            slots=SlotTable(
+                num_rows=decode_rows,
+                row_capacity_tokens=ROW_TOKENS,
+                kv_capacity_tokens=decode_tokens,
+            ),
+            eos_token_ids=(EOS,),
+            clock=self.clock,
+        )
+
+    def on_start(self, state: SequenceState, row: int) -> None: ...
+
+    def on_kv(self, state: SequenceState, row: int, *span: int) -> None: ...
+
+    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
+        raise error
+
+    def on_first_token(
+        self,
+        state: SequenceState,
+        logprobs: list[TokenLogprob] | None,
+        prompt_logprobs: list[TokenLogprob] | None,
+        finish: FinishReason | None,
+    ) -> None:
+        tokens, layers = list(state.output_ids), list(state.exit_layers)
+        self.emit("i", Emission(state.sequence_id, 0, 0, tokens, layers, finish=finish))
+        if finish is None:
+            self.ready.append(state)
+
+    def emit(self, ingress_id: str, emission: Emission) -> None:
+        self.outbox.put(ingress_id, emission, now_s=self.clock.now_s())
+
+    def step(self) -> None:
+        self.clock.advance(0.01)
+        self.prefill.step()
+        still_waiting = []
+        for state in self.ready:
+            try:
+                slot = self.decode.reserve(state.sequence_id, state.max_total_tokens)
+            except KVCacheExhausted:
+                still_waiting.append(state)
+                continue
+            self.decode_runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
+            self.prefill.release(state.sequence_id)
+            self.decode.join(state)
+        self.ready = still_waiting
+        for ingress_id, emission in self.decode.step():
+            self.emit(ingress_id, emission)
+        self.prefill.slots.check()
+        self.decode.slots.check()
+
+    def cancel(self, sequence_id: str) -> None:
+        self.ready = [s for s in self.ready if s.sequence_id != sequence_id]
+        self.prefill.release(sequence_id)
+        self.decode.leave(sequence_id)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.prefill.has_work or bool(self.ready) or self.decode.has_work
+
+
+lives = st.lists(
+    st.tuples(
+        st.integers(1, 20),  # prompt tokens
+        st.integers(1, 30),  # max tokens
+        st.integers(0, 30),  # step of arrival
+        st.one_of(st.none(), st.integers(0, 40)),  # step of cancellation
+        st.sampled_from([0, 2, 3, 5]),  # every n-th poll reply is lost; 0: none
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(lives=lives, prefill_rows=st.integers(1, 4), decode_rows=st.integers(1, 5))
+def test_random_lives(
+    lives: list[tuple[int, int, int, int | None, int]], prefill_rows: int, decode_rows: int
+) -> None:
+    pipeline = Pipeline(
+        prefill_rows=prefill_rows, decode_rows=decode_rows, decode_tokens=130, chunk=8
+    )
+    received: dict[str, list[int]] = {}
+    finished: set[str] = set()
+    ack = 0
+    states: dict[str, SequenceState] = {}
+    for step in range(2000):
+        for number, (prompt, max_tokens, arrival, cancel, _) in enumerate(lives):
+            name = f"s{number}"
+            if arrival == step:
+                states[name] = SequenceState(
+                    name,
+                    name,
+                    "m",
+                    [number + 1] * prompt,
+                    SamplingParams(max_tokens=max_tokens),
+                    "i",
+                    0.0,
+                    1e9,
+                )
+                pipeline.prefill.submit(states[name])
+            if cancel is not None and cancel == step:
+                pipeline.cancel(name)
+        pipeline.step()
+        reply = pipeline.outbox.collect("i", ack, now_s=pipeline.clock.now_s())
+        lose_every = lives[0][4]
+        if lose_every and step % lose_every == 0:
+            continue
+        ack = reply.last_seq
+        for emission in reply.emissions:
+            known = received.setdefault(emission.sequence_id, [])
+            assert emission.first_index <= len(known), "a gap"
+            known[emission.first_index :] = emission.token_ids
+            if emission.finish is not None:
+                finished.add(emission.sequence_id)
+        if step > 41 and not pipeline.is_busy and pipeline.outbox.num_pending == 0:
+            break
+    assert not pipeline.is_busy, "a sequence starved"
+    assert pipeline.prefill.slots.num_held == pipeline.decode.slots.num_held == 0
+    assert not pipeline.prefill_runner.attached
+    assert not pipeline.decode_runner.attached
+    for number, (prompt, max_tokens, _, cancel, _) in enumerate(lives):
+        name = f"s{number}"
+        expected = expected_output([number + 1] * prompt, max_tokens)
+        if cancel is None:
+            assert received[name] == expected
+            assert name in finished
+        else:
+            assert received.get(name, []) == expected[: len(received.get(name, []))]

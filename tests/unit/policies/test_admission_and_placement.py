@@ -1,0 +1,123 @@
+"""Pure decisions: who is let in, and where a sequence decodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.config import PrefillConfig, SchedulerConfig
+from quadriga.errors import ContextTooLong, Overloaded, Unavailable, UnknownModel
+from quadriga.policies.admission import admit
+from quadriga.policies.baselines.placement import CurrentLoad, RoundRobin, make_placement
+from quadriga.policies.load import candidates
+from quadriga.types import (
+    AdmitRequest,
+    DepthClass,
+    PlaceRequest,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+)
+
+CLASS = DepthClass("m", 8)
+SCHEDULER = SchedulerConfig()
+PREFILL = PrefillConfig(max_queued_sequences=4, max_queued_tokens=100)
+
+
+def snapshot(name: str, role: Role = Role.DECODE, **load: object) -> ReplicaSnapshot:
+    info = ReplicaInfo(name, role, CLASS, "node", name, num_slots=4, kv_capacity_tokens=1000)
+    out = ReplicaSnapshot(info, taken_unix_s=100.0)
+    for key, value in load.items():
+        setattr(out, key, value)
+    return out
+
+
+def place(tokens: int = 10) -> PlaceRequest:
+    return PlaceRequest("s", CLASS, num_tokens=tokens, max_total_tokens=tokens)
+
+
+def request(tokens: int = 10, max_tokens: int = 10, model: str = "m") -> AdmitRequest:
+    return AdmitRequest("s", model, tokens, max_tokens, 0, 1e9)
+
+
+def decide(req: AdmitRequest, *snapshots: ReplicaSnapshot, now: float = 100.0) -> str:
+    admission = admit(req, snapshots, now_unix_s=now, scheduler=SCHEDULER, prefill=PREFILL)
+    assert admission.depth_class == CLASS
+    return admission.prefill_replica
+
+
+def test_round_robin_takes_turns_and_passes_over_the_full() -> None:
+    policy = RoundRobin()
+    replicas = [snapshot("a"), snapshot("b", num_running=4), snapshot("c")]
+    assert [policy.choose(place(), replicas) for _ in range(3)] == ["a", "c", "a"]
+
+
+def test_current_load_takes_the_fewest_tokens_in_use() -> None:
+    replicas = [snapshot("a", used_tokens=50), snapshot("b", used_tokens=20), snapshot("c")]
+    assert CurrentLoad().choose(place(), replicas) == "c"
+    assert CurrentLoad().choose(place(), replicas[:2]) == "b"
+
+
+def test_nobody_has_room() -> None:
+    replicas = [snapshot("a", reserved_tokens=995), snapshot("b", num_waiting=4)]
+    assert CurrentLoad().choose(place(), replicas) is None
+    assert RoundRobin().choose(place(), replicas) is None
+
+
+def test_make_placement_knows_its_names() -> None:
+    assert isinstance(make_placement("current_load"), CurrentLoad)
+    with pytest.raises(KeyError):
+        make_placement("best")
+
+
+def test_candidates_leave_out_the_stale_the_draining_and_the_excluded() -> None:
+    fresh, stale = snapshot("fresh"), snapshot("stale", taken_unix_s=1.0)
+    draining, tried = snapshot("draining", draining=True), snapshot("tried")
+    found = candidates(
+        [fresh, stale, draining, tried],
+        role=Role.DECODE,
+        depth_class=CLASS,
+        exclude=("tried",),
+        now_unix_s=100.0,
+        max_age_s=5.0,
+    )
+    assert found == [fresh]
+
+
+def test_admission_goes_to_the_shortest_queue() -> None:
+    busy = snapshot("p1", Role.PREFILL, waiting_tokens=50, num_waiting=1)
+    idle = snapshot("p2", Role.PREFILL)
+    assert decide(request(), busy, idle, snapshot("d")) == "p2"
+
+
+def test_an_unknown_model_names_those_served() -> None:
+    with pytest.raises(UnknownModel, match="'x' is not served; served: m"):
+        decide(request(model="x"), snapshot("p", Role.PREFILL), snapshot("d"))
+
+
+def test_stale_replicas_serve_nobody() -> None:
+    with pytest.raises(Unavailable):
+        decide(request(), snapshot("p", Role.PREFILL), snapshot("d"), now=200.0)
+
+
+def test_prefill_without_decode_serves_nobody() -> None:
+    with pytest.raises(Unavailable):
+        decide(request(), snapshot("p", Role.PREFILL))
+
+
+def test_more_than_any_replica_holds() -> None:
+    with pytest.raises(ContextTooLong, match="1001 tokens; the largest replica holds 1000"):
+        decide(request(1, 1000), snapshot("p", Role.PREFILL), snapshot("d"))
+
+
+def test_a_full_queue_says_when_it_will_have_room() -> None:
+    full = snapshot("p", Role.PREFILL, waiting_tokens=100, num_waiting=3, tokens_per_s=5.0)
+    with pytest.raises(Overloaded) as caught:
+        decide(request(tokens=10), full, snapshot("d"))
+    assert caught.value.retry_after_s == pytest.approx(10 / 5.0)
+
+
+def test_a_stalled_queue_is_bounded_in_what_it_predicts() -> None:
+    full = snapshot("p", Role.PREFILL, waiting_tokens=80, num_waiting=4, tokens_per_s=0.0)
+    with pytest.raises(Overloaded) as caught:
+        decide(request(), full, snapshot("d"))
+    assert caught.value.retry_after_s == SCHEDULER.max_retry_after_s

@@ -1,0 +1,126 @@
+"""The configuration tree and how "auto" is filled in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quadriga.config import QuadrigaConfig, load_config
+from quadriga.errors import ConfigError
+from quadriga.resolve import Hardware, resolve
+from quadriga.types import Role
+
+CPU = Hardware(num_cpus=8)
+CONFIG_JSON = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "vocab_size": 100,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG_JSON))
+    return path
+
+
+def test_the_embedded_default_needs_no_configuration() -> None:
+    (pool,) = load_config({}).pools
+    assert (pool.prefill_replicas, pool.decode_replicas) == (1, 2)
+
+
+def test_command_line_strings_and_dotted_keys() -> None:
+    config = load_config({"model": "m", "decode_replicas": "3", "engine.threads": "2"})
+    assert config.pools[0].decode_replicas == 3
+    assert config.engine.threads == 2
+
+
+def test_every_fault_is_named_with_its_value() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"modl": "x", "engine": {"threads": 0}, "decode_replicas": -1})
+    for text in ("modl", "engine.threads", "got 0", "pools.0.decode_replicas", "got -1"):
+        assert text in caught.value.message
+
+
+def test_shorthand_and_pools_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="exclude `pools`"):
+        load_config({"model": "a", "pools": [{"model": "b"}]})
+
+
+def test_a_value_is_not_a_section() -> None:
+    with pytest.raises(ConfigError, match="not a section"):
+        load_config({"engine": 3, "engine.threads": 2})
+
+
+def test_it_survives_json() -> None:
+    config = load_config({"decode.max_slots": 7})
+    assert QuadrigaConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_resolve_fills_every_auto(checkpoint: Path) -> None:
+    config = load_config({"model": str(checkpoint), "decode.max_slots": 4})
+    deployment = resolve(config, CPU)
+    assert [r.role for r in deployment.replicas] == [Role.PREFILL, Role.DECODE, Role.DECODE]
+    engine = deployment.replicas[1].engine
+    assert (engine.depth, engine.device, engine.dtype) == (4, "cpu", "float32")
+    assert (engine.num_rows, engine.row_capacity_tokens) == (4, 128)
+    assert engine.kv_capacity_tokens == 4 * 128
+    assert deployment.checkpoint("tiny") is not None
+    assert deployment.replicas[0].num_cpus == 1.0
+    assert resolve(config, Hardware(num_cpus=2)).replicas[0].num_cpus < 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"depth": 5}, "5 is beyond the 4 layers"),
+        ({"engine.device": "cuda"}, "the cluster has no GPU"),
+        ({"engine.max_model_len": 129}, "129 is beyond the 128 positions"),
+        ({"engine.kv_memory_bytes": 1024}, "less than one sequence of 128"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    checkpoint: Path, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(load_config({"model": str(checkpoint)} | change), CPU)
+
+
+def test_two_checkpoints_of_one_name(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "tiny"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text(json.dumps(CONFIG_JSON))
+    config = load_config({"pools": [{"model": str(checkpoint)}, {"model": str(other)}]})
+    with pytest.raises(ConfigError, match="two checkpoints are called 'tiny'"):
+        resolve(config, CPU)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "cannot be read"),
+        ("config.json", "[]", "must hold a JSON object"),
+        ("config.json", "{}", "num_hidden_layers"),
+        ("exits.json", '{"layers": [4]}', r"1\.\.3"),
+    ],
+)
+def test_a_garbled_checkpoint_is_refused(
+    checkpoint: Path, file: str, content: str, message: str
+) -> None:
+    (checkpoint / file).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        resolve(load_config({"model": str(checkpoint)}), CPU)
+
+
+def test_a_model_that_is_nowhere() -> None:
+    with pytest.raises(ConfigError, match="neither bundled"):
+        resolve(load_config({"model": "nowhere"}), CPU)
