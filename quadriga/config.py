@@ -109,6 +109,7 @@ class IngressConfig(Section):
     default_deadline_s: Seconds = Field(600.0, description="For requests that state none.")
     max_deadline_s: Seconds = 3600.0
     max_body_bytes: int = Field(4_000_000, ge=1024, le=1 << 30)
+    body_timeout_s: Seconds = Field(30.0, description="A request's body must be here by then.")
     max_choices: Count = Field(16, description="Largest `n`, and most prompts in one request.")
     max_logprobs: int = Field(20, ge=0, le=100)
     max_stop_strings: int = Field(16, ge=0, le=64)

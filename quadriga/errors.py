@@ -6,7 +6,8 @@
     │   ├── UnknownModel          404  NOT_FOUND
     │   ├── NotFound              404  NOT_FOUND            unknown route or request id
     │   ├── MethodNotAllowed      405  UNIMPLEMENTED
-    │   └── BodyTooLarge          413  INVALID_ARGUMENT
+    │   ├── BodyTooLarge          413  INVALID_ARGUMENT
+    │   └── RequestTimeout        408  DEADLINE_EXCEEDED    the body did not arrive in time
     ├── Unauthenticated           401  UNAUTHENTICATED
     ├── Overloaded                429  RESOURCE_EXHAUSTED   says when to retry
     │   └── KVCacheExhausted      429  RESOURCE_EXHAUSTED
@@ -124,6 +125,15 @@ class BodyTooLarge(InvalidRequest):
 
     http_status = 413
     default_code = "body_too_large"
+
+
+class RequestTimeout(InvalidRequest):
+    """The client did not send its whole request in time."""
+
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    openai_type = "timeout_error"
+    default_code = "request_timeout"
 
 
 class Unauthenticated(QuadrigaError):

@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from quadriga.types import ClusterView
 
 LATENCY_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
@@ -152,19 +154,20 @@ def merge(sources: Iterable[tuple[str, dict[str, Family]]]) -> bytes:
     lines_of: dict[str, list[str]] = {}
     for source, families in sources:
         for name, family in families.items():
-            lines = lines_of.get(name)
-            if lines is None:
-                lines = lines_of[name] = [
-                    f"# HELP {name} {_escape_help(family.text)}",
-                    f"# TYPE {name} {family.kind}",
-                ]
-            for (sample, labels), value in family.samples.items():
-                pairs = ",".join(
-                    f'{key}="{_escape_label(text)}"' for key, text in (*labels, ("replica", source))
-                )
-                lines.append(f"{sample}{{{pairs}}} {_number(value)}")
+            lines = lines_of.setdefault(name, _header(name, family))
+            lines.extend(_lines(family, (("replica", source),)))
     text = "\n".join(line for name in sorted(lines_of) for line in lines_of[name])
     return (text + "\n").encode() if text else b""
+
+
+def _header(name: str, family: Family) -> list[str]:
+    return [f"# HELP {name} {_escape_help(family.text)}", f"# TYPE {name} {family.kind}"]
+
+
+def _lines(family: Family, more: Labels) -> Iterator[str]:
+    for (sample, labels), value in family.samples.items():
+        pairs = ",".join(f'{key}="{_escape_label(text)}"' for key, text in (*labels, *more))
+        yield f"{sample}{{{pairs}}} {_number(value)}" if pairs else f"{sample} {_number(value)}"
 
 
 def parse_exposition(text: str) -> dict[str, float]:
@@ -246,6 +249,15 @@ class IngressMetrics:
         self.ttft = r.histogram(
             "vllm:time_to_first_token_seconds", "Request's arrival to first token.", model
         )
+        self.queue_time = r.histogram(
+            "vllm:request_queue_time_seconds", "Arrival to acceptance by a prefill replica.", model
+        )
+        self.prefill_time = r.histogram(
+            "vllm:request_prefill_time_seconds", "Acceptance to first token.", model
+        )
+        self.decode_time = r.histogram(
+            "vllm:request_decode_time_seconds", "First token to last.", model
+        )
         self.inter_token = r.histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", model
         )
@@ -257,106 +269,41 @@ class IngressMetrics:
         )
 
 
-class ReplicaMetrics:
-    """What prefill and decode replicas count alike; `role` is a label of our own series.
+def view_gauges(view: ClusterView) -> bytes:
+    """Return what routers read of each replica's present, under the names they know.
 
-    The `vllm:` gauges are per replica; the label `replica` is added by the hub.
+    Rendered by whoever answers a scrape, so each series exists once.
     """
-
-    def __init__(self, source: str, *, model: str, depth: int, role: str) -> None:
-        r = self.registry = Registry(source)
-        self.model = model
-        own = {"model_name": model, "depth": str(depth), "role": role}
-        names = tuple(own)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return r.gauge(name, text, names).labels(**own)
-
-        def counter(name: str, text: str) -> Counter:
-            return r.counter(name, text, names).labels(**own)
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return r.histogram(name, text, names, buckets).labels(**own)
-
-        def by_model(kind: Any, name: str, text: str) -> Any:
-            return kind(name, text, ("model_name",)).labels(model_name=model)
-
-        self.running = by_model(r.gauge, "vllm:num_requests_running", "Sequences in the batch.")
-        self.waiting = by_model(r.gauge, "vllm:num_requests_waiting", "Sequences queued.")
-        self.kv_usage = by_model(
-            r.gauge, "vllm:kv_cache_usage_perc", "Share of KV cache in use, 0 to 1."
+    families: dict[str, Family] = {}
+    texts = {
+        "vllm:num_requests_running": "Sequences in the batch.",
+        "vllm:num_requests_waiting": "Sequences queued, or reserved and not yet running.",
+        "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
+        "quadriga_slots": "Sequences a replica can hold.",
+        "quadriga_kv_capacity_tokens": "Tokens of KV cache a replica can hold.",
+        "quadriga_tokens_per_s": "Recent rate: prefilled or emitted.",
+        "quadriga_replica_draining": "1 while the replica takes nothing new.",
+    }
+    for name, text in texts.items():
+        families[name] = Family("gauge", text, {})
+    for snapshot in view.snapshots:
+        info = snapshot.info
+        labels = (
+            ("depth", str(info.depth_class.depth)),
+            ("model_name", info.depth_class.model),
+            ("replica", info.name),
+            ("role", info.role.value),
         )
-        self.preemptions = by_model(
-            r.counter, "vllm:num_preemptions_total", "Sequences paused for want of memory."
+        values = (
+            snapshot.num_running,
+            snapshot.num_waiting,
+            snapshot.used_tokens / max(1, info.kv_capacity_tokens),
+            info.num_slots,
+            info.kv_capacity_tokens,
+            snapshot.tokens_per_s,
+            snapshot.draining,
         )
-        self.queue_time = by_model(
-            r.histogram, "vllm:request_queue_time_seconds", "Waiting before prefill began."
-        )
-        self.prefill_time = by_model(
-            r.histogram, "vllm:request_prefill_time_seconds", "Prefill begun to first token."
-        )
-        self.decode_time = by_model(
-            r.histogram, "vllm:request_decode_time_seconds", "Joined the batch to last token."
-        )
-        self.up = gauge("quadriga_replica_up", "1 while the replica serves.")
-        self.slots = gauge("quadriga_slots", "Sequences the replica can hold.")
-        self.slots_used = gauge("quadriga_slots_used", "Sequences the replica holds.")
-        self.kv_tokens = gauge("quadriga_kv_capacity_tokens", "KV cache, in tokens.")
-        self.kv_tokens_used = gauge("quadriga_kv_used_tokens", "KV cache in use, in tokens.")
-        self.kv_tokens_reserved = gauge("quadriga_kv_reserved_tokens", "KV cache promised.")
-        self.tokens = counter("quadriga_tokens_total", "Tokens prefilled, or decoded.")
-        self.steps = counter("quadriga_steps_total", "Forward passes.")
-        self.step_seconds = histogram(
-            "quadriga_step_seconds", "Time of one forward pass.", LATENCY_BUCKETS_S
-        )
-        self.handoffs = r.counter(
-            "quadriga_handoffs_total", "Hand-offs, by result.", (*names, "result")
-        )
-        self.handoff_seconds = histogram(
-            "quadriga_handoff_seconds", "Reserve to release.", LATENCY_BUCKETS_S
-        )
-        self.handoff_bytes = counter("quadriga_handoff_bytes_total", "KV bytes sent or received.")
-        self.transport_failures = r.counter(
-            "quadriga_kv_transfer_failures_total", "Failed transfers, by transport.",
-            (*names, "transport"),
-        )  # fmt: skip
-        self.exits = r.counter(
-            "quadriga_exits_total", "Tokens by the layer they left at.", (*names, "layer")
-        )
-        self._own = own
-
-    def handoff_done(self, result: str) -> None:
-        self.handoffs.labels(**self._own, result=result).inc()
-
-    def transfer_failed(self, transport: str) -> None:
-        self.transport_failures.labels(**self._own, transport=transport).inc()
-
-    def exited(self, layer: int, tokens: int = 1) -> None:
-        self.exits.labels(**self._own, layer=str(layer)).inc(tokens)
-
-
-class SchedulerMetrics:
-    """What the scheduler counts."""
-
-    def __init__(self, source: str) -> None:
-        r = self.registry = Registry(source)
-        self.admitted = r.counter("quadriga_admitted_total", "Sequences let in.", ("model_name",))
-        self.refused = r.counter(
-            "quadriga_admissions_refused_total", "Sequences refused.", ("model_name", "reason")
-        )
-        self.placed = r.counter("quadriga_placed_total", "Placements.", ("model_name", "policy"))
-        self.retry_after = r.histogram(
-            "quadriga_predicted_retry_after_seconds", "Retry-After that was promised."
-        )
-
-
-class ControllerMetrics:
-    """What the controller counts."""
-
-    def __init__(self, source: str) -> None:
-        r = self.registry = Registry(source)
-        self.replicas = r.gauge(
-            "quadriga_replicas", "Replicas by role and state.", ("model_name", "role", "state")
-        )
-        self.spawned = r.counter("quadriga_replicas_spawned_total", "Replicas started.", ("role",))
-        self.lost = r.counter("quadriga_replicas_lost_total", "Replicas found dead.", ("role",))
+        for name, value in zip(texts, values, strict=True):
+            families[name].samples[name, labels] = float(value)
+    lines = [x for name, f in families.items() for x in (*_header(name, f), *_lines(f, ()))]
+    return ("\n".join(lines) + "\n").encode()

@@ -1,6 +1,6 @@
 """The receiving side of a two-phase hand-off, as pure state: leases, parts, commit.
 
-    reserve ──▶ OPEN ──▶ parts, in any order, later ones may overwrite earlier positions
+    reserve ──▶ OPEN ──▶ parts, in order; later ones may overwrite earlier positions
                  │  ╲
                  │   ╲──▶ ABORTED   by either side
                  │    ╲─▶ LAPSED    nothing was heard for `lease_s`
@@ -159,9 +159,13 @@ class LeaseTable:
             part.num_tokens,
         ):
             raise _refused(part, f"shape {part.shape} contradicts its header")
-        known = lease.parts.get(part.index)
-        if part.index < 0 or (known is not None and known != part):
-            raise _refused(part, "the index is taken by another part")
+        # Only the newest part may come again: one that was given up and turns up late must not
+        # overwrite what was sent after it.
+        num_parts = len(lease.parts)
+        if part.index not in (num_parts - 1, num_parts) or part.index < 0:
+            raise _refused(part, f"{num_parts} parts are there")
+        if part.index < num_parts and lease.parts[part.index] != part:
+            raise _refused(part, "its index is taken by another part")
         lease.heard_s = now_s
         return lease
 
@@ -229,6 +233,10 @@ class LeaseTable:
         self._end(lease, LeaseState.COMMITTED)
         _remember(self._epochs, lease.offer.sequence_id, lease.offer.epoch)
         return lease
+
+    def revoke(self, transfer_id: str) -> None:
+        """Take a commit back: the replica could not make the sequence its own after all."""
+        _remember(self._ended, transfer_id, LeaseState.ABORTED)
 
     def abort(self, transfer_id: str) -> Lease | None:
         """End a transfer; repeated, or for one that never was, it does no harm.

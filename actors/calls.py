@@ -1,0 +1,87 @@
+"""Calls to named actors: cached handles, a deadline on every call, our errors instead of Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
+
+NAMESPACE = "quadriga"
+
+_handles: dict[str, ActorHandle[Any]] = {}
+
+
+def get_actor(name: str) -> ActorHandle[Any]:
+    """Return the handle of a named actor, cached for this process.
+
+    Blocks on Ray's control store for a few milliseconds at the first use of a name.
+
+    Raises:
+        ReplicaDied: There is no such actor.
+    """
+    handle = _handles.get(name)
+    if handle is None:
+        try:
+            handle = ray.get_actor(name, namespace=NAMESPACE)
+        except (ValueError, RayError) as exc:
+            raise ReplicaDied(f"{name} is gone") from exc
+        _handles[name] = handle
+    return handle
+
+
+def remember_handle(name: str, handle: ActorHandle[Any]) -> None:
+    """Put a handle into the cache that was come by in another way."""
+    _handles[name] = handle
+
+
+def forget_actor(name: str) -> None:
+    """Drop a cached handle, so that the next call looks the name up again."""
+    _handles.pop(name, None)
+
+
+async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
+    """Call a method of a named actor and await its result.
+
+    Raises:
+        QuadrigaError: Whatever the method raised of our own.
+        ReplicaDied: The actor is gone, or its process died under the call.
+        ReplicaError: Code "timeout" when no answer came in time; the call may still take effect.
+    """
+    handle = _handles.get(name)
+    if handle is None:
+        handle = await asyncio.to_thread(get_actor, name)
+    return await call_handle(name, handle, method, *args, timeout_s=timeout_s)
+
+
+async def call_handle(
+    name: str, handle: ActorHandle[Any], method: str, *args: Any, timeout_s: float
+) -> Any:
+    """As `call`, with the handle at hand."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await getattr(handle, method).remote(*args)
+    except TimeoutError as exc:
+        raise ReplicaError(
+            f"{name} did not answer {method} within {timeout_s:.1f} s", code="timeout"
+        ) from exc
+    except RayError as exc:
+        raise from_ray(name, method, exc) from exc
+
+
+def from_ray(name: str, method: str, exc: RayError) -> QuadrigaError:
+    """Turn what Ray raised for a call into one of our errors; never raises."""
+    if isinstance(exc, RayTaskError):
+        if isinstance(exc.cause, QuadrigaError):
+            return exc.cause
+        return ReplicaError(f"{method} failed on {name}: {exc.cause!r}")
+    if isinstance(exc, ActorUnavailableError):
+        return ReplicaDied(f"{name} is not reachable", code="unreachable")
+    if isinstance(exc, RayActorError):
+        forget_actor(name)
+        return ReplicaDied(f"{name} died")
+    return ReplicaError(f"{method} on {name} failed in Ray: {exc}")

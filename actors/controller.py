@@ -1,0 +1,275 @@
+"""The controller actor: makes what runs equal to what the configuration asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
+
+from actors.calls import NAMESPACE, call, get_actor
+from actors.fleet import Fleet, Key, Phase
+from actors.lifecycle import (
+    end_this_actor,
+    fingerprint,
+    new_replica_name,
+    parse_replica_name,
+    scheduler_name,
+)
+from actors.placement import abandoned_groups, cluster_hardware, living_replicas, remove
+from actors.tasks import background
+from quadriga.clock import SystemClock
+from quadriga.config import QuadrigaConfig, load_config
+from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.metrics import MetricsHub
+from quadriga.pacing import find_profile
+from quadriga.resolve import Deployment, ReplicaSpec, resolve
+from quadriga.types import Role
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+CALL_TIMEOUT_S = 2.0
+SURGE_PATIENCE_S = 10.0
+"""A successor that is pending for longer needs the room of the one it replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What shall run: the configuration and a specification for every place."""
+
+    config: dict[str, Any]
+    deployment: Deployment
+    places: Mapping[Key, ReplicaSpec]
+
+    @property
+    def models(self) -> list[str]:
+        return [c.id for c in self.deployment.checkpoints]
+
+
+class Controller:
+    """Ray actor, restarted without limit. One loop compares the desired state with the actual.
+
+    The desired state outlives the process in Ray's key-value store; the replicas outlive it as
+    detached actors, and are adopted by their names.
+    """
+
+    def __init__(self, app: str, config: dict[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        self._app = app
+        self._first_config = config
+        self._clock = SystemClock()
+        self._heard_s = self._clock.now_s()
+        self._hub = MetricsHub()
+        self._wake = asyncio.Event()
+        self._desired: Desired | None = None
+        self._error: str | None = None
+        self._is_ending = False
+        self._is_started = asyncio.Event()
+        self._fleet = Fleet(app, self._clock, self._wake.set, self._ingress_age_s)
+        background(self._run())
+
+    # RPC
+
+    async def ensure(self, config: dict[str, Any]) -> None:
+        """Set the desired state; the same one again changes nothing.
+
+        Raises:
+            ConfigError: It cannot be served on this cluster; the state before stays.
+        """
+        self._heard_s = self._clock.now_s()
+        desired = await asyncio.to_thread(_resolve, config)
+        await self._is_started.wait()
+        if self._desired is None or self._desired.config != desired.config:
+            await asyncio.to_thread(_save, self._app, desired.config)
+        self._apply(desired)
+
+    async def ingress_heartbeat(self, ingress_id: str) -> None:
+        """A sign of life of an ingress; the whole application lives by it."""
+        self._heard_s = self._clock.now_s()
+
+    async def push_metrics(self, source: str, families: bytes) -> None:
+        """Take a process's metrics, as `quadriga.metrics.Registry.snapshot` packs them."""
+        self._hub.push(source, families, now_s=self._clock.now_s())
+
+    async def metrics(self) -> bytes:
+        """All processes' metrics as one Prometheus page."""
+        return self._hub.exposition(now_s=self._clock.now_s())
+
+    async def status(self) -> dict[str, Any]:
+        """Desired and actual state, for start-up messages, health pages and tests."""
+        desired = self._desired
+        members = self._fleet.members.values()
+        ready = [m for m in members if m.phase is Phase.READY]
+        num_wanted = len(desired.places) if desired is not None else 0
+        return {
+            "app": self._app,
+            "models": desired.models if desired is not None else [],
+            "num_desired": num_wanted,
+            "num_ready": len(ready),
+            "is_ready": num_wanted > 0 and len(ready) == num_wanted == len(members),
+            "num_respawns": self._fleet.num_respawns,
+            "error": self._error,
+            "replicas": [
+                {
+                    "name": m.name,
+                    "role": m.key[0].value,
+                    "phase": m.phase.value,
+                    "depth_class": str(m.status.info.depth_class) if m.status else None,
+                    "node_id": m.status.info.node_id if m.status else None,
+                    "error": str(m.status.error) if m.status and m.status.error else None,
+                }
+                for m in sorted(members, key=lambda m: m.name)
+            ],
+        }
+
+    async def stop(self) -> None:
+        """End the whole application: replicas, scheduler and this actor."""
+        background(self._end("stopped"))
+
+    # The loop
+
+    async def _run(self) -> None:
+        """Recover what an earlier controller knew, then keep the two states equal."""
+        try:
+            await self._recover()
+        finally:
+            self._is_started.set()
+        while not self._is_ending:
+            self._wake.clear()
+            try:
+                await self._reconcile()
+                self._error = None
+            except (QuadrigaError, RayError, ValueError) as exc:
+                self._error = str(exc)
+                logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
+            orphan_s = self._fleet.lifecycle.orphan_timeout_s
+            if self._ingress_age_s() > orphan_s:
+                await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
+                return
+            pause_s = min(TICK_S, orphan_s / 4, self._fleet.next_due_s() or TICK_S)
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def _recover(self) -> None:
+        names = await asyncio.to_thread(living_replicas, self._app)
+        for name in names:
+            place = parse_replica_name(self._app, name)
+            assert place is not None
+            try:
+                self._fleet.adopt(place, name, await asyncio.to_thread(get_actor, name))
+            except ReplicaDied:
+                logger.info("%s died before it was adopted", name)
+        abandoned = await asyncio.to_thread(abandoned_groups, self._app, set(self._fleet.members))
+        for name in abandoned:
+            await asyncio.to_thread(remove, name, None)
+        saved = await asyncio.to_thread(_load, self._app)
+        try:
+            self._apply(await asyncio.to_thread(_resolve, saved or self._first_config))
+        except QuadrigaError as exc:
+            self._error = str(exc)
+            logger.error("the configuration cannot be served: %s", exc)
+
+    def _apply(self, desired: Desired) -> None:
+        self._desired = desired
+        self._fleet.lifecycle = desired.deployment.config.lifecycle
+        self._wake.set()
+
+    async def _reconcile(self) -> None:
+        """One comparison: spawn what lacks, retire what is surplus or outdated."""
+        desired = self._desired
+        if desired is None:
+            return
+        background(self._configure_scheduler(desired))
+        for key, spec in desired.places.items():
+            members = self._fleet.of(key)
+            if any(m.fingerprint is None for m in members):
+                continue  # adopted, and not yet known
+            wanted = fingerprint(spec, desired.config)
+            current = [m for m in members if m.fingerprint == wanted]
+            if not current and self._fleet.may_spawn(key):
+                name = new_replica_name(self._app, *key)
+                await self._fleet.spawn(key, name, spec, desired.config)
+            for extra in sorted(current, key=lambda m: (m.phase is not Phase.READY, m.name))[1:]:
+                self._fleet.retire(extra, "there are two for one place")
+            outdated = [m for m in members if m.fingerprint != wanted]
+            is_replaced = any(m.phase is Phase.READY for m in current)
+            has_no_room = any(
+                m.phase is Phase.PENDING and self._clock.now_s() - m.since_s > SURGE_PATIENCE_S
+                for m in current
+            )
+            if outdated and (is_replaced or has_no_room):
+                self._fleet.retire(outdated[0], "its configuration has changed")
+        for member in list(self._fleet.members.values()):
+            if member.key not in desired.places:
+                self._fleet.retire(member, "the configuration asks for fewer")
+
+    async def _configure_scheduler(self, desired: Desired) -> None:
+        try:
+            await call(
+                scheduler_name(self._app),
+                "configure",
+                desired.config,
+                desired.models,
+                self._ingress_age_s(),
+                timeout_s=CALL_TIMEOUT_S,
+            )
+        except QuadrigaError as exc:
+            logger.info("the scheduler was not configured: %s", exc)
+
+    def _ingress_age_s(self) -> float:
+        return self._clock.now_s() - self._heard_s
+
+    async def _end(self, reason: str) -> None:
+        if self._is_ending:
+            return
+        self._is_ending = True
+        logger.info("the application %s ends: %s", self._app, reason)
+        await asyncio.to_thread(_forget, self._app)
+        await self._fleet.stop_all()
+        try:
+            await call(scheduler_name(self._app), "stop", timeout_s=CALL_TIMEOUT_S)
+        except QuadrigaError as exc:
+            logger.info("the scheduler was not stopped: %s", exc)
+        await end_this_actor()
+
+
+def _resolve(config: dict[str, Any]) -> Desired:
+    """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError."""
+    loaded: QuadrigaConfig = load_config(config)
+    if loaded.decode.pace is not None:
+        find_profile(loaded.decode.pace)
+    deployment = resolve(loaded, cluster_hardware())
+    ordinals = dict.fromkeys(Role, 0)
+    places: dict[Key, ReplicaSpec] = {}
+    for spec in deployment.replicas:
+        places[(spec.role, ordinals[spec.role])] = spec
+        ordinals[spec.role] += 1
+    return Desired(loaded.model_dump(mode="json", exclude={"auth"}), deployment, places)
+
+
+def _key(app: str) -> bytes:
+    return f"{app}:desired".encode()
+
+
+def _save(app: str, config: dict[str, Any]) -> None:
+    text = json.dumps(config).encode()
+    internal_kv._internal_kv_put(_key(app), text, overwrite=True, namespace=NAMESPACE.encode())
+
+
+def _load(app: str) -> dict[str, Any] | None:
+    text: Any = internal_kv._internal_kv_get(_key(app), namespace=NAMESPACE.encode())
+    config: dict[str, Any] | None = None if text is None else json.loads(text)
+    return config
+
+
+def _forget(app: str) -> None:
+    internal_kv._internal_kv_del(_key(app), namespace=NAMESPACE.encode())

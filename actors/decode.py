@@ -1,0 +1,164 @@
+"""The decode replica: takes sequences over from others and runs them to their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from actors.replica import Replica
+from actors.status import Load
+from actors.tasks import background
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.handoff import LeaseState
+from quadriga.batching.paced_runner import PacedRunner
+from quadriga.batching.slots import SlotTable
+from quadriga.engine import load_runner
+from quadriga.errors import MigrationFailed
+from quadriga.interfaces import KVSink, ModelRunner
+from quadriga.pacing import find_profile
+from quadriga.resolve import ReplicaSpec
+from quadriga.types import ReplicaInfo, SequenceState, TransferOffer
+
+
+class DecodeCore:
+    """The decode loop in its host's clothing; everything but `write_kv` on the engine thread."""
+
+    def __init__(self, replica: DecodeReplica, runner: ModelRunner) -> None:
+        spec = replica.spec.engine
+        self.runner = runner
+        self._replica = replica
+        self.loop = DecodeLoop(
+            runner=runner,
+            slots=SlotTable(
+                num_rows=spec.num_rows,
+                row_capacity_tokens=spec.row_capacity_tokens,
+                kv_capacity_tokens=spec.kv_capacity_tokens,
+            ),
+            eos_token_ids=spec.checkpoint.eos_token_ids,
+            clock=replica.clock,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.loop.has_work
+
+    def step(self) -> None:
+        emissions = self.loop.step()
+        if emissions:
+            self._replica.post(self._replica.emit, emissions)
+
+    def publish(self) -> None:
+        loop = self.loop
+        self._replica.publish_load(
+            Load(
+                num_running=loop.num_running,
+                num_waiting=loop.num_reserved,
+                used_tokens=loop.used_tokens,
+                reserved_tokens=loop.slots.reserved_tokens,
+                tokens_per_s=loop.tokens_per_s,
+                step_time_s=loop.step_time_s,
+            )
+        )
+
+
+class DecodeReplica(Replica[DecodeCore]):
+    """Ray actor; see `Replica` for the calls that both roles answer."""
+
+    def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
+        super().__init__(name, spec, config)
+        background(self._never_ending(self._sweep()))
+
+    def _make_sink(self) -> KVSink | None:
+        from actors.handoff_receiver import HandoffReceiver
+
+        kind = self.config.transport.kind
+        transports = ("gloo", "object_store") if kind == "auto" else (kind,)
+        self.receiver = HandoffReceiver(self.spec.engine.depth_class, self, self.clock, transports)
+        return self.receiver
+
+    def _load_core(self) -> DecodeCore:
+        runner: ModelRunner = load_runner(self.spec.engine)
+        if self.config.decode.pace is not None:
+            runner = PacedRunner(runner, find_profile(self.config.decode.pace))
+        return DecodeCore(self, runner)
+
+    # RPC: the receiving side of a hand-off
+
+    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+        """Promise a row to a sequence that another replica wants to hand over.
+
+        Raises:
+            KVCacheExhausted, ContextTooLong: No room now, or ever.
+            Unavailable: Draining, or the weights are not loaded yet.
+            MigrationFailed: Cancelled, stale, or not for this replica.
+        """
+        self.require_taking()
+        if self.is_cancelled(offer.sequence_id):
+            raise MigrationFailed(f"{offer.sequence_id} was cancelled", code="cancelled")
+        await self.receiver.reserve(offer)
+        self.accepted(offer.sequence_id)
+        return self.info_record
+
+    async def renew(self, transfer_id: str) -> bool:
+        """Keep a lease alive; False when there is none."""
+        return self.receiver.renew(transfer_id)
+
+    async def commit(
+        self, transfer_id: str, state: SequenceState, checksums: Sequence[int]
+    ) -> None:
+        """Take the sequence over; may be repeated. Raises: MigrationFailed."""
+        if self.is_cancelled(state.sequence_id):
+            await self.receiver.abort(transfer_id)
+            raise MigrationFailed(f"{state.sequence_id} was cancelled", code="cancelled")
+        self.expect(state.ingress_id)
+        await self.receiver.commit(transfer_id, state, checksums)
+
+    async def abort(self, transfer_id: str) -> LeaseState | None:
+        """End a transfer unless it is committed; may be repeated. Returns what it is now."""
+        return await self.receiver.abort(transfer_id)
+
+    # RowHost
+
+    async def reserve_row(self, sequence_id: str, max_total_tokens: int) -> int:
+        slot = await self.engine.call(lambda core: core.loop.reserve(sequence_id, max_total_tokens))
+        return slot.row
+
+    async def release_row(self, sequence_id: str) -> None:
+        await self.engine.call(lambda core: core.loop.leave(sequence_id))
+
+    async def join(self, state: SequenceState) -> None:
+        if self.is_cancelled(state.sequence_id):
+            raise MigrationFailed(f"{state.sequence_id} was cancelled", code="cancelled")
+        await self.engine.call(lambda core: core.loop.join(state))
+
+    def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
+        self.engine.require_core().runner.write_kv(row, first_layer, start, kv)
+
+    # Replica
+
+    async def _cancel(self, sequence_ids: Sequence[str]) -> None:
+        for sequence_id in sequence_ids:
+            await self.receiver.abort_sequence(sequence_id)
+
+        def leave(core: DecodeCore) -> None:
+            # A reserved row belongs to its lease: only running sequences are taken out here.
+            running = {state.sequence_id for state in core.loop.running}
+            for sequence_id in running.intersection(sequence_ids):
+                core.loop.leave(sequence_id)
+
+        await self.engine.call(leave)
+
+    async def _held_for(self, ingress_ids: set[str]) -> list[SequenceState]:
+        running = await self.engine.call(lambda core: core.loop.running)
+        return [state for state in running if state.ingress_id in ingress_ids]
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.transport.lease_s / 4)
+            if self.engine.is_ready:
+                await self.receiver.sweep()
+
+    async def _close(self) -> None:
+        if self.engine.is_ready:
+            await self.receiver.abort_all()

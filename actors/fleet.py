@@ -1,0 +1,266 @@
+"""The controller's book of replica processes: who lives, who is ready, who must go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError
+
+from actors.calls import call, call_handle, remember_handle
+from actors.lifecycle import fingerprint, scheduler_name
+from actors.placement import groups, remove, spawn
+from actors.status import ReplicaStatus
+from actors.tasks import background
+from quadriga.clock import Clock
+from quadriga.config import LifecycleConfig
+from quadriga.errors import QuadrigaError
+from quadriga.resolve import ReplicaSpec
+from quadriga.types import Role
+
+logger = logging.getLogger(__name__)
+
+SILENCE_FACTOR = 5.0
+"""Heartbeat intervals without an answer before a replica counts as hung."""
+MIN_SILENCE_S = 5.0
+STOP_GRACE_S = 5.0
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+HEALTHY_S = 60.0
+
+Key = tuple[Role, int]
+
+
+class Phase(StrEnum):
+    """Where a replica process stands, as the controller sees it."""
+
+    PENDING = "pending"  # no capacity for it yet
+    STARTING = "starting"
+    READY = "ready"
+    RETIRING = "retiring"
+
+
+@dataclass(slots=True)
+class Member:
+    """One replica process.
+
+    Attributes:
+        fingerprint: Of its specification; None for an adopted one that has not answered yet.
+        since_s: When it entered its phase.
+        heard_s: When it last answered; None before the first answer.
+    """
+
+    key: Key
+    name: str
+    handle: ActorHandle[Any]
+    since_s: float
+    fingerprint: str | None
+    phase: Phase = Phase.PENDING
+    heard_s: float | None = None
+    status: ReplicaStatus | None = None
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    is_gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Fleet:
+    """Spawns, adopts, watches and retires replicas.
+
+    Args:
+        changed: Called when a replica became ready or is gone: time to reconcile.
+        ingress_age_s: Seconds since an ingress was heard of; passed on with heartbeats.
+    """
+
+    def __init__(
+        self,
+        app: str,
+        clock: Clock,
+        changed: Callable[[], None],
+        ingress_age_s: Callable[[], float],
+    ) -> None:
+        self.members: dict[str, Member] = {}
+        self.lifecycle = LifecycleConfig()
+        self._app = app
+        self._clock = clock
+        self._changed = changed
+        self._ingress_age_s = ingress_age_s
+        self._num_failures: dict[Key, int] = {}
+        self._not_before_s: dict[Key, float] = {}
+        self.num_respawns = 0
+
+    def of(self, key: Key) -> list[Member]:
+        """Replicas of one place in the desired state that are not on their way out."""
+        return [m for m in self.members.values() if m.key == key and m.phase is not Phase.RETIRING]
+
+    def may_spawn(self, key: Key) -> bool:
+        """Whether the back-off after a death is over."""
+        return self._clock.now_s() >= self._not_before_s.get(key, 0.0)
+
+    async def spawn(self, key: Key, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
+        """Start a replica process and watch it from now on."""
+        handle = await asyncio.to_thread(spawn, name, spec, config)
+        self._watch(Member(key, name, handle, self._clock.now_s(), fingerprint(spec, config)))
+        logger.info("spawned %s", name)
+
+    def adopt(self, key: Key, name: str, handle: ActorHandle[Any]) -> None:
+        """Take over a replica process that an earlier controller started."""
+        self._watch(Member(key, name, handle, self._clock.now_s(), None, phase=Phase.STARTING))
+        logger.info("adopted %s", name)
+
+    def retire(self, member: Member, reason: str) -> None:
+        """Let a replica finish what it has, then end it; returns at once."""
+        if member.phase is Phase.RETIRING:
+            return
+        logger.info("retire %s: %s", member.name, reason)
+        was_ready = member.phase is Phase.READY
+        member.phase = Phase.RETIRING
+        member.tasks.append(background(self._retire(member, was_ready)))
+
+    async def stop_all(self) -> None:
+        """End every replica without waiting for its work."""
+        members = list(self.members.values())
+        for member in members:
+            member.phase = Phase.RETIRING
+        await asyncio.gather(*(self._stop(m) for m in members))
+
+    def next_due_s(self) -> float | None:
+        """Seconds until the first back-off is over; None when there is none."""
+        now_s = self._clock.now_s()
+        waits = [t - now_s for t in self._not_before_s.values() if t > now_s]
+        return min(waits) if waits else None
+
+    def _watch(self, member: Member) -> None:
+        self.members[member.name] = member
+        remember_handle(member.name, member.handle)
+        member.tasks += [
+            background(self._await_death(member)),
+            background(self._heartbeat_forever(member)),
+        ]
+
+    async def _await_death(self, member: Member) -> None:
+        """One call that never returns; its failure is the news of the death."""
+        while member.name in self.members:
+            try:
+                await member.handle.wait_forever.remote()
+            except ActorUnavailableError:
+                await asyncio.sleep(1.0)  # the heartbeats decide
+            except RayActorError as exc:
+                await self._gone(member, f"died: {str(exc).splitlines()[0]}")
+                return
+
+    async def _heartbeat_forever(self, member: Member) -> None:
+        while member.name in self.members:
+            interval_s = self.lifecycle.heartbeat_interval_s
+            silence_s = max(MIN_SILENCE_S, SILENCE_FACTOR * interval_s)
+            try:
+                status: ReplicaStatus = await call_handle(
+                    member.name,
+                    member.handle,
+                    "heartbeat",
+                    self._ingress_age_s(),
+                    timeout_s=min(silence_s, self.lifecycle.replica_start_timeout_s),
+                )
+                self._heard(member, status)
+            except QuadrigaError as exc:
+                logger.info("heartbeat of %s: %s", member.name, exc)
+            reason = await self._verdict(member, silence_s)
+            if reason is not None:
+                await self._gone(member, reason)
+                return
+            await asyncio.sleep(interval_s if member.phase is Phase.READY else interval_s / 4)
+
+    def _heard(self, member: Member, status: ReplicaStatus) -> None:
+        now_s = self._clock.now_s()
+        member.heard_s = now_s
+        member.status = status
+        if member.fingerprint is None:
+            member.fingerprint = status.fingerprint
+            self._changed()
+        if member.phase in (Phase.PENDING, Phase.STARTING):
+            member.phase = Phase.READY if status.is_ready else Phase.STARTING
+            if status.is_ready:
+                member.since_s = now_s
+                logger.info("%s is ready", member.name)
+                self._changed()
+        if member.phase is Phase.READY and now_s - member.since_s > HEALTHY_S:
+            self._num_failures.pop(member.key, None)
+
+    async def _verdict(self, member: Member, silence_s: float) -> str | None:
+        """Why a replica must be replaced; None while it may live."""
+        now_s = self._clock.now_s()
+        status = member.status
+        if status is not None and status.error is not None:
+            return f"its engine failed: {status.error}"
+        if member.heard_s is not None and now_s - member.heard_s > silence_s:
+            return f"hung: no answer for {now_s - member.heard_s:.1f} s"
+        if member.phase is Phase.PENDING:
+            states = await asyncio.to_thread(lambda: dict(groups()))
+            if states.get(member.name) == "CREATED":
+                member.phase = Phase.STARTING
+                member.since_s = now_s
+        start_s = self.lifecycle.replica_start_timeout_s
+        if member.phase is Phase.STARTING and now_s - member.since_s > start_s:
+            return f"not ready {start_s:.0f} s after it was placed"
+        return None
+
+    async def _gone(self, member: Member, reason: str) -> None:
+        """Take a replica off the book, its process and placement group included."""
+        if self.members.pop(member.name, None) is None:
+            return
+        logger.warning("%s is gone: %s", member.name, reason)
+        member.is_gone.set()
+        for task in member.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        if member.phase is not Phase.RETIRING:
+            failures = self._num_failures.get(member.key, 0)
+            self._num_failures[member.key] = failures + 1
+            pause_s = min(BACKOFF_S * 2.0**failures, MAX_BACKOFF_S) if failures else 0.0
+            self._not_before_s[member.key] = self._clock.now_s() + pause_s
+            self.num_respawns += 1
+        await asyncio.to_thread(remove, member.name, member.handle)
+        await self._tell_scheduler(member.name)
+        self._changed()
+
+    async def _tell_scheduler(self, name: str) -> None:
+        try:
+            await call(scheduler_name(self._app), "replica_died", name, timeout_s=2.0)
+        except QuadrigaError as exc:
+            logger.info("the scheduler was not told of %s: %s", name, exc)
+
+    async def _retire(self, member: Member, was_ready: bool) -> None:
+        deadline_s = self.lifecycle.drain_timeout_s
+        if was_ready:
+            try:
+                is_empty = await call_handle(
+                    member.name, member.handle, "drain", deadline_s, timeout_s=deadline_s + 5.0
+                )
+                if not is_empty:
+                    logger.warning("%s did not drain in %.0f s", member.name, deadline_s)
+            except QuadrigaError as exc:
+                logger.info("drain of %s: %s", member.name, exc)
+        await self._stop(member)
+
+    async def _stop(self, member: Member) -> None:
+        """Ask a replica to end, then make sure of it."""
+        if member.heard_s is not None:
+            try:
+                await call_handle(member.name, member.handle, "stop", timeout_s=STOP_GRACE_S)
+                await self._until_off_the_book(member.name, STOP_GRACE_S)
+            except QuadrigaError as exc:
+                logger.info("stop of %s: %s", member.name, exc)
+        await self._gone(member, "stopped")
+
+    async def _until_off_the_book(self, name: str, timeout_s: float) -> None:
+        member = self.members.get(name)
+        if member is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await member.is_gone.wait()
+        except TimeoutError:
+            logger.warning("%s does not end by itself", name)

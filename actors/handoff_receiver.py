@@ -1,0 +1,186 @@
+"""Moving a sequence to another replica, the destination's side: leases on rows, parts, commit.
+
+The reservation is kept only while the source is heard of. Why the sequence moves is not known
+here: after a prefill, or between decode replicas, the calls are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from actors.kv_transport.payload import checksum
+from actors.tasks import background
+from quadriga.batching.handoff import Lease, LeaseState, LeaseTable
+from quadriga.clock import Clock
+from quadriga.errors import KVTransportError, MigrationFailed, QuadrigaError
+from quadriga.types import DepthClass, KVPart, SequenceState, TransferOffer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class RowHost(Protocol):
+    """What the receiving side asks of the engine that owns the rows."""
+
+    async def reserve_row(self, sequence_id: str, max_total_tokens: int) -> int:
+        """Promise a row. Raises: KVCacheExhausted, ContextTooLong."""
+
+    async def release_row(self, sequence_id: str) -> None:
+        """Give a promised row back."""
+
+    async def join(self, state: SequenceState) -> None:
+        """Let the sequence run in its row from the next step on."""
+
+    def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
+        """Store KV in a promised row; called on transport threads."""
+
+
+class HandoffReceiver:
+    """The destination side of a replica's transfers; the `KVSink` of its transports.
+
+    Lives on the event loop; `knows`, `accept` and `store` are called on transport threads.
+    """
+
+    def __init__(
+        self, depth_class: DepthClass, host: RowHost, clock: Clock, transports: Sequence[str]
+    ) -> None:
+        self._table = LeaseTable(depth_class)
+        self._lock = threading.Lock()
+        self._host = host
+        self._clock = clock
+        self._transports = {*transports, "auto"}
+        self._loop = asyncio.get_running_loop()
+        self._commits: dict[str, asyncio.Task[None]] = {}
+
+    async def reserve(self, offer: TransferOffer) -> None:
+        """Take an offer: promise a row until the lease lapses. A repeated offer is the same.
+
+        Raises:
+            KVCacheExhausted, ContextTooLong: No room now, or ever.
+            MigrationFailed: Stale, for another depth class, over, or by an unknown transport.
+        """
+        if offer.transport not in self._transports:
+            raise MigrationFailed(
+                f"transport {offer.transport!r} is not known here", code="unknown_transport"
+            )
+        with self._lock:
+            if self._table.get(offer.transfer_id) is not None:
+                return
+            rivals = self._table.check_offer(offer)
+        for transfer_id in rivals:
+            await self.abort(transfer_id)
+        row = await self._host.reserve_row(offer.sequence_id, offer.max_total_tokens)
+        try:
+            with self._lock:
+                self._table.open(offer, row, now_s=self._clock.now_s())
+        except MigrationFailed:
+            await self._host.release_row(offer.sequence_id)
+            raise
+
+    async def commit(
+        self, transfer_id: str, state: SequenceState, checksums: Sequence[int]
+    ) -> None:
+        """Verify that everything is there and let the sequence run; may be repeated.
+
+        Raises:
+            MigrationFailed: Unknown, ended, stale, incomplete or corrupt.
+        """
+        task = self._commits.get(transfer_id)
+        if task is None:
+            with self._lock:
+                # The newest token has no KV yet: it is the next step's input.
+                lease = self._table.commit(
+                    transfer_id,
+                    epoch=state.epoch,
+                    num_tokens=state.num_tokens - 1,
+                    checksums=checksums,
+                )
+            if lease is None:
+                return
+            task = background(self._join(lease, state))
+            self._commits[transfer_id] = task
+            task.add_done_callback(lambda _: self._commits.pop(transfer_id, None))
+        await asyncio.shield(task)
+
+    async def _join(self, lease: Lease, state: SequenceState) -> None:
+        try:
+            await self._host.join(state)
+        except QuadrigaError as exc:
+            with self._lock:
+                self._table.revoke(lease.offer.transfer_id)
+            await self._host.release_row(state.sequence_id)
+            raise MigrationFailed(f"{state.sequence_id} could not join: {exc.message}") from exc
+
+    async def abort(self, transfer_id: str) -> LeaseState | None:
+        """End a transfer, unless it is committed; may be repeated. Returns what it is now."""
+        with self._lock:
+            lease = self._table.abort(transfer_id)
+            state = self._table.state(transfer_id)
+        if lease is not None:
+            await self._host.release_row(lease.offer.sequence_id)
+        return state
+
+    async def abort_sequence(self, sequence_id: str) -> None:
+        """End every open transfer of a sequence: it was cancelled."""
+        with self._lock:
+            transfers = self._table.transfers_of(sequence_id)
+        for transfer_id in transfers:
+            await self.abort(transfer_id)
+
+    async def abort_all(self) -> None:
+        """End every open transfer: the replica is going away."""
+        with self._lock:
+            transfers = self._table.open_transfers()
+        for transfer_id in transfers:
+            await self.abort(transfer_id)
+
+    def renew(self, transfer_id: str) -> bool:
+        """Keep a lease alive; False when there is none."""
+        with self._lock:
+            return self._table.renew(transfer_id, now_s=self._clock.now_s())
+
+    async def sweep(self) -> int:
+        """Release what lapsed; called every fraction of a lease. Returns how many."""
+        with self._lock:
+            lapsed = self._table.lapse(now_s=self._clock.now_s())
+        for lease in lapsed:
+            logger.info("lease of transfer %s lapsed", lease.offer.transfer_id)
+            await self._host.release_row(lease.offer.sequence_id)
+        return len(lapsed)
+
+    @property
+    def num_open(self) -> int:
+        with self._lock:
+            return self._table.num_open
+
+    def knows(self, source: str) -> bool:
+        with self._lock:
+            return self._table.has_source(source)
+
+    def accept(self, source: str, part: KVPart) -> None:
+        with self._lock:
+            self._table.check_part(source, part, now_s=self._clock.now_s())
+
+    def store(self, source: str, part: KVPart, kv: torch.Tensor) -> None:
+        with self._lock:
+            lease = self._table.begin_store(source, part, now_s=self._clock.now_s())
+        digest: int | None = None
+        try:
+            self._host.write_kv(lease.row, part.first_layer, part.start, kv)
+            digest = checksum(kv)
+        except (RuntimeError, ValueError, IndexError) as exc:
+            raise KVTransportError(
+                f"part {part.index} of {part.transfer_id} does not fit its row: {exc}"
+            ) from exc
+        finally:
+            with self._lock:
+                due = self._table.end_store(lease, part, digest, now_s=self._clock.now_s())
+            if due:
+                release = self._host.release_row(lease.offer.sequence_id)
+                self._loop.call_soon_threadsafe(background, release)

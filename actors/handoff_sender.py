@@ -1,0 +1,181 @@
+"""Moving a sequence to another replica, the source's side: reserve → copy → commit → release.
+
+The source keeps its KV until the destination has acknowledged the commit. Why the sequence moves
+is not known here: after a prefill, or between decode replicas with rounds of pre-copy, the calls
+are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from actors.calls import call
+from actors.kv_transport.payload import checksum
+from actors.tasks import background
+from quadriga.batching.handoff import LeaseState
+from quadriga.config import TransportConfig
+from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.interfaces import KVTransport
+from quadriga.types import DepthClass, KVPart, ReplicaInfo, SequenceState, TransferOffer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_CALL_TIMEOUT_S = 5.0
+
+
+def call_timeout_s(deadline_s: float) -> float:
+    """For the small calls of a transfer: reserve, renew, abort, and one attempt at a commit."""
+    return min(MAX_CALL_TIMEOUT_S, deadline_s / 4)
+
+
+class OutgoingTransfer:
+    """One transfer at its source; made by `HandoffSender.reserve`."""
+
+    def __init__(
+        self, offer: TransferOffer, peer: ReplicaInfo, transport: KVTransport, deadline_s: float
+    ) -> None:
+        self.offer = offer
+        self.peer = peer
+        self._transport = transport
+        self._deadline_s = deadline_s
+        self._checksums: list[int] = []
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def send(self, first_layer: int, start: int, kv: torch.Tensor) -> None:
+        """Copy KV [num_layers, 2, num_kv_heads, num_tokens, head_dim] to the destination.
+
+        Raises:
+            KVTransportError: It did not arrive within the deadline, or is not wanted any more.
+        """
+        part = KVPart(
+            transfer_id=self.offer.transfer_id,
+            index=len(self._checksums),
+            first_layer=first_layer,
+            num_layers=kv.shape[0],
+            start=start,
+            num_tokens=kv.shape[3],
+            shape=tuple(kv.shape),
+            dtype=str(kv.dtype).removeprefix("torch."),
+            checksum=checksum(kv),
+        )
+        await self._transport.send(self.peer.name, part, kv, deadline_s=self._deadline_s)
+        self._checksums.append(part.checksum)
+
+    async def commit(self, state: SequenceState) -> None:
+        """Make the destination the owner; returns once it has acknowledged.
+
+        A lost answer is asked for again: a commit may be repeated.
+
+        Args:
+            state: The sequence with everything emitted so far; sent with the offered epoch.
+
+        Raises:
+            MigrationFailed: No acknowledgement came. Whether the destination has the sequence is
+                settled by `abort`, which a committed destination refuses.
+        """
+        owned = replace(state, epoch=self.offer.epoch)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._commit_until_answered(owned)
+        except TimeoutError as exc:
+            raise MigrationFailed(
+                f"{self.peer.name} did not acknowledge within {self._deadline_s:.1f} s",
+                code="timeout",
+            ) from exc
+        self._renewing.cancel()
+
+    async def _commit_until_answered(self, state: SequenceState) -> None:
+        checksums = tuple(self._checksums)
+        transfer_id = self.offer.transfer_id
+        while True:
+            try:
+                await self._call("commit", transfer_id, state, checksums)
+                return
+            except ReplicaError as exc:
+                if exc.code not in ("timeout", "unreachable"):
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def abort(self) -> bool:
+        """Give the transfer up on both sides; may be repeated.
+
+        Returns:
+            True when it was too late: the destination has committed and owns the sequence.
+        """
+        self._renewing.cancel()
+        await self._transport.abort(self.peer.name, self.offer.transfer_id)
+        try:
+            state = await self._call("abort", self.offer.transfer_id)
+        except QuadrigaError as exc:
+            logger.info("abort of %s at %s: %s", self.offer.transfer_id, self.peer.name, exc)
+            return False
+        return bool(state == LeaseState.COMMITTED)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        timeout_s = call_timeout_s(self._deadline_s)
+        return await call(self.peer.name, method, *args, timeout_s=timeout_s)
+
+    async def _renew(self) -> None:
+        """Keep the lease alive while chunks are computed that nothing can be sent of."""
+        while True:
+            await asyncio.sleep(self.offer.lease_s / 3)
+            try:
+                if not await self._call("renew", self.offer.transfer_id):
+                    return
+            except ReplicaDied:
+                return
+            except QuadrigaError as exc:
+                logger.info("lease of %s not renewed: %s", self.offer.transfer_id, exc)
+
+
+class HandoffSender:
+    """The source side of a replica's transfers."""
+
+    def __init__(self, me: str, transport: KVTransport, config: TransportConfig) -> None:
+        self._me = me
+        self._transport = transport
+        self._config = config
+
+    async def reserve(
+        self, peer: str, state: SequenceState, depth_class: DepthClass
+    ) -> OutgoingTransfer:
+        """Ask a replica for room for a sequence and all it can grow to.
+
+        Raises:
+            KVCacheExhausted: It has no room now.
+            MigrationFailed: It will not take this sequence.
+            ReplicaError: It is gone or does not answer.
+        """
+        offer = TransferOffer(
+            transfer_id=uuid.uuid4().hex,
+            sequence_id=state.sequence_id,
+            depth_class=depth_class,
+            source=self._me,
+            epoch=state.epoch + 1,
+            num_tokens=state.num_tokens,
+            max_total_tokens=state.max_total_tokens,
+            transport=self._transport.name,
+            lease_s=self._config.lease_s,
+        )
+        timeout_s = call_timeout_s(self._config.deadline_s)
+        try:
+            info: ReplicaInfo = await call(peer, "reserve", offer, timeout_s=timeout_s)
+        except (asyncio.CancelledError, ReplicaError):
+            # The reservation may have been made: give it back without waiting for it to lapse.
+            background(_abort_quietly(peer, offer.transfer_id, timeout_s))
+            raise
+        return OutgoingTransfer(offer, info, self._transport, self._config.deadline_s)
+
+
+async def _abort_quietly(peer: str, transfer_id: str, timeout_s: float) -> None:
+    try:
+        await call(peer, "abort", transfer_id, timeout_s=timeout_s)
+    except QuadrigaError as exc:
+        logger.info("abort of %s at %s: %s", transfer_id, peer, exc)

@@ -1,0 +1,70 @@
+"""Names of the actors, and how one of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import uuid
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from quadriga.resolve import ReplicaSpec
+from quadriga.types import Role
+
+logger = logging.getLogger(__name__)
+
+KILL_GRACE_S = 5.0
+
+
+def scheduler_name(app: str) -> str:
+    return f"{app}:scheduler"
+
+
+def controller_name(app: str) -> str:
+    return f"{app}:controller"
+
+
+def new_replica_name(app: str, role: Role, ordinal: int) -> str:
+    """A name no earlier incarnation had; the placement group carries the same."""
+    return f"{app}:{role.value}:{ordinal}:{uuid.uuid4().hex[:8]}"
+
+
+def parse_replica_name(app: str, name: str) -> tuple[Role, int] | None:
+    """(role, ordinal) of one of this application's replicas; None for any other name."""
+    parts = name.split(":")
+    if len(parts) != 4 or parts[0] != app or parts[1] not in tuple(Role):
+        return None
+    return (Role(parts[1]), int(parts[2])) if parts[2].isdigit() else None
+
+
+def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
+    """Hash of all that a replica was started with and cannot change while it lives.
+
+    What Ray reserves for it is left out: that follows the cluster's size.
+    """
+    engine = asdict(spec.engine)
+    sections = ("transport", "lifecycle", "scheduler", spec.role.value)
+    facts = [engine, *(config[section] for section in sections)]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+async def end_this_actor() -> None:
+    """End the actor this runs in for good: no restart, placement group and process gone."""
+    context = ray.get_runtime_context()
+    me = context.current_actor
+    group = ray.util.get_current_placement_group()
+    try:
+        if group is not None:
+            await asyncio.to_thread(ray.util.remove_placement_group, group)
+        await asyncio.to_thread(ray.kill, me, no_restart=True)
+    except RayError as exc:
+        logger.warning("ending through Ray failed: %s", exc)
+    await asyncio.sleep(KILL_GRACE_S)
+    os._exit(0)

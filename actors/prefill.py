@@ -1,0 +1,320 @@
+"""The prefill replica: computes prompts, emits first tokens, hands sequences to decode replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from actors.calls import call
+from actors.kv_feed import KVFeed, KVRange, StagingBudget
+from actors.lifecycle import scheduler_name
+from actors.prefill_handoff import PrefillHandoff
+from actors.replica import MAX_REMEMBERED, Replica
+from actors.status import Load
+from actors.tasks import background
+from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_queue import PrefillQueue
+from quadriga.batching.slots import SlotTable
+from quadriga.engine import load_runner
+from quadriga.errors import Cancelled, DeadlineExceeded, QuadrigaError
+from quadriga.interfaces import KVSink, ModelRunner
+from quadriga.policies.baselines.placement import RoundRobin
+from quadriga.policies.load import candidates
+from quadriga.resolve import ReplicaSpec
+from quadriga.types import (
+    ClusterView,
+    Emission,
+    FinishReason,
+    PlaceRequest,
+    Role,
+    SequenceState,
+    TokenLogprob,
+)
+
+logger = logging.getLogger(__name__)
+
+TELL_TIMEOUT_S = 5.0
+
+
+class PrefillCore:
+    """The prefill loop in its host's clothing; everything here runs on the engine thread."""
+
+    def __init__(self, replica: PrefillReplica, runner: ModelRunner) -> None:
+        spec = replica.spec.engine
+        settings = replica.config.prefill
+        self.runner = runner
+        self._replica = replica
+        self._staging = replica.staging
+        self._feeds: dict[str, KVFeed] = {}
+        self.loop = PrefillLoop(
+            runner=runner,
+            slots=SlotTable(
+                num_rows=spec.num_rows,
+                row_capacity_tokens=spec.row_capacity_tokens,
+                kv_capacity_tokens=spec.kv_capacity_tokens,
+            ),
+            queue=PrefillQueue(
+                max_sequences=settings.max_queued_sequences,
+                max_tokens=settings.max_queued_tokens,
+                max_age_s=settings.max_age_s,
+            ),
+            events=self,
+            eos_token_ids=spec.checkpoint.eos_token_ids,
+            chunk_tokens=settings.chunk_tokens,
+            layer_groups=settings.layer_groups,
+            clock=replica.clock,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.loop.has_work
+
+    def step(self) -> None:
+        self.loop.step()
+
+    def publish(self) -> None:
+        loop = self.loop
+        self._replica.publish_load(
+            Load(
+                num_running=loop.num_held,
+                num_waiting=loop.num_waiting,
+                waiting_tokens=loop.waiting_tokens,
+                used_tokens=loop.used_tokens,
+                reserved_tokens=loop.slots.reserved_tokens,
+                tokens_per_s=loop.tokens_per_s,
+                step_time_s=loop.step_time_s,
+            )
+        )
+
+    def release(self, sequence_id: str) -> bool:
+        """Let go of a sequence; see `PrefillLoop.release`."""
+        self._feeds.pop(sequence_id, None)
+        return self.loop.release(sequence_id)
+
+    def read_kv(self, sequence_id: str, span: KVRange) -> Any:
+        """Copy computed KV of a sequence that still has its row.
+
+        Raises:
+            Cancelled: The row is gone.
+        """
+        slot = self.loop.slots.get(sequence_id)
+        if slot is None:
+            raise Cancelled(f"{sequence_id} was released")
+        return self.runner.read_kv(
+            slot.row, span.first_layer, span.num_layers, span.start, span.stop
+        )
+
+    # PrefillEvents
+
+    def on_start(self, state: SequenceState, row: int) -> None:
+        if state.sampling.max_tokens > 1:
+            feed = self._feeds[state.sequence_id] = KVFeed(self._staging)
+            self._replica.post(self._replica.start_handoff, state, feed)
+
+    def on_kv(
+        self,
+        state: SequenceState,
+        row: int,
+        first_layer: int,
+        num_layers: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        feed = self._feeds.get(state.sequence_id)
+        if feed is None:
+            return
+        span = KVRange(first_layer, num_layers, start, stop)
+        kv = None
+        if feed.wants_copies and self._staging.has_room:
+            kv = self.runner.read_kv(row, first_layer, num_layers, start, stop)
+            self._staging.take(kv.nbytes)
+        self._replica.post(feed.add, span, kv)
+
+    def on_first_token(
+        self,
+        state: SequenceState,
+        logprobs: list[TokenLogprob] | None,
+        prompt_logprobs: list[TokenLogprob] | None,
+        finish: FinishReason | None,
+    ) -> None:
+        emission = Emission(
+            sequence_id=state.sequence_id,
+            epoch=state.epoch,
+            token_ids=list(state.output_ids),
+            exit_layers=list(state.exit_layers),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
+        )
+        self._feeds.pop(state.sequence_id, None)
+        self._replica.post(self._replica.first_token, state, emission)
+
+    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
+        self._feeds.pop(state.sequence_id, None)
+        self._replica.post(self._replica.failed, state, error)
+
+
+class PrefillReplica(Replica[PrefillCore]):
+    """Ray actor; see `Replica` for the calls that both roles answer."""
+
+    def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
+        from actors.handoff_sender import HandoffSender
+
+        self.staging = StagingBudget()
+        self._handoffs: dict[str, PrefillHandoff] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._states: dict[str, SequenceState] = {}
+        self._handed_off: OrderedDict[str, str] = OrderedDict()
+        super().__init__(name, spec, config)
+        self.sender = HandoffSender(name, self.transport, self.config.transport)
+        # Whoever waits for room on a decode replica waits in one line.
+        self.line = asyncio.Lock()
+        self._view: ClusterView | None = None
+        # In turn: nobody counts what others place while the scheduler is away.
+        self._fallback = RoundRobin()
+        background(self._never_ending(self._keep_view()))
+
+    # RPC
+
+    async def submit(self, state: SequenceState) -> None:
+        """Queue a sequence for prefill.
+
+        Raises:
+            Overloaded: The queue is full; says when to come back.
+            Unavailable: Draining, or the weights are not loaded yet.
+            DeadlineExceeded: It is late already.
+        """
+        self.require_taking()
+        if state.deadline_unix_s <= self.clock.unix_s():
+            raise DeadlineExceeded("the deadline passed before the request was queued")
+        self.expect(state.ingress_id)
+        self._states[state.sequence_id] = state
+        try:
+            await self.engine.call(lambda core: core.loop.submit(state))
+        except QuadrigaError:
+            self._states.pop(state.sequence_id, None)
+            raise
+        self.accepted(state.sequence_id)
+        if self.is_cancelled(state.sequence_id):
+            await self._cancel([state.sequence_id])
+
+    # From the engine thread, on the event loop
+
+    def start_handoff(self, state: SequenceState, feed: KVFeed) -> None:
+        """The first chunk of a sequence is being computed: find its decode replica."""
+        sequence_id = state.sequence_id
+        if sequence_id not in self._states:
+            feed.close()
+            return
+        handoff = PrefillHandoff(self, state, feed)
+        self._handoffs[sequence_id] = handoff
+        task = background(handoff.run())
+        self._tasks[sequence_id] = task
+        task.add_done_callback(lambda _: self._handoff_over(sequence_id, feed))
+
+    def first_token(self, state: SequenceState, emission: Emission) -> None:
+        """A prompt is done: the token goes out at once, whatever becomes of the hand-off."""
+        self.emit([(state.ingress_id, emission)])
+        handoff = self._handoffs.get(state.sequence_id)
+        if emission.finish is not None:
+            self._states.pop(state.sequence_id, None)
+            if handoff is not None:
+                self._tasks[state.sequence_id].cancel()
+        elif handoff is not None:
+            handoff.prompt_done()
+
+    def failed(self, state: SequenceState, error: QuadrigaError) -> None:
+        """A sequence ended here in an error; the engine holds nothing of it any more."""
+        if self._states.pop(state.sequence_id, None) is None:
+            return
+        task = self._tasks.get(state.sequence_id)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        emission = Emission(state.sequence_id, state.epoch, len(state.output_ids), error=error)
+        self.emit([(state.ingress_id, emission)])
+
+    def handed_off(self, sequence_id: str, peer: str) -> None:
+        """The decode replica owns the sequence from here on."""
+        self._states.pop(sequence_id, None)
+        self._handed_off[sequence_id] = peer
+        while len(self._handed_off) > MAX_REMEMBERED:
+            self._handed_off.popitem(last=False)
+
+    def place_without_scheduler(self, request: PlaceRequest) -> str | None:
+        """Choose by the last loads the scheduler told of; None when none has room."""
+        if self._view is None:
+            return None
+        able = candidates(
+            self._view.snapshots,
+            role=Role.DECODE,
+            depth_class=request.depth_class,
+            exclude=request.exclude,
+            now_unix_s=self._view.taken_unix_s,
+            max_age_s=self.config.scheduler.snapshot_max_age_s,
+        )
+        return self._fallback.choose(request, able)
+
+    def report_death(self, peer: str) -> None:
+        """Tell the scheduler of a decode replica that is gone."""
+        background(_tell(scheduler_name(self.config.name), "replica_died", peer))
+
+    async def _keep_view(self) -> None:
+        """Keep the last known loads for the time when there is no scheduler."""
+        interval_s = self.config.scheduler.snapshot_interval_s
+        scheduler = scheduler_name(self.config.name)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                self._view = await call(scheduler, "directory", timeout_s=interval_s)
+            except QuadrigaError as exc:
+                logger.info("no news from %s: %s", scheduler, exc)
+
+    def _handoff_over(self, sequence_id: str, feed: KVFeed) -> None:
+        feed.close()
+        self._handoffs.pop(sequence_id, None)
+        self._tasks.pop(sequence_id, None)
+
+    # Replica
+
+    def _make_sink(self) -> KVSink | None:
+        return None
+
+    def _load_core(self) -> PrefillCore:
+        return PrefillCore(self, load_runner(self.spec.engine))
+
+    async def _cancel(self, sequence_ids: Sequence[str]) -> None:
+        for sequence_id in sequence_ids:
+            self._states.pop(sequence_id, None)
+            task = self._tasks.get(sequence_id)
+            if task is not None:
+                task.cancel()  # it aborts its transfer and releases the row
+            peer = self._handed_off.pop(sequence_id, None)
+            if peer is not None:
+                # The ingress may not know yet where the sequence went.
+                background(_tell(peer, "cancel", [sequence_id]))
+
+        def release(core: PrefillCore) -> None:
+            for sequence_id in sequence_ids:
+                core.release(sequence_id)
+
+        await self.engine.call(release)
+
+    async def _held_for(self, ingress_ids: set[str]) -> list[SequenceState]:
+        return [state for state in self._states.values() if state.ingress_id in ingress_ids]
+
+    async def _close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _tell(peer: str, method: str, *args: Any) -> None:
+    """Call an actor that may be gone, for news it can do without."""
+    try:
+        await call(peer, method, *args, timeout_s=TELL_TIMEOUT_S)
+    except QuadrigaError as exc:
+        logger.info("%s of %s: %s", method, peer, exc)

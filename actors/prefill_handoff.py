@@ -1,0 +1,205 @@
+"""What happens to one sequence from its first prefill chunk until a decode replica owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING, Any
+
+from actors.calls import call
+from actors.kv_feed import KVFeed, KVRange
+from actors.lifecycle import scheduler_name
+from actors.tasks import background
+from quadriga.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    MigrationFailed,
+    Overloaded,
+    QuadrigaError,
+    ReplicaDied,
+    ReplicaError,
+    Unavailable,
+)
+from quadriga.types import Emission, PlaceRequest, SequenceState
+
+if TYPE_CHECKING:
+    from actors.handoff_sender import OutgoingTransfer
+    from actors.prefill import PrefillReplica
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 4
+"""Hand-offs of one sequence that may fail for other reasons than a lack of room."""
+PLACE_TIMEOUT_S = 5.0
+MIN_PAUSE_S = 0.02
+MAX_PAUSE_S = 0.5
+
+
+class PrefillHandoff:
+    """One sequence's way to its decode replica, as one task.
+
+    While the prompt is computed the task finds a place and sends what is complete; when the
+    first token is out it sends the rest and commits. Whatever happens, the row is released.
+    """
+
+    def __init__(self, replica: PrefillReplica, state: SequenceState, feed: KVFeed) -> None:
+        self._replica = replica
+        self._state = state
+        self._feed = feed
+        self._failed_on: list[str] = []
+        self._prompt_done_s = 0.0
+
+    def prompt_done(self) -> None:
+        """The first token is out and is not the last; all KV there will be has been fed."""
+        self._prompt_done_s = self._replica.clock.now_s()
+        self._feed.complete()
+
+    async def run(self) -> None:
+        state = self._state
+        sequence_id = state.sequence_id
+        try:
+            left_s = state.deadline_unix_s - self._replica.clock.unix_s()
+            try:
+                async with asyncio.timeout(max(0.0, left_s)):
+                    peer = await self._hand_off()
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    "the deadline passed before a decode replica had room", param="deadline_ms"
+                ) from None
+            self._replica.handed_off(sequence_id, peer)
+        except QuadrigaError as exc:
+            self._replica.failed(state, exc)
+        finally:
+            self._feed.close()
+            if self._replica.engine.is_ready:
+                await asyncio.shield(
+                    self._replica.engine.call(lambda core: core.release(sequence_id))
+                )
+
+    async def _hand_off(self) -> str:
+        """Try replicas until one owns the sequence. Returns its name."""
+        while True:
+            transfer = await self._reserve()
+            peer = transfer.peer.name
+            try:
+                num_bytes = await self._send_all(transfer)
+                await transfer.commit(self._state)
+            except ReplicaError as exc:
+                if await transfer.abort():
+                    return peer
+                self._note_failure(peer, exc)
+            except BaseException:
+                # Cancelled or late: the row here is not kept waiting for the other side.
+                background(transfer.abort())
+                raise
+            else:
+                took_s = self._replica.clock.now_s() - self._prompt_done_s
+                self._replica.metrics.handed_off(took_s, num_bytes)
+                return peer
+
+    async def _send_all(self, transfer: OutgoingTransfer) -> int:
+        """Send every range, as they become complete. Returns the bytes sent."""
+        index = 0
+        num_bytes = 0
+        while (span := await self._feed.next(index)) is not None:
+            kv = self._feed.take_copy(index)
+            if kv is None:
+                kv = await self._read_kv(span)
+            await transfer.send(span.first_layer, span.start, kv)
+            num_bytes += kv.nbytes
+            index += 1
+        return num_bytes
+
+    async def _read_kv(self, span: KVRange) -> Any:
+        """Copy a range out of its row, between two steps of the engine."""
+        sequence_id = self._state.sequence_id
+        return await self._replica.engine.call(lambda core: core.read_kv(sequence_id, span))
+
+    async def _reserve(self) -> OutgoingTransfer:
+        """Find a replica with room and reserve there; wait in line when there is none."""
+        replica = self._replica
+        if not replica.line.locked():
+            transfer = await self._try_once()
+            if transfer is not None:
+                return transfer
+        async with replica.line:
+            pause_s = MIN_PAUSE_S
+            while True:
+                transfer = await self._try_once()
+                if transfer is not None:
+                    return transfer
+                self._feed.wants_copies = False
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _try_once(self) -> OutgoingTransfer | None:
+        """Ask for a place and reserve there; after a refusal the next best. None: no room."""
+        replica = self._replica
+        state = self._state
+        depth_class = replica.spec.engine.depth_class
+        refused: list[str] = []
+        while True:
+            # Replicas that failed this sequence are tried again only when no other is left.
+            excluded = (*self._failed_on, *refused)
+            peer = await self._place(excluded)
+            if peer is None and self._failed_on:
+                peer = await self._place(tuple(refused))
+            if peer is None or peer in refused:
+                return None
+            try:
+                transfer = await replica.sender.reserve(peer, state, depth_class)
+            except (Overloaded, Unavailable):
+                refused.append(peer)
+                continue
+            except ReplicaError as exc:
+                if exc.code == "cancelled":
+                    raise Cancelled(f"{state.sequence_id} was cancelled") from exc
+                self._note_failure(peer, exc)
+                refused.append(peer)
+                continue
+            replica.remember_peer(transfer.peer)
+            moved = Emission(state.sequence_id, state.epoch, len(state.output_ids), moved_to=peer)
+            replica.emit([(state.ingress_id, moved)])
+            return transfer
+
+    async def _place(self, exclude: tuple[str, ...]) -> str | None:
+        """Ask the scheduler; without one, choose by the last known loads. None: no room."""
+        request = PlaceRequest(
+            sequence_id=self._state.sequence_id,
+            depth_class=self._replica.spec.engine.depth_class,
+            num_tokens=self._state.num_tokens,
+            max_total_tokens=self._state.max_total_tokens,
+            exclude=exclude,
+        )
+        try:
+            name: str = await call(
+                scheduler_name(self._replica.config.name),
+                "place",
+                request,
+                timeout_s=PLACE_TIMEOUT_S,
+            )
+            return name
+        except (Overloaded, Unavailable):
+            return None
+        except ReplicaError as exc:
+            logger.info("no scheduler (%s); placing by the last known loads", exc)
+            return self._replica.place_without_scheduler(request)
+
+    def _note_failure(self, peer: str, error: ReplicaError) -> None:
+        """Count a failed hand-off; raise when it was one too many."""
+        self._failed_on.append(peer)
+        self._replica.metrics.handoff_failed(error.code)
+        logger.warning(
+            "hand-off %d of %s to %s failed: %s",
+            len(self._failed_on),
+            self._state.sequence_id,
+            peer,
+            error,
+        )
+        if isinstance(error, ReplicaDied):
+            self._replica.report_death(peer)
+        if len(self._failed_on) >= MAX_FAILURES:
+            raise MigrationFailed(
+                f"{len(self._failed_on)} hand-offs failed, the last on {peer}: {error.message}"
+            ) from error

@@ -1,0 +1,387 @@
+"""What prefill and decode replicas have in common: polls, signs of life, reports, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic
+
+import ray
+
+from actors.calls import call
+from actors.engine_thread import Core, EngineThread
+from actors.lifecycle import end_this_actor, fingerprint, scheduler_name
+from actors.replica_metrics import ReplicaMetrics
+from actors.status import Load, ReplicaStatus
+from actors.tasks import background
+from quadriga.batching.outbox import Outbox
+from quadriga.clock import SystemClock
+from quadriga.config import QuadrigaConfig
+from quadriga.errors import Cancelled, QuadrigaError, ReplicaError, Unavailable
+from quadriga.interfaces import KVSink
+from quadriga.resolve import ReplicaSpec
+from quadriga.types import (
+    Emission,
+    KVPart,
+    PollReply,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    SequenceState,
+)
+
+if TYPE_CHECKING:
+    from actors.kv_transport.gloo_channel import ChannelOffer
+
+logger = logging.getLogger(__name__)
+
+REPORT_MIN_GAP_S = 0.05
+"""Between two reports when room became free: placement waits for that news."""
+MAX_POLL_S = 30.0
+MAX_REMEMBERED = 4096
+END_DELAY_S = 0.05
+FORGET_FACTOR = 10.0
+"""Of `orphan_request_s`: after this long a silent ingress's mailbox is dropped."""
+
+
+class Replica(ABC, Generic[Core]):
+    """Base of the two replica actors; one event loop, one engine thread.
+
+    Args:
+        name: Ray actor name; new for every incarnation.
+        spec: What to load.
+        config: The whole configuration, as a plain dict.
+    """
+
+    def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
+        # Here, not above: whoever spawns a replica imports this module, and needs no torch.
+        from actors.kv_transport.auto import TransportHub
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        self.name = name
+        self.spec = spec
+        self.config = QuadrigaConfig.model_validate(config)
+        self._fingerprint = fingerprint(spec, config)
+        self.clock = SystemClock()
+        self.incarnation = uuid.uuid4().hex
+        self.outbox = Outbox(self.incarnation)
+        self.metrics = ReplicaMetrics(name)
+        self.load = Load()
+        self._has_load = False
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self._node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._peer_nodes: OrderedDict[str, str] = OrderedDict()
+        self._news: dict[str, asyncio.Event] = {}
+        self._ingress_heard_s: dict[str, float] = {}
+        self._cluster_heard_s = self.clock.now_s()
+        self._accepted: list[str] = []
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._room_freed = asyncio.Event()
+        self._is_draining = False
+        self._is_ending = False
+        self.transport = TransportHub(
+            self.config.transport.kind, name, self._make_sink(), self._host_for
+        )
+        self.info_record = ReplicaInfo(
+            name=name,
+            role=spec.role,
+            depth_class=spec.engine.depth_class,
+            node_id=self._node_id,
+            incarnation=self.incarnation,
+            num_slots=spec.engine.num_rows,
+            kv_capacity_tokens=spec.engine.kv_capacity_tokens,
+            transports=self.transport.names,
+        )
+        self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed)
+        self.engine.start()
+        for coroutine in (self._report_forever(), self._watch_ingresses()):
+            background(self._never_ending(coroutine))
+
+    # What differs between the two roles.
+
+    @abstractmethod
+    def _make_sink(self) -> KVSink | None:
+        """Where KV from peers goes; None for a replica that receives none."""
+
+    @abstractmethod
+    def _load_core(self) -> Core:
+        """Load the engine; on the engine's thread."""
+
+    @abstractmethod
+    async def _cancel(self, sequence_ids: Sequence[str]) -> None:
+        """Free everything these sequences hold here, in whatever state they are."""
+
+    @abstractmethod
+    async def _held_for(self, ingress_ids: set[str]) -> list[SequenceState]:
+        """Sequences held for these ingresses."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Release what the role owns beside engine and transport."""
+
+    # RPC: the ingress's side.
+
+    async def poll(self, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
+        """Everything pending for an ingress; waits up to `timeout_s` for something.
+
+        Args:
+            ack: `last_seq` of the last reply the ingress got from this incarnation; 0 at first.
+        """
+        self.hear(ingress_id)
+        event = self._news.setdefault(ingress_id, asyncio.Event())
+        give_up_s = self.clock.now_s() + min(timeout_s, MAX_POLL_S)
+        while True:
+            event.clear()
+            # What a lost reply held is in here again: the acknowledgement did not cover it.
+            reply = self.outbox.collect(ingress_id, ack, now_s=self.clock.now_s())
+            left_s = give_up_s - self.clock.now_s()
+            if reply.emissions or left_s <= 0 or self._is_ending:
+                return reply
+            try:
+                async with asyncio.timeout(left_s):
+                    await event.wait()
+            except TimeoutError:
+                continue
+
+    async def ingress_heartbeat(self, ingress_id: str) -> None:
+        """A sign of life of an ingress that has nothing to poll for."""
+        self.hear(ingress_id)
+
+    async def cancel(self, sequence_ids: Sequence[str]) -> None:
+        """Free everything these sequences hold; unknown ones are no error."""
+        for sequence_id in sequence_ids:
+            self._cancelled[sequence_id] = None
+        while len(self._cancelled) > MAX_REMEMBERED:
+            self._cancelled.popitem(last=False)
+        if self.engine.is_ready:
+            await self._cancel(sequence_ids)
+
+    # RPC: the cluster's side.
+
+    async def info(self) -> ReplicaInfo:
+        """Who this is; answers before the weights are loaded."""
+        return self.info_record
+
+    async def snapshot(self) -> ReplicaSnapshot:
+        """The load right now. Raises: Unavailable before the weights are loaded."""
+        self.engine.require_core()
+        return self._snapshot()
+
+    async def heartbeat(self, ingress_age_s: float) -> ReplicaStatus:
+        """The controller's watch; it passes on how long ago it heard of any ingress."""
+        self._cluster_heard_s = max(self._cluster_heard_s, self.clock.now_s() - ingress_age_s)
+        return ReplicaStatus(
+            self.info_record,
+            self.engine.is_ready,
+            self._is_draining,
+            self.engine.error,
+            self.load,
+            self._fingerprint,
+        )
+
+    async def wait_forever(self) -> None:
+        """Never returns: whoever awaits it learns at once when this process is gone."""
+        await asyncio.Event().wait()
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Take nothing new and wait until what is here is done and fetched.
+
+        Returns:
+            Whether all was done in time.
+        """
+        self._is_draining = True
+        self._room_freed.set()
+        give_up_s = self.clock.now_s() + deadline_s
+        while self.load.num_held or self.outbox.num_pending:
+            if self.clock.now_s() >= give_up_s:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    async def stop(self) -> None:
+        """End this process soon after the answer is out."""
+        background(self._end("stopped", delay_s=END_DELAY_S))
+
+    async def kv_connect(self, offer: ChannelOffer) -> None:
+        """A peer opens a gloo channel to here. Raises: KVTransportError."""
+        self.transport.connect(offer)
+
+    async def kv_deliver(
+        self, source: str, part: KVPart, refs: list[Any], deadline_s: float
+    ) -> None:
+        """A peer sends a part through the object store. Raises: KVTransportError."""
+        await self.transport.deliver(source, part, refs, deadline_s)
+
+    # For the roles.
+
+    def hear(self, ingress_id: str) -> None:
+        """Note a sign of life of an ingress."""
+        now_s = self.clock.now_s()
+        self._ingress_heard_s[ingress_id] = now_s
+        self._cluster_heard_s = now_s
+
+    def expect(self, ingress_id: str) -> None:
+        """A sequence of this ingress arrives: unless the ingress speaks up, it is an orphan."""
+        self._ingress_heard_s.setdefault(ingress_id, self.clock.now_s())
+
+    def is_cancelled(self, sequence_id: str) -> bool:
+        return sequence_id in self._cancelled
+
+    def accepted(self, sequence_id: str) -> None:
+        """Tell the scheduler with the next report that a sequence it sent has arrived."""
+        self._accepted.append(sequence_id)
+
+    def require_taking(self) -> None:
+        """Raises: Unavailable while draining, ending or not yet loaded."""
+        self.engine.require_core()
+        if self._is_draining or self._is_ending:
+            raise Unavailable(f"{self.name} is draining", code="draining")
+
+    def emit(self, emissions: Sequence[tuple[str, Emission]]) -> None:
+        """Put emissions into the outbox; on the event loop."""
+        now_s = self.clock.now_s()
+        for ingress_id, emission in emissions:
+            self.outbox.put(ingress_id, emission, now_s=now_s)
+            self.metrics.count(emission)
+            event = self._news.get(ingress_id)
+            if event is not None:
+                event.set()
+
+    def publish_load(self, load: Load) -> None:
+        """Called on the engine thread after every round."""
+        is_news = load.num_held < self.load.num_held or not self._has_load
+        self.load = load
+        self._has_load = True
+        if is_news:
+            self.post(self._room_freed.set)
+
+    def post(self, callback: Callable[..., object], *args: object) -> None:
+        """Run a callback on the event loop, from any thread; dropped once the loop is closed."""
+        self.engine.post(callback, *args)
+
+    def remember_peer(self, info: ReplicaInfo) -> None:
+        """Note where a peer lives, for the choice of the address it can reach."""
+        self._peer_nodes[info.name] = info.node_id
+        while len(self._peer_nodes) > MAX_REMEMBERED:
+            self._peer_nodes.popitem(last=False)
+
+    def _host_for(self, peer: str) -> str:
+        is_local = self._peer_nodes.get(peer) == self._node_id
+        return "127.0.0.1" if is_local else self._node_ip
+
+    def _snapshot(self) -> ReplicaSnapshot:
+        load = self.load
+        return ReplicaSnapshot(
+            info=self.info_record,
+            taken_unix_s=self.clock.unix_s(),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            waiting_tokens=load.waiting_tokens,
+            used_tokens=load.used_tokens,
+            reserved_tokens=load.reserved_tokens,
+            tokens_per_s=load.tokens_per_s,
+            step_time_s=load.step_time_s,
+            draining=self._is_draining,
+        )
+
+    async def _report_forever(self) -> None:
+        """Tell the scheduler the load: at every interval, and when room became free."""
+        interval_s = self.config.scheduler.snapshot_interval_s
+        while not self._is_ending:
+            if self.engine.is_ready:
+                await self._report(interval_s)
+            await asyncio.sleep(REPORT_MIN_GAP_S)
+            try:
+                async with asyncio.timeout(interval_s - REPORT_MIN_GAP_S):
+                    await self._room_freed.wait()
+            except TimeoutError:
+                pass
+            self._room_freed.clear()
+
+    async def _report(self, timeout_s: float) -> None:
+        accepted, self._accepted = self._accepted, []
+        scheduler = scheduler_name(self.config.name)
+        try:
+            await call(scheduler, "report", self._snapshot(), accepted, timeout_s=timeout_s)
+        except QuadrigaError as exc:
+            logger.info("report to %s failed: %s", scheduler, exc)
+
+    async def _watch_ingresses(self) -> None:
+        """Cancel what silent ingresses left behind; end when there are none at all."""
+        orphan_s = self.config.lifecycle.orphan_timeout_s
+        request_s = self.config.ingress.orphan_request_s
+        pause_s = min(1.0, orphan_s / 4, request_s / 4)
+        while not self._is_ending:
+            await asyncio.sleep(pause_s)
+            now_s = self.clock.now_s()
+            if now_s - self._cluster_heard_s > orphan_s:
+                await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
+                return
+            silent = {
+                i: now_s - t for i, t in self._ingress_heard_s.items() if now_s - t > request_s
+            }
+            if silent and self.engine.is_ready:
+                await self._cancel_orphans(silent, forget_after_s=FORGET_FACTOR * request_s)
+            self.metrics.gauges(self.load, self.transport.num_fallbacks)
+            background(self.metrics.push(self.config.name))
+
+    async def _cancel_orphans(self, silent: dict[str, float], *, forget_after_s: float) -> None:
+        """Free what silent ingresses hold, and tell them, should they come back.
+
+        Args:
+            silent: Seconds of silence by ingress.
+        """
+        orphans = await self._held_for(set(silent))
+        if orphans:
+            logger.info("cancel %d sequences of silent ingresses %s", len(orphans), list(silent))
+            error = Cancelled("its ingress was silent for too long")
+            self.emit(
+                [
+                    (o.ingress_id, Emission(o.sequence_id, o.epoch, len(o.output_ids), error=error))
+                    for o in orphans
+                ]
+            )
+            await self.cancel([o.sequence_id for o in orphans])
+        for ingress_id in [i for i, age_s in silent.items() if age_s > forget_after_s]:
+            self._ingress_heard_s.pop(ingress_id, None)
+            self._news.pop(ingress_id, None)
+            self.outbox.drop(ingress_id)
+
+    def _engine_failed(self, error: QuadrigaError) -> None:
+        """On the event loop: the engine is over, so this process is of no more use."""
+        self._is_draining = True
+        background(self._end_after_failure(error))
+
+    async def _end_after_failure(self, error: QuadrigaError) -> None:
+        # Long enough for the controller's heartbeat to learn why, and for the last poll.
+        await asyncio.sleep(2 * self.config.lifecycle.heartbeat_interval_s)
+        await self._end(f"the engine is over: {error}")
+
+    async def _end(self, reason: str, *, delay_s: float = 0.0) -> None:
+        if self._is_ending:
+            return
+        self._is_ending = True
+        logger.info("%s ends: %s", self.name, reason)
+        for event in self._news.values():
+            event.set()
+        await asyncio.sleep(delay_s)
+        self.engine.stop()
+        try:
+            async with asyncio.timeout(5.0):
+                await self._close()
+                await self.transport.close()
+                await self.engine.join(2.0)
+        except (TimeoutError, QuadrigaError) as exc:
+            logger.warning("%s did not close cleanly: %r", self.name, exc)
+        await end_this_actor()
+
+    async def _never_ending(self, coroutine: Any) -> None:
+        """Run a background loop; its unexpected end is the end of the process, not a silence."""
+        try:
+            await coroutine
+        except Exception as exc:  # the border of the actor: nobody awaits this task
+            logger.exception("a background loop of %s failed", self.name)
+            await self._end_after_failure(ReplicaError(f"background loop: {exc!r}"))

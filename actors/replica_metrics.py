@@ -1,0 +1,89 @@
+"""What a replica counts, and how it reaches the hub at the controller."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from actors.calls import call
+from actors.lifecycle import controller_name
+from quadriga.errors import QuadrigaError
+from quadriga.metrics import SIZE_BUCKETS_BYTES, Registry
+from quadriga.types import Emission
+
+if TYPE_CHECKING:
+    from actors.status import Load
+
+logger = logging.getLogger(__name__)
+
+PUSH_TIMEOUT_S = 1.0
+
+
+class ReplicaMetrics:
+    """Counters and gauges of one replica; the label `replica` is added by the hub."""
+
+    def __init__(self, name: str) -> None:
+        registry = Registry(name)
+        self._registry = registry
+        self._tokens = registry.counter("quadriga_emitted_tokens_total", "Tokens emitted.")
+        self._errors = registry.counter(
+            "quadriga_sequence_errors_total", "Sequences that ended in an error.", ["code"]
+        )
+        self._handoffs = registry.counter(
+            "quadriga_handoffs_total", "Sequences moved to another replica, by result.", ["result"]
+        )
+        self._handoff_seconds = registry.histogram(
+            "quadriga_handoff_seconds", "From the first token to the acknowledged commit."
+        )
+        self._handoff_bytes = registry.histogram(
+            "quadriga_handoff_bytes", "KV bytes of one hand-off.", buckets=SIZE_BUCKETS_BYTES
+        )
+        self._fallbacks = registry.gauge(
+            "quadriga_kv_transport_fallbacks", "Times a peer was moved to the object store."
+        )
+        self._running = registry.gauge("quadriga_running_sequences", "Sequences holding a slot.")
+        self._waiting = registry.gauge(
+            "quadriga_waiting_sequences", "Sequences queued, or reserved and not yet running."
+        )
+        self._used = registry.gauge("quadriga_kv_used_tokens", "Tokens whose KV is held.")
+        self._reserved = registry.gauge(
+            "quadriga_kv_reserved_tokens", "Tokens promised to the sequences held."
+        )
+        self._step = registry.gauge("quadriga_step_seconds", "Mean time of a step, recent first.")
+
+    def count(self, emission: Emission) -> None:
+        """Count what one emission carries."""
+        if emission.token_ids:
+            self._tokens.inc(len(emission.token_ids))
+        if emission.error is not None:
+            self._errors.labels(code=emission.error.code).inc()
+
+    def handed_off(self, seconds: float, num_bytes: int) -> None:
+        self._handoffs.labels(result="committed").inc()
+        self._handoff_seconds.observe(seconds)
+        self._handoff_bytes.observe(num_bytes)
+
+    def handoff_failed(self, code: str) -> None:
+        self._handoffs.labels(result=code).inc()
+
+    def gauges(self, load: Load, num_fallbacks: int) -> None:
+        """Set what describes the present."""
+        self._running.set(load.num_running)
+        self._waiting.set(load.num_waiting)
+        self._used.set(load.used_tokens)
+        self._reserved.set(load.reserved_tokens)
+        self._step.set(load.step_time_s)
+        self._fallbacks.set(num_fallbacks)
+
+    async def push(self, app: str) -> None:
+        """Send all values to the hub; a lost push costs nothing, the next one has them too."""
+        try:
+            await call(
+                controller_name(app),
+                "push_metrics",
+                self._registry.source,
+                self._registry.snapshot(),
+                timeout_s=PUSH_TIMEOUT_S,
+            )
+        except QuadrigaError as exc:
+            logger.debug("metrics not pushed: %s", exc)

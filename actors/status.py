@@ -1,0 +1,37 @@
+"""What a replica tells its controller about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quadriga.errors import QuadrigaError
+from quadriga.types import ReplicaInfo
+
+
+@dataclass(slots=True)
+class Load:
+    """A replica's load as its engine thread last published it; see `ReplicaSnapshot`."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    used_tokens: int = 0
+    reserved_tokens: int = 0
+    tokens_per_s: float = 0.0
+    step_time_s: float = 0.0
+
+    @property
+    def num_held(self) -> int:
+        return self.num_running + self.num_waiting
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """Answer to the controller's heartbeat."""
+
+    info: ReplicaInfo
+    is_ready: bool
+    is_draining: bool
+    error: QuadrigaError | None
+    load: Load
+    fingerprint: str

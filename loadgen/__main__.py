@@ -1,0 +1,113 @@
+"""`python -m loadgen COMMAND`: every command is a module with `add_arguments` and `run`.
+
+A module is imported only when its command is asked for, so that `run` stays a light client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from quadriga.errors import QuadrigaError
+
+EXIT_OK = 0
+EXIT_FAILED = 1  # the checker or a comparison failed
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A row of the table: where a command lives."""
+
+    module: str
+    help: str
+
+
+class CommandModule(Protocol):
+    """What a command's module has; `run` returns the exit status."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+COMMANDS: dict[tuple[str, ...], Command] = {
+    ("run",): Command("loadgen.run", "send a trace, prompts or tasks to a service and check it"),
+    ("bench", "engine"): Command("loadgen.bench.engine", "offline generation speed, against peers"),
+    ("bench", "serve"): Command("loadgen.bench.serve", "the service's speed over the engine's"),
+    ("bench", "generator"): Command("loadgen.bench.generator", "the load generator's own limit"),
+}
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that there are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return EXIT_OK if words else EXIT_USAGE
+    name = find_command(words)
+    if name is None:
+        print(unknown(words), file=sys.stderr)
+        return EXIT_USAGE
+    module = cast(CommandModule, importlib.import_module(COMMANDS[name].module))
+    parser = argparse.ArgumentParser(
+        prog=f"python -m loadgen {' '.join(name)}",
+        description=COMMANDS[name].help,
+        formatter_class=_HelpFormatter,
+    )
+    module.add_arguments(parser)
+    args = parser.parse_args(words[len(name) :])
+    try:
+        return module.run(args)
+    except QuadrigaError as exc:
+        print(f"error: {exc.message}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+
+
+def find_command(words: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the registered command that `words` begin with, the longest one first."""
+    for length in (2, 1):
+        name = tuple(words[:length])
+        if len(name) == length and name in COMMANDS:
+            return name
+    return None
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    width = max(len(" ".join(name)) for name in COMMANDS)
+    rows = [f"  {' '.join(name):{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: python -m loadgen COMMAND [options]   (COMMAND --help lists them)", "", *rows]
+    )
+
+
+def unknown(words: Sequence[str]) -> str:
+    """Return what to say to a command that does not exist."""
+    given = " ".join(word for word in words[:2] if not word.startswith("-"))
+    names = [" ".join(name) for name in COMMANDS]
+    close = difflib.get_close_matches(given, names, n=1) or difflib.get_close_matches(
+        words[0], names, n=1
+    )
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"error: unknown command {given!r}{hint}\n\n{usage()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Start a process, wait until it is ready, and end it on every path."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from quadriga.errors import ConfigError
+
+END_TIMEOUT_S = 30.0
+
+
+@contextmanager
+def python_process(
+    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, log: str | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `python ARGUMENTS` in its own process group; interrupt it, and kill what stays.
+
+    Args:
+        env: Added to this process's environment.
+        log: File for stdout and stderr; None leaves stdout a pipe.
+    """
+    with open(log or os.devnull, "ab") as sink:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=sink if log else subprocess.PIPE,
+            stderr=sink if log else None,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(END_TIMEOUT_S)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+    """Return the next line of the process's stdout.
+
+    Raises:
+        ConfigError: It ended, or said nothing in time.
+    """
+    assert process.stdout is not None
+    deadline_s = time.monotonic() + timeout_s
+    data = b""
+    while not data.endswith(b"\n"):
+        left_s = deadline_s - time.monotonic()
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, left_s))
+        if not ready:
+            raise ConfigError(f"the process said nothing within {timeout_s:g} s")
+        byte = os.read(process.stdout.fileno(), 1)
+        if not byte:
+            raise ConfigError(f"the process ended with status {process.wait(END_TIMEOUT_S)}")
+        data += byte
+    return data.decode().rstrip("\n")
+
+
+def free_port() -> int:
+    """Return a TCP port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,244 @@
+"""HTTP client that records: one connection per request, raw bytes with their arrival times.
+
+No HTTP library stands between the socket and the checker: libraries repair, buffer and skip, and
+what they hide cannot be judged. A connection per request also makes "closed too early" visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from loadgen.capture import Call, Capture, OnData, Transport
+from loadgen.http_wire import Response, head_length, is_over, parse_head, parse_response
+from loadgen.workload import RequestSpec
+from quadriga.errors import ConfigError
+
+MAX_RESPONSE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the service listens.
+
+    Attributes:
+        prefix: Path in front of `/v1/…`, without a slash at its end.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    tls: ssl.SSLContext | None
+
+    @property
+    def host_header(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def parse_url(url: str, *, ca_file: str | None = None) -> Address:
+    """Parse a base URL such as `http://127.0.0.1:8000`.
+
+    Raises:
+        ConfigError: It is not an http or https URL, or the CA file is unusable.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as exc:
+        raise ConfigError(f"--url: {url!r}: {exc}", param="url") from exc
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ConfigError(f"--url: {url!r} must look like http://host:port", param="url")
+    tls = None
+    if parts.scheme == "https":
+        try:
+            tls = ssl.create_default_context(cafile=ca_file)
+        except (OSError, ssl.SSLError) as exc:
+            raise ConfigError(f"--ca-file: {ca_file}: {exc}", param="ca-file") from exc
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Address(parts.hostname, port or (443 if tls else 80), prefix, tls)
+
+
+class HttpClient:
+    """Sends requests and returns their captures; never raises for what a service does.
+
+    Args:
+        now_s: Clock of the run.
+        on_data: Called with every read, for live counters; must be cheap.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        now_s: Callable[[], float],
+        timeout_s: float,
+        api_key: str | None = None,
+        on_data: OnData | None = None,
+    ) -> None:
+        self.address = address
+        self.now_s = now_s
+        self.timeout_s = timeout_s
+        self.on_data = on_data
+        self.auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+
+    def prepare(self, spec: RequestSpec, model: str, request_id: str) -> Call:
+        """Encode a generation request ahead of its send time."""
+        path = "/v1/chat/completions" if spec.endpoint == "chat" else "/v1/completions"
+        body = json.dumps(request_body(spec, model)).encode()
+        return partial(self.send, self._request("POST", path, body, {"x-request-id": request_id}))
+
+    async def send(self, request: bytes) -> Capture:
+        """Send encoded bytes on a new connection and record the response.
+
+        Cancellation closes the connection at once.
+        """
+        capture = Capture(Transport.HTTP, sent_s=self.now_s())
+        connection = _Connection(capture, request, self.now_s, self.on_data)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await loop.create_connection(
+                    lambda: connection,
+                    self.address.host,
+                    self.address.port,
+                    ssl=self.address.tls,
+                )
+                await connection.finished
+        except TimeoutError:
+            capture.fault = f"timeout: not complete within {self.timeout_s:g} s"
+        except OSError as exc:
+            capture.fault = f"cannot connect: {exc}"
+        finally:
+            connection.close()
+            capture.ended_s = self.now_s()
+        return capture
+
+    async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Call a helper route; return (status, JSON document or None).
+
+        Raises:
+            ConnectionError: No complete HTTP response came.
+        """
+        data = b"" if body is None else json.dumps(body).encode()
+        capture = await self.send(self._request(method, path, data, {}))
+        response: Response = parse_response(capture.reads) if capture.reads else Response()
+        if capture.fault or not response.complete or response.faults:
+            detail = capture.fault or "; ".join(response.faults) or "no response"
+            raise ConnectionError(f"{method} {path} on {self.address.host_header}: {detail}")
+        try:
+            return response.status, json.loads(response.body.data)
+        except ValueError:
+            return response.status, None
+
+    def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        lines = [
+            f"{method} {self.address.prefix}{path} HTTP/1.1",
+            f"Host: {self.address.host_header}",
+            "Connection: close",
+            "Accept: application/json, text/event-stream",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        if body:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        return ("\r\n".join(lines) + "\r\n" + self.auth + "\r\n").encode("latin-1") + body
+
+
+def request_body(spec: RequestSpec, model: str) -> dict[str, Any]:
+    """Return the OpenAI body of a request; greedy unless the spec has a temperature."""
+    body: dict[str, Any] = {"model": model, "max_tokens": spec.max_tokens}
+    if spec.endpoint == "chat":
+        body["messages"] = [{"role": "user", "content": spec.prompt}]
+    else:
+        body["prompt"] = spec.prompt
+    body["temperature"] = spec.temperature
+    if spec.seed is not None and spec.temperature > 0:
+        body["seed"] = spec.seed
+    if spec.num_choices > 1:
+        body["n"] = spec.num_choices
+    if spec.ignore_eos:
+        body["ignore_eos"] = True
+    if spec.stream:
+        body["stream"] = True
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    body["return_token_ids"] = True  # an extension: services without it ignore the field
+    return body | spec.extra
+
+
+class _Connection(asyncio.Protocol):
+    """Writes the request, appends every read, and notices the end of the response."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        request: bytes,
+        now_s: Callable[[], float],
+        on_data: OnData | None,
+    ) -> None:
+        self.capture = capture
+        self.request = request
+        self.now_s = now_s
+        self.on_data = on_data
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.Transport | None = None
+        self.head: Response | None = None
+        self.head_bytes = 0
+        self.num_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are none of asyncio's classes, so no isinstance here.
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.capture.reads.append((self.now_s(), data))
+        self.num_bytes += len(data)
+        if self.on_data is not None:
+            self.on_data(data)
+        if self.head is None:
+            self._read_head()
+        if self.head is not None and self._may_be_over(data):
+            raw = b"".join([part for _, part in self.capture.reads])
+            if is_over(self.head, raw, self.head_bytes):
+                self._finish(None)
+        if self.num_bytes > MAX_RESPONSE_BYTES:
+            self._finish(f"response over {MAX_RESPONSE_BYTES} bytes")
+
+    def _read_head(self) -> None:
+        raw = b"".join([part for _, part in self.capture.reads])
+        if (length := head_length(raw)) is not None:
+            self.head, self.head_bytes = parse_head(raw[:length]), length
+
+    def _may_be_over(self, data: bytes) -> bool:
+        """Cheap test that is true at the true end; `is_over` decides."""
+        assert self.head is not None
+        length = self.head.headers.get("content-length")
+        if length is not None and length.isdecimal():
+            return self.num_bytes - self.head_bytes >= int(length)
+        return data.endswith(b"\r\n\r\n") or len(data) < 4
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # A clean close may be the end or a cut: the parser can tell, from the framing.
+        self._finish(f"connection broke: {exc}" if exc is not None else None)
+
+    def _finish(self, fault: str | None) -> None:
+        if not self.finished.done():
+            self.capture.fault = fault
+            self.finished.set_result(None)
+
+    def close(self) -> None:
+        """Close the connection without waiting for the peer; abort it when unfinished."""
+        is_finished = self.finished.done()
+        if not is_finished:
+            self.finished.cancel()
+        if self.transport is not None:
+            if is_finished:
+                self.transport.close()
+            else:
+                self.transport.abort()

@@ -1,0 +1,36 @@
+"""Open the client of the transport that was asked for, and close it on every path."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from loadgen.capture import LoadClient
+from loadgen.client_http import HttpClient
+from loadgen.runner import Live, now_s
+
+
+@asynccontextmanager
+async def open_client(
+    args: argparse.Namespace, http: HttpClient, live: Live
+) -> AsyncIterator[LoadClient]:
+    """Yield the client; HTTP keeps no connections, gRPC keeps a few channels."""
+    if args.transport == "http":
+        yield http
+        return
+    from loadgen.client_grpc import GrpcClient
+
+    client = GrpcClient(
+        args.grpc,
+        now_s=now_s,
+        timeout_s=args.timeout_s,
+        api_key=args.api_key,
+        tls=args.grpc_tls or args.ca_file is not None,
+        ca_file=args.ca_file,
+        on_data=live.on_data,
+    )
+    try:
+        yield client
+    finally:
+        await client.close()

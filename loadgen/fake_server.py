@@ -1,0 +1,341 @@
+"""A fake OpenAI service on a raw socket: well-formed by default, wrong in one way when asked.
+
+For the checker's tests and for measuring the generator; `python -m loadgen.fake_server` runs one.
+It writes its bytes itself, so that it can also write wrong ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from loadgen.event_loop import run_event_loop
+from loadgen.fake_faults import CLOSE, DONE, FAULTS, HANG, STREAM_FAULTS, Document, Part, encode
+from loadgen.fake_model import (
+    END_ID,
+    END_TEXT,
+    Answer,
+    babble,
+    detokenize,
+    stream_text,
+    tokenize,
+)
+
+MODEL = "fake"
+RETRY_AFTER_S = 1
+_CREATED = 1_700_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FakeOptions:
+    """How the fake behaves.
+
+    Attributes:
+        fault: One of `FAULTS`, done on every generation request; None behaves well.
+        step_s: Pause between writes; 0 writes as fast as the socket takes it.
+        tokens_per_write: Tokens in one SSE frame.
+        answer: Prompt → answer text, which then ends with finish_reason stop.
+        refuse_first: This many requests are refused before the first is served.
+    """
+
+    fault: str | None = None
+    step_s: float = 0.0
+    tokens_per_write: int = 1
+    answer: Answer | None = None
+    refuse_first: int = 0
+    max_model_len: int = 4096
+
+
+@dataclass(slots=True)
+class _Request:
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+class FakeServer:
+    """`async with FakeServer(options) as server:` listens on `server.url` until the block ends."""
+
+    def __init__(self, options: FakeOptions = FakeOptions()) -> None:
+        if options.fault is not None and options.fault not in FAULTS:
+            raise ValueError(f"fault {options.fault!r} is none of {', '.join(FAULTS)}")
+        self.options = options
+        self.num_requests = 0
+        self.max_in_flight = 0
+        self.in_flight = 0
+        self.bodies: list[Document] = []
+        self._server: asyncio.Server | None = None
+        self._streams: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> FakeServer:
+        await self.start(0)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in list(self._streams):
+            task.cancel()
+        await asyncio.gather(*self._streams, return_exceptions=True)
+
+    async def start(self, port: int) -> None:
+        """Listen on loopback; port 0 takes a free one."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=1 << 24)
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            await self._answer(await _read_request(reader), writer)
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client went away; nobody is left to tell
+        except asyncio.CancelledError:
+            pass  # the fake is closing
+        finally:
+            self._streams.discard(task)
+            writer.close()
+
+    async def _answer(self, request: _Request, writer: asyncio.StreamWriter) -> None:
+        match request.path:
+            case "/health":
+                self._respond(writer, request, 200, {})
+            case "/v1/models":
+                card: Document = {"id": MODEL, "object": "model", "root": MODEL}
+                card["max_model_len"] = self.options.max_model_len
+                self._respond(writer, request, 200, {"object": "list", "data": [card]})
+            case "/tokenize":
+                self._respond(writer, request, 200, {"tokens": tokenize(request.body["prompt"])})
+            case "/detokenize":
+                self._respond(writer, request, 200, {"prompt": detokenize(request.body["tokens"])})
+            case "/v1/completions" | "/v1/chat/completions":
+                self.in_flight += 1
+                self.max_in_flight = max(self.max_in_flight, self.in_flight)
+                try:
+                    await self._generate(request, writer)
+                finally:
+                    self.in_flight -= 1
+            case _:
+                self._respond(writer, request, 404, _error("unknown route", "not_found"))
+
+    async def _generate(self, request: _Request, writer: asyncio.StreamWriter) -> None:
+        self.num_requests += 1
+        self.bodies.append(request.body)
+        fault = self.options.fault
+        refused = self.num_requests <= self.options.refuse_first
+        if refused or fault in ("refuse", "refuse_without_retry_after"):
+            after = {} if fault == "refuse_without_retry_after" else {"retry-after": RETRY_AFTER_S}
+            self._respond(writer, request, 429, _error("busy", "overloaded"), after)
+        elif fault == "status_500":
+            self._respond(writer, request, 500, _error("broken", "internal_error"))
+        elif fault == "plain_500":
+            self._respond(writer, request, 500, "Internal Server Error")
+        elif fault == "reset":
+            writer.transport.abort()
+        else:
+            generation = Generation(request.body, request.path, self.options)
+            if request.body.get("stream"):
+                await self._stream(request, writer, generation)
+            else:
+                self._respond(writer, request, 200, generation.single())
+
+    async def _stream(
+        self, request: _Request, writer: asyncio.StreamWriter, generation: Generation
+    ) -> None:
+        documents = generation.documents()
+        fault, step_s = self.options.fault, self.options.step_s
+        parts: list[Part] = [*documents, DONE]
+        if fault in STREAM_FAULTS:
+            parts = STREAM_FAULTS[fault](documents)
+        kind = "text/plain" if fault == "wrong_content_type" else "text/event-stream"
+        head = self._head(request, 200, {"content-type": kind, "transfer-encoding": "chunked"})
+        writer.write(head)
+        for part in parts:
+            if part == CLOSE:
+                writer.write(b"100\r\ncut")
+                return
+            if part == HANG:
+                await writer.drain()
+                await asyncio.Event().wait()
+            data = encode(part)
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            if step_s:
+                await asyncio.sleep(step_s)
+        if fault != "truncated_body":
+            writer.write(b"0\r\n\r\n")
+
+    def _respond(
+        self,
+        writer: asyncio.StreamWriter,
+        request: _Request,
+        status: int,
+        body: Any,
+        headers: dict[str, Any] | None = None,
+    ) -> None:
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        kind = "text/plain" if self.options.fault == "wrong_content_type" else "application/json"
+        lines = {"content-type": kind, "content-length": len(data), **(headers or {})}
+        is_cut = self.options.fault == "truncated_body" and request.path.startswith("/v1/c")
+        writer.write(self._head(request, status, lines) + (data[:-1] if is_cut else data))
+
+    def _head(self, request: _Request, status: int, headers: dict[str, Any]) -> bytes:
+        request_id = request.headers.get("x-request-id", "made-here")
+        if self.options.fault == "wrong_request_id":
+            request_id = "someone-elses"
+        lines = {"x-request-id": request_id, "connection": "close", **headers}
+        text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        return f"HTTP/1.1 {status} X\r\n{text}\r\n".encode()
+
+
+@dataclass(slots=True)
+class Generation:
+    """One answer of the fake model, as documents of the OpenAI API."""
+
+    body: Document
+    path: str
+    options: FakeOptions
+    prompt_tokens: int = 0
+    outputs: list[list[int]] = field(default_factory=list)
+    finish_reason: str = "length"
+
+    def __post_init__(self) -> None:
+        prompt = self.body["messages"][-1]["content"] if self.chat else self.body["prompt"]
+        prompt_ids = tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        self.prompt_tokens = len(prompt_ids) + (self.options.fault == "wrong_prompt_tokens")
+        limit = self.body["max_tokens"]
+        extra = {"one_token_less": -1, "one_token_more": 1}.get(self.options.fault or "", 0)
+        answer = self.options.answer(detokenize(prompt_ids)) if self.options.answer else None
+        for choice in range(self.body.get("n", 1)):
+            if answer is None:
+                ids = babble(prompt_ids, choice, limit + extra)
+            else:
+                ids = [*tokenize(answer), END_ID][:limit]
+                self.finish_reason = "stop" if ids[-1] == END_ID else "length"
+            self.outputs.append(ids)
+
+    @property
+    def chat(self) -> bool:
+        return self.path.endswith("chat/completions")
+
+    def usage(self, completion_tokens: int) -> Document:
+        total = self.prompt_tokens + completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": total,
+        }
+
+    def documents(self) -> list[Document]:
+        """Return the chunks of a stream and its usage frame; choices one after the other."""
+        documents = []
+        for index, output in enumerate(self.outputs):
+            sent = 0
+            for ids, text in stream_text(output, self.options.tokens_per_write):
+                sent += len(ids)
+                reason = self.finish_reason if sent == len(output) else None
+                choice = self._choice(index, text, ids, reason, is_first=sent == len(ids))
+                documents.append(self._document([choice], self.usage(sent)))
+        total = sum(map(len, self.outputs))
+        documents.append(self._document([], self.usage(total)))
+        return documents
+
+    def single(self) -> Document:
+        """Return the answer in one document."""
+        choices = []
+        for index, output in enumerate(self.outputs):
+            choice = {"index": index, "finish_reason": self.finish_reason, "token_ids": output}
+            text = detokenize(output).removesuffix(END_TEXT)
+            if self.chat:
+                choice["message"] = {"role": "assistant", "content": text}
+            else:
+                choice["text"] = text
+            choices.append(choice)
+        document = self._document(choices, self.usage(sum(map(len, self.outputs))))
+        document["object"] = "chat.completion" if self.chat else "text_completion"
+        return document
+
+    def _choice(
+        self, index: int, text: str, ids: Sequence[int], reason: str | None, *, is_first: bool
+    ) -> Document:
+        choice: Document = {"index": index, "finish_reason": reason, "token_ids": list(ids)}
+        if not self.chat:
+            return choice | {"text": text}
+        role = {"role": "assistant"} if is_first else {}
+        return choice | {"delta": {**role, "content": text}}
+
+    def _document(self, choices: list[Document], usage: Document) -> Document:
+        return {
+            "id": "cmpl-fake",
+            "object": "chat.completion.chunk" if self.chat else "text_completion",
+            "created": _CREATED,
+            "model": "other" if self.options.fault == "other_model" else self.body["model"],
+            "choices": choices,
+            "usage": usage,
+        }
+
+
+async def _read_request(reader: asyncio.StreamReader) -> _Request:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    method, path, _ = head[0].split(" ")
+    pairs = (line.partition(":") for line in head[1:] if line)
+    headers = {name.lower(): value.strip() for name, _, value in pairs}
+    length = int(headers.get("content-length", 0))
+    body = json.loads(await reader.readexactly(length)) if length else None
+    return _Request(method, path, headers, body)
+
+
+def _error(message: str, code: str) -> Document:
+    return {"error": {"message": message, "type": "fake", "param": None, "code": code}}
+
+
+async def _main(args: argparse.Namespace) -> None:
+    options = FakeOptions(
+        fault=args.fault, step_s=args.step_s, tokens_per_write=args.tokens_per_write
+    )
+    server = FakeServer(options)
+    await server.start(args.port)
+    async with AsyncExitStack() as stack:
+        address = ""
+        if args.grpc:
+            from loadgen.fake_grpc import FakeGrpcOptions, FakeGrpcServer
+
+            fake = FakeGrpcServer(FakeGrpcOptions(tokens_per_write=args.tokens_per_write))
+            address = (await stack.enter_async_context(fake)).address
+        print(json.dumps({"url": server.url, "grpc": address}), flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--grpc", action="store_true", help="serve gRPC too, on a free port")
+    parser.add_argument("--fault", choices=FAULTS)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--tokens-per-write", type=int, default=1)
+    parsed = parser.parse_args()
+    try:
+        run_event_loop(lambda: _main(parsed))
+    except KeyboardInterrupt:
+        pass

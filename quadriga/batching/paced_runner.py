@@ -1,0 +1,81 @@
+"""A runner that pretends to be a slower device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from quadriga.interfaces import LayersDone, ModelRunner, PrefillChunk
+from quadriga.pacing import PaceProfile
+from quadriga.types import SampledToken, SequenceState
+
+
+class PacedRunner:
+    """A runner whose decode steps take at least as long as a profile says.
+
+    Everything else passes through. A step that really takes longer is counted in `num_late`:
+    then the machine is too small for the experiment.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        profile: PaceProfile,
+        *,
+        now_s: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.profile = profile
+        self.num_late = 0
+        self._runner = runner
+        self._now_s = now_s
+        self._sleep = sleep
+        self._states: dict[int, SequenceState] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return self._runner.num_layers
+
+    @property
+    def num_rows(self) -> int:
+        return self._runner.num_rows
+
+    @property
+    def row_capacity_tokens(self) -> int:
+        return self._runner.row_capacity_tokens
+
+    def attach(self, row: int, state: SequenceState) -> None:
+        """See `ModelRunner.attach`."""
+        self._runner.attach(row, state)
+        self._states[row] = state
+
+    def detach(self, row: int) -> None:
+        """See `ModelRunner.detach`."""
+        self._states.pop(row, None)
+        self._runner.detach(row)
+
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None = None
+    ) -> list[SampledToken | None]:
+        """See `ModelRunner.prefill`; not paced."""
+        return self._runner.prefill(chunks, on_layers)
+
+    def decode(self, rows: Sequence[int]) -> list[SampledToken]:
+        """See `ModelRunner.decode`; returns no earlier than the modelled time."""
+        started_s = self._now_s()
+        num_tokens = sum(self._states[row].num_tokens for row in rows)
+        tokens = self._runner.decode(rows)
+        left_s = started_s + self.profile.step_s(len(rows), num_tokens) - self._now_s()
+        if left_s > 0:
+            self._sleep(left_s)
+        else:
+            self.num_late += 1
+        return tokens
+
+    def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> object:
+        """See `ModelRunner.read_kv`."""
+        return self._runner.read_kv(row, first_layer, num_layers, start, stop)
+
+    def write_kv(self, row: int, first_layer: int, start: int, kv: object) -> None:
+        """See `ModelRunner.write_kv`."""
+        self._runner.write_kv(row, first_layer, start, kv)

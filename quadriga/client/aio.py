@@ -1,0 +1,232 @@
+"""The asyncio client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any, Unpack
+
+import grpc
+
+from quadriga.client.errors import from_rpc
+from quadriga.client.results import Completion, Model, Piece
+from quadriga.client.retries import RetryPolicy
+from quadriga.client.wire import (
+    CHANNEL_OPTIONS,
+    Options,
+    Prompt,
+    StreamProgress,
+    completion,
+    credentials,
+    make_request,
+    model as to_model,
+)
+from quadriga.errors import DeadlineExceeded, QuadrigaError, Unavailable
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
+
+CANCEL_TIMEOUT_S = 2.0
+
+
+class AsyncClient:
+    """Talks to a Quadriga service over gRPC; an async context manager.
+
+    Calls are retried on UNAVAILABLE and RESOURCE_EXHAUSTED as `retry` says, and never run twice:
+    a retry names the same request. A stream that breaks is taken up where it broke.
+
+    Args:
+        target: `host:port`.
+        api_key: Sent as `authorization: Bearer …`.
+        tls: Use TLS; implied by `root_certificates` (PEM).
+        timeout_s: For a whole request, retries included; overridden per call.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        root_certificates: bytes | None = None,
+        timeout_s: float = 600.0,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        secure = credentials(tls=tls, root_certificates=root_certificates)
+        if secure is None:
+            self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, secure, options=CHANNEL_OPTIONS)
+        self._stub: Any = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; running calls end in `Cancelled`."""
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """Generate and return the whole answer.
+
+        Args:
+            prompt: Text, token ids, or the `Message`s of a conversation.
+            model: Model id; the server chooses where None.
+
+        Raises: QuadrigaError.
+        """
+        request = make_request(prompt, model, request_id, options)
+        give_up_s = self._give_up_s(timeout_s)
+
+        async def attempt() -> Any:
+            request.deadline_ms = _left_ms(give_up_s)
+            return await self._stub.GenerateOnce(
+                request, metadata=self._for(request), timeout=_left_s(give_up_s)
+            )
+
+        try:
+            return completion(await self._retried(attempt, give_up_s))
+        except asyncio.CancelledError:
+            self._cancel_soon(request)
+            raise
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncIterator[Piece]:
+        """Generate and yield the answer as it comes; takes the arguments of `generate`.
+
+        Leaving the loop early ends the request on the server.
+
+        Raises: QuadrigaError, after every piece that arrived was yielded.
+        """
+        request = make_request(prompt, model, request_id, options)
+        progress = StreamProgress(request)
+        give_up_s = self._give_up_s(timeout_s)
+        attempts = 0
+        try:
+            while True:
+                attempts += 1
+                had = list(progress.received)
+                try:
+                    request.deadline_ms = _left_ms(give_up_s)
+                    call = self._stub.Generate(
+                        progress.next_request(),
+                        metadata=self._for(request),
+                        timeout=_left_s(give_up_s),
+                    )
+                    async for message in call:
+                        for piece in progress.take(message):
+                            yield piece
+                    if not progress.is_complete:
+                        raise Unavailable("the stream ended before the answer did")
+                    return
+                except grpc.RpcError as exc:
+                    error: QuadrigaError = from_rpc(exc)
+                except Unavailable as exc:
+                    error = exc
+                if progress.is_complete:
+                    return
+                if progress.received != had:
+                    attempts = 1
+                await self._pause(error, attempts, give_up_s)
+        finally:
+            if not progress.is_complete:
+                self._cancel_soon(request)
+
+    async def models(self) -> list[Model]:
+        """The models the service offers. Raises: QuadrigaError."""
+        give_up_s = self._give_up_s(None)
+
+        async def attempt() -> Any:
+            return await self._stub.ListModels(
+                pb.ListModelsRequest(), metadata=self._metadata, timeout=_left_s(give_up_s)
+            )
+
+        reply = await self._retried(attempt, give_up_s)
+        return [to_model(m) for m in reply.models]
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request by its id; False when the server does not know it."""
+        request = pb.CancelRequest(request_id=request_id)
+        metadata = [*self._metadata, ("session_id", request_id)]
+        try:
+            reply = await self._stub.Cancel(request, metadata=metadata, timeout=CANCEL_TIMEOUT_S)
+        except grpc.RpcError as exc:
+            raise from_rpc(exc) from exc
+        return bool(reply.found)
+
+    def _for(self, request: Any) -> list[tuple[str, str]]:
+        """Metadata that sends every attempt of a request to the same ingress."""
+        return [*self._metadata, ("session_id", request.request_id)]
+
+    def _cancel_soon(self, request: Any) -> None:
+        """Have the server drop a request; in the background, as the caller is on its way out."""
+
+        async def drop() -> None:
+            with contextlib.suppress(QuadrigaError):
+                await self.cancel(request.request_id)
+
+        task = asyncio.get_running_loop().create_task(drop())
+        _background.add(task)
+        task.add_done_callback(_background.discard)
+
+    async def _retried(self, attempt: Callable[[], Any], give_up_s: float) -> Any:
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return await attempt()
+            except grpc.RpcError as exc:
+                await self._pause(from_rpc(exc), attempts, give_up_s)
+
+    async def _pause(self, error: QuadrigaError, attempts: int, give_up_s: float) -> None:
+        """Wait before the next attempt. Raises: the error, where there shall be none."""
+        pause_s = self._retry.pause_s(error, attempts)
+        if pause_s is None or time.monotonic() + pause_s >= give_up_s:
+            raise error
+        await asyncio.sleep(pause_s)
+
+    def _give_up_s(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+
+_background: set[asyncio.Task[None]] = set()
+
+
+def _left_s(give_up_s: float) -> float:
+    """Seconds left. Raises: DeadlineExceeded when none are."""
+    left_s = give_up_s - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceeded("the request was not done within its timeout")
+    return left_s
+
+
+def _left_ms(give_up_s: float) -> int:
+    return max(1, int(_left_s(give_up_s) * 1000))

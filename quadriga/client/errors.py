@@ -1,0 +1,67 @@
+"""gRPC statuses back to the errors they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from quadriga.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    InvariantViolation,
+    NotFound,
+    Overloaded,
+    QuadrigaError,
+    ReplicaError,
+    Unauthenticated,
+    Unavailable,
+)
+
+_BY_STATUS: dict[str, type[QuadrigaError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "UNAUTHENTICATED": Unauthenticated,
+    "NOT_FOUND": NotFound,
+    "RESOURCE_EXHAUSTED": Overloaded,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+    "UNAVAILABLE": Unavailable,
+}
+
+
+def _subclasses(base: type[QuadrigaError]) -> Iterator[type[QuadrigaError]]:
+    yield base
+    for child in base.__subclasses__():
+        yield from _subclasses(child)
+
+
+_BY_CODE = {cls.default_code: cls for cls in _subclasses(QuadrigaError)}
+
+
+def from_rpc(exc: grpc.RpcError) -> QuadrigaError:
+    """Return the error a failed call stands for: exact where the server said more than a status."""
+    call: Any = exc
+    status = call.code().name
+    metadata = {key: value for key, value in call.trailing_metadata() or ()}
+    code = metadata.get("quadriga-error-code")
+    fallback = _BY_STATUS.get(status, InvariantViolation)
+    cls = _BY_CODE.get(code, fallback) if code else fallback
+    if cls.grpc_code != status:
+        cls = ReplicaError if code and status == "UNAVAILABLE" else fallback
+    retry_after_s = None
+    wait_ms = metadata.get("retry-after-ms", "")
+    if wait_ms.isdigit():
+        retry_after_s = int(wait_ms) / 1000
+    return cls(
+        _message(call.details(), status),
+        param=metadata.get("quadriga-error-param"),
+        code=code,
+        retry_after_s=retry_after_s,
+    )
+
+
+def _message(details: str | None, status: str) -> str:
+    return details if details else f"the call ended with {json.dumps(status)}"

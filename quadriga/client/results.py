@@ -1,0 +1,106 @@
+"""What the SDK takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quadriga.types import FinishReason, TokenLogprob
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request.
+
+    Attributes:
+        exits: Layers run → output tokens that left there.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    exits: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished answer.
+
+    Attributes:
+        text: Without the token or string that stopped it.
+        token_ids: Every token generated, the stopping one included.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request."""
+
+    request_id: str
+    model: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of one choice of a stream.
+
+    Attributes:
+        first_index: Output index of `token_ids[0]`.
+        finish_reason: Set with the choice's last piece.
+        usage: Set with the request's last piece.
+    """
+
+    request_id: str
+    model: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    first_index: int
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model the service offers.
+
+    Attributes:
+        root: The model behind an alias.
+        max_model_len: Most tokens of prompt plus answer.
+    """
+
+    id: str
+    root: str
+    max_model_len: int
+    created_unix_s: int

@@ -1,0 +1,188 @@
+"""The client for programs without asyncio."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Unpack
+
+import grpc
+
+from quadriga.client.aio import CANCEL_TIMEOUT_S, _left_ms, _left_s
+from quadriga.client.errors import from_rpc
+from quadriga.client.results import Completion, Model, Piece
+from quadriga.client.retries import RetryPolicy
+from quadriga.client.wire import (
+    CHANNEL_OPTIONS,
+    Options,
+    Prompt,
+    StreamProgress,
+    completion,
+    credentials,
+    make_request,
+    model as to_model,
+)
+from quadriga.errors import QuadrigaError, Unavailable
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
+
+
+class Client:
+    """Talks to a Quadriga service over gRPC; a context manager, safe to share between threads.
+
+    Takes the arguments of `AsyncClient` and keeps the same promises.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        root_certificates: bytes | None = None,
+        timeout_s: float = 600.0,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        secure = credentials(tls=tls, root_certificates=root_certificates)
+        if secure is None:
+            self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(target, secure, options=CHANNEL_OPTIONS)
+        self._stub: Any = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; running calls end in `Cancelled`."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """Generate and return the whole answer; see `AsyncClient.generate`.
+
+        Raises: QuadrigaError.
+        """
+        request = make_request(prompt, model, request_id, options)
+        give_up_s = self._give_up_s(timeout_s)
+
+        def attempt() -> Any:
+            request.deadline_ms = _left_ms(give_up_s)
+            return self._stub.GenerateOnce(
+                request, metadata=self._for(request), timeout=_left_s(give_up_s)
+            )
+
+        return completion(self._retried(attempt, give_up_s))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[Piece]:
+        """Generate and yield the answer as it comes; see `AsyncClient.stream`.
+
+        Raises: QuadrigaError, after every piece that arrived was yielded.
+        """
+        request = make_request(prompt, model, request_id, options)
+        progress = StreamProgress(request)
+        give_up_s = self._give_up_s(timeout_s)
+        attempts = 0
+        try:
+            while True:
+                attempts += 1
+                had = list(progress.received)
+                try:
+                    request.deadline_ms = _left_ms(give_up_s)
+                    call = self._stub.Generate(
+                        progress.next_request(),
+                        metadata=self._for(request),
+                        timeout=_left_s(give_up_s),
+                    )
+                    for message in call:
+                        yield from progress.take(message)
+                    if not progress.is_complete:
+                        raise Unavailable("the stream ended before the answer did")
+                    return
+                except grpc.RpcError as exc:
+                    error: QuadrigaError = from_rpc(exc)
+                except Unavailable as exc:
+                    error = exc
+                if progress.is_complete:
+                    return
+                if progress.received != had:
+                    attempts = 1
+                self._pause(error, attempts, give_up_s)
+        finally:
+            if not progress.is_complete:
+                with contextlib.suppress(QuadrigaError, ValueError):  # ValueError: channel closed
+                    self.cancel(request.request_id)
+
+    def models(self) -> list[Model]:
+        """The models the service offers. Raises: QuadrigaError."""
+        give_up_s = self._give_up_s(None)
+
+        def attempt() -> Any:
+            return self._stub.ListModels(
+                pb.ListModelsRequest(), metadata=self._metadata, timeout=_left_s(give_up_s)
+            )
+
+        return [to_model(m) for m in self._retried(attempt, give_up_s).models]
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request by its id; False when the server does not know it."""
+        metadata = [*self._metadata, ("session_id", request_id)]
+        try:
+            reply = self._stub.Cancel(
+                pb.CancelRequest(request_id=request_id),
+                metadata=metadata,
+                timeout=CANCEL_TIMEOUT_S,
+            )
+        except grpc.RpcError as exc:
+            raise from_rpc(exc) from exc
+        return bool(reply.found)
+
+    def _for(self, request: Any) -> list[tuple[str, str]]:
+        return [*self._metadata, ("session_id", request.request_id)]
+
+    def _retried(self, attempt: Callable[[], Any], give_up_s: float) -> Any:
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return attempt()
+            except grpc.RpcError as exc:
+                self._pause(from_rpc(exc), attempts, give_up_s)
+
+    def _pause(self, error: QuadrigaError, attempts: int, give_up_s: float) -> None:
+        """Wait before the next attempt. Raises: the error, where there shall be none."""
+        pause_s = self._retry.pause_s(error, attempts)
+        if pause_s is None or time.monotonic() + pause_s >= give_up_s:
+            raise error
+        time.sleep(pause_s)
+
+    def _give_up_s(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)

@@ -1,0 +1,188 @@
+"""Requests and answers of the SDK as messages; shared by the two clients."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import grpc
+
+from quadriga.client.results import Choice, Completion, Message, Model, Piece, Usage
+from quadriga.errors import InvariantViolation
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from quadriga.types import FinishReason, TokenLogprob
+
+Prompt = str | Sequence[int] | Sequence[Message]
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 30_000),
+]
+_FINISH = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+class Options(TypedDict, total=False):
+    """Sampling and limits of one request; what is left out has the server's default."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    n: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    echo: bool
+    priority: int
+    user: str
+
+
+def credentials(*, tls: bool, root_certificates: bytes | None) -> grpc.ChannelCredentials | None:
+    if not tls and root_certificates is None:
+        return None
+    return grpc.ssl_channel_credentials(root_certificates=root_certificates)
+
+
+def make_request(
+    prompt: Prompt, model: str | None, request_id: str | None, options: Options
+) -> Any:
+    """Build the message of a request; it always has an id, so that it can be resumed.
+
+    Raises: TypeError for an unknown option; ValueError where a value fits no field.
+    """
+    unknown = set(options) - set(Options.__annotations__)
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    request = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex, model=model or "")
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    elif prompt and isinstance(prompt[0], Message):
+        for message in prompt:
+            assert isinstance(message, Message)
+            request.chat.messages.add(role=message.role, content=message.content, name=message.name)
+    else:
+        request.prompt_token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+    for name, value in options.items():
+        if name in ("stop", "stop_token_ids"):
+            values = [value] if isinstance(value, str) else value
+            getattr(request, name).extend(values)
+        elif name == "logit_bias":
+            request.logit_bias.update(value)  # type: ignore[arg-type]
+        elif value is not None:
+            setattr(request, name, value)
+    return request
+
+
+def completion(reply: Any) -> Completion:
+    return Completion(
+        request_id=reply.request_id,
+        model=reply.model,
+        choices=tuple(
+            Choice(
+                index=c.index,
+                text=c.text,
+                token_ids=tuple(c.token_ids),
+                finish_reason=_FINISH[c.finish_reason],
+                logprobs=_logprobs(c.logprobs),
+                prompt_logprobs=_logprobs(c.prompt_logprobs),
+            )
+            for c in reply.choices
+        ),
+        usage=_usage(reply.usage),
+    )
+
+
+def model(message: Any) -> Model:
+    return Model(message.id, message.root, message.max_model_len, message.created_unix_s)
+
+
+@dataclass(slots=True)
+class StreamProgress:
+    """How much of a stream has arrived, so that it can be taken up again without loss.
+
+    Attributes:
+        received: Tokens had so far, per choice.
+    """
+
+    request: Any
+    received: list[int] = field(default_factory=list)
+    finished: set[int] = field(default_factory=set)
+    is_complete: bool = False
+    num_choices: int = 1
+
+    def __post_init__(self) -> None:
+        self.num_choices = self.request.n if self.request.HasField("n") else 1
+        self.received = [0] * self.num_choices
+
+    def next_request(self) -> Any:
+        """The request as it stands now: from the beginning, or from what is still missing."""
+        del self.request.resume_from[:]
+        if any(self.received):
+            self.request.resume_from.extend(self.received)
+        return self.request
+
+    def take(self, message: Any) -> list[Piece]:
+        """Turn a message into pieces, without what was had before.
+
+        Raises: InvariantViolation on a gap.
+        """
+        pieces = []
+        last = len(message.choices) - 1
+        for i, delta in enumerate(message.choices):
+            index, first = delta.index, delta.first_token_index
+            if first > self.received[index]:
+                raise InvariantViolation(
+                    f"tokens {self.received[index]} to {first - 1} of choice {index} are missing"
+                )
+            if index in self.finished:
+                continue
+            self.received[index] = first + len(delta.token_ids)
+            finish = _FINISH.get(delta.finish_reason)
+            if finish is not None:
+                self.finished.add(index)
+            has_usage = i == last and message.HasField("usage")
+            pieces.append(
+                Piece(
+                    request_id=message.request_id,
+                    model=message.model,
+                    index=index,
+                    text=delta.text,
+                    token_ids=tuple(delta.token_ids),
+                    first_index=first,
+                    finish_reason=finish,
+                    logprobs=_logprobs(delta.logprobs),
+                    prompt_logprobs=_logprobs(delta.prompt_logprobs),
+                    usage=_usage(message.usage) if has_usage else None,
+                )
+            )
+        self.is_complete = len(self.finished) == self.num_choices
+        return pieces
+
+
+def _usage(message: Any) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens, dict(message.exits))
+
+
+def _logprobs(rows: Iterable[Any]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            row.token_id,
+            row.logprob if row.HasField("logprob") else None,
+            tuple((a.token_id, a.logprob) for a in row.top),
+        )
+        for row in rows
+    )

@@ -1,0 +1,143 @@
+// Attention of one token over its own KV row.
+//
+// A row is [blocks, kv_heads, kBlock, head_dim] for K and the same for V, and is walked in that
+// order: memory sees two long linear streams, which is what its prefetchers are good at. Nothing is
+// gathered, padded or copied, and a token reads exactly the positions it sees, so lengths may differ
+// at will in a batch.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+
+namespace quadriga {
+
+constexpr int kScoreTile = kLanes >= 16 ? 16 : 8;  // accumulators in a tile of scores
+
+constexpr int64_t kBlock = 16;  // positions; `KV_BLOCK` of kv_cache.py
+
+// Positions [first, stop) of one row.
+struct Context {
+  const float* keys;  // [blocks, kv_heads, kBlock, dim]
+  const float* values;
+  int64_t first, stop;
+  int64_t kv_heads, dim;
+
+  int64_t offset(int64_t position, int64_t head) const {
+    return ((position / kBlock * kv_heads + head) * kBlock + position % kBlock) * dim;
+  }
+};
+
+// scores[M, n] of consecutive keys of one block.
+template <int M>
+static inline void score_block(const float* q, const float* keys, int64_t n, int64_t dim,
+                               float* out, int64_t ldo) {
+  constexpr int kN = M == 1 ? 8 : kScoreTile / (M == 3 ? 4 : M);
+  int64_t j = 0;
+  for (; j + kN <= n; j += kN) tile<M, kN>(q, dim, keys + j * dim, dim, dim, out + j, ldo);
+  for (; j < n; ++j) tile<M, 1>(q, dim, keys + j * dim, dim, dim, out + j, ldo);
+}
+
+// Softmax of n scores, in place. Lanes past n become 0.
+static inline void normalise_scores(float* s, int64_t n) {
+  Vec top = splat(-INFINITY);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) top = max(top, load(s + i));
+  float best = max_lane(top);
+  for (; i < n; ++i) best = s[i] > best ? s[i] : best;
+  for (i = n; i % kLanes; ++i) s[i] = -INFINITY;
+  Vec total = {};
+  for (i = 0; i < n; i += kLanes) {
+    const Vec e = exp(load(s + i) - best);
+    store(s + i, e);
+    total += e;
+  }
+  const float scale = 1.0f / sum(total);
+  for (i = 0; i < n; i += kLanes) store(s + i, load(s + i) * scale);
+}
+
+// out[m, …] += weights[m, n] · values[n, …] for D vectors of one head, `width` lanes each.
+template <int M, int D>
+static inline void mix_columns(const float* weights, int64_t ldw, const float* values, int64_t n,
+                               int64_t dim, int64_t width, float* out) {
+  const bool whole = width == kLanes;
+  Vec acc[M][D];
+  for (int m = 0; m < M; ++m)
+    for (int d = 0; d < D; ++d) {
+      const float* at = out + m * dim + d * kLanes;
+      acc[m][d] = whole ? load(at) : load_partial(at, width);
+    }
+  for (int64_t j = 0; j < n; ++j) {
+    const float* value = values + j * dim;
+    Vec v[D];
+    for (int d = 0; d < D; ++d)
+      v[d] = whole ? load(value + d * kLanes) : load_partial(value + d * kLanes, width);
+    for (int m = 0; m < M; ++m) {
+      const Vec p = splat(weights[m * ldw + j]);
+      for (int d = 0; d < D; ++d) acc[m][d] += p * v[d];
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int d = 0; d < D; ++d) {
+      float* at = out + m * dim + d * kLanes;
+      whole ? store(at, acc[m][d]) : store_partial(at, acc[m][d], width);
+    }
+}
+
+template <int M>
+static inline void mix_block(const float* weights, int64_t ldw, const float* values, int64_t n,
+                             int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes)
+    mix_columns<M, 2>(weights, ldw, values + d, n, dim, kLanes, out + d);
+  for (; d < dim; d += kLanes)
+    mix_columns<M, 1>(weights, ldw, values + d, n, dim, dim - d < kLanes ? dim - d : kLanes,
+                      out + d);
+}
+
+// Call body(first, std::integral_constant<int, M>) for 4 query heads at a time, then for the rest.
+template <typename Body>
+static inline void by_fours(int64_t group, const Body& body) {
+  int64_t i = 0;
+  for (; i + 4 <= group; i += 4) body(i, std::integral_constant<int, 4>());
+  if (group - i == 3) body(i, std::integral_constant<int, 3>());
+  if (group - i == 2) body(i, std::integral_constant<int, 2>());
+  if (group - i == 1) body(i, std::integral_constant<int, 1>());
+}
+
+// Attention of one token for KV heads [h0, h1), `group` query heads each.
+//   q, out: [heads, dim] of the token; q is scaled.
+static inline void attend(const Context& c, int64_t group, int64_t h0, int64_t h1, const float* q,
+                          float* out) {
+  static thread_local std::vector<float> buffer;
+  const int64_t dim = c.dim, n = c.stop - c.first;
+  const int64_t ld = (n + kLanes - 1) / kLanes * kLanes;
+  const auto needed = static_cast<size_t>((h1 - h0) * group * ld);
+  if (buffer.size() < needed) buffer.resize(needed);
+  // Call visit(i, m, offset, count, s): `m` query heads from `i` on meet `count` positions at
+  // `offset` of the row, whose scores are s[m, count], rows `ld` apart.
+  const auto walk = [&](const auto& visit) {
+    for (int64_t j = c.first, next; j < c.stop; j = next) {
+      next = (j / kBlock + 1) * kBlock;
+      next = next < c.stop ? next : c.stop;
+      for (int64_t h = h0; h < h1; ++h) {
+        const int64_t offset = c.offset(j, h);
+        by_fours(group, [&](int64_t head, auto m) {
+          const int64_t i = h * group + head;
+          visit(i, m, offset, next - j, &buffer[0] + (i - h0 * group) * ld + j - c.first);
+        });
+      }
+    }
+  };
+  walk([&](int64_t i, auto m, int64_t offset, int64_t count, float* s) {
+    score_block<m>(q + i * dim, c.keys + offset, count, dim, s, ld);
+  });
+  for (int64_t i = 0; i < (h1 - h0) * group; ++i) normalise_scores(buffer.data() + i * ld, n);
+  std::memset(out + h0 * group * dim, 0,
+              static_cast<size_t>((h1 - h0) * group * dim) * sizeof(float));
+  walk([&](int64_t i, auto m, int64_t offset, int64_t count, float* s) {
+    mix_block<m>(s, ld, c.values + offset, count, dim, out + i * dim);
+  });
+}
+
+}  // namespace quadriga

@@ -1,0 +1,288 @@
+// A transformer's forward pass on CPUs: see kernels.h for the interface, linear.h and attention.h
+// for where the time goes.
+#include "kernels.h"
+
+#include "attention.h"
+#include "linear.h"
+#include "pool.h"
+#include "simd.h"
+
+namespace quadriga {
+namespace {
+
+constexpr int64_t kInlineWork = 8192;  // floats: below this a phase costs more than it shares
+constexpr int64_t kTokenBlock = 128;   // rows of x that stay in the second-level cache
+constexpr int64_t kMinChunk = 48;      // rows of W, so that a chunk is worth claiming
+
+void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+  Vec squares = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Vec v = load(x + i);
+    squares += v * v;
+  }
+  if (i < n) {
+    const Vec v = load_partial(x + i, n - i);
+    squares += v * v;
+  }
+  const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps);
+  for (i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+void layer_norm(const float* x, const QuadrigaAffine& a, int64_t n, float eps, float* out) {
+  double total = 0.0, squares = 0.0;
+  for (int64_t i = 0; i < n; ++i) total += x[i];
+  const double mean = total / static_cast<double>(n);
+  for (int64_t i = 0; i < n; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  const float scale =
+      static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(n) + eps));
+  const float shift = static_cast<float>(mean);
+  for (int64_t i = 0; i < n; ++i) {
+    const float v = (x[i] - shift) * scale;
+    out[i] = a.weight ? v * a.weight[i] + a.bias[i] : v;
+  }
+}
+
+Vec activate(int64_t kind, Vec v) {
+  if (kind == 0) return v / (exp(-v) + 1.0f);
+  if (kind == 1) return max(v, Vec{});
+  if (kind == 2) {
+    for (int j = 0; j < kLanes; ++j) v[j] = 0.5f * v[j] * (1.0f + std::erf(v[j] * 0.70710678f));
+    return v;
+  }
+  const Vec inner = 0.7978845608f * (v + 0.044715f * v * v * v);
+  return v * (1.0f - 1.0f / (exp(2.0f * inner) + 1.0f));  // 0.5 (1 + tanh a) = 1 - 1/(e^2a + 1)
+}
+
+// x = act(x) ∘ up, or act(x) where `up` is null.
+void activate(int64_t kind, float* x, const float* up, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Vec v = activate(kind, load(x + i));
+    store(x + i, up ? v * load(up + i) : v);
+  }
+  if (i == n) return;
+  const Vec v = activate(kind, load_partial(x + i, n - i));
+  store_partial(x + i, up ? v * load_partial(up + i, n - i) : v, n - i);
+}
+
+// Rotate the halves of a head against each other.
+void rotate(float* head, const float* cos, const float* sin, int64_t dim) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = head[i], b = head[i + half];
+    head[i] = a * cos[i] - b * sin[i];
+    head[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+// One pass over a fixed set of tokens.
+class PassRunner {
+ public:
+  PassRunner(Pool& pool, const QuadrigaModel& model, int64_t tokens) 
+      : pool_(pool), model_(model), tokens_(tokens) {}
+
+  // Share `count` pieces of `floats` floats each; little work stays on this thread.
+  template <typename Body>
+  void share(int64_t count, int64_t floats, const Body& body) {
+    if (count * floats < kInlineWork) {
+      for (int64_t i = 0; i < count; ++i) body(i);
+    } else {
+      pool_.run(count, body);
+    }
+  }
+
+  void normalise(const float* x, const QuadrigaAffine& affine, float* out) {
+    const int64_t n = model_.hidden;
+    const float eps = static_cast<float>(model_.norm_eps);
+    share(tokens_, n, [&](int64_t t) {
+      if (model_.layer_norm)
+        layer_norm(x + t * n, affine, n, eps, out + t * n);
+      else
+        rms_norm(x + t * n, affine.weight, n, eps, out + t * n);
+    });
+  }
+
+  // out[tokens, n] = x[tokens, k] · Wᵀ + bias, handed to `finish(t0, t1, n0, n1)` block by block.
+  template <typename Finish>
+  void project(const float* x, int64_t k, const float* w, int64_t n, float* out, int64_t ldo,
+               const Finish& finish) {
+    const int64_t blocks = (tokens_ + kTokenBlock - 1) / kTokenBlock;
+    const int64_t chunk = chunk_rows(n);
+    const int64_t chunks = (n + chunk - 1) / chunk;
+    pool_.run(blocks * chunks, [&](int64_t i) {
+      const int64_t t0 = i % blocks * kTokenBlock, n0 = i / blocks * chunk;
+      const int64_t t1 = t0 + kTokenBlock < tokens_ ? t0 + kTokenBlock : tokens_;
+      const int64_t n1 = n0 + chunk < n ? n0 + chunk : n;
+      matmul(t1 - t0, n1 - n0, k, x + t0 * k, k, w + n0 * k, k, out + t0 * ldo + n0, ldo);
+      finish(t0, t1, n0, n1);
+    });
+  }
+
+  void project(const float* x, int64_t k, const QuadrigaAffine& a, int64_t n, float* out) {
+    project(x, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
+      if (!a.bias) return;
+      for (int64_t t = t0; t < t1; ++t)
+        for (int64_t j = n0; j < n1; ++j) out[t * n + j] += a.bias[j];
+    });
+  }
+
+  // x += y · Wᵀ + bias; `buffer` [tokens, hidden] takes the product.
+  void project_add(const float* y, int64_t k, const QuadrigaAffine& a, float* buffer, float* x) {
+    const int64_t n = model_.hidden;
+    project(y, k, a.weight, n, buffer, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
+      for (int64_t t = t0; t < t1; ++t)
+        for (int64_t j = n0; j < n1; ++j)
+          x[t * n + j] += a.bias ? buffer[t * n + j] + a.bias[j] : buffer[t * n + j];
+    });
+  }
+
+  // The MLP's first half: out[tokens, ffn] = act(x · Gateᵀ) ∘ (x · Upᵀ), or act(x · Upᵀ).
+  //   buffer: [tokens, ffn] for the up projection where there is a gate.
+  void project_activate(const float* x, const QuadrigaAffine& a, float* out, float* buffer) {
+    const int64_t n = model_.ffn, k = model_.hidden;
+    const float* up_weight = a.weight + n * k;
+    project(x, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
+      if (model_.gated)
+        matmul(t1 - t0, n1 - n0, k, x + t0 * k, k, up_weight + n0 * k, k, buffer + t0 * n + n0, n);
+      for (int64_t t = t0; t < t1; ++t) {
+        float* gate = out + t * n;
+        float* up = model_.gated ? buffer + t * n : nullptr;
+        for (int64_t j = n0; a.bias && j < n1; ++j) {
+          gate[j] += a.bias[j];
+          if (up) up[j] += a.bias[n + j];
+        }
+        activate(model_.activation, gate + n0, up ? up + n0 : nullptr, n1 - n0);
+      }
+    });
+  }
+
+  // Per token: norms and rotation of Q and K, scale of Q, K and V into the cache.
+  void place_heads(float* qkv, const QuadrigaLayer& layer, const int64_t* rows,
+                   const int64_t* positions) {
+    const int64_t dim = model_.head_dim, heads = model_.heads, kv = model_.kv_heads;
+    const float eps = static_cast<float>(model_.norm_eps);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    const int64_t width = (heads + 2 * kv) * dim;
+    share(tokens_, width, [&](int64_t t) {
+      const int64_t position = positions[t];
+      for (int64_t h = 0; h < heads + kv; ++h) {
+        float* head = qkv + t * width + h * dim;
+        const bool is_query = h < heads;
+        if (layer.q_norm) rms_norm(head, is_query ? layer.q_norm : layer.k_norm, dim, eps, head);
+        if (model_.cos)
+          rotate(head, model_.cos + position * (dim / 2), model_.sin + position * (dim / 2), dim);
+        for (int64_t i = 0; is_query && i < dim; ++i) head[i] *= scale;
+      }
+      const size_t bytes = static_cast<size_t>(dim) * sizeof(float);
+      const Context row = context(layer, rows[t], position);
+      for (int64_t h = 0; h < kv; ++h) {
+        const int64_t at = rows[t] * row_size() + row.offset(position, h);
+        const float* key = qkv + t * width + (heads + h) * dim;
+        std::memcpy(layer.keys + at, key, bytes);
+        std::memcpy(layer.values + at, key + kv * dim, bytes);
+      }
+    });
+  }
+
+  void attention(const float* qkv, const QuadrigaLayer& layer, const int64_t* rows,
+                 const int64_t* positions, float* out) {
+    const int64_t dim = model_.head_dim, kv = model_.kv_heads, group = model_.heads / kv;
+    const int64_t width = (model_.heads + 2 * kv) * dim;
+    // All KV heads of a token at a time, unless there are too few tokens to go round.
+    const int64_t per_chunk = tokens_ >= 4 * pool_.threads() ? kv : 1;
+    pool_.run(tokens_ * (kv / per_chunk), [&](int64_t i) {
+      const int64_t t = i * per_chunk / kv, h = i * per_chunk % kv;
+      attend(context(layer, rows[t], positions[t]), group, h, h + per_chunk, qkv + t * width,
+             out + t * model_.heads * dim);
+    });
+  }
+
+ private:
+  int64_t row_size() const { return model_.capacity * model_.kv_heads * model_.head_dim; }
+
+  // What a token at `position` of `row` sees.
+  Context context(const QuadrigaLayer& layer, int64_t row, int64_t position) const {
+    const int64_t stop = position + 1;
+    const int64_t first = layer.window && stop > layer.window ? stop - layer.window : 0;
+    const int64_t at = row * row_size();
+    return {layer.keys + at, layer.values + at, first, stop, model_.kv_heads, model_.head_dim};
+  }
+
+  // Rows of W per chunk: a few chunks a thread, so that a slow thread's share can be taken over.
+  int64_t chunk_rows(int64_t n) const {
+    if (pool_.threads() == 1) return n;
+    int64_t rows = n / (4 * pool_.threads());
+    rows = rows < kMinChunk ? kMinChunk : rows;
+    return (rows + kTileN - 1) / kTileN * kTileN;
+  }
+
+  Pool& pool_;
+  const QuadrigaModel& model_;
+  int64_t tokens_;
+};
+
+}  // namespace
+}  // namespace quadriga
+
+extern "C" {
+
+void* quadriga_pool_new(int64_t threads) { return new quadriga::Pool(static_cast<int>(threads)); }
+
+void quadriga_pool_free(void* pool) { delete static_cast<quadriga::Pool*>(pool); }
+
+int64_t quadriga_scratch(const QuadrigaModel* m, int64_t tokens) {
+  const int64_t q = m->heads * m->head_dim, kv = m->kv_heads * m->head_dim;
+  return tokens * (m->hidden + q + 2 * kv + q + 2 * m->ffn);
+}
+
+void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int64_t stop,
+                     int64_t tokens, float* x, const int64_t* rows, const int64_t* positions,
+                     float* scratch) {
+  const QuadrigaModel& m = *model;
+  quadriga::PassRunner pass(*static_cast<quadriga::Pool*>(pool), m, tokens);
+  const int64_t q = m.heads * m.head_dim, width = q + 2 * m.kv_heads * m.head_dim;
+  float* h = scratch;                    // [tokens, hidden]
+  float* qkv = h + tokens * m.hidden;    // [tokens, width]
+  float* mixed = qkv + tokens * width;   // [tokens, q]
+  float* up = mixed + tokens * q;        // [tokens, ffn]
+  float* spare = up + tokens * m.ffn;    // [tokens, ffn]
+  for (int64_t i = first; i < stop; ++i) {
+    const QuadrigaLayer& layer = m.layers[i];
+    if (m.pre_norm) pass.normalise(x, layer.attn_norm, h);
+    pass.project(m.pre_norm ? h : x, m.hidden, layer.qkv, width, qkv);
+    pass.place_heads(qkv, layer, rows, positions);
+    pass.attention(qkv, layer, rows, positions, mixed);
+    pass.project_add(mixed, q, layer.out, h, x);
+    if (!m.pre_norm) pass.normalise(x, layer.attn_norm, x);
+    if (m.pre_norm) pass.normalise(x, layer.mlp_norm, h);
+    pass.project_activate(m.pre_norm ? h : x, layer.up, up, spare);
+    pass.project_add(up, m.ffn, layer.down, h, x);
+    if (!m.pre_norm) pass.normalise(x, layer.mlp_norm, x);
+  }
+}
+
+void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* head, int64_t tokens,
+                   const float* x, float* scratch, float* logits, int64_t* best) {
+  quadriga::PassRunner pass(*static_cast<quadriga::Pool*>(pool), *model, tokens);
+  const float* input = x;
+  if (head->has_norm) {
+    pass.normalise(x, head->norm, scratch);
+    input = scratch;
+  }
+  if (head->project) {
+    float* projected = scratch + tokens * model->hidden;
+    pass.project(input, model->hidden, {head->project, nullptr}, head->embed, projected);
+    input = projected;
+  }
+  pass.project(input, head->embed, {head->weight, nullptr}, head->vocab, logits);
+  if (!best) return;
+  pass.share(tokens, head->vocab, [&](int64_t t) {
+    const float* row = logits + t * head->vocab;
+    int64_t top = 0;
+    for (int64_t i = 1; i < head->vocab; ++i)
+      if (row[i] > row[top]) top = i;
+    best[t] = top;
+  });
+}
+}

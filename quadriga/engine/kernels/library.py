@@ -1,0 +1,113 @@
+"""The kernels' C interface, mirrored with ctypes; calls release the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from quadriga.engine.weights import Affine
+
+
+class CAffine(Structure):
+    """Mirror of `QuadrigaAffine`."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+    @classmethod
+    def of(cls, affine: Affine | None) -> CAffine:
+        """Point at an affine's tensors, which the caller keeps alive."""
+        if affine is None:
+            return cls()
+        return cls(pointer(affine.weight), pointer(affine.bias))
+
+
+class CLayer(Structure):
+    """Mirror of `QuadrigaLayer`."""
+
+    _fields_ = (
+        ("attn_norm", CAffine),
+        ("qkv", CAffine),
+        ("out", CAffine),
+        ("mlp_norm", CAffine),
+        ("up", CAffine),
+        ("down", CAffine),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("window", c_int64),
+    )
+
+
+class CModel(Structure):
+    """Mirror of `QuadrigaModel`."""
+
+    _fields_ = (
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("ffn", c_int64),
+        ("capacity", c_int64),
+        ("layer_norm", c_int64),
+        ("activation", c_int64),
+        ("gated", c_int64),
+        ("pre_norm", c_int64),
+        ("norm_eps", c_double),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("layers", POINTER(CLayer)),
+    )
+
+
+class CHead(Structure):
+    """Mirror of `QuadrigaHead`."""
+
+    _fields_ = (
+        ("has_norm", c_int64),
+        ("embed", c_int64),
+        ("vocab", c_int64),
+        ("norm", CAffine),
+        ("project", c_void_p),
+        ("weight", c_void_p),
+    )
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Address of a tensor's data. Raises: ValueError unless it is contiguous float32 on the CPU."""
+    if tensor is None:
+        return None
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(f"kernels take contiguous float32 CPU tensors, not {tensor.dtype}")
+    return tensor.data_ptr()
+
+
+class KernelLibrary:
+    """A loaded library with its argument types declared."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.pool_new = library.quadriga_pool_new
+        self.pool_new.argtypes = [c_int64]
+        self.pool_new.restype = c_void_p
+        self.pool_free = library.quadriga_pool_free
+        self.pool_free.argtypes = [c_void_p]
+        self.pool_free.restype = None
+        self.scratch = library.quadriga_scratch
+        self.scratch.argtypes = [POINTER(CModel), c_int64]
+        self.scratch.restype = c_int64
+        self.layers = library.quadriga_layers
+        self.layers.argtypes = [
+            c_void_p, POINTER(CModel), c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
+            c_void_p,
+        ]  # fmt: skip
+        self.layers.restype = None
+        self.head = library.quadriga_head
+        self.head.argtypes = [
+            c_void_p, POINTER(CModel), POINTER(CHead), c_int64, c_void_p, c_void_p, c_void_p,
+            c_void_p,
+        ]  # fmt: skip
+        self.head.restype = None

@@ -1,0 +1,177 @@
+"""KV cache on CPUs: every sequence owns a row, every layer owns its buffers.
+
+        keys[layer]    [num_rows, num_blocks, num_kv_heads, KV_BLOCK, head_dim]
+        values[layer]  [num_rows, num_blocks, num_kv_heads, KV_BLOCK, head_dim]
+
+Position p of a row is slot p % KV_BLOCK of its block p // KV_BLOCK. So a row grows from its start,
+and memory is committed by the first write to a page: a short sequence in a long row costs what it
+uses. And attention, head after head and block after block, reads one linear stream. Layers have
+buffers of their own because a step that mutates one large [layers, …] tensor through views makes
+compilers copy all of it.
+
+Rows never move: a batch names the rows it works on, in any order.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from quadriga.engine.memory import reserve
+from quadriga.errors import InvariantViolation
+
+KV_BLOCK = 16
+"""Positions in a block; `kBlock` of the kernels."""
+
+
+class KVCache(Protocol):
+    """What the runner asks of a KV cache, on any device.
+
+    `read` and `write` may be called from other threads for rows that no pass is working on.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of one row."""
+
+    def read(
+        self, row: int, first_layer: int, num_layers: int, start: int, stop: int
+    ) -> torch.Tensor:
+        """Copy of positions [start, stop): [num_layers, 2, num_kv_heads, stop - start, head_dim].
+
+        Contiguous; index 0 of the second dimension is K, 1 is V.
+        """
+
+    def write(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
+        """Store what `read` returned, from position `start` on."""
+
+    def release(self, row: int) -> None:
+        """The row's content is garbage from now on; its memory may be given back."""
+
+
+class RowKVCache:
+    """The CPU form: dense rows, committed lazily.
+
+    Args:
+        num_rows: Sequences held at once.
+        capacity: Most tokens of one sequence.
+        budget_tokens: Tokens whose pages may stay committed over all rows; when rows that were
+            released have more, their pages go back to the system.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_rows: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        budget_tokens: int,
+    ) -> None:
+        self._capacity = capacity
+        num_blocks = -(-capacity // KV_BLOCK)
+        self._shape = (num_rows, num_blocks, num_kv_heads, KV_BLOCK, head_dim)
+        self._row_bytes = num_blocks * num_kv_heads * KV_BLOCK * head_dim * dtype.itemsize
+        self._is_overcommitted = budget_tokens < num_rows * capacity
+        self._maps: list[mmap.mmap] = []
+        self.keys = [self._reserve(dtype) for _ in range(num_layers)]
+        self.values = [self._reserve(dtype) for _ in range(num_layers)]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_rows(self) -> int:
+        return self._shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        return self._shape[1]
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def read(
+        self, row: int, first_layer: int, num_layers: int, start: int, stop: int
+    ) -> torch.Tensor:
+        """See `KVCache.read`. Raises: InvariantViolation when out of range."""
+        self._check(row, first_layer, num_layers, start, stop)
+        _, _, heads, _, head_dim = self._shape
+        kv = torch.empty((num_layers, 2, heads, stop - start, head_dim), dtype=self.keys[0].dtype)
+        for block, slots, tokens in _blocks(start, stop):
+            for i in range(num_layers):
+                kv[i, 0, :, tokens] = self.keys[first_layer + i][row, block, :, slots]
+                kv[i, 1, :, tokens] = self.values[first_layer + i][row, block, :, slots]
+        return kv
+
+    def write(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
+        """See `KVCache.write`. Raises: InvariantViolation when out of range or misshapen."""
+        _, _, heads, _, head_dim = self._shape
+        num_layers, num_tokens = kv.shape[0], kv.shape[3]
+        if tuple(kv.shape) != (num_layers, 2, heads, num_tokens, head_dim):
+            raise InvariantViolation(
+                f"KV of shape {tuple(kv.shape)} does not fit [layers, 2, {heads}, n, {head_dim}]"
+            )
+        self._check(row, first_layer, num_layers, start, start + num_tokens)
+        for block, slots, tokens in _blocks(start, start + num_tokens):
+            for i in range(num_layers):
+                self.keys[first_layer + i][row, block, :, slots] = kv[i, 0, :, tokens]
+                self.values[first_layer + i][row, block, :, slots] = kv[i, 1, :, tokens]
+
+    def release(self, row: int) -> None:
+        """See `KVCache.release`; keeps the pages for the next sequence if all rows fit anyway."""
+        if not self._is_overcommitted:
+            return
+        begin = -(-row * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if end <= begin:
+            return
+        for buffer in self._maps:
+            buffer.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def _reserve(self, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed address space: a masked position must hold a number, not the heap's leavings.
+
+        Huge pages only where all rows may be committed at once: they would commit far more than
+        short sequences use.
+        """
+        num_bytes = self._shape[0] * self._row_bytes
+        buffer, memory = reserve(num_bytes, huge=not self._is_overcommitted)
+        self._maps.append(buffer)
+        return memory.view(dtype).view(self._shape)
+
+    def _check(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> None:
+        rows, capacity = self.num_rows, self._capacity
+        if not (
+            0 <= row < rows
+            and 0 <= first_layer <= first_layer + num_layers <= self.num_layers
+            and 0 <= start <= stop <= capacity
+        ):
+            raise InvariantViolation(
+                f"row {row}, layers {first_layer}+{num_layers}, positions {start}..{stop} are "
+                f"outside {rows} rows, {self.num_layers} layers, {capacity} positions"
+            )
+
+
+def _blocks(start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    """Split positions [start, stop) at block borders: (block, slots in it, offsets from start)."""
+    at = start
+    while at < stop:
+        block = at // KV_BLOCK
+        end = min(stop, (block + 1) * KV_BLOCK)
+        first = at - block * KV_BLOCK
+        yield block, slice(first, first + end - at), slice(at - start, end - start)
+        at = end

@@ -1,0 +1,59 @@
+"""Memory the engine reads at every step: anonymous maps, zeroed, committed by the first touch.
+
+Weights and KV rows are read end to end at every step. On 4 KiB pages the page walks, nested ones
+in a virtual machine, cost as much as the reading; so big maps ask for huge pages where the system
+offers them.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+_SLAB_BYTES = 64 << 20
+_ALIGNMENT = 128
+
+
+def reserve(num_bytes: int, *, huge: bool) -> tuple[mmap.mmap, torch.Tensor]:
+    """Map zeroed memory that costs nothing until it is touched.
+
+    Args:
+        huge: Commit it in huge pages: faster to read, coarser to commit.
+
+    Returns:
+        The map, and all of it as uint8 [num_bytes]. The tensor keeps the map alive.
+    """
+    slack = HUGE_PAGE_BYTES if huge else 0
+    buffer = mmap.mmap(-1, max(1, num_bytes) + slack)
+    view = torch.frombuffer(buffer, dtype=torch.uint8)
+    if not huge:
+        return buffer, view[:num_bytes]
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages: slower, nothing else
+    offset = -view.data_ptr() % HUGE_PAGE_BYTES
+    return buffer, view[offset : offset + num_bytes]
+
+
+class Arena:
+    """Hands out tensors from a few large maps, so that small tensors share huge pages.
+
+    The memory is freed with the last of its tensors.
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        padded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if padded > self._free.numel():
+            _, self._free = reserve(max(padded, _SLAB_BYTES), huge=True)
+        taken, self._free = self._free[:num_bytes], self._free[padded:]
+        return taken.view(dtype).view(shape)

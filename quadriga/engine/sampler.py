@@ -1,0 +1,194 @@
+"""From logits to tokens: penalties, bans, truncation, and seeded draws; batched.
+
+Order of operations, per row: logit bias → bans (min_tokens) → repetition penalty → frequency and
+presence penalties; that is the *processed* distribution, which logprobs report. Then temperature →
+min-p → top-k → top-p → draw. A draw walks the cumulative distribution in vocabulary order with one
+counter-based uniform, so it depends on the row alone, not on the batch around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quadriga.engine.random import uniforms
+from quadriga.types import SampledToken, SequenceState, TokenLogprob
+
+
+class RowSampler:
+    """What one attached sequence asks of the sampler, kept up to date as it grows.
+
+    Attributes:
+        is_plain: Greedy without any extra: the argmax of the raw logits is the answer.
+    """
+
+    __slots__ = ("_counted", "_output_counts", "_prompt_seen", "banned", "bias", "is_plain",
+                 "params", "state")  # fmt: skip
+
+    def __init__(self, state: SequenceState, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        p = state.sampling
+        self.state = state
+        self.params = p
+        ends = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos_ids))
+        self.banned = sorted(i for i in ends if 0 <= i < vocab_size) if p.min_tokens else []
+        self.bias = [(i, b) for i, b in p.logit_bias if 0 <= i < vocab_size]
+        self.is_plain = (
+            p.greedy
+            and not self.banned
+            and not self.bias
+            and not self.has_penalties
+            and p.num_logprobs is None
+        )
+        self._counted = 0
+        self._prompt_seen: torch.Tensor | None = None
+        self._output_counts: torch.Tensor | None = None
+        if self.has_penalties:
+            self._prompt_seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._prompt_seen[torch.tensor(state.prompt_ids)] = True
+            self._output_counts = torch.zeros(vocab_size)
+
+    @property
+    def has_penalties(self) -> bool:
+        p = self.params
+        return (
+            p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+        )
+
+    def process(self, logits: torch.Tensor) -> None:
+        """Apply bias, bans and penalties to this row's logits [vocab], in place."""
+        p = self.params
+        for token_id, bias in self.bias:
+            logits[token_id] += bias
+        if self.banned and len(self.state.output_ids) < p.min_tokens:
+            logits[self.banned] = float("-inf")
+        if self._output_counts is None or self._prompt_seen is None:
+            return
+        self._count_new_tokens(self._output_counts)
+        counts = self._output_counts.to(logits.device)
+        if p.repetition_penalty != 1.0:
+            seen = (self._prompt_seen | (self._output_counts > 0)).to(logits.device)
+            shrunk = torch.where(
+                logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty
+            )
+            logits.copy_(torch.where(seen, shrunk, logits))
+        logits -= p.frequency_penalty * counts
+        logits -= p.presence_penalty * (counts > 0)
+
+    def _count_new_tokens(self, counts: torch.Tensor) -> None:
+        for token_id in self.state.output_ids[self._counted :]:
+            counts[token_id] += 1
+        self._counted = len(self.state.output_ids)
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int
+) -> list[SampledToken]:
+    """Choose the next token of each row.
+
+    Args:
+        logits: float32 [num_rows, vocab]; overwritten.
+        rows: Parallel to `logits`; the token sampled is at position `state.num_tokens`.
+        exit_layer: Depth the logits were computed at.
+    """
+    for i, row in enumerate(rows):
+        if not row.is_plain:
+            row.process(logits[i])
+    chosen: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if drawn:
+        subset = logits if len(drawn) == len(rows) else logits[drawn]
+        for i, token_id in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
+            chosen[i] = token_id
+    sampled = [SampledToken(token_id, exit_layer) for token_id in chosen]
+    for i, row in enumerate(rows):
+        if row.params.num_logprobs is not None:
+            report = token_logprobs(logits[i : i + 1], [chosen[i]], row.params.num_logprobs)
+            sampled[i].logprob = report[0]
+    return sampled
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: int
+) -> list[TokenLogprob]:
+    """Log-probabilities of given tokens and of the `num_top` best ones.
+
+    Args:
+        logits: float32 [n, vocab], processed.
+        token_ids: n tokens.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    if num_top == 0:
+        return [TokenLogprob(t, lp) for t, lp in zip(token_ids, own, strict=True)]
+    best = torch.topk(logprobs, min(num_top, logprobs.shape[-1]), dim=-1)
+    return [
+        TokenLogprob(t, lp, tuple(zip(ids, values, strict=True)))
+        for t, lp, ids, values in zip(
+            token_ids, own, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
+    """Draw one token per row from the truncated distribution; logits [n, vocab] stay as they are."""
+    device = logits.device
+    temperature = torch.tensor([r.params.temperature for r in rows], device=device)[:, None]
+    # The maximum goes first, so that a tiny temperature gives -inf, not inf - inf.
+    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
+    scaled = _truncate(scaled, rows)
+    probs = torch.softmax(scaled, dim=-1).double().cpu().numpy()
+    u = uniforms(
+        [r.params.seed for r in rows],
+        [r.state.choice for r in rows],
+        [r.state.num_tokens for r in rows],
+    )
+    return invert_cdf(probs, u)
+
+
+def invert_cdf(probs: npt.NDArray[np.float64], u: npt.NDArray[np.float64]) -> list[int]:
+    """First id, in vocabulary order, at which the cumulative probability exceeds u · total.
+
+    Args:
+        probs: float64 [n, vocab], non-negative, not necessarily summing to one.
+        u: [n] in [0, 1).
+    """
+    cumulative = probs.cumsum(axis=1)
+    chosen = []
+    for row, target in zip(cumulative, u * cumulative[:, -1], strict=True):
+        index = int(np.searchsorted(row, target, side="right"))
+        # Rounding may carry `target` to the total; the last id with probability is meant then.
+        chosen.append(min(index, int(np.searchsorted(row, row[-1], side="left"))))
+    return chosen
+
+
+def _truncate(scaled: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+    """Set what min-p, top-k and top-p exclude to -inf; [n, vocab], row maximum 0."""
+    if any(r.params.min_p > 0 for r in rows):
+        floor = torch.tensor([r.params.min_p for r in rows], device=scaled.device)[:, None].log()
+        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
+    wants_top_k = any(0 < r.params.top_k < scaled.shape[-1] for r in rows)
+    wants_top_p = any(r.params.top_p < 1.0 for r in rows)
+    if not wants_top_k and not wants_top_p:
+        return scaled
+    vocab = scaled.shape[-1]
+    # Stable: equal logits rank by id, in every batch alike.
+    values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    if wants_top_k:
+        limit = torch.tensor([r.params.top_k or vocab for r in rows], device=scaled.device)
+        rank = torch.arange(vocab, device=scaled.device)
+        values = values.masked_fill(rank >= limit[:, None], float("-inf"))
+    if wants_top_p:
+        top_p = torch.tensor(
+            [r.params.top_p for r in rows], dtype=torch.float64, device=scaled.device
+        )[:, None]
+        probs = torch.softmax(values.double(), dim=-1)
+        before = probs.cumsum(dim=-1) - probs
+        outside = before >= top_p
+        outside[:, 0] = False  # top_p may be 0: the best token always stays
+        # A top_p of 1 keeps all: rounding must not cut the tail of rows that did not ask.
+        outside &= top_p < 1.0
+        values = values.masked_fill(outside, float("-inf"))
+    return torch.full_like(scaled, float("-inf")).scatter(1, order, values)

@@ -1,0 +1,322 @@
+"""Read a checkpoint's weights a layer at a time, so that depth k costs k layers.
+
+Tensors are looked up by name in `model.safetensors`, or in the shards that
+`model.safetensors.index.json` lists; only the tensors asked for are read. Pickled checkpoints are
+never opened: loading one runs code from it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quadriga.engine.memory import Arena
+from quadriga.engine.models.config import ModelConfig
+from quadriga.errors import ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(slots=True)
+class Affine:
+    """Weight and optional bias of a linear projection or a norm.
+
+    Attributes:
+        weight: [out, in] for a projection, [size] for a norm; None for a norm without scale.
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One transformer layer.
+
+    Attributes:
+        qkv: Query, key and value projections stacked: [q_size + 2 · kv_size, hidden].
+        q_norm, k_norm: [head_dim], Qwen3 only.
+        up: Gate and up projections stacked [2 · ffn, hidden]; up alone [ffn, hidden] if not gated.
+    """
+
+    attn_norm: Affine
+    qkv: Affine
+    out: Affine
+    mlp_norm: Affine
+    up: Affine
+    down: Affine
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class ModelWeights:
+    """Embedding, the first `len(layers)` layers, final norm and head.
+
+    Attributes:
+        embed: [vocab, embed_size]
+        positions: Learned positions, OPT only: [max_positions, hidden].
+        project_in, project_out: Where embed_size differs from hidden_size.
+        head: [vocab, embed_size]; the same tensor as `embed` where tied.
+    """
+
+    embed: torch.Tensor
+    head: torch.Tensor
+    final_norm: Affine | None
+    positions: torch.Tensor | None = None
+    project_in: torch.Tensor | None = None
+    project_out: torch.Tensor | None = None
+    layers: list[LayerWeights] = field(default_factory=list)
+
+
+class TensorFiles:
+    """The safetensors files of one checkpoint, opened on demand; a context manager.
+
+    Raises:
+        ConfigError: No safetensors, a shard is missing or damaged.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._arena = Arena()
+        self._open: dict[str, Any] = {}
+        self._names: dict[str, str] = {}
+        if (path / INDEX_FILE).is_file():
+            self._names = _read_index(path / INDEX_FILE)
+        elif (path / SINGLE_FILE).is_file():
+            self._names = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+        else:
+            raise ConfigError(
+                f"model: {path} holds no {SINGLE_FILE} and no {INDEX_FILE}; pickled weights are "
+                "not loaded, save the model with safe_serialization=True",
+                param="model",
+            )
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._open.values():
+            handle.__exit__(None, None, None)
+        self._open.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def into(self, name: str, target: torch.Tensor) -> None:
+        """Read a tensor into `target`, converting its dtype.
+
+        Raises:
+            ConfigError: It is absent, has another shape, or is not a float tensor.
+        """
+        stored = self._stored(name)
+        if stored.shape != target.shape:
+            raise ConfigError(
+                f"model: tensor {name} has shape {list(stored.shape)}, the configuration says "
+                f"{list(target.shape)}",
+                param="model",
+            )
+        target.copy_(stored)
+
+    def read(self, name: str, *shape: int) -> torch.Tensor:
+        """Return a copy of a tensor in the engine's dtype. Raises: ConfigError as `into`."""
+        target = self._arena.take(shape, self._dtype)
+        self.into(name, target)
+        return target
+
+    def stack(self, names: list[str], sizes: list[int], *rest: int) -> torch.Tensor:
+        """Read several tensors into one, along the first dimension, without a second copy."""
+        target = self._arena.take((sum(sizes), *rest), self._dtype)
+        start = 0
+        for name, size in zip(names, sizes, strict=True):
+            self.into(name, target[start : start + size])
+            start += size
+        return target
+
+    def _stored(self, name: str) -> torch.Tensor:
+        file = self._names.get(name)
+        if file is None:
+            raise ConfigError(
+                f"model: {self._path} has no tensor {name}; the checkpoint does not fit its "
+                "config.json",
+                param="model",
+            )
+        try:
+            tensor: torch.Tensor = self._file(file).get_tensor(name)
+        except SafetensorError as exc:
+            raise ConfigError(
+                f"model: {self._path / file} does not hold {name}: {exc}", param="model"
+            ) from exc
+        if not tensor.is_floating_point():
+            raise ConfigError(
+                f"model: tensor {name} is {tensor.dtype}; only float weights are loaded",
+                param="model",
+            )
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(str(self._path / name), framework="pt")
+            except (SafetensorError, OSError) as exc:
+                raise ConfigError(
+                    f"model: {self._path / name} cannot be read: {exc}", param="model"
+                ) from exc
+        return self._open[name]
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(k): str(v) for k, v in index.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise ConfigError(f"model: {file} is not a weight index: {exc}", param="model") from exc
+    for shard in sorted(set(names.values())):
+        if Path(shard).name != shard:
+            raise ConfigError(
+                f"model: {file} points outside its folder: {shard!r}", param="model"
+            )
+    return names
+
+
+def load_weights(
+    path: Path, config: ModelConfig, depth: int, dtype: torch.dtype, num_positions: int
+) -> ModelWeights:
+    """Read embedding, layers 1..depth, final norm and head from `path`.
+
+    Args:
+        num_positions: Learned positions to keep, for the families that have them.
+
+    Raises:
+        ConfigError: `depth` is beyond the model, or the files do not fit `config`.
+    """
+    if not 1 <= depth <= config.num_layers:
+        raise ConfigError(
+            f"depth: {depth} must be in 1..{config.num_layers}, the layers of {path.name}",
+            param="depth",
+        )
+    with TensorFiles(path, dtype) as files:
+        if config.family == "opt":
+            return _load_opt(files, config, depth, num_positions)
+        return _load_rope_family(files, config, depth)
+
+
+def _load_rope_family(files: TensorFiles, config: ModelConfig, depth: int) -> ModelWeights:
+    c = config
+    embed = files.read("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    weights = ModelWeights(
+        embed=embed,
+        head=_head(files, c, embed),
+        final_norm=Affine(files.read("model.norm.weight", c.hidden_size)),
+    )
+    for index in range(depth):
+        at = f"model.layers.{index}"
+        attn, mlp = f"{at}.self_attn", f"{at}.mlp"
+        layer = LayerWeights(
+            attn_norm=Affine(files.read(f"{at}.input_layernorm.weight", c.hidden_size)),
+            qkv=_qkv(files, c, attn),
+            out=_linear(files, f"{attn}.o_proj", c.hidden_size, c.q_size, c.out_bias),
+            mlp_norm=Affine(files.read(f"{at}.post_attention_layernorm.weight", c.hidden_size)),
+            up=_stacked(
+                files,
+                [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
+                [c.ffn_size, c.ffn_size],
+                c.hidden_size,
+                c.mlp_bias,
+            ),
+            down=_linear(files, f"{mlp}.down_proj", c.hidden_size, c.ffn_size, c.mlp_bias),
+        )
+        if c.qk_norm:
+            layer.q_norm = files.read(f"{attn}.q_norm.weight", c.head_dim)
+            layer.k_norm = files.read(f"{attn}.k_norm.weight", c.head_dim)
+        weights.layers.append(layer)
+    return weights
+
+
+def _load_opt(
+    files: TensorFiles, config: ModelConfig, depth: int, num_positions: int
+) -> ModelWeights:
+    c = config
+    root = "model.decoder"
+    embed = files.read(f"{root}.embed_tokens.weight", c.vocab_size, c.embed_size)
+    # OPT's position table starts with two rows that belong to padding.
+    table = files.read(f"{root}.embed_positions.weight", c.max_positions + 2, c.hidden_size)
+    weights = ModelWeights(
+        embed=embed,
+        head=_head(files, c, embed),
+        final_norm=_layer_norm(files, f"{root}.final_layer_norm", c) if c.final_norm else None,
+        positions=table[2 : 2 + num_positions].clone(),
+    )
+    if c.embed_size != c.hidden_size:
+        weights.project_in = files.read(
+            f"{root}.project_in.weight", c.hidden_size, c.embed_size
+        )
+        weights.project_out = files.read(
+            f"{root}.project_out.weight", c.embed_size, c.hidden_size
+        )
+    for index in range(depth):
+        at = f"{root}.layers.{index}"
+        attn = f"{at}.self_attn"
+        weights.layers.append(
+            LayerWeights(
+                attn_norm=_layer_norm(files, f"{at}.self_attn_layer_norm", c),
+                qkv=_qkv(files, c, attn),
+                out=_linear(files, f"{attn}.out_proj", c.hidden_size, c.q_size, c.out_bias),
+                mlp_norm=_layer_norm(files, f"{at}.final_layer_norm", c),
+                up=_linear(files, f"{at}.fc1", c.ffn_size, c.hidden_size, c.mlp_bias),
+                down=_linear(files, f"{at}.fc2", c.hidden_size, c.ffn_size, c.mlp_bias),
+            )
+        )
+    return weights
+
+
+def _head(files: TensorFiles, config: ModelConfig, embed: torch.Tensor) -> torch.Tensor:
+    if config.tied_head:
+        return embed
+    return files.read("lm_head.weight", config.vocab_size, config.embed_size)
+
+
+def _qkv(files: TensorFiles, config: ModelConfig, attn: str) -> Affine:
+    return _stacked(
+        files,
+        [f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"],
+        [config.q_size, config.kv_size, config.kv_size],
+        config.hidden_size,
+        config.qkv_bias,
+    )
+
+
+def _stacked(
+    files: TensorFiles, names: list[str], sizes: list[int], inputs: int, bias: bool
+) -> Affine:
+    return Affine(
+        files.stack([f"{n}.weight" for n in names], sizes, inputs),
+        files.stack([f"{n}.bias" for n in names], sizes) if bias else None,
+    )
+
+
+def _linear(files: TensorFiles, name: str, outputs: int, inputs: int, bias: bool) -> Affine:
+    return Affine(
+        files.read(f"{name}.weight", outputs, inputs),
+        files.read(f"{name}.bias", outputs) if bias else None,
+    )
+
+
+def _layer_norm(files: TensorFiles, name: str, config: ModelConfig) -> Affine:
+    if not config.norm_affine:
+        return Affine(None)
+    size = config.hidden_size
+    return Affine(files.read(f"{name}.weight", size), files.read(f"{name}.bias", size))

@@ -1,0 +1,117 @@
+"""Token ids to text, one token at a time, without ever cutting a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+MAX_PENDING_TOKENS = 16
+
+
+class Detokenizer(Protocol):
+    """Decodes one sequence's output; one object per sequence.
+
+    The pieces, put together with the flush, are the text a whole decode gives.
+    """
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes; empty while a character is unfinished."""
+
+    def flush(self) -> str:
+        """Return the rest; an unfinished character becomes U+FFFD."""
+
+
+def byte_level_table(tokens: Sequence[str | None], hidden: frozenset[int]) -> list[bytes]:
+    """Return the bytes each token of a byte-level vocabulary stands for, by token id.
+
+    Args:
+        tokens: Vocabulary entries by id; None where an id is unused.
+        hidden: Special tokens, which have no text.
+    """
+    bytes_of = {char: value for value, char in _byte_characters().items()}
+    table = []
+    for token_id, token in enumerate(tokens):
+        if token is None or token_id in hidden:
+            table.append(b"")
+            continue
+        values = [bytes_of.get(char) for char in token]
+        if None in values:
+            table.append(token.encode())
+        else:
+            table.append(bytes(v for v in values if v is not None))
+    return table
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that stands for each byte in GPT-2's byte-level alphabet."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    mapping: dict[int, str] = {}
+    shifted = 0
+    for value in range(256):
+        if value in printable:
+            mapping[value] = chr(value)
+        else:
+            mapping[value] = chr(0x100 + shifted)
+            shifted += 1
+    return mapping
+
+
+class ByteLevelDetokenizer:
+    """For byte-level vocabularies: exact, and constant work per token.
+
+    Args:
+        table: What `byte_level_table` returned; shared by all sequences of a model.
+    """
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        return self._decode(self._table[token_id] if token_id < len(self._table) else b"")
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any other tokenizer: decodes a short window twice and returns the difference.
+
+    The window begins one piece before the new one, so that decoders which look at their left
+    neighbour (leading spaces) see it. A run that never becomes valid UTF-8 is let go after
+    `MAX_PENDING_TOKENS`.
+
+    Args:
+        decode: Token ids to text, special tokens skipped.
+    """
+
+    __slots__ = ("_decode", "_ids", "_read", "_start")
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = 0  # first token of the window
+        self._read = 0  # tokens before this one have been shown
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return self._advance(final=len(self._ids) - self._read >= MAX_PENDING_TOKENS)
+
+    def flush(self) -> str:
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        shown = self._decode(self._ids[self._start : self._read])
+        whole = self._decode(self._ids[self._start :])
+        if len(whole) <= len(shown) or (whole.endswith(REPLACEMENT) and not final):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        # Drop what no window reaches any more.
+        del self._ids[: self._start]
+        self._read -= self._start
+        self._start = 0
+        return whole[len(shown) :]

@@ -1,0 +1,133 @@
+"""A checkpoint's tokenizer and chat template, loaded without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quadriga.errors import ConfigError, InvalidRequest
+from quadriga.text.detokenizer import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    byte_level_table,
+)
+
+
+class TextTokenizer:
+    """Encodes prompts and chats, and makes one detokeniser per sequence.
+
+    Thread-safe: the backend encodes without the GIL, so long prompts go to a thread.
+
+    Args:
+        backend: A fast tokenizer of `transformers` (for its chat template and special tokens).
+    """
+
+    def __init__(self, backend: Any, model_id: str) -> None:
+        self.model_id = model_id
+        self._fast = backend
+        self._core = backend.backend_tokenizer
+        self._core.no_truncation()
+        self._core.no_padding()
+        vocab = self._core.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        tokens: list[str | None] = [None] * self.vocab_size
+        for token, token_id in vocab.items():
+            tokens[token_id] = token
+        self._tokens = tokens
+        added = self._core.get_added_tokens_decoder()
+        self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._table = byte_level_table(tokens, self._hidden) if self._is_byte_level() else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._fast.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`.
+
+        Raises: InvalidRequest when the text is not Unicode (a lone surrogate).
+        """
+        try:
+            return list(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (UnicodeEncodeError, TypeError) as exc:
+            raise InvalidRequest(
+                "the text holds a lone surrogate, which no encoding can carry", param="prompt"
+            ) from exc
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """One token as readable text: the form in which log-probabilities name it."""
+        if self._table is not None and 0 <= token_id < len(self._table) and self._table[token_id]:
+            return self._table[token_id].decode("utf-8", "replace")
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The token's bytes, as `chat.completions` reports them beside its text."""
+        if self._table is not None and 0 <= token_id < len(self._table) and self._table[token_id]:
+            return list(self._table[token_id])
+        return list(self.token_text(token_id).encode("utf-8", "replace"))
+
+    def detokenizer(self) -> Detokenizer:
+        if self._table is not None:
+            return ByteLevelDetokenizer(self._table)
+        return WindowDetokenizer(self.decode)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the prompt text of a conversation, ready for the assistant's next turn.
+
+        Raises:
+            InvalidRequest: The model has no chat template, or the template refuses the messages.
+        """
+        from jinja2.exceptions import TemplateError
+
+        if not self.has_chat_template:
+            raise InvalidRequest(
+                f"model {self.model_id!r} has no chat template; use /v1/completions",
+                param="messages",
+            )
+        try:
+            text = self._fast.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as exc:
+            raise InvalidRequest(
+                f"the chat template of {self.model_id!r} refuses the messages: {exc}",
+                param="messages",
+            ) from exc
+        return str(text)
+
+    def _is_byte_level(self) -> bool:
+        return type(self._core.decoder).__name__ == "ByteLevel"
+
+
+def load_tokenizer(path: Path, model_id: str) -> TextTokenizer:
+    """Load the tokenizer of a checkpoint directory.
+
+    Raises:
+        ConfigError: There is none that can be loaded without torch, with the remedy.
+    """
+    # `AutoTokenizer` would import torch; these two classes do not.
+    from transformers import PreTrainedTokenizerFast
+
+    remedy = (
+        "make a tokenizer.json once with "
+        "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    )
+    try:
+        if (path / "tokenizer.json").is_file():
+            backend: Any = PreTrainedTokenizerFast.from_pretrained(path)
+        elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+            from transformers import GPT2Tokenizer
+
+            backend = GPT2Tokenizer.from_pretrained(path)
+        else:
+            raise ConfigError(f"model: {path} has no tokenizer.json; {remedy}", param="model")
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(
+            f"model: the tokenizer in {path} cannot be loaded ({exc}); {remedy}", param="model"
+        ) from exc
+    return TextTokenizer(backend, model_id)

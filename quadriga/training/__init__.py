@@ -1,0 +1,4 @@
+"""The bundled model family: tasks, tokenizer, models, training, evaluation.
+
+Importing this package, or `quadriga.training.tasks`, loads neither torch nor ray.
+"""

@@ -1,0 +1,111 @@
+"""The two members of the bundled family: shapes, exits, training recipe."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quadriga.training.tasks import TASKS
+from quadriga.training.tokenizer import MAX_POSITIONS
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Shape of an early-exit Llama. Exits are 1-based counts of layers run, without the last."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ff: int
+    exits: tuple[int, ...]
+    max_positions: int = MAX_POSITIONS
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a member is trained. Source: the measurements in docs/training.md.
+
+    Attributes:
+        mix: Weight per task in the stream of examples.
+        exit_weights: Loss weight of a non-final exit at the start and after `ramp_tokens`.
+        curriculum: (tokens seen, share of the full length range from then on), ascending.
+        ramp_tokens: Tokens over which the exits' weight rises.
+        decay_share: Share of the run's time or steps in which the learning rate falls to zero.
+    """
+
+    mix: dict[str, float]
+    tokens_per_step: int
+    curriculum: tuple[tuple[int, float], ...]
+    seed: int
+    exit_weights: tuple[float, float] = (0.1, 0.3)
+    ramp_tokens: int = 6_000_000
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    warmup_steps: int = 40
+    decay_share: float = 0.35
+    end_token_weight: float = 3.0
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of the family."""
+
+    name: Literal["quadriga-s", "quadriga-l"]
+    shape: ModelShape
+    recipe: Recipe
+    exit_threshold: float = field(default=0.9)
+
+
+def _mix(**weights: float) -> dict[str, float]:
+    if set(weights) != set(TASKS):
+        raise ValueError(f"a mix names every task once: {sorted(set(weights) ^ set(TASKS))}")
+    return weights
+
+
+# The mixes are skewed: the small model sees more of what it can finish in two layers, the large one
+# more of what the small one cannot, so that one of them exits early on nearly every token.
+FAMILY: dict[str, Member] = {
+    "quadriga-s": Member(
+        "quadriga-s",
+        ModelShape(hidden=192, layers=8, heads=6, kv_heads=2, head_dim=32, ff=640, exits=(2, 4)),
+        Recipe(
+            mix=_mix(
+                count=1.0,
+                repeat=0.5,
+                copy=1.8,
+                reverse=2.0,
+                sort=2.5,
+                transform=1.5,
+                add=1.2,
+                story=0.3,
+            ),
+            tokens_per_step=4096,
+            curriculum=((0, 0.2), (800_000, 0.5), (2_400_000, 1.0)),
+            seed=11,
+        ),
+    ),
+    "quadriga-l": Member(
+        "quadriga-l",
+        ModelShape(hidden=320, layers=12, heads=10, kv_heads=2, head_dim=32, ff=896, exits=(3, 6)),
+        Recipe(
+            mix=_mix(
+                count=0.8,
+                repeat=0.35,
+                copy=1.8,
+                reverse=2.4,
+                sort=3.0,
+                transform=1.6,
+                add=1.3,
+                story=0.25,
+            ),
+            tokens_per_step=4096,
+            curriculum=((0, 0.2), (500_000, 0.5), (1_300_000, 1.0)),
+            seed=12,
+            ramp_tokens=2_500_000,
+            exit_weights=(0.1, 0.5),
+        ),
+    ),
+}

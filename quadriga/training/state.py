@@ -1,0 +1,48 @@
+"""Training state on disk: weights, moments, data position, schedule; written atomically."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LATEST = "latest.pt"  # where a run goes on
+STABLE = "stable.pt"  # the plateau's end, where a later run with another budget goes on
+
+
+@dataclass(slots=True)
+class Progress:
+    """Position of a training run; everything but the tensors.
+
+    Attributes:
+        step: Optimiser steps done since the model's birth.
+        next_index: Next example of the data stream.
+        tokens_seen: Tokens trained on, padding included.
+        budget: The budget's options; another budget starts a new plateau.
+        first_step: Step at which the present budget began.
+        started_s: Wall clock at which the present budget began.
+        decaying: Whether the learning rate has begun to fall.
+    """
+
+    step: int = 0
+    next_index: int = 0
+    tokens_seen: int = 0
+    budget: str = ""
+    first_step: int = 0
+    started_s: float = 0.0
+    decaying: bool = False
+
+
+def save_atomically(payload: dict[str, Any], path: Path) -> None:
+    """Write a torch file so that a reader sees the old one or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(payload, partial)
+    os.replace(partial, path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a torch file onto the CPU."""
+    payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return payload

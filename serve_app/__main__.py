@@ -1,0 +1,129 @@
+"""`python -m serve_app [key=value …]`: the service on this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from quadriga.config import QuadrigaConfig, load_config
+from quadriga.errors import ConfigError, QuadrigaError
+from serve_app.auth import KEY_VARIABLE, ApiKeys
+from serve_app.launch import LOOPBACK, Addresses, LocalService, prepare_environment
+from serve_app.startup import describe
+
+KEY_FILE = "api_key"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, start, wait, stop. Returns the exit status."""
+    options = _parser().parse_args(argv)
+    prepare_environment(haproxy=options.haproxy)
+    try:
+        config = load_config(_arguments(options.config, options.settings))
+        keys = ApiKeys.load(config.auth)
+        if not keys.digests and options.host not in (LOOPBACK, "localhost", "::1"):
+            raise ConfigError(
+                f"--host: {options.host} is not loopback, so API keys are needed: set "
+                f"{KEY_VARIABLE} or auth.api_keys_file",
+                param="host",
+            )
+        hint = f"key: yours ({KEY_VARIABLE} or auth)"
+        if not keys.digests and not options.no_grpc:
+            key, path = _own_key()
+            keys = ApiKeys.of([key], is_http_open=True)
+            hint = f"key: in {path}"
+        return _serve(config, keys, options, hint)
+    except QuadrigaError as exc:
+        print(f"quadriga: {exc.message}", file=sys.stderr)
+        return 2 if isinstance(exc, ConfigError) else 1
+
+
+def _serve(
+    config: QuadrigaConfig, keys: ApiKeys, options: argparse.Namespace, key_hint: str
+) -> int:
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    addresses = Addresses(
+        options.host, options.http_port, None if options.no_grpc else options.grpc_port
+    )
+    print(f"starting {', '.join(pool.model for pool in config.pools)} …", flush=True)
+    with LocalService(config, keys, addresses) as service:
+        print(
+            describe(
+                service.status(),
+                http_url=addresses.http_url,
+                grpc_address=addresses.grpc_target,
+                key_hint=key_hint,
+            ),
+            flush=True,
+        )
+        print("Ctrl-C stops everything.", flush=True)
+        stopped.wait()
+        print("stopping …", flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m serve_app", description=__doc__)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. decode_replicas=3")
+    parser.add_argument("--config", type=Path, help="YAML file; key=value settings win over it")
+    parser.add_argument("--host", default=os.environ.get("QUADRIGA_HOST", LOOPBACK))
+    parser.add_argument("--http-port", type=int, default=_port("QUADRIGA_HTTP_PORT", 8000))
+    parser.add_argument("--grpc-port", type=int, default=_port("QUADRIGA_GRPC_PORT", 9000))
+    parser.add_argument("--no-grpc", action="store_true", help="HTTP only")
+    parser.add_argument("--haproxy", action="store_true", help="HAProxy instead of Serve's proxy")
+    return parser
+
+
+def _port(variable: str, default: int) -> int:
+    return int(os.environ.get(variable, default))
+
+
+def _arguments(file: Path | None, settings: list[str]) -> dict[str, Any]:
+    """Settings from the file (plain, or a Serve YAML with one application) and the command line.
+
+    Raises: ConfigError when the file is unusable or a setting is no `key=value`.
+    """
+    arguments: dict[str, Any] = {}
+    if file is not None:
+        import yaml
+
+        try:
+            tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+            raise ConfigError(f"--config: {file} cannot be read: {exc}", param="config") from exc
+        applications = tree.get("applications") if isinstance(tree, dict) else None
+        arguments = applications[0].get("args", {}) if applications else tree
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"--config: {file} must hold a mapping", param="config")
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{setting!r}: settings have the form key=value", param=setting)
+        arguments = arguments | {key: value}
+    return arguments
+
+
+def _own_key() -> tuple[str, Path]:
+    """The key this machine made for itself, made now if there is none; its file is private."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = state / "quadriga" / KEY_FILE
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.is_file() and (key := path.read_text(encoding="utf-8").strip()):
+        return key, path
+    key = secrets.token_urlsafe(32)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+        handle.write(key + "\n")
+    return key, path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""`serve run serve_app.app:build model=quadriga-s decode_replicas=2`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+
+from quadriga.config import QuadrigaConfig, load_config
+from serve_app.auth import ApiKeys
+from serve_app.ingress import Ingress
+
+GRPC_SERVICERS = (
+    "serve_app.grpc_wire.add_quadriga_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+)
+AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+SERVE_SLACK = 64
+SHUTDOWN_TIMEOUT_S = 10.0
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Build the application from `key=value` arguments or the `args` of a YAML file.
+
+    Raises:
+        ConfigError: Naming every field at fault.
+    """
+    config = load_config(args)
+    return application(config, ApiKeys.load(config.auth), announces=True)
+
+
+def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> serve.Application:
+    """The one deployment, bound to a configuration without secrets.
+
+    Args:
+        announces: The ingress prints what runs where once it is ready.
+    """
+    options: dict[str, Any] = {
+        "name": "Ingress",
+        "num_replicas": config.ingress.replicas,
+        # The desk refuses with 429 at its limit; Serve must not make anyone wait before that.
+        "max_ongoing_requests": config.ingress.max_ongoing_requests + SERVE_SLACK,
+        "ray_actor_options": {"num_cpus": 0},
+        "graceful_shutdown_timeout_s": SHUTDOWN_TIMEOUT_S,
+        "graceful_shutdown_wait_loop_s": 0.5,
+    }
+    if config.ingress.replicas > 1:
+        # A resumption must reach the ingress that holds the request: the same idempotency key
+        # (HTTP, with RAY_SERVE_SESSION_ID_HEADER_KEY) or `session_id` (gRPC) goes to the same one.
+        options["request_router_config"] = serve.config.RequestRouterConfig(
+            request_router_class=AFFINITY_ROUTER,  # type: ignore[arg-type]  # import path
+            request_router_kwargs={"num_fallback_replicas": 0},
+        )
+    deployment = serve.deployment(**options)(serve.ingress()(Ingress))
+    plain = config.model_dump(mode="json", exclude={"auth"})
+    return deployment.bind(plain, keys, announces)

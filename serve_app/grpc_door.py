@@ -1,0 +1,214 @@
+"""The gRPC door: `quadriga.v1` and health over the front desk, for Serve's gRPC proxy."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc_health.v1 import health_pb2
+
+from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError, Unavailable
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from serve_app import grpc_wire as wire
+from serve_app.errors import as_quadriga
+from serve_app.front import FrontDesk
+from serve_app.openai_schema import ChatBody, CompletionBody
+from serve_app.session import Delta, Reader, Session
+from serve_app.sessions import check_key
+from serve_app.spec import GenerateSpec
+from serve_app.validation import chat_spec, completion_spec, parse_body
+
+logger = logging.getLogger("quadriga.grpc")
+
+HEALTH_WATCH_INTERVAL_S = 1.0
+
+
+class GrpcDoor:
+    """The methods of the service; each takes raw request bytes and Serve's gRPC context.
+
+    An error travels as a message whose `error` is set, because Serve drops the trailing metadata
+    (and with it when to retry) of a call that raises.
+    """
+
+    def __init__(self, desk: FrontDesk) -> None:
+        self._desk = desk
+        self._limits = desk.config.ingress
+
+    async def generate(self, data: bytes, context: Any) -> AsyncIterator[Any]:
+        """Generate: yields `GenerateResponse`."""
+        session: Session | None = None
+        reader: Reader | None = None
+        code = "OK"
+        try:
+            session, reader = await self._begin(data, context)
+            while deltas := await self._read(reader):
+                yield pb.GenerateResponse(
+                    request_id=session.spec.request_id,
+                    model=session.spec.model,
+                    choices=[wire.delta_message(session, delta) for delta in deltas],
+                    usage=wire.usage_message(session) if session.done and _at_end(deltas) else None,
+                )
+        except Exception as exc:  # the border, as in `serve_app.http.Endpoint`
+            error = self._failed(exc, context)
+            code = error.grpc_code
+            yield pb.GenerateResponse(
+                request_id=session.spec.request_id if session is not None else "",
+                error=wire.error_message(error),
+            )
+        finally:
+            self._end(session, reader, code)
+
+    async def generate_once(self, data: bytes, context: Any) -> Any:
+        """GenerateOnce: returns `GenerateOnceResponse`."""
+        session: Session | None = None
+        reader: Reader | None = None
+        code = "OK"
+        try:
+            session, reader = await self._begin(data, context)
+            while await self._read(reader):
+                pass
+            return pb.GenerateOnceResponse(
+                request_id=session.spec.request_id,
+                model=session.spec.model,
+                choices=[wire.choice_message(session, choice) for choice in session.choices],
+                usage=wire.usage_message(session),
+            )
+        except Exception as exc:  # the border, as above
+            error = self._failed(exc, context)
+            code = error.grpc_code
+            return pb.GenerateOnceResponse(error=wire.error_message(error))
+        finally:
+            self._end(session, reader, code)
+
+    async def cancel(self, data: bytes, context: Any) -> Any:
+        """Cancel: returns `CancelResponse`."""
+        try:
+            owner = self._owner(context)
+            request = wire.parse_request(pb.CancelRequest, data, self._limits.max_body_bytes)
+            session = self._desk.sessions.get((owner, check_key(request.request_id, "request_id")))
+            if session is not None and not session.done:
+                self._desk.abort(session, Cancelled("cancelled by the client"))
+            return pb.CancelResponse(found=session is not None)
+        except Exception as exc:  # the border, as above
+            self._failed(exc, context)
+            return pb.CancelResponse()
+
+    async def list_models(self, data: bytes, context: Any) -> Any:
+        """ListModels: returns `ListModelsResponse`."""
+        try:
+            self._owner(context)
+            rows = self._desk.models.listing()["data"]
+            return pb.ListModelsResponse(
+                models=[
+                    pb.Model(
+                        id=row["id"],
+                        root=row["root"],
+                        max_model_len=row["max_model_len"],
+                        created_unix_s=row["created"],
+                    )
+                    for row in rows
+                ]
+            )
+        except Exception as exc:  # the border, as above
+            self._failed(exc, context)
+            return pb.ListModelsResponse()
+
+    def health(self, service: str) -> Any:
+        """grpc.health.v1: of the whole ("") or of one service."""
+        kinds = health_pb2.HealthCheckResponse
+        if service not in ("", wire.SERVICE):
+            return kinds(status=kinds.SERVICE_UNKNOWN)
+        try:
+            self._desk.check_ready()
+        except Unavailable:
+            return kinds(status=kinds.NOT_SERVING)
+        return kinds(status=kinds.SERVING)
+
+    async def _begin(self, data: bytes, context: Any) -> tuple[Session, Reader]:
+        owner = self._owner(context)
+        request = wire.parse_request(pb.GenerateRequest, data, self._limits.max_body_bytes)
+        spec = await self._spec(request)
+        session = self._session(owner, request, spec)
+        try:
+            return session, session.reader(_resume_cursors(request, session))
+        except InvalidRequest:
+            self._desk.leave(session)
+            raise
+
+    def _session(self, owner: str, request: Any, spec: GenerateSpec) -> Session:
+        if not request.request_id:
+            if request.resume_from:
+                raise InvalidRequest("resume_from: needs request_id", param="resume_from")
+            return self._desk.open(spec)
+        request_copy = pb.GenerateRequest()
+        request_copy.CopyFrom(request)
+        request_copy.ClearField("resume_from")
+        request_copy.ClearField("deadline_ms")  # what is left of it shrinks from try to try
+        fingerprint = hashlib.sha256(request_copy.SerializeToString(deterministic=True)).digest()
+        return self._desk.open_or_resume(spec, (owner, request.request_id), fingerprint)
+
+    async def _spec(self, request: Any) -> GenerateSpec:
+        fields = wire.generation_fields(request)
+        request_id = request.request_id or uuid.uuid4().hex
+        check_key(request_id, "request_id")
+        common: dict[str, Any] = {
+            "request_id": request_id,
+            "now_unix_s": self._desk.clock.unix_s(),
+        }
+        if "messages" in fields:
+            chat = parse_body(ChatBody, fields)
+            model = self._desk.models.find(chat.model)
+            return await chat_spec(chat, model, self._limits, self._desk.encode, **common)
+        body = parse_body(CompletionBody, fields)
+        model = self._desk.models.find(body.model)
+        return await completion_spec(body, model, self._limits, self._desk.encode, **common)
+
+    async def _read(self, reader: Reader) -> list[Delta]:
+        try:
+            return await reader.read(self._desk.seconds_left(reader.session))
+        except TimeoutError:
+            raise self._desk.time_out(reader.session) from None
+
+    def _owner(self, context: Any) -> str:
+        metadata = dict(context.invocation_metadata())
+        value = metadata.get("authorization")
+        return self._desk.keys.grpc_owner(value if isinstance(value, str) else None)
+
+    def _failed(self, exc: Exception, context: Any) -> QuadrigaError:
+        error = as_quadriga(exc)
+        if error is not exc:
+            logger.exception("unexpected failure in a gRPC call")
+        wire.set_error(context, error)
+        return error
+
+    def _end(self, session: Session | None, reader: Reader | None, code: str) -> None:
+        if reader is not None:
+            reader.close()
+        if session is not None:
+            self._desk.leave(session)
+        self._desk.metrics.http_requests.labels("grpc", code).inc()
+
+
+def _at_end(deltas: list[Delta]) -> bool:
+    return any(delta.finish is not None for delta in deltas)
+
+
+def _resume_cursors(request: Any, session: Session) -> list[int]:
+    """Read `resume_from`: tokens already had, per choice."""
+    count = len(session.choices)
+    cursors = list(request.resume_from) or [0] * count
+    if len(cursors) != count:
+        raise InvalidRequest(
+            f"resume_from: {len(cursors)} numbers for {count} choices", param="resume_from"
+        )
+    for cursor, choice in zip(cursors, session.choices, strict=True):
+        if not 0 <= cursor <= len(choice.state.output_ids):
+            raise InvalidRequest(
+                f"resume_from: choice {choice.index} has {len(choice.state.output_ids)} "
+                f"tokens so far, not {cursor}",
+                param="resume_from",
+            )
+    return cursors

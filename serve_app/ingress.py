@@ -1,0 +1,84 @@
+"""The Ingress deployment: one Serve class that carries the HTTP routes and the gRPC methods."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from quadriga.config import load_config
+from serve_app.auth import ApiKeys
+from serve_app.cluster import RayCluster
+from serve_app.front import FrontDesk
+from serve_app.grpc_door import HEALTH_WATCH_INTERVAL_S, GrpcDoor
+from serve_app.http import HttpDoor
+from serve_app.models import ModelDirectory
+from serve_app.startup import announce_when_ready
+
+
+class Ingress:
+    """Holds its clients' streams for their whole life.
+
+    Args:
+        config: `QuadrigaConfig` as a plain dict, without API keys.
+        keys: Hashes of the accepted keys.
+        announces: Print what runs where once the service is ready.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: dict[str, Any], keys: ApiKeys, announces: bool
+    ) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        loaded = load_config(config)
+        # Reading tokenizers and asking for the actors both block.
+        models = await asyncio.to_thread(ModelDirectory.load, loaded)
+        from actors.lookup import ensure_cluster
+
+        await asyncio.to_thread(ensure_cluster, loaded)
+        self._desk = FrontDesk(
+            loaded,
+            models,
+            keys,
+            RayCluster(loaded.name),
+            ingress_id=f"{loaded.name}:ingress:{uuid.uuid4().hex[:12]}",
+        )
+        self._grpc = GrpcDoor(self._desk)
+        # Started here and not by a request: Ray cancels with a request what the request started.
+        self._desk.start()
+        if announces and serve.get_replica_context().rank.rank == 0:
+            self._desk.spawn(announce_when_ready(loaded))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return HttpDoor(self._desk).application()
+
+    # gRPC: Serve calls these by the name of the method.
+
+    async def Generate(self, request: bytes, grpc_context: Any) -> AsyncIterator[Any]:
+        async for message in self._grpc.generate(request, grpc_context):
+            yield message
+
+    async def GenerateOnce(self, request: bytes, grpc_context: Any) -> Any:
+        return await self._grpc.generate_once(request, grpc_context)
+
+    async def Cancel(self, request: bytes, grpc_context: Any) -> Any:
+        return await self._grpc.cancel(request, grpc_context)
+
+    async def ListModels(self, request: bytes, grpc_context: Any) -> Any:
+        return await self._grpc.list_models(request, grpc_context)
+
+    async def Check(self, request: Any) -> Any:
+        return self._grpc.health(request.service)
+
+    async def Watch(self, request: Any) -> AsyncIterator[Any]:
+        last = None
+        while True:
+            answer = self._grpc.health(request.service)
+            if answer != last:
+                last = answer
+                yield answer
+            await asyncio.sleep(HEALTH_WATCH_INTERVAL_S)

@@ -1,0 +1,97 @@
+"""The models this deployment serves, as the front door needs them: facts and tokenizers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from quadriga.checkpoint import Checkpoint, read_checkpoint
+from quadriga.config import QuadrigaConfig
+from quadriga.errors import UnknownModel
+from quadriga.text import TextTokenizer, load_tokenizer
+
+AUTO_MODEL = "quadriga-auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model with its tokenizer.
+
+    Attributes:
+        max_model_len: Most tokens of prompt plus answer.
+    """
+
+    checkpoint: Checkpoint
+    tokenizer: TextTokenizer
+    max_model_len: int
+
+    @property
+    def id(self) -> str:
+        return self.checkpoint.id
+
+
+class ModelDirectory:
+    """Ids to models; the first is what `quadriga-auto` means.
+
+    Raises:
+        ConfigError: A checkpoint or its tokenizer cannot be read.
+    """
+
+    def __init__(self, models: list[ServedModel]) -> None:
+        self._models = {model.id: model for model in models}
+        self._default = models[0]
+        self._created_unix_s = int(time.time())
+
+    @classmethod
+    def load(cls, config: QuadrigaConfig) -> ModelDirectory:
+        models: dict[str, ServedModel] = {}
+        for pool in config.pools:
+            checkpoint = read_checkpoint(pool.model)
+            if checkpoint.id in models:
+                continue
+            limit = config.engine.max_model_len
+            length = checkpoint.max_model_len
+            if limit != "auto":
+                length = min(length, limit)
+            tokenizer = load_tokenizer(checkpoint.path, checkpoint.id)
+            models[checkpoint.id] = ServedModel(checkpoint, tokenizer, length)
+        return cls(list(models.values()))
+
+    def find(self, model: str) -> ServedModel:
+        """Return the model a client means.
+
+        Raises: UnknownModel, naming those that are served.
+        """
+        if model == AUTO_MODEL:
+            return self._default
+        found = self._models.get(model)
+        if found is None:
+            shown = model if len(model) <= 80 else model[:77] + "..."
+            raise UnknownModel(
+                f"model {shown!r} is not served here; served: "
+                f"{', '.join(self._models)} (or {AUTO_MODEL!r})",
+                param="model",
+            )
+        return found
+
+    def ids(self) -> list[str]:
+        return list(self._models)
+
+    def listing(self) -> dict[str, Any]:
+        """The body of GET /v1/models."""
+        rows = [self.describe(model) for model in self._models]
+        return {"object": "list", "data": [*rows, self.describe(AUTO_MODEL)]}
+
+    def describe(self, model: str) -> dict[str, Any]:
+        """The body of GET /v1/models/{id}. Raises: UnknownModel."""
+        found = self.find(model)
+        return {
+            "id": model,
+            "object": "model",
+            "created": self._created_unix_s,
+            "owned_by": "quadriga",
+            "root": found.id,
+            "parent": None,
+            "max_model_len": found.max_model_len,
+        }

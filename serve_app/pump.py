@@ -1,0 +1,145 @@
+"""One poll loop per replica that holds sequences of this ingress.
+
+A pump runs while its replica has live sequences of ours, and asks for everything pending at once.
+It acknowledges what it delivered with its next poll, so a lost reply loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.metrics import IngressMetrics
+from quadriga.types import Emission
+from serve_app.cluster import Cluster
+
+RETRY_PAUSE_S = 0.2
+MAX_SILENCE_S = 15.0
+UNREACHABLE = "unreachable"  # the connection broke; the process may live
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+class EmissionSink(Protocol):
+    """Who the pumps work for."""
+
+    def deliver(self, replica: str, emissions: list[Emission]) -> None: ...
+
+    def replica_lost(self, replica: str, error: QuadrigaError) -> None: ...
+
+
+@dataclass(slots=True)
+class _Line:
+    """The line to one replica.
+
+    Attributes:
+        live: Sequences of ours that the replica holds.
+        ack: Last number delivered, of `incarnation`.
+    """
+
+    live: set[str] = field(default_factory=set)
+    task: asyncio.Task[None] | None = None
+    incarnation: str | None = None
+    ack: int = 0
+
+
+class Pumps:
+    """All poll loops of one ingress.
+
+    Args:
+        spawn: Starts a task that belongs to the ingress, not to the request that caused it.
+        poll_timeout_s: A poll without news returns after this long.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        ingress_id: str,
+        sink: EmissionSink,
+        metrics: IngressMetrics,
+        spawn: Spawn,
+        *,
+        poll_timeout_s: float,
+    ) -> None:
+        self._cluster = cluster
+        self._ingress_id = ingress_id
+        self._sink = sink
+        self._metrics = metrics
+        self._spawn = spawn
+        self._poll_timeout_s = poll_timeout_s
+        self._lines: dict[str, _Line] = {}
+
+    @property
+    def replicas(self) -> list[str]:
+        """Replicas that hold sequences of ours."""
+        return [name for name, line in self._lines.items() if line.live]
+
+    def watch(self, replica: str, sequence_id: str) -> None:
+        """Poll `replica` until `unwatch`."""
+        line = self._lines.setdefault(replica, _Line())
+        line.live.add(sequence_id)
+        if line.task is None:
+            line.task = self._spawn(self._run(replica, line))
+
+    def unwatch(self, replica: str, sequence_id: str) -> None:
+        line = self._lines.get(replica)
+        if line is not None:
+            line.live.discard(sequence_id)
+
+    async def _run(self, replica: str, line: _Line) -> None:
+        try:
+            while line.live:
+                await self._poll_while_live(replica, line)
+                if not line.live:
+                    await self._acknowledge(replica, line)
+        finally:
+            line.task = None
+            if not line.live:
+                self._lines.pop(replica, None)
+
+    async def _poll_while_live(self, replica: str, line: _Line) -> None:
+        silent_since: float | None = None
+        loop = asyncio.get_running_loop()
+        while line.live:
+            try:
+                reply = await self._cluster.poll(
+                    replica, self._ingress_id, line.ack, self._poll_timeout_s
+                )
+            except QuadrigaError as exc:
+                self._metrics.poll_failures.labels(exc.code).inc()
+                now = loop.time()
+                silent_since = silent_since or now
+                is_gone = isinstance(exc, ReplicaDied) and exc.code != UNREACHABLE
+                if not is_gone and now - silent_since < MAX_SILENCE_S:
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    continue
+                self._give_up(replica, line, exc)
+                return
+            silent_since = None
+            self._metrics.poll_replies.inc()
+            if line.incarnation not in (None, reply.incarnation):
+                self._give_up(replica, line, ReplicaDied(f"{replica} was started anew"))
+                return
+            line.incarnation = reply.incarnation
+            if reply.emissions:
+                self._sink.deliver(replica, reply.emissions)
+            line.ack = reply.last_seq
+
+    async def _acknowledge(self, replica: str, line: _Line) -> None:
+        """Let the replica drop what we have; a failure only costs it some memory for a while."""
+        try:
+            reply = await self._cluster.poll(replica, self._ingress_id, line.ack, 0.0)
+        except ReplicaError:
+            return
+        if reply.incarnation == line.incarnation and reply.emissions:
+            self._sink.deliver(replica, reply.emissions)
+            line.ack = reply.last_seq
+
+    def _give_up(self, replica: str, line: _Line, error: QuadrigaError) -> None:
+        lost = ReplicaDied(f"the replica that held the request was lost: {error.message}")
+        line.incarnation, line.ack = None, 0
+        self._sink.replica_lost(replica, lost)
+        line.live.clear()

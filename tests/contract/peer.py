@@ -1,0 +1,231 @@
+"""A replica reduced to its hand-offs: rows are tensors, there is no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+
+from actors.calls import NAMESPACE
+from actors.handoff_receiver import HandoffReceiver
+from actors.handoff_sender import HandoffSender, OutgoingTransfer
+from actors.kv_transport.auto import TransportHub
+from actors.kv_transport.gloo_channel import ChannelOffer
+from quadriga.batching.handoff import LeaseState
+from quadriga.clock import SystemClock
+from quadriga.config import TransportConfig
+from quadriga.errors import KVCacheExhausted, QuadrigaError
+from quadriga.types import (
+    DepthClass,
+    KVPart,
+    ReplicaInfo,
+    Role,
+    SamplingParams,
+    SequenceState,
+    TransferOffer,
+)
+
+NUM_LAYERS = 4
+NUM_HEADS = 2
+HEAD_DIM = 16
+NUM_ROWS = 4
+ROW_TOKENS = 8192
+DEPTH_CLASS = DepthClass("test", NUM_LAYERS)
+
+
+def make_state(sequence_id: str, num_tokens: int, *, epoch: int = 0) -> SequenceState:
+    """A sequence whose prompt has `num_tokens` and that has emitted its first token."""
+    return SequenceState(
+        sequence_id=sequence_id,
+        request_id=sequence_id,
+        model="test",
+        prompt_ids=[1] * num_tokens,
+        sampling=SamplingParams(max_tokens=16),
+        ingress_id="ingress",
+        arrival_unix_s=0.0,
+        deadline_unix_s=1e12,
+        epoch=epoch,
+        output_ids=[7],
+        exit_layers=[NUM_LAYERS],
+    )
+
+
+def make_kv(seed: int, num_tokens: int) -> torch.Tensor:
+    """Random KV of a whole sequence: [num_layers, 2, num_heads, num_tokens, head_dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(NUM_LAYERS, 2, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
+
+
+class Peer:
+    """Both ends of hand-offs in one actor, with the calls a replica answers."""
+
+    def __init__(self, name: str, kind: str, lease_s: float = 10.0, deadline_s: float = 5.0):
+        self._name = name
+        self._rows = torch.zeros(NUM_ROWS, NUM_LAYERS, 2, NUM_HEADS, ROW_TOKENS, HEAD_DIM)
+        self._held: dict[str, int] = {}
+        self.joined: dict[str, SequenceState] = {}
+        names = ("gloo", "object_store") if kind == "auto" else (kind,)
+        self._receiver = HandoffReceiver(DEPTH_CLASS, self, SystemClock(), names)
+        self.transport = TransportHub(kind, name, self._receiver, lambda _: "127.0.0.1")  # type: ignore[arg-type]
+        config = TransportConfig(lease_s=lease_s, deadline_s=deadline_s)
+        self._sender = HandoffSender(name, self.transport, config)
+        self._transfers: dict[str, OutgoingTransfer] = {}
+        self._is_slow = asyncio.Event()
+
+    # The calls of a replica
+
+    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+        await self._receiver.reserve(offer)
+        return ReplicaInfo(self._name, Role.DECODE, DEPTH_CLASS, "node", "incarnation", NUM_ROWS, 0)
+
+    async def renew(self, transfer_id: str) -> bool:
+        return self._receiver.renew(transfer_id)
+
+    async def commit(self, transfer_id: str, state: SequenceState, sums: Sequence[int]) -> None:
+        await self._receiver.commit(transfer_id, state, sums)
+
+    async def abort(self, transfer_id: str) -> LeaseState | None:
+        return await self._receiver.abort(transfer_id)
+
+    async def kv_connect(self, offer: ChannelOffer) -> None:
+        self.transport.connect(offer)
+
+    async def kv_deliver(
+        self, source: str, part: KVPart, refs: list[Any], deadline_s: float
+    ) -> None:
+        await self.transport.deliver(source, part, refs, deadline_s)
+
+    # RowHost
+
+    async def reserve_row(self, sequence_id: str, max_total_tokens: int) -> int:
+        free = set(range(NUM_ROWS)) - set(self._held.values())
+        if not free:
+            raise KVCacheExhausted("no row is free")
+        self._held[sequence_id] = min(free)
+        return self._held[sequence_id]
+
+    async def release_row(self, sequence_id: str) -> None:
+        del self._held[sequence_id]
+
+    async def join(self, state: SequenceState) -> None:
+        self.joined[state.sequence_id] = state
+
+    def write_kv(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
+        self._rows[
+            row, first_layer : first_layer + kv.shape[0], :, :, start : start + kv.shape[3]
+        ] = kv
+
+    # What tests ask for
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def open(self, peer: str, sequence_id: str, num_tokens: int, epoch: int = 0) -> str:
+        """Reserve at `peer`; returns the transfer's id."""
+        state = make_state(sequence_id, num_tokens, epoch=epoch)
+        transfer = await self._sender.reserve(peer, state, DEPTH_CLASS)
+        self._transfers[transfer.offer.transfer_id] = transfer
+        return transfer.offer.transfer_id
+
+    async def send(
+        self, transfer_id: str, seed: int, spans: Sequence[tuple[int, int, int, int]]
+    ) -> None:
+        """Send (first_layer, num_layers, start, stop) pieces of `make_kv(seed)`."""
+        transfer = self._transfers[transfer_id]
+        kv = make_kv(seed, max(stop for *_, stop in spans))
+        for first_layer, num_layers, start, stop in spans:
+            piece = kv[first_layer : first_layer + num_layers, :, :, start:stop].contiguous()
+            await transfer.send(first_layer, start, piece)
+
+    async def send_corrupt(self, transfer_id: str, num_tokens: int) -> None:
+        """Send all KV as one part, with one byte flipped after its checksum was taken."""
+        transfer = self._transfers[transfer_id]
+        hub = self.transport
+        plain_send = hub.send
+
+        async def flip(peer: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
+            harmed = kv.clone()
+            harmed.view(torch.uint8).reshape(-1)[harmed.nbytes // 2] ^= 1
+            await plain_send(peer, part, harmed, deadline_s=deadline_s)
+
+        hub.send = flip  # type: ignore[method-assign]
+        try:
+            await transfer.send(0, 0, make_kv(1, num_tokens))
+        finally:
+            hub.send = plain_send  # type: ignore[method-assign]
+
+    async def send_forever(self, transfer_id: str, num_tokens: int) -> str:
+        """Send the same part again and again until it fails; returns the error's class and code."""
+        transfer = self._transfers[transfer_id]
+        kv = make_kv(1, num_tokens)
+        self._is_slow.set()
+        try:
+            while True:
+                await transfer.send(0, 0, kv)
+        except QuadrigaError as exc:
+            return f"{type(exc).__name__}:{exc.code}"
+
+    async def is_sending(self) -> None:
+        await self._is_slow.wait()
+
+    async def commit_transfer(self, transfer_id: str, num_tokens: int) -> None:
+        transfer = self._transfers[transfer_id]
+        await transfer.commit(make_state(transfer.offer.sequence_id, num_tokens))
+
+    async def abort_transfer(self, transfer_id: str) -> bool:
+        return await self._transfers[transfer_id].abort()
+
+    async def stop_renewing(self, transfer_id: str) -> None:
+        self._transfers[transfer_id]._renewing.cancel()
+
+    async def sweep(self) -> int:
+        return await self._receiver.sweep()
+
+    async def move(
+        self, peer: str, sequence_id: str, seed: int, num_tokens: int, num_parts: int = 4
+    ) -> None:
+        """A whole hand-off: reserve, `num_parts` layer groups, commit."""
+        transfer_id = await self.open(peer, sequence_id, num_tokens)
+        group = NUM_LAYERS // num_parts
+        spans = [(layer, group, 0, num_tokens) for layer in range(0, NUM_LAYERS, group)]
+        await self.send(transfer_id, seed, spans)
+        await self.commit_transfer(transfer_id, num_tokens)
+
+    async def holds(self, sequence_id: str, seed: int, num_tokens: int) -> bool:
+        """Whether the sequence's row has exactly the KV that `make_kv(seed)` makes."""
+        row = self._rows[self._held[sequence_id]]
+        return torch.equal(row[:, :, :, :num_tokens], make_kv(seed, num_tokens))
+
+    async def epoch(self, sequence_id: str) -> int:
+        return self.joined[sequence_id].epoch
+
+    async def num_held(self) -> int:
+        return len(self._held)
+
+    async def forget(self) -> None:
+        """Back to the base line."""
+        await self._receiver.abort_all()
+        self._held.clear()
+        self.joined.clear()
+
+    async def num_fallbacks(self) -> int:
+        return self.transport.num_fallbacks
+
+    async def channels(self) -> dict[str, Any]:
+        from actors.kv_transport.gloo import describe
+
+        assert self.transport._gloo is not None
+        return describe(self.transport._gloo)
+
+
+def start_peer(name: str, kind: str, **settings: float) -> Any:
+    """A peer as a named actor, in the namespace of the replicas."""
+    return (
+        ray.remote(Peer)
+        .options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=100)
+        .remote(name, kind, **settings)
+    )

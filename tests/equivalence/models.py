@@ -1,0 +1,135 @@
+"""Small randomly initialised checkpoints of every native family, and specs to load them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers import AutoModelForCausalLM as AutoModel
+
+from quadriga.checkpoint import read_checkpoint
+from quadriga.interfaces import PrefillChunk
+from quadriga.resolve import EngineSpec
+from quadriga.types import SamplingParams, SequenceState
+
+VOCAB = 130
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 96,
+}
+GATED = SIZES | {"intermediate_size": 88, "num_key_value_heads": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}
+
+VARIANTS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**GATED),
+    "llama-tied-biases": lambda: LlamaConfig(
+        **GATED, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama-head-dim": lambda: LlamaConfig(**(GATED | {"head_dim": 20})),
+    "llama-mha": lambda: LlamaConfig(**(GATED | {"num_key_value_heads": 6})),
+    "llama-mqa-gelu": lambda: LlamaConfig(
+        **(GATED | {"num_key_value_heads": 1}), hidden_act="gelu"
+    ),
+    "llama-rope-llama3": lambda: LlamaConfig(**GATED, rope_parameters=LLAMA3_ROPE),
+    "llama-rope-linear": lambda: LlamaConfig(**GATED, rope_parameters=LINEAR_ROPE),
+    "mistral-window": lambda: MistralConfig(**GATED, sliding_window=7),
+    "mistral-no-window": lambda: MistralConfig(**GATED, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**GATED),
+    "qwen2-some-windows": lambda: Qwen2Config(
+        **GATED, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen2-tied": lambda: Qwen2Config(**GATED, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**GATED, head_dim=16),
+    "qwen3-bias-tied": lambda: Qwen3Config(
+        **GATED, head_dim=16, attention_bias=True, tie_word_embeddings=True
+    ),
+    "opt-pre-norm": lambda: OPTConfig(**SIZES, ffn_dim=72),
+    "opt-post-norm-projected": lambda: OPTConfig(
+        **SIZES, ffn_dim=72, do_layer_norm_before=False, word_embed_proj_dim=24
+    ),
+    "opt-untied-gelu-no-bias": lambda: OPTConfig(
+        **SIZES,
+        ffn_dim=72,
+        enable_bias=False,
+        tie_word_embeddings=False,
+        activation_function="gelu_new",
+        layer_norm_elementwise_affine=False,
+    ),
+}
+
+
+def build(variant: str, *, seed: int = 0) -> PreTrainedModel:
+    """A model with weights large enough that every part of it shows in the logits."""
+    torch.manual_seed(seed)
+    model = AutoModel.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name and name.endswith("weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.25 if parameter.dim() > 1 else 0.1)
+    return model
+
+
+def save(model: PreTrainedModel, path: Path, **options: Any) -> Path:
+    """Write a checkpoint folder as `transformers` does."""
+    model.save_pretrained(path, **options)
+    return path
+
+
+def make_spec(path: Path, **overrides: Any) -> EngineSpec:
+    """An eager fp32 spec for a small checkpoint; any field can be overridden."""
+    checkpoint = read_checkpoint(str(path))
+    fields: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "depth": checkpoint.num_layers,
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "compile": "off",
+        "cache_dir": path / "cache",
+        "num_rows": 8,
+        "row_capacity_tokens": checkpoint.max_model_len,
+    } | overrides
+    fields.setdefault("kv_capacity_tokens", fields["num_rows"] * fields["row_capacity_tokens"])
+    return EngineSpec(**fields)
+
+
+def make_state(prompt_ids: list[int], **sampling: Any) -> SequenceState:
+    """A sequence with greedy defaults."""
+    params = SamplingParams(**({"max_tokens": 32, "temperature": 0.0} | sampling))
+    return SequenceState(
+        sequence_id=f"s{abs(hash(tuple(prompt_ids))) % 10**8}",
+        request_id="r",
+        model="m",
+        prompt_ids=list(prompt_ids),
+        sampling=params,
+        ingress_id="i",
+        arrival_unix_s=0.0,
+        deadline_unix_s=1e12,
+    )
+
+
+def whole_prompt(row: int, state: SequenceState) -> PrefillChunk:
+    """The sequence's prompt and output so far, as one chunk."""
+    return PrefillChunk(row, state.prompt_ids + state.output_ids, 0, True)

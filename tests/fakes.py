@@ -1,0 +1,202 @@
+"""A cluster in one process, with a toy model; what the front door's unit tests talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.metrics import MetricsHub
+from quadriga.types import (
+    Admission,
+    AdmitRequest,
+    ClusterView,
+    DepthClass,
+    Emission,
+    FinishReason,
+    PollReply,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+    SequenceState,
+    TokenLogprob,
+)
+
+PREFILL, DECODE = "prefill-0", "decode-0"
+
+
+class FakeReplica:
+    """A mailbox per ingress, kept until acknowledged."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.incarnation = f"{name}-a"
+        self.dead = False
+        self.held: set[str] = set()
+        self.cancelled: list[str] = []
+        self.num_polls = 0
+        self.lost_replies = 0
+        self._log: list[tuple[int, Emission]] = []
+        self._seq = 0
+        self._news = asyncio.Event()
+
+    def put(self, emission: Emission) -> None:
+        self._seq += 1
+        self._log.append((self._seq, emission))
+        self._news.set()
+
+    def die(self) -> None:
+        self.dead = True
+        self._news.set()
+
+    async def poll(self, ack: int, timeout_s: float) -> PollReply:
+        self.num_polls += 1
+        self._log = [(seq, e) for seq, e in self._log if seq > ack]
+        if not self._log and timeout_s > 0:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+        self._check()
+        if self.lost_replies > 0 and self._log:
+            self.lost_replies -= 1
+            raise QuadrigaError("the reply was lost")
+        return PollReply(self.incarnation, self._seq, [e for _, e in self._log])
+
+    def _check(self) -> None:
+        if self.dead:
+            raise ReplicaDied(f"{self.name} has died")
+
+
+class FakeCluster:
+    """One prefill and one decode replica; every answer spells `script`, token by token.
+
+    Args:
+        model: Id of the model served.
+        script: Output token ids; an answer that reaches its end stops there.
+        step_s: Pause between two decode steps; 0 yields to the loop only.
+        gate: Decoding waits for this event, where given.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        script: Sequence[int],
+        *,
+        step_s: float = 0.0,
+        tokens_per_step: int = 1,
+        gate: asyncio.Event | None = None,
+    ) -> None:
+        self.model = model
+        self.script = list(script)
+        self.step_s = step_s
+        self.tokens_per_step = tokens_per_step
+        self.gate = gate
+        self.prefill = FakeReplica(PREFILL)
+        self.decode = FakeReplica(DECODE)
+        self.hub = MetricsHub()
+        self.submitted: list[SequenceState] = []
+        self.finished_ids: list[str] = []
+        self.heartbeats = 0
+        self.refuse_admission: QuadrigaError | None = None
+        self.refuse_submission: list[QuadrigaError] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that still cost something somewhere."""
+        return len(self.prefill.held) + len(self.decode.held)
+
+    async def admit(self, request: AdmitRequest) -> Admission:
+        if self.refuse_admission is not None:
+            raise self.refuse_admission
+        return Admission(PREFILL, DepthClass(self.model, 8))
+
+    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
+        self.finished_ids.extend(sequence_ids)
+
+    async def directory(self) -> ClusterView:
+        snapshots = [
+            ReplicaSnapshot(
+                ReplicaInfo(name, role, DepthClass(self.model, 8), "node", name, 8, 4096),
+                time.time(),
+            )
+            for name, role in ((PREFILL, Role.PREFILL), (DECODE, Role.DECODE))
+        ]
+        return ClusterView(time.time(), snapshots)
+
+    async def submit(self, replica: str, state: SequenceState) -> None:
+        if self.refuse_submission:
+            raise self.refuse_submission.pop(0)
+        self.submitted.append(state)
+        self.prefill.held.add(state.sequence_id)
+        task = asyncio.get_running_loop().create_task(self._run(state))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def cancel(self, replica: str, sequence_ids: Sequence[str]) -> None:
+        for target in (self.prefill, self.decode):
+            target.held.difference_update(sequence_ids)
+        self._replica(replica).cancelled.extend(sequence_ids)
+
+    async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
+        return await self._replica(replica).poll(ack, timeout_s)
+
+    async def heartbeat(self, ingress_id: str, replicas: Sequence[str]) -> None:
+        self.heartbeats += 1
+
+    async def push_metrics(self, source: str, families: bytes) -> None:
+        self.hub.push(source, families, now_s=time.monotonic())
+
+    async def metrics(self) -> bytes:
+        return self.hub.exposition(now_s=time.monotonic())
+
+    def _replica(self, name: str) -> FakeReplica:
+        return self.prefill if name == PREFILL else self.decode
+
+    async def _run(self, state: SequenceState) -> None:
+        """First token from prefill, then the move, then the rest from decode."""
+        script = self.script[: state.sampling.max_tokens]
+        ends_itself = len(script) == len(self.script)
+        reason = FinishReason.STOP if ends_itself else FinishReason.LENGTH
+        first = self._emission(state, 0, script[:1])
+        if state.sampling.num_prompt_logprobs is not None:
+            first.prompt_logprobs = [TokenLogprob(state.prompt_ids[0], None)] + [
+                TokenLogprob(t, -1.0, ((t, -1.0),)) for t in state.prompt_ids[1:]
+            ]
+        if len(script) <= 1:
+            first.finish = reason
+            self.prefill.held.discard(state.sequence_id)
+            self.prefill.put(first)
+            return
+        self.prefill.put(first)
+        self.decode.held.add(state.sequence_id)
+        self.prefill.held.discard(state.sequence_id)
+        self.prefill.put(Emission(state.sequence_id, 0, moved_to=DECODE))
+        at = 1
+        while at < len(script):
+            if self.gate is not None:
+                await self.gate.wait()
+            await asyncio.sleep(self.step_s)
+            if state.sequence_id not in self.decode.held or self.decode.dead:
+                return
+            emission = self._emission(state, at, script[at : at + self.tokens_per_step], epoch=1)
+            at += self.tokens_per_step
+            if at >= len(script):
+                emission.finish = reason
+                self.decode.held.discard(state.sequence_id)
+            self.decode.put(emission)
+
+    def _emission(
+        self, state: SequenceState, index: int, token_ids: list[int], *, epoch: int = 0
+    ) -> Emission:
+        logprobs = None
+        if state.sampling.num_logprobs is not None:
+            top = tuple((t, -0.5 - t / 1000) for t in range(state.sampling.num_logprobs))
+            logprobs = [TokenLogprob(t, -0.5, top) for t in token_ids]
+        return Emission(
+            state.sequence_id, epoch, index, list(token_ids), [8] * len(token_ids), logprobs
+        )

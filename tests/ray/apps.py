@@ -1,0 +1,138 @@
+"""Applications for the tests: started, looked into, and taken down."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.lookup import NAMESPACE, controller_name, ensure_cluster, forget_actor, scheduler_name
+from quadriga.errors import QuadrigaError
+from quadriga.types import ReplicaSnapshot
+from tests.ray.ingress import Ingress, call
+
+START_TIMEOUT_S = 120.0
+IDLE = (0, 0, 0, 0, 0)
+
+
+@dataclass
+class App:
+    """A running application and its configuration."""
+
+    name: str
+    config: dict[str, Any]
+
+    @classmethod
+    def start(cls, name: str, **config: Any) -> App:
+        """Start an application and wait until its replicas are ready."""
+        base = {
+            "name": name,
+            "model": "quadriga-s",
+            "engine.compile": "off",
+            "engine.resources_cpus": 0.1,
+            "lifecycle.heartbeat_interval_s": 0.5,
+            "scheduler.snapshot_interval_s": 0.2,
+        }
+        app = cls(name, base | config)
+        app.ensure()
+        return app
+
+    def ensure(self, **changes: Any) -> None:
+        """Set the desired state and wait until it is the actual one."""
+        self.config |= changes
+        ensure_cluster(self.config)
+        self.until_ready()
+
+    def until_ready(self) -> None:
+        """Wait until every replica is ready and the scheduler has heard of each."""
+        wait_until(self._is_ready, START_TIMEOUT_S)
+
+    def _is_ready(self) -> bool:
+        try:
+            call(controller_name(self.name), "ingress_heartbeat", "waiting")
+            status = self.status()
+            view = call(scheduler_name(self.name), "directory")
+        except QuadrigaError:
+            forget_actor(controller_name(self.name))
+            forget_actor(scheduler_name(self.name))
+            return False
+        known = {s.info.name for s in view.snapshots}
+        names = {r["name"] for r in status["replicas"]}
+        return bool(status["is_ready"]) and names == known
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = call(controller_name(self.name), "status")
+        return status
+
+    def replicas(self, role: str) -> list[str]:
+        """Names of the living replicas of a role."""
+        return [r["name"] for r in self.status()["replicas"] if r["role"] == role]
+
+    def snapshots(self) -> list[ReplicaSnapshot]:
+        return [call(r["name"], "snapshot") for r in self.status()["replicas"]]
+
+    def loads(self) -> list[tuple[int, ...]]:
+        """(running, waiting, waiting tokens, used, reserved) of every replica."""
+        return [
+            (s.num_running, s.num_waiting, s.waiting_tokens, s.used_tokens, s.reserved_tokens)
+            for s in self.snapshots()
+        ]
+
+    def until_idle(self, timeout_s: float = 1.0) -> None:
+        """Wait until no replica holds anything: the base line."""
+        wait_until(lambda: all(load == IDLE for load in self.loads()), timeout_s, self.loads)
+
+    def stop(self) -> None:
+        """Take everything down and wait until it is gone."""
+        try:
+            call(controller_name(self.name), "stop")
+        except QuadrigaError:
+            return
+        wait_until(lambda: not pids(self.name), 30.0, lambda: pids(self.name))
+
+    def ingress(self) -> Ingress:
+        return Ingress(self.name)
+
+
+def wait_until(
+    is_true: Callable[[], bool], timeout_s: float, explain: Callable[[], object] = lambda: ""
+) -> None:
+    """Wait for something to become the case. Raises: AssertionError when it does not in time."""
+    give_up = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < give_up, f"not within {timeout_s} s: {explain()}"
+        time.sleep(0.02)
+
+
+def pids(app: str) -> dict[str, int]:
+    """Process of every living actor of an application, by actor name."""
+    table = ray._private.state.actors()  # type: ignore[attr-defined]
+    found = {
+        actor["Name"]: int(actor["Pid"])
+        for actor in table.values()
+        if actor["State"] in ("ALIVE", "RESTARTING", "PENDING_CREATION")
+        and actor["Name"].startswith(f"{app}:")
+        and actor["ActorID"]
+    }
+    return {name: pid for name, pid in found.items() if pid == 0 or is_running(pid)}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def living_groups(app: str) -> list[str]:
+    """Placement groups of an application that are not removed."""
+    table = ray.util.placement_group_table().values()
+    return [g["name"] for g in table if g["state"] != "REMOVED" and g["name"].startswith(f"{app}:")]
+
+
+__all__ = ["NAMESPACE", "App", "is_running", "living_groups", "pids", "wait_until"]

@@ -1,0 +1,174 @@
+"""A test that plays the ingress: admits, submits, polls, and keeps book of every stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from actors.calls import from_ray
+from actors.lookup import controller_name, forget_actor, get_actor, scheduler_name
+from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.types import (
+    Admission,
+    AdmitRequest,
+    Emission,
+    FinishReason,
+    PollReply,
+    SamplingParams,
+    SequenceState,
+)
+
+RPC_TIMEOUT_S = 20.0
+
+
+def call(name: str, method: str, *args: Any, timeout_s: float = RPC_TIMEOUT_S) -> Any:
+    """Call a named actor and wait; raises our own errors."""
+    try:
+        return ray.get(getattr(get_actor(name), method).remote(*args), timeout=timeout_s)
+    except (RayTaskError, RayActorError) as exc:
+        raise from_ray(name, method, exc) from exc
+
+
+@dataclass
+class Stream:
+    """What came of one sequence."""
+
+    state: SequenceState
+    replica: str
+    tokens: dict[int, int] = field(default_factory=dict)
+    epochs: list[int] = field(default_factory=list)
+    moved_to: list[str] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: QuadrigaError | None = None
+    first_token_s: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens in order. Raises: AssertionError when one is missing."""
+        assert sorted(self.tokens) == list(range(len(self.tokens))), "a gap in the stream"
+        return [self.tokens[i] for i in range(len(self.tokens))]
+
+    def take(self, emission: Emission) -> None:
+        if self.epochs and emission.epoch < self.epochs[-1]:
+            return
+        self.epochs.append(emission.epoch)
+        for i, token_id in enumerate(emission.token_ids):
+            index = emission.first_index + i
+            assert self.tokens.setdefault(index, token_id) == token_id, "a token has changed"
+        if emission.token_ids and self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+        if emission.moved_to is not None:
+            self.moved_to.append(emission.moved_to)
+            self.replica = emission.moved_to
+        self.finish = emission.finish or self.finish
+        self.error = emission.error or self.error
+
+
+class Ingress:
+    """One ingress of an application; everything it does has a deadline."""
+
+    def __init__(self, app: str, model: str = "quadriga-s") -> None:
+        self.app = app
+        self.model = model
+        self.ingress_id = uuid.uuid4().hex
+        self.streams: dict[str, Stream] = {}
+        self.lose_reply: Callable[[], bool] = lambda: False
+        self._acks: dict[str, int] = {}
+        self._beat_s = 0.0
+
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, *, deadline_s: float = 60.0, **sampling: Any
+    ) -> Stream:
+        """Admit and submit one sequence; greedy, end tokens ignored, unless told otherwise."""
+        now = time.time()
+        params = {"temperature": 0.0, "ignore_eos": True} | sampling
+        state = SequenceState(
+            sequence_id=uuid.uuid4().hex,
+            request_id=uuid.uuid4().hex,
+            model=self.model,
+            prompt_ids=list(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, **params),
+            ingress_id=self.ingress_id,
+            arrival_unix_s=now,
+            deadline_unix_s=now + deadline_s,
+        )
+        request = AdmitRequest(
+            state.sequence_id, self.model, len(prompt), max_tokens, 0, state.deadline_unix_s
+        )
+        admission: Admission = call(scheduler_name(self.app), "admit", request)
+        call(admission.prefill_replica, "submit", state)
+        stream = Stream(state, admission.prefill_replica)
+        self.streams[state.sequence_id] = stream
+        return stream
+
+    def cancel(self, *streams: Stream) -> None:
+        """Cancel where the sequences are, as far as is known here."""
+        by_replica: dict[str, list[str]] = {}
+        for stream in streams:
+            by_replica.setdefault(stream.replica, []).append(stream.state.sequence_id)
+            self.streams.pop(stream.state.sequence_id, None)
+        for replica, sequence_ids in by_replica.items():
+            call(replica, "cancel", sequence_ids)
+
+    def poll(self, timeout_s: float = 0.05) -> None:
+        """Poll every replica that holds a stream once; a dead one fails what it holds."""
+        self.heartbeat()
+        live = [s for s in self.streams.values() if not s.is_over]
+        # A prefill replica may have said everything already; asking it once more is harmless.
+        replicas = {s.replica for s in live} | set(self._acks)
+        refs = {}
+        for name in replicas:
+            try:
+                ack = self._acks.setdefault(name, 0)
+                refs[name] = get_actor(name).poll.remote(self.ingress_id, ack, timeout_s)
+            except ReplicaDied as exc:
+                self._lost(name, exc)
+        for name, ref in refs.items():
+            try:
+                reply: PollReply = ray.get(ref, timeout=RPC_TIMEOUT_S)
+            except (RayTaskError, RayActorError) as exc:
+                self._lost(name, from_ray(name, "poll", exc))
+                continue
+            if self.lose_reply():
+                continue
+            self._acks[name] = reply.last_seq
+            for emission in reply.emissions:
+                stream = self.streams.get(emission.sequence_id)
+                if stream is not None:
+                    stream.take(emission)
+
+    def _lost(self, name: str, error: QuadrigaError) -> None:
+        forget_actor(name)
+        self._acks.pop(name, None)
+        for stream in self.streams.values():
+            if stream.replica == name and not stream.is_over:
+                stream.error = error
+
+    def heartbeat(self) -> None:
+        if time.monotonic() - self._beat_s > 0.5:
+            self._beat_s = time.monotonic()
+            try:
+                call(controller_name(self.app), "ingress_heartbeat", self.ingress_id)
+            except QuadrigaError:
+                forget_actor(controller_name(self.app))
+
+    def until(self, is_done: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Poll until something is the case. Raises: AssertionError when it is not in time."""
+        give_up = time.monotonic() + timeout_s
+        while not is_done():
+            assert time.monotonic() < give_up, f"not in {timeout_s} s"
+            self.poll()
+
+    def finish(self, *streams: Stream, timeout_s: float = 60.0) -> None:
+        """Poll until these streams are over."""
+        self.until(lambda: all(s.is_over for s in streams), timeout_s)

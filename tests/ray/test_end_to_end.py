@@ -1,0 +1,200 @@
+"""Prefill and decode apart, through the actors only; a test plays the ingress."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from actors.lookup import scheduler_name
+from quadriga.errors import DeadlineExceeded, Overloaded, UnknownModel
+from quadriga.types import AdmitRequest, FinishReason
+from tests.ray.apps import App
+from tests.ray.ingress import call
+
+
+def prompts(count: int, *, seed: int = 0, longest: int = 120) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 500) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def reference() -> object:
+    """The same weights in `transformers`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from quadriga.checkpoint import locate
+
+    model = AutoModelForCausalLM.from_pretrained(locate("quadriga-s"), dtype=torch.float32)
+
+    def generate(prompt: list[int], num_tokens: int) -> list[int]:
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        return tokens
+
+    return generate
+
+
+def test_greedy_tokens_equal_transformers(app: App, reference: object) -> None:
+    """Through one prefill and two decode replicas, twelve sequences at once."""
+    assert callable(reference)
+    ingress = app.ingress()
+    # End tokens are banned on both sides, so that every stream has the same length.
+    streams = [ingress.submit(p, 24, ignore_eos=False, min_tokens=24) for p in prompts(12)]
+    ingress.finish(*streams)
+    for stream in streams:
+        assert stream.error is None
+        assert stream.finish is FinishReason.LENGTH
+        assert stream.token_ids == reference(stream.state.prompt_ids, 24)
+        assert stream.epochs[0] == 0
+        assert stream.epochs[-1] == 1, "the decode replica owns it"
+    assert {s.replica for s in streams} == set(app.replicas("decode")), "both were used"
+    app.until_idle()
+
+
+def test_prompts_of_several_chunks(app: App) -> None:
+    """Parts of layer groups × chunks are put together in the right places."""
+    ingress = app.ingress()
+    rng = random.Random(5)
+    prompt = [rng.randrange(5, 500) for _ in range(700)]
+    alone = ingress.submit(prompt, 12)
+    ingress.finish(alone)
+    crowd = [ingress.submit(prompt if i == 3 else p, 12) for i, p in enumerate(prompts(8, seed=2))]
+    ingress.finish(*crowd)
+    assert crowd[3].token_ids == alone.token_ids
+    app.until_idle()
+
+
+def test_lost_replies_lose_nothing(app: App) -> None:
+    batch = prompts(6, seed=3)
+    calm = app.ingress()
+    expected = [calm.submit(p, 30) for p in batch]
+    calm.finish(*expected)
+
+    rng = random.Random(4)
+    shaky = app.ingress()
+    shaky.lose_reply = lambda: rng.random() < 0.6
+    streams = [shaky.submit(p, 30) for p in batch]
+    shaky.finish(*streams)
+    assert [s.token_ids for s in streams] == [s.token_ids for s in expected]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_sequences_that_end_in_prefill(app: App, max_tokens: int) -> None:
+    ingress = app.ingress()
+    stream = ingress.submit([5, 6, 7], max_tokens, num_prompt_logprobs=0)
+    ingress.finish(stream)
+    assert stream.finish is FinishReason.LENGTH
+    assert len(stream.token_ids) == max_tokens
+    assert stream.moved_to == []
+    app.until_idle()
+
+
+def test_cancelling_at_any_moment_frees_everything(app: App) -> None:
+    """Queued, computing, reserving, copying, committing, running: delays of 0 to 60 ms."""
+    ingress = app.ingress()
+    rng = random.Random(7)
+    for prompt in prompts(40, seed=8, longest=400):
+        stream = ingress.submit(prompt, 200)
+        pause_until = time.monotonic() + rng.random() * 0.06
+        while time.monotonic() < pause_until:
+            ingress.poll(0.0)
+        ingress.cancel(stream)
+    app.until_idle(1.0)
+
+
+def test_cancelling_every_stage_of_a_full_service(full: App) -> None:
+    """Two run, others wait for a slot with their rows held, the rest is queued."""
+    ingress = full.ingress()
+    streams = [ingress.submit([5] * 50, 400) for _ in range(7)]
+    ingress.until(lambda: sum(s.first_token_s is not None for s in streams) >= 5)
+    loads = full.loads()
+    assert sum(running for running, *_ in loads) >= 5
+    ingress.cancel(*streams)
+    full.until_idle(1.0)
+
+
+def test_first_tokens_do_not_wait_for_a_slot(full: App) -> None:
+    """All decode slots are taken: the first token goes out all the same."""
+    ingress = full.ingress()
+    holders = [ingress.submit([5] * 20, 400) for _ in range(2)]
+    ingress.until(lambda: all(len(s.tokens) > 3 for s in holders))
+    waiting = ingress.submit([6] * 20, 4)
+    ingress.until(lambda: waiting.first_token_s is not None, 2.0)
+    assert len(waiting.tokens) == 1
+    assert not any(s.is_over for s in holders)
+    ingress.cancel(holders[0])
+    ingress.finish(waiting, timeout_s=5.0)
+    assert len(waiting.token_ids) == 4
+    ingress.cancel(holders[1])
+    full.until_idle()
+
+
+def test_a_deadline_ends_the_wait_for_a_slot(full: App) -> None:
+    ingress = full.ingress()
+    holders = [ingress.submit([5] * 20, 400) for _ in range(2)]
+    ingress.until(lambda: all(len(s.tokens) > 3 for s in holders))
+    late = ingress.submit([6] * 20, 4, deadline_s=1.0)
+    ingress.finish(late, timeout_s=3.0)
+    assert isinstance(late.error, DeadlineExceeded)
+    assert len(late.tokens) == 1
+    ingress.cancel(*holders)
+    full.until_idle()
+
+
+def test_overload_says_when_to_come_back(full: App) -> None:
+    ingress = full.ingress()
+    streams = []
+    with pytest.raises(Overloaded) as refusal:
+        for _ in range(40):
+            streams.append(ingress.submit([5] * 50, 400))
+    assert refusal.value.retry_after_s is not None
+    assert 0 < refusal.value.retry_after_s <= 60
+    assert len(streams) >= 4, "the queue itself must be usable"
+    ingress.cancel(*streams)
+    full.until_idle()
+
+
+def test_admitted_requests_finish_under_load(full: App) -> None:
+    ingress = full.ingress()
+    streams = [ingress.submit([5 + i] * 30, 20) for i in range(7)]
+    ingress.finish(*streams, timeout_s=20.0)
+    assert [len(s.token_ids) for s in streams] == [20] * 7
+    assert not any(s.error for s in streams)
+    full.until_idle()
+
+
+def test_a_pace_is_kept(full: App) -> None:
+    """`steady-15ms`: a step of one short sequence takes 15 ms and a little."""
+    ingress = full.ingress()
+    stream = ingress.submit([5] * 10, 41)
+    ingress.finish(stream)
+    assert stream.first_token_s is not None
+    took_s = time.monotonic() - stream.first_token_s
+    assert took_s > 40 * 0.015
+
+
+def test_requests_of_a_silent_ingress_are_cancelled(full: App) -> None:
+    """Its orphan time is 2 s; the application lives on by another ingress's signs of life."""
+    silent = full.ingress()
+    silent.submit([5] * 20, 1500)
+    silent.submit([5] * 20, 1500)
+    other = full.ingress()
+    other.until(lambda: all(load[0] == 0 for load in full.loads()), 8.0)
+    full.until_idle()
+
+
+def test_unknown_models_and_missing_replicas(app: App) -> None:
+    scheduler = scheduler_name(app.name)
+    request = AdmitRequest("s", "nobody", 3, 3, 0, time.time() + 9)
+    with pytest.raises(UnknownModel, match="quadriga-s"):
+        call(scheduler, "admit", request)

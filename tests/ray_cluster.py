@@ -1,0 +1,28 @@
+"""One local Ray for all tests of a session that need one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray of four logical CPUs without dashboard, shared by every test of the session."""
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        ray.init(
+            num_cpus=4,
+            object_store_memory=128 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+        )
+    yield
+    if is_ours:
+        ray.shutdown()

@@ -1,0 +1,231 @@
+"""The command line: dispatch, options, whole runs against the fake service, exit statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.__main__ import COMMANDS, main
+from loadgen.fake_grpc import FakeGrpcOptions, FakeGrpcServer
+from loadgen.fake_server import FakeOptions, FakeServer
+from quadriga.training.tasks import TASKS, make_example, sample_examples
+
+HEADER = "arrival_s,input_tokens,output_tokens\n"
+Service = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """Start fakes of both transports in a thread; returns (url, grpc address)."""
+    stops: list[Callable[[], None]] = []
+
+    def start(**options: Any) -> tuple[str, str]:
+        started = threading.Event()
+        found: list[str] = []
+
+        async def serve() -> None:
+            loop, stop = asyncio.get_running_loop(), asyncio.Event()
+            grpc_options = {k: v for k, v in options.items() if k == "answer"}
+            async with (
+                FakeServer(FakeOptions(**options)) as http,
+                FakeGrpcServer(FakeGrpcOptions(**grpc_options)) as grpc,
+            ):
+                found.extend((http.url, grpc.address))
+                stops.append(lambda: loop.call_soon_threadsafe(stop.set))
+                started.set()
+                await stop.wait()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        stops.append(thread.join)
+        assert started.wait(20)
+        stops[-1], stops[-2] = stops[-2], stops[-1]
+        return found[0], found[1]
+
+    yield start
+    # A stop comes before its join.
+    for stop in stops:
+        stop()
+
+
+def answer_tasks(prompt: str) -> str | None:
+    """Answer the examples of seed 0 rightly, but every sort wrongly."""
+    for index, example in enumerate(sample_examples(seed=0)):
+        if example.prompt == prompt.strip():
+            return "wrong" if example.task == "sort" else example.answer
+        if index > 100:
+            return None
+    return None
+
+
+def run(service: tuple[str, str], tmp_path: Path, *words: str) -> int:
+    url, grpc = service
+    output = ["--url", url, "--grpc", grpc, "--output", str(tmp_path / "out"), "--no-plots"]
+    return main(["run", *output, *words])
+
+
+def lines(tmp_path: Path) -> list[dict[str, Any]]:
+    text = (tmp_path / "out" / "run.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def write_trace(tmp_path: Path, rows: str) -> str:
+    path = tmp_path / "trace.csv"
+    path.write_text(HEADER + rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_trace_keeps_its_lengths(transport: str, service: Service, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, "0,5,7\n0.01,300,2\n0.02,6,40\n")
+    status = run(service(), tmp_path, "--trace", trace, "--transport", transport)
+    assert status == 0
+    head, *requests, summary = lines(tmp_path)
+    assert head["kind"] == "run" and head["scenario"] == "trace trace" and head["seed"] == 0
+    assert {"commit", "machine", "config", "warm_up"} <= head.keys()
+    assert [r["prompt_tokens"] for r in requests] == [5, 300, 6]
+    assert [r["completion_tokens"] for r in requests] == [7, 2, 40]
+    assert [r["outcome"] for r in requests] == ["ok"] * 3
+    assert sum(num for _, num in requests[2]["writes"][0]) == 40
+    assert summary["kind"] == "summary" and summary["output_tokens"] == 49
+    assert summary["ttft"]["p99"] > 0
+
+
+def test_seed_decides_the_prompts(tmp_path: Path) -> None:
+    async def bodies(seed: int) -> list[Any]:
+        async with FakeServer() as server:
+            words = ["--url", server.url, "--trace", trace, "--seed", str(seed), "--no-plots"]
+            words += ["--output", str(tmp_path / "out"), "--warmup", "0", "--arrivals", "closed:1"]
+            assert await asyncio.to_thread(main, ["run", *words]) == 0
+            return [body["prompt"] for body in server.bodies]
+
+    trace = write_trace(tmp_path, "0,50,1\n0,50,1\n")
+    first, same, other = (asyncio.run(bodies(seed)) for seed in (1, 1, 2))
+    assert first == same and first != other and first[0] != first[1]
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_tasks_are_scored(transport: str, service: Service, tmp_path: Path) -> None:
+    started = service(answer=answer_tasks)
+    words = ["--tasks", "40", "--endpoint", "both", "--stream", "both", "--transport", transport]
+    assert run(started, tmp_path, *words) == 0
+    _, *requests, summary = lines(tmp_path)
+    assert {(r["endpoint"], r["stream"]) for r in requests} == {
+        (endpoint, stream) for endpoint in ("completions", "chat") for stream in (True, False)
+    }
+    for task, (right, judged) in summary["scores"].items():
+        assert task in TASKS and right == (0 if task == "sort" else judged) and judged > 0
+
+
+def test_prompt_file_with_answers(service: Service, tmp_path: Path) -> None:
+    example = make_example("copy", seed=5, index=0)
+    rows = [
+        {"prompt": "ping", "answer": "pong"},
+        {"prompt": "pang", "answer": "pong"},
+        {"prompt": example.prompt, "task": "copy"},
+        {"prompt": "unscored", "completion": "ignored", "max_tokens": 5},
+    ]
+    path = tmp_path / "prompts.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    answers = {"ping": "pong", "pang": "peng", example.prompt: example.answer}
+    words = ["--prompts", str(path), "--max-tokens", "900", "--warmup", "0"]
+    assert run(service(answer=answers.get), tmp_path, *words) == 0
+    *_, last, summary = lines(tmp_path)
+    assert summary["scores"] == {"answer": [1, 2], "copy": [1, 1]}
+    assert last["max_tokens"] == 5 and last["score"] is None
+
+
+def test_fit_prompts_cuts_to_the_context(service: Service, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * 5000}))
+    words = ["--prompts", str(path), "--fit-prompts", "--max-tokens", "96"]
+    assert run(service(), tmp_path, *words) == 0
+    assert lines(tmp_path)[1]["prompt_tokens"] == 4000
+
+
+def test_failed_check_is_exit_status_1(service: Service, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, "0,5,9\n0,5,9\n")
+    words = ["--trace", trace, "--warmup", "0"]
+    assert run(service(fault="gap"), tmp_path, *words) == 1
+    *_, summary = lines(tmp_path)
+    assert summary["failed"] == 2 and summary["ok"] == 0
+    assert (tmp_path / "out" / "failed-0.txt").read_text().count("data: ") >= 9
+
+
+def test_all_refused_is_exit_status_1(service: Service, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, "0,5,9\n")
+    assert run(service(fault="refuse"), tmp_path, "--trace", trace, "--warmup", "0") == 1
+
+
+def test_plots_are_written(service: Service, tmp_path: Path) -> None:
+    url, _ = service()
+    trace = write_trace(tmp_path, "0,5,9\n0,5,9\n")
+    words = ["run", "--url", url, "--trace", trace, "--output", str(tmp_path / "out")]
+    assert main(words) == 0
+    for name in ("latency.png", "timeline.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
+        (["--tasks", "3", "--arrivals", "banana"], "--arrivals: 'banana' is none of"),
+        (["--tasks", "3", "--task-names", "sort,fly"], "--task-names: fly unknown"),
+        (["--tasks", "3", "--extra", "[1]"], "--extra: must be a JSON object"),
+        (["--tasks", "3", "--extra", "{"], "--extra: not JSON"),
+        (["--tasks", "3", "--model", "gpt"], "--model: 'gpt' is not served; there are fake"),
+        (["--tasks", "3", "--arrivals", "trace"], "no arrival times of its own"),
+        (["--tasks", "3", "--fit-prompts", "--endpoint", "chat"], "token ids have no chat form"),
+    ],
+)
+def test_bad_options_are_named(
+    words: list[str],
+    message: str,
+    service: Service,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(service(), tmp_path, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nobody_listening_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(("http://127.0.0.1:1", "127.0.0.1:1"), tmp_path, "--tasks", "1") == 2
+    assert "is the service running?" in capsys.readouterr().err
+
+
+def test_api_key_is_sent_and_not_recorded(service: Service, tmp_path: Path) -> None:
+    assert run(service(), tmp_path, "--tasks", "1", "--api-key", "s3cret-key") == 0
+    assert "s3cret-key" not in (tmp_path / "out" / "run.jsonl").read_text()
+
+
+def test_unknown_command_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serv"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean 'bench serve'?" in error
+    assert all(" ".join(name) in error for name in COMMANDS)
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "bench serve" in capsys.readouterr().out
+    assert main([]) == 2
+
+
+def test_run_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, loadgen.run, loadgen.client_grpc, loadgen.checker.grpc, loadgen.workload;"
+        "import quadriga.training.tasks;"
+        "sys.exit(any(m.split('.')[0] in ('torch', 'ray', 'transformers') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
