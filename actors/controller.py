@@ -28,7 +28,7 @@ from quadriga.config import QuadrigaConfig, load_config
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.metrics import MetricsHub
 from quadriga.pacing import find_profile
-from quadriga.resolve import Deployment, ReplicaSpec, resolve
+from quadriga.resolve import Deployment, Hardware, ReplicaSpec, resolve
 from quadriga.types import Role
 
 logger = logging.getLogger(__name__)
@@ -243,11 +243,15 @@ class Controller:
 
 
 def _resolve(config: dict[str, Any]) -> Desired:
+    return _resolve_on(config, cluster_hardware())
+
+
+def _resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
     """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError."""
     loaded: QuadrigaConfig = load_config(config)
     if loaded.decode.pace is not None:
         find_profile(loaded.decode.pace)
-    deployment = resolve(loaded, cluster_hardware())
+    deployment = resolve(loaded, hardware)
     ordinals = dict.fromkeys(Role, 0)
     places: dict[Key, ReplicaSpec] = {}
     for spec in deployment.replicas:

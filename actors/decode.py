@@ -109,7 +109,7 @@ class DecodeReplica(Replica[DecodeCore]):
     ) -> None:
         """Take the sequence over; may be repeated. Raises: MigrationFailed."""
         if self.is_cancelled(state.sequence_id):
-            await self.receiver.abort(transfer_id)
+            await self.receiver.abort(transfer_id, LeaseState.CANCELLED)
             raise MigrationFailed(f"{state.sequence_id} was cancelled", code="cancelled")
         self.expect(state.ingress_id)
         await self.receiver.commit(transfer_id, state, checksums)
@@ -139,7 +139,7 @@ class DecodeReplica(Replica[DecodeCore]):
 
     async def _cancel(self, sequence_ids: Sequence[str]) -> None:
         for sequence_id in sequence_ids:
-            await self.receiver.abort_sequence(sequence_id)
+            await self.receiver.cancel(sequence_id)
 
         def leave(core: DecodeCore) -> None:
             # A reserved row belongs to its lease: only running sequences are taken out here.

@@ -25,9 +25,9 @@ from quadriga.types import Role
 
 logger = logging.getLogger(__name__)
 
-SILENCE_FACTOR = 5.0
+SILENCE_FACTOR = 8.0
 """Heartbeat intervals without an answer before a replica counts as hung."""
-MIN_SILENCE_S = 5.0
+MIN_SILENCE_S = 8.0
 STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0

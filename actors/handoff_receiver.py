@@ -117,21 +117,23 @@ class HandoffReceiver:
             await self._host.release_row(state.sequence_id)
             raise MigrationFailed(f"{state.sequence_id} could not join: {exc.message}") from exc
 
-    async def abort(self, transfer_id: str) -> LeaseState | None:
+    async def abort(
+        self, transfer_id: str, end: LeaseState = LeaseState.ABORTED
+    ) -> LeaseState | None:
         """End a transfer, unless it is committed; may be repeated. Returns what it is now."""
         with self._lock:
-            lease = self._table.abort(transfer_id)
+            lease = self._table.abort(transfer_id, end)
             state = self._table.state(transfer_id)
         if lease is not None:
             await self._host.release_row(lease.offer.sequence_id)
         return state
 
-    async def abort_sequence(self, sequence_id: str) -> None:
-        """End every open transfer of a sequence: it was cancelled."""
+    async def cancel(self, sequence_id: str) -> None:
+        """End every open transfer of a sequence that nobody wants; its source will hear of it."""
         with self._lock:
             transfers = self._table.transfers_of(sequence_id)
         for transfer_id in transfers:
-            await self.abort(transfer_id)
+            await self.abort(transfer_id, LeaseState.CANCELLED)
 
     async def abort_all(self) -> None:
         """End every open transfer: the replica is going away."""

@@ -103,20 +103,22 @@ class OutgoingTransfer:
                     raise
                 await asyncio.sleep(0.05)
 
-    async def abort(self) -> bool:
+    async def abort(self) -> LeaseState | None:
         """Give the transfer up on both sides; may be repeated.
 
         Returns:
-            True when it was too late: the destination has committed and owns the sequence.
+            What it is at the destination now: COMMITTED where it was too late and the
+            destination owns the sequence, CANCELLED where the sequence is not wanted any more;
+            None when there was no answer.
         """
         self._renewing.cancel()
         await self._transport.abort(self.peer.name, self.offer.transfer_id)
         try:
-            state = await self._call("abort", self.offer.transfer_id)
+            state: LeaseState | None = await self._call("abort", self.offer.transfer_id)
         except QuadrigaError as exc:
             logger.info("abort of %s at %s: %s", self.offer.transfer_id, self.peer.name, exc)
-            return False
-        return bool(state == LeaseState.COMMITTED)
+            return None
+        return state
 
     async def _call(self, method: str, *args: Any) -> Any:
         timeout_s = call_timeout_s(self._deadline_s)

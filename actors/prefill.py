@@ -11,7 +11,7 @@ from typing import Any
 from actors.calls import call
 from actors.kv_feed import KVFeed, KVRange, StagingBudget
 from actors.lifecycle import scheduler_name
-from actors.prefill_handoff import PrefillHandoff
+from actors.prefill_handoff import Line, PrefillHandoff
 from actors.replica import MAX_REMEMBERED, Replica
 from actors.status import Load
 from actors.tasks import background
@@ -170,8 +170,7 @@ class PrefillReplica(Replica[PrefillCore]):
         self._handed_off: OrderedDict[str, str] = OrderedDict()
         super().__init__(name, spec, config)
         self.sender = HandoffSender(name, self.transport, self.config.transport)
-        # Whoever waits for room on a decode replica waits in one line.
-        self.line = asyncio.Lock()
+        self.line = Line()
         self._view: ClusterView | None = None
         # In turn: nobody counts what others place while the scheduler is away.
         self._fallback = RoundRobin()
@@ -257,6 +256,10 @@ class PrefillReplica(Replica[PrefillCore]):
         )
         return self._fallback.choose(request, able)
 
+    def cancel_at(self, peer: str, sequence_id: str) -> None:
+        """Cancel a sequence that a decode replica owns by now."""
+        background(_tell(peer, "cancel", [sequence_id]))
+
     def report_death(self, peer: str) -> None:
         """Tell the scheduler of a decode replica that is gone."""
         background(_tell(scheduler_name(self.config.name), "replica_died", peer))
@@ -294,7 +297,7 @@ class PrefillReplica(Replica[PrefillCore]):
             peer = self._handed_off.pop(sequence_id, None)
             if peer is not None:
                 # The ingress may not know yet where the sequence went.
-                background(_tell(peer, "cancel", [sequence_id]))
+                self.cancel_at(peer, sequence_id)
 
         def release(core: PrefillCore) -> None:
             for sequence_id in sequence_ids:

@@ -11,6 +11,7 @@ from actors.calls import call
 from actors.kv_feed import KVFeed, KVRange
 from actors.lifecycle import scheduler_name
 from actors.tasks import background
+from quadriga.batching.handoff import LeaseState
 from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -36,6 +37,30 @@ MIN_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
 
 
+class Line:
+    """Whoever finds no room on any decode replica waits in one line, first come first served."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._num_waiting = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self._num_waiting == 0
+
+    async def __aenter__(self) -> None:
+        self._num_waiting += 1
+        try:
+            await self._lock.acquire()
+        except BaseException:
+            self._num_waiting -= 1
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._num_waiting -= 1
+        self._lock.release()
+
+
 class PrefillHandoff:
     """One sequence's way to its decode replica, as one task.
 
@@ -49,10 +74,13 @@ class PrefillHandoff:
         self._feed = feed
         self._failed_on: list[str] = []
         self._prompt_done_s = 0.0
+        self._deadline_s = replica.config.transport.deadline_s
+        self._limit: asyncio.Timeout | None = None
 
     def prompt_done(self) -> None:
         """The first token is out and is not the last; all KV there will be has been fed."""
         self._prompt_done_s = self._replica.clock.now_s()
+        self._start_limit()
         self._feed.complete()
 
     async def run(self) -> None:
@@ -83,20 +111,55 @@ class PrefillHandoff:
             transfer = await self._reserve()
             peer = transfer.peer.name
             try:
-                num_bytes = await self._send_all(transfer)
-                await transfer.commit(self._state)
+                num_bytes = await self._send_and_commit(transfer)
             except ReplicaError as exc:
-                if await transfer.abort():
+                end = await transfer.abort()
+                if end is LeaseState.COMMITTED:
                     return peer
+                if end is LeaseState.CANCELLED:
+                    raise Cancelled(f"{self._state.sequence_id} was cancelled") from exc
                 self._note_failure(peer, exc)
             except BaseException:
                 # Cancelled or late: the row here is not kept waiting for the other side.
-                background(transfer.abort())
+                background(self._abort_and_cancel(transfer))
                 raise
             else:
                 took_s = self._replica.clock.now_s() - self._prompt_done_s
                 self._replica.metrics.handed_off(took_s, num_bytes)
                 return peer
+
+    async def _send_and_commit(self, transfer: OutgoingTransfer) -> int:
+        """Copy and commit; once the prompt is done, within the hand-off's deadline.
+
+        Returns:
+            The bytes sent.
+
+        Raises:
+            ReplicaError: It failed, or took too long.
+        """
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                if self._prompt_done_s:
+                    self._start_limit()
+                num_bytes = await self._send_all(transfer)
+                await transfer.commit(self._state)
+                return num_bytes
+        except TimeoutError as exc:
+            raise MigrationFailed(
+                f"hand-off to {transfer.peer.name} took longer than {self._deadline_s:.1f} s",
+                code="timeout",
+            ) from exc
+        finally:
+            self._limit = None
+
+    def _start_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
+
+    async def _abort_and_cancel(self, transfer: OutgoingTransfer) -> None:
+        """Give a transfer up for good; what is committed already is cancelled over there."""
+        if await transfer.abort() is LeaseState.COMMITTED:
+            self._replica.cancel_at(transfer.peer.name, self._state.sequence_id)
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:
         """Send every range, as they become complete. Returns the bytes sent."""
@@ -118,12 +181,12 @@ class PrefillHandoff:
 
     async def _reserve(self) -> OutgoingTransfer:
         """Find a replica with room and reserve there; wait in line when there is none."""
-        replica = self._replica
-        if not replica.line.locked():
+        line = self._replica.line
+        if line.is_empty:
             transfer = await self._try_once()
             if transfer is not None:
                 return transfer
-        async with replica.line:
+        async with line:
             pause_s = MIN_PAUSE_S
             while True:
                 transfer = await self._try_once()

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_MIN_GAP_S = 0.05
 """Between two reports when room became free: placement waits for that news."""
+REPORT_MIN_TIMEOUT_S = 1.0
 MAX_POLL_S = 30.0
 MAX_REMEMBERED = 4096
 END_DELAY_S = 0.05
@@ -292,7 +293,7 @@ class Replica(ABC, Generic[Core]):
         interval_s = self.config.scheduler.snapshot_interval_s
         while not self._is_ending:
             if self.engine.is_ready:
-                await self._report(interval_s)
+                await self._report(max(interval_s, REPORT_MIN_TIMEOUT_S))
             await asyncio.sleep(REPORT_MIN_GAP_S)
             try:
                 async with asyncio.timeout(interval_s - REPORT_MIN_GAP_S):
@@ -302,11 +303,12 @@ class Replica(ABC, Generic[Core]):
             self._room_freed.clear()
 
     async def _report(self, timeout_s: float) -> None:
-        accepted, self._accepted = self._accepted, []
+        accepted, self._accepted = self._accepted[-MAX_REMEMBERED:], []
         scheduler = scheduler_name(self.config.name)
         try:
             await call(scheduler, "report", self._snapshot(), accepted, timeout_s=timeout_s)
         except QuadrigaError as exc:
+            self._accepted = accepted + self._accepted
             logger.info("report to %s failed: %s", scheduler, exc)
 
     async def _watch_ingresses(self) -> None:

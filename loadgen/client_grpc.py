@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,8 @@ class GrpcClient:
         """Wait for the end within the limit; note status and trailers."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                try:
+                with suppress(grpc.aio.AioRpcError):  # the status is read below
                     await reading
-                except grpc.aio.AioRpcError:
-                    pass  # the status is read below, as for calls that end well
                 capture.status = (await call.code()).name
                 capture.status_message = await call.details() or ""
                 trailers = await call.trailing_metadata() or ()

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from loadgen.capture import LoadClient
 from loadgen.client_http import HttpClient
+from loadgen.options import api_key
 from loadgen.runner import Live, now_s
 
 
@@ -25,7 +26,7 @@ async def open_client(
         args.grpc,
         now_s=now_s,
         timeout_s=args.timeout_s,
-        api_key=args.api_key,
+        api_key=api_key(args),
         tls=args.grpc_tls or args.ca_file is not None,
         ca_file=args.ca_file,
         on_data=live.on_data,

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -335,7 +335,5 @@ if __name__ == "__main__":
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--tokens-per-write", type=int, default=1)
     parsed = parser.parse_args()
-    try:
+    with suppress(KeyboardInterrupt):
         run_event_loop(lambda: _main(parsed))
-    except KeyboardInterrupt:
-        pass

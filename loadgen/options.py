@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from loadgen.arrivals import FORMS
+from quadriga.errors import ConfigError
 
 API_KEY_VARIABLE = "QUADRIGA_API_KEY"
 
@@ -55,6 +56,7 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(API_KEY_VARIABLE),
         help=f"default: ${API_KEY_VARIABLE}",
     )
+    service.add_argument("--api-key-file", type=Path, help="file with the key, instead")
     service.add_argument("--ca-file", help="certificates to trust for https and TLS gRPC")
     service.add_argument("--grpc-tls", action="store_true", help="TLS on the gRPC channel")
     service.add_argument(
@@ -101,6 +103,23 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--extra", help='further body fields, e.g. \'{"top_p": 0.9, "priority": 1}\''
     )
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """Return the key to send, from the file where one is given.
+
+    Raises:
+        ConfigError: The file cannot be read or holds no key.
+    """
+    if args.api_key_file is None:
+        return args.api_key or None
+    try:
+        key: str = args.api_key_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--api-key-file: {exc}", param="api-key-file") from exc
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"--api-key-file: {args.api_key_file} holds no key", param="api-key-file")
+    return key
 
 
 def whole(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:

@@ -121,9 +121,9 @@ def _latency_table(summary: Summary, title: str) -> Table:
         "TTFT": summary.ttft,
         "TPOT": summary.tpot,
         "inter-token": summary.itl,
-        "stall (between writes)": summary.stall,
-        "end to end": summary.e2e,
-        "generator lag": summary.lag,
+        "stall": summary.stall,
+        "E2E": summary.e2e,
+        "lag": summary.lag,
     }
     for name, values in rows.items():
         table.add_row(name, *_cells(values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from loadgen.clients import open_client
 from loadgen.event_loop import run_event_loop
 from loadgen.judge import Judgement, score
 from loadgen.metrics import Slo, Summary, summarise
-from loadgen.options import add_arguments
+from loadgen.options import add_arguments, api_key
 from loadgen.plots import write_plots
 from loadgen.progress import progress_bar
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
@@ -32,11 +33,12 @@ __all__ = ["add_arguments", "run"]
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 MAX_FAILURES_SHOWN = 5
+REPORT_WIDTH = 100
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; 0 only when no response failed its check and at least one passed."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     arrivals = parse_arrivals(args.arrivals or ("trace" if args.trace else "closed:8"))
     folder = _output_folder(args.output)
     result, summary = run_event_loop(lambda: _run(args, arrivals, console, folder))
@@ -59,7 +61,7 @@ async def _run(
         parse_url(args.url, ca_file=args.ca_file),
         now_s=now_s,
         timeout_s=args.timeout_s,
-        api_key=args.api_key,
+        api_key=api_key(args),
         on_data=live.on_data if args.transport == "http" else None,
     )
     target = await find_target(http, args.model)

@@ -226,9 +226,9 @@ class _Run:
 
     def _judge(self, record: Record, capture: Capture) -> None:
         record.verdict = self.judge(capture, record.spec, record.request_id)
-        if record.verdict.outcome is Outcome.FAILED:
-            if len(self.result.failed_captures) < self.options.keep_failed:
-                self.result.failed_captures.append((record.spec.index, capture))
+        kept = self.result.failed_captures
+        if record.verdict.outcome is Outcome.FAILED and len(kept) < self.options.keep_failed:
+            kept.append((record.spec.index, capture))
 
 
 def raise_file_limit() -> None:

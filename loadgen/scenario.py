@@ -16,7 +16,7 @@ from quadriga.errors import ConfigError
 
 PROMPT_MAX_TOKENS = 128
 TASK_MAX_TOKENS = 1024  # longer than the longest answer of any task
-_SECRETS = ("api_key",)
+_SECRETS = ("api_key", "api_key_file", "ca_file")
 
 
 async def build_specs(
@@ -75,10 +75,11 @@ def describe(args: argparse.Namespace) -> str:
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options for the record, without secrets and without folders."""
     config = {k: v for k, v in vars(args).items() if k not in _SECRETS}
-    for key in ("trace", "prompts"):
-        if config.get(key) is not None:
-            config[key] = config[key].name
-    return config
+    return (
+        config
+        | {key: config[key].name for key in ("trace", "prompts") if config[key] is not None}
+        | {"output": None}
+    )
 
 
 async def _from_trace(

@@ -231,6 +231,7 @@ class IngressMetrics:
             "quadriga_requests_refused_total", "Requests refused, by reason.", ("reason",)
         )
         self.open_requests = r.gauge("quadriga_ingress_open_requests", "Requests being answered.")
+        self.pushes = r.counter("quadriga_metrics_pushes_total", "Snapshots sent to the hub.")
         self.resumed = r.counter("quadriga_requests_resumed_total", "Streams taken up again.")
         self.cancelled = r.counter(
             "quadriga_requests_cancelled_total", "Sequences cancelled by their client.", model

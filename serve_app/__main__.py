@@ -48,13 +48,13 @@ def _serve(
     config: QuadrigaConfig, keys: ApiKeys, options: argparse.Namespace, key_hint: str
 ) -> int:
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
     addresses = Addresses(
         options.host, options.http_port, None if options.no_grpc else options.grpc_port
     )
     print(f"starting {', '.join(pool.model for pool in config.pools)} …", flush=True)
     with LocalService(config, keys, addresses) as service:
+        for number in (signal.SIGINT, signal.SIGTERM):  # only now: Ray installs its own
+            signal.signal(number, lambda *_: stopped.set())
         print(
             describe(
                 service.status(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from grpc_health.v1 import health_pb2
@@ -13,13 +13,14 @@ from grpc_health.v1 import health_pb2
 from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError, Unavailable
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app import grpc_wire as wire
+from serve_app.bodies import parse_body
 from serve_app.errors import as_quadriga
 from serve_app.front import FrontDesk
 from serve_app.openai_schema import ChatBody, CompletionBody
 from serve_app.session import Delta, Reader, Session
 from serve_app.sessions import check_key
 from serve_app.spec import GenerateSpec
-from serve_app.validation import chat_spec, completion_spec, parse_body
+from serve_app.validation import chat_spec, completion_spec
 
 logger = logging.getLogger("quadriga.grpc")
 
@@ -37,14 +38,14 @@ class GrpcDoor:
         self._desk = desk
         self._limits = desk.config.ingress
 
-    async def generate(self, data: bytes, context: Any) -> AsyncIterator[Any]:
+    async def generate(self, data: bytes, context: Any) -> AsyncGenerator[Any, None]:
         """Generate: yields `GenerateResponse`."""
         session: Session | None = None
         reader: Reader | None = None
         code = "OK"
         try:
             session, reader = await self._begin(data, context)
-            while deltas := await self._read(reader):
+            while deltas := await self._desk.read(reader):
                 yield pb.GenerateResponse(
                     request_id=session.spec.request_id,
                     model=session.spec.model,
@@ -68,7 +69,7 @@ class GrpcDoor:
         code = "OK"
         try:
             session, reader = await self._begin(data, context)
-            while await self._read(reader):
+            while await self._desk.read(reader):
                 pass
             return pb.GenerateOnceResponse(
                 request_id=session.spec.request_id,
@@ -148,7 +149,12 @@ class GrpcDoor:
         request_copy.ClearField("resume_from")
         request_copy.ClearField("deadline_ms")  # what is left of it shrinks from try to try
         fingerprint = hashlib.sha256(request_copy.SerializeToString(deterministic=True)).digest()
-        return self._desk.open_or_resume(spec, (owner, request.request_id), fingerprint)
+        return self._desk.open_or_resume(
+            spec,
+            (owner, request.request_id),
+            fingerprint,
+            is_resumption=any(request.resume_from),
+        )
 
     async def _spec(self, request: Any) -> GenerateSpec:
         fields = wire.generation_fields(request)
@@ -165,12 +171,6 @@ class GrpcDoor:
         body = parse_body(CompletionBody, fields)
         model = self._desk.models.find(body.model)
         return await completion_spec(body, model, self._limits, self._desk.encode, **common)
-
-    async def _read(self, reader: Reader) -> list[Delta]:
-        try:
-            return await reader.read(self._desk.seconds_left(reader.session))
-        except TimeoutError:
-            raise self._desk.time_out(reader.session) from None
 
     def _owner(self, context: Any) -> str:
         metadata = dict(context.invocation_metadata())

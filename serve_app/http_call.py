@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from quadriga.errors import BodyTooLarge, Cancelled, InvalidRequest, QuadrigaError, RequestTimeout
+from serve_app.bodies import check_unicode
 from serve_app.errors import error_headers, error_json
-from serve_app.validation import check_unicode
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

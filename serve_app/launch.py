@@ -146,8 +146,8 @@ class LocalService:
         except (QuadrigaError, ray.exceptions.RayError, RuntimeError) as exc:
             print(f"the actors did not stop in order: {exc}")
         finally:
-            serve.shutdown()
-            ray.shutdown()  # type: ignore[no-untyped-call]
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
 
     def __enter__(self) -> LocalService:
         try:

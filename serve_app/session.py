@@ -43,7 +43,9 @@ class Choice:
         state: All that is needed to rebuild the sequence elsewhere.
         pieces: Text that became visible with each output token.
         tail: Text that became visible with the end.
-        replica: Who computes it now; None before submission.
+        replica: Who owns it now: took its submission, or sent the newest tokens. None before.
+        heirs: Replicas the owner is handing it to; they speak when it is theirs.
+        orphaned_s: When the owner was lost while there were heirs, monotonic.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Choice:
         self.index = index
         self.state = state
         self.replica: str | None = None
+        self.heirs: set[str] = set()
+        self.orphaned_s: float | None = None
         self.pieces: list[str] = []
         self.tail = ""
         self.logprobs: list[TokenLogprob] = []
@@ -63,12 +67,17 @@ class Choice:
         self.last_token_s = 0.0
         self._detokenizer = detokenizer
         self._stops = stops
-        # Emissions of a replica that is ahead of the news that the sequence moved there.
+        # Emissions of a new owner that overtook the last tokens of the one before.
         self._early: list[tuple[str, Emission]] = []
 
     @property
     def done(self) -> bool:
         return self.finish is not None or self.error is not None
+
+    @property
+    def holders(self) -> set[str]:
+        """Replicas that may hold something of it."""
+        return self.heirs if self.replica is None else self.heirs | {self.replica}
 
     def fail(self, error: QuadrigaError) -> None:
         """End in an error, unless it already ended."""
@@ -78,40 +87,53 @@ class Choice:
     def accept(self, replica: str, emission: Emission) -> int:
         """Take an emission of `replica`; return how many new tokens it brought.
 
-        Duplicates and emissions of former owners change nothing; a gap ends the choice in an
-        `InvariantViolation`. A stop string ends it with `finish` set and no word from the replica.
+        Duplicates and emissions of former owners change nothing. A gap that nobody can fill any
+        more ends the choice in an `InvariantViolation`. A stop string ends it with `finish` set
+        and no word from the replica.
         """
         if self.done or emission.epoch < self.state.epoch:
             return 0
-        if replica != self.replica:
-            self._early.append((replica, emission))
+        if emission.first_index > len(self.state.output_ids) and emission.moved_to is None:
+            self._note_gap(replica, emission)
             return 0
-        self.state.epoch = emission.epoch
-        if emission.prompt_logprobs is not None:
-            self.prompt_logprobs = emission.prompt_logprobs
-        num_new = self._append(emission)
-        if self.finish is not None or self.error is not None:
-            return num_new
-        if emission.error is not None:
-            self.error = emission.error
-        elif emission.finish is not None:
-            self._finish(emission.finish)
-        elif emission.moved_to is not None:
-            self.replica = emission.moved_to
+        num_new = self._apply(replica, emission)
+        if num_new and self._early:
             early, self._early = self._early, []
             for sender, late in early:
                 num_new += self.accept(sender, late)
+        return num_new
+
+    def _note_gap(self, replica: str, emission: Emission) -> None:
+        """Keep what overtook an older owner's tokens; within one epoch nothing overtakes."""
+        if emission.epoch > self.state.epoch:
+            if (replica, emission) not in self._early:
+                self._early.append((replica, emission))
+            return
+        self.error = InvariantViolation(
+            f"tokens {len(self.state.output_ids)} to {emission.first_index - 1} of a sequence "
+            "never arrived"
+        )
+
+    def _apply(self, replica: str, emission: Emission) -> int:
+        if emission.moved_to is not None:
+            self.heirs.add(emission.moved_to)
+            return 0
+        if emission.epoch > self.state.epoch:
+            self.state.epoch = emission.epoch
+            self.replica, self.heirs, self.orphaned_s = replica, set(), None
+        if emission.prompt_logprobs is not None:
+            self.prompt_logprobs = emission.prompt_logprobs
+        num_new = self._append(emission)
+        if self.finish is None and emission.error is not None:
+            self.error = emission.error
+        elif self.finish is None and emission.finish is not None:
+            self._finish(emission.finish)
         return num_new
 
     def _append(self, emission: Emission) -> int:
         known = len(self.state.output_ids)
         skip = known - emission.first_index
         if not emission.token_ids or skip >= len(emission.token_ids):
-            return 0
-        if skip < 0:
-            self.error = InvariantViolation(
-                f"tokens {known} to {emission.first_index - 1} of a sequence never arrived"
-            )
             return 0
         count = len(emission.token_ids)
         # The token that ended the sequence (end token or stop id) counts but is not shown.
@@ -161,6 +183,10 @@ class Session:
     @property
     def done(self) -> bool:
         return self.error is not None or all(choice.done for choice in self.choices)
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or any(c.error is not None for c in self.choices)
 
     def wake(self) -> None:
         for reader in self.readers:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -25,4 +27,8 @@ def ray_cluster() -> Iterator[None]:
         )
     yield
     if is_ours:
-        ray.shutdown()
+        with warnings.catch_warnings():
+            # Ray does not reap the processes it started: their handles complain when collected.
+            warnings.simplefilter("ignore", ResourceWarning)
+            ray.shutdown()
+            gc.collect()

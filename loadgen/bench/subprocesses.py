@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from quadriga.errors import ConfigError
 
@@ -19,15 +21,15 @@ END_TIMEOUT_S = 30.0
 
 @contextmanager
 def python_process(
-    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, log: str | None = None
+    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, log: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run `python ARGUMENTS` in its own process group; interrupt it, and kill what stays.
 
     Args:
         env: Added to this process's environment.
-        log: File for stdout and stderr; None leaves stdout a pipe.
+        log: File for stdout and stderr; None makes stdout a pipe and leaves stderr.
     """
-    with open(log or os.devnull, "ab") as sink:
+    with Path(log or os.devnull).open("ab") as sink:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             env={**os.environ, **(env or {})},
@@ -43,16 +45,17 @@ def python_process(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(END_TIMEOUT_S)
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    """Ask the process itself first, so that it can end its children in order."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if process.poll() is None:
+            process.send_signal(number)
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                continue
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(END_TIMEOUT_S)
     if process.stdout is not None:
         process.stdout.close()
 

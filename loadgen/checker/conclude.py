@@ -20,27 +20,19 @@ def conclude(expect: Expectation, verdict: Verdict) -> None:
     # Without ids, the usage of several choices is one total: no telling whose the tokens are.
     by_choice = verdict.counted_by == "token_ids" or len(verdict.choices) == 1
     counted = sum(choice.num_tokens for choice in verdict.choices)
-    if verdict.completion_tokens is not None and (by_choice or counted):
-        if counted != verdict.completion_tokens:
-            verdict.add(
-                FaultKind.USAGE,
-                f"completion_tokens is {verdict.completion_tokens}, {counted} were counted",
-            )
-    if expect.prompt_tokens is not None and verdict.prompt_tokens is not None:
-        if verdict.prompt_tokens != expect.prompt_tokens:
-            verdict.add(
-                FaultKind.USAGE,
-                f"prompt_tokens is {verdict.prompt_tokens}, {expect.prompt_tokens} were sent",
-            )
+    reported = verdict.completion_tokens
+    if reported is not None and reported != counted and (by_choice or counted):
+        verdict.add(FaultKind.USAGE, f"completion_tokens is {reported}, {counted} were counted")
+    prompt, sent = verdict.prompt_tokens, expect.prompt_tokens
+    if prompt is not None and sent is not None and prompt != sent:
+        verdict.add(FaultKind.USAGE, f"prompt_tokens is {prompt}, {sent} were sent")
     if by_choice:
         for index, choice in enumerate(verdict.choices):
             _check_length(index, choice, expect, verdict)
-    elif expect.ignore_eos and verdict.completion_tokens is not None:
+    elif expect.ignore_eos and reported is not None:
         wanted = expect.max_tokens * len(verdict.choices)
-        if verdict.completion_tokens != wanted:
-            verdict.add(
-                FaultKind.LENGTH, f"{verdict.completion_tokens} tokens of all, {wanted} wanted"
-            )
+        if reported != wanted:
+            verdict.add(FaultKind.LENGTH, f"{reported} tokens of all choices, {wanted} wanted")
 
 
 def _check_length(index: int, choice: Choice, expect: Expectation, verdict: Verdict) -> None:

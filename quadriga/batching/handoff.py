@@ -2,10 +2,11 @@
 
     reserve ──▶ OPEN ──▶ parts, in order; later ones may overwrite earlier positions
                  │  ╲
-                 │   ╲──▶ ABORTED   by either side
-                 │    ╲─▶ LAPSED    nothing was heard for `lease_s`
+                 │   ╲──▶ ABORTED    by either side
+                 │    ╲─▶ CANCELLED  the sequence is not wanted any more, here or anywhere
+                 │     ╲▶ LAPSED     nothing was heard for `lease_s`
                  ▼
-             COMMITTED              all parts there, checksums equal, every position covered
+             COMMITTED               all parts there, checksums equal, every position covered
 
 Each end is final, and is remembered so that a repeated or late call gets the same answer. A row
 is given back only when no thread is writing into it any more.
@@ -36,6 +37,7 @@ class LeaseState(StrEnum):
     OPEN = "open"
     COMMITTED = "committed"
     ABORTED = "aborted"
+    CANCELLED = "cancelled"
     LAPSED = "lapsed"
 
 
@@ -190,7 +192,7 @@ class LeaseTable:
         if lease.num_storing:
             return False
         self._storing.pop(part.transfer_id, None)
-        return lease.state in (LeaseState.ABORTED, LeaseState.LAPSED)
+        return lease.state not in (LeaseState.OPEN, LeaseState.COMMITTED)
 
     def commit(
         self, transfer_id: str, *, epoch: int, num_tokens: int, checksums: Sequence[int]
@@ -238,8 +240,11 @@ class LeaseTable:
         """Take a commit back: the replica could not make the sequence its own after all."""
         _remember(self._ended, transfer_id, LeaseState.ABORTED)
 
-    def abort(self, transfer_id: str) -> Lease | None:
+    def abort(self, transfer_id: str, state: LeaseState = LeaseState.ABORTED) -> Lease | None:
         """End a transfer; repeated, or for one that never was, it does no harm.
+
+        Args:
+            state: What it ends as: ABORTED or CANCELLED.
 
         Returns:
             The lease whose row is to be released now; None when there is none, it was committed
@@ -248,9 +253,9 @@ class LeaseTable:
         lease = self._open.get(transfer_id)
         if lease is None:
             if transfer_id not in self._ended:
-                _remember(self._ended, transfer_id, LeaseState.ABORTED)
+                _remember(self._ended, transfer_id, state)
             return None
-        self._end(lease, LeaseState.ABORTED)
+        self._end(lease, state)
         return None if lease.num_storing else lease
 
     def lapse(self, *, now_s: float) -> list[Lease]:

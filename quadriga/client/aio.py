@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 
+from quadriga.client.deadline import CANCEL_TIMEOUT_S, Deadline
 from quadriga.client.errors import from_rpc
 from quadriga.client.results import Completion, Model, Piece
 from quadriga.client.retries import RetryPolicy
@@ -22,13 +22,11 @@ from quadriga.client.wire import (
     completion,
     credentials,
     make_request,
-    model as to_model,
+    to_model,
 )
-from quadriga.errors import DeadlineExceeded, QuadrigaError, Unavailable
+from quadriga.errors import QuadrigaError, Unavailable
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
-
-CANCEL_TIMEOUT_S = 2.0
 
 
 class AsyncClient:
@@ -63,6 +61,7 @@ class AsyncClient:
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
+        self._cancelling: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -77,7 +76,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; running calls end in `Cancelled`."""
-        await self._channel.close()
+        if self._cancelling:
+            await asyncio.wait(self._cancelling, timeout=CANCEL_TIMEOUT_S)
+        await self._channel.close(None)
 
     async def generate(
         self,
@@ -97,16 +98,16 @@ class AsyncClient:
         Raises: QuadrigaError.
         """
         request = make_request(prompt, model, request_id, options)
-        give_up_s = self._give_up_s(timeout_s)
+        deadline = self._deadline(timeout_s)
 
         async def attempt() -> Any:
-            request.deadline_ms = _left_ms(give_up_s)
+            request.deadline_ms = deadline.left_ms()
             return await self._stub.GenerateOnce(
-                request, metadata=self._for(request), timeout=_left_s(give_up_s)
+                request, metadata=self._for(request), timeout=deadline.left_s()
             )
 
         try:
-            return completion(await self._retried(attempt, give_up_s))
+            return completion(await self._retried(attempt, deadline))
         except asyncio.CancelledError:
             self._cancel_soon(request)
             raise
@@ -119,7 +120,7 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[Options],
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """Generate and yield the answer as it comes; takes the arguments of `generate`.
 
         Leaving the loop early ends the request on the server.
@@ -128,18 +129,18 @@ class AsyncClient:
         """
         request = make_request(prompt, model, request_id, options)
         progress = StreamProgress(request)
-        give_up_s = self._give_up_s(timeout_s)
+        deadline = self._deadline(timeout_s)
         attempts = 0
         try:
             while True:
                 attempts += 1
                 had = list(progress.received)
                 try:
-                    request.deadline_ms = _left_ms(give_up_s)
+                    request.deadline_ms = deadline.left_ms()
                     call = self._stub.Generate(
                         progress.next_request(),
                         metadata=self._for(request),
-                        timeout=_left_s(give_up_s),
+                        timeout=deadline.left_s(),
                     )
                     async for message in call:
                         for piece in progress.take(message):
@@ -155,21 +156,21 @@ class AsyncClient:
                     return
                 if progress.received != had:
                     attempts = 1
-                await self._pause(error, attempts, give_up_s)
+                await self._pause(error, attempts, deadline)
         finally:
             if not progress.is_complete:
                 self._cancel_soon(request)
 
     async def models(self) -> list[Model]:
         """The models the service offers. Raises: QuadrigaError."""
-        give_up_s = self._give_up_s(None)
+        deadline = self._deadline(None)
 
         async def attempt() -> Any:
             return await self._stub.ListModels(
-                pb.ListModelsRequest(), metadata=self._metadata, timeout=_left_s(give_up_s)
+                pb.ListModelsRequest(), metadata=self._metadata, timeout=deadline.left_s()
             )
 
-        reply = await self._retried(attempt, give_up_s)
+        reply = await self._retried(attempt, deadline)
         return [to_model(m) for m in reply.models]
 
     async def cancel(self, request_id: str) -> bool:
@@ -194,39 +195,24 @@ class AsyncClient:
                 await self.cancel(request.request_id)
 
         task = asyncio.get_running_loop().create_task(drop())
-        _background.add(task)
-        task.add_done_callback(_background.discard)
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
 
-    async def _retried(self, attempt: Callable[[], Any], give_up_s: float) -> Any:
+    async def _retried(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
         attempts = 0
         while True:
             attempts += 1
             try:
                 return await attempt()
             except grpc.RpcError as exc:
-                await self._pause(from_rpc(exc), attempts, give_up_s)
+                await self._pause(from_rpc(exc), attempts, deadline)
 
-    async def _pause(self, error: QuadrigaError, attempts: int, give_up_s: float) -> None:
+    async def _pause(self, error: QuadrigaError, attempts: int, deadline: Deadline) -> None:
         """Wait before the next attempt. Raises: the error, where there shall be none."""
         pause_s = self._retry.pause_s(error, attempts)
-        if pause_s is None or time.monotonic() + pause_s >= give_up_s:
+        if pause_s is None or not deadline.allows(pause_s):
             raise error
         await asyncio.sleep(pause_s)
 
-    def _give_up_s(self, timeout_s: float | None) -> float:
-        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-
-
-_background: set[asyncio.Task[None]] = set()
-
-
-def _left_s(give_up_s: float) -> float:
-    """Seconds left. Raises: DeadlineExceeded when none are."""
-    left_s = give_up_s - time.monotonic()
-    if left_s <= 0:
-        raise DeadlineExceeded("the request was not done within its timeout")
-    return left_s
-
-
-def _left_ms(give_up_s: float) -> int:
-    return max(1, int(_left_s(give_up_s) * 1000))
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self._timeout_s if timeout_s is None else timeout_s)

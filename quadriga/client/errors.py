@@ -45,7 +45,7 @@ def from_rpc(exc: grpc.RpcError) -> QuadrigaError:
     """Return the error a failed call stands for: exact where the server said more than a status."""
     call: Any = exc
     status = call.code().name
-    metadata = {key: value for key, value in call.trailing_metadata() or ()}
+    metadata = dict(call.trailing_metadata() or ())
     code = metadata.get("quadriga-error-code")
     fallback = _BY_STATUS.get(status, InvariantViolation)
     cls = _BY_CODE.get(code, fallback) if code else fallback

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 
-from quadriga.client.aio import CANCEL_TIMEOUT_S, _left_ms, _left_s
+from quadriga.client.deadline import CANCEL_TIMEOUT_S, Deadline
 from quadriga.client.errors import from_rpc
 from quadriga.client.results import Completion, Model, Piece
 from quadriga.client.retries import RetryPolicy
@@ -22,7 +22,7 @@ from quadriga.client.wire import (
     completion,
     credentials,
     make_request,
-    model as to_model,
+    to_model,
 )
 from quadriga.errors import QuadrigaError, Unavailable
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
@@ -84,15 +84,15 @@ class Client:
         Raises: QuadrigaError.
         """
         request = make_request(prompt, model, request_id, options)
-        give_up_s = self._give_up_s(timeout_s)
+        deadline = self._deadline(timeout_s)
 
         def attempt() -> Any:
-            request.deadline_ms = _left_ms(give_up_s)
+            request.deadline_ms = deadline.left_ms()
             return self._stub.GenerateOnce(
-                request, metadata=self._for(request), timeout=_left_s(give_up_s)
+                request, metadata=self._for(request), timeout=deadline.left_s()
             )
 
-        return completion(self._retried(attempt, give_up_s))
+        return completion(self._retried(attempt, deadline))
 
     def stream(
         self,
@@ -102,25 +102,25 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[Options],
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Generate and yield the answer as it comes; see `AsyncClient.stream`.
 
         Raises: QuadrigaError, after every piece that arrived was yielded.
         """
         request = make_request(prompt, model, request_id, options)
         progress = StreamProgress(request)
-        give_up_s = self._give_up_s(timeout_s)
+        deadline = self._deadline(timeout_s)
         attempts = 0
         try:
             while True:
                 attempts += 1
                 had = list(progress.received)
                 try:
-                    request.deadline_ms = _left_ms(give_up_s)
+                    request.deadline_ms = deadline.left_ms()
                     call = self._stub.Generate(
                         progress.next_request(),
                         metadata=self._for(request),
-                        timeout=_left_s(give_up_s),
+                        timeout=deadline.left_s(),
                     )
                     for message in call:
                         yield from progress.take(message)
@@ -135,7 +135,7 @@ class Client:
                     return
                 if progress.received != had:
                     attempts = 1
-                self._pause(error, attempts, give_up_s)
+                self._pause(error, attempts, deadline)
         finally:
             if not progress.is_complete:
                 with contextlib.suppress(QuadrigaError, ValueError):  # ValueError: channel closed
@@ -143,14 +143,14 @@ class Client:
 
     def models(self) -> list[Model]:
         """The models the service offers. Raises: QuadrigaError."""
-        give_up_s = self._give_up_s(None)
+        deadline = self._deadline(None)
 
         def attempt() -> Any:
             return self._stub.ListModels(
-                pb.ListModelsRequest(), metadata=self._metadata, timeout=_left_s(give_up_s)
+                pb.ListModelsRequest(), metadata=self._metadata, timeout=deadline.left_s()
             )
 
-        return [to_model(m) for m in self._retried(attempt, give_up_s).models]
+        return [to_model(m) for m in self._retried(attempt, deadline).models]
 
     def cancel(self, request_id: str) -> bool:
         """End a request by its id; False when the server does not know it."""
@@ -168,21 +168,21 @@ class Client:
     def _for(self, request: Any) -> list[tuple[str, str]]:
         return [*self._metadata, ("session_id", request.request_id)]
 
-    def _retried(self, attempt: Callable[[], Any], give_up_s: float) -> Any:
+    def _retried(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
         attempts = 0
         while True:
             attempts += 1
             try:
                 return attempt()
             except grpc.RpcError as exc:
-                self._pause(from_rpc(exc), attempts, give_up_s)
+                self._pause(from_rpc(exc), attempts, deadline)
 
-    def _pause(self, error: QuadrigaError, attempts: int, give_up_s: float) -> None:
+    def _pause(self, error: QuadrigaError, attempts: int, deadline: Deadline) -> None:
         """Wait before the next attempt. Raises: the error, where there shall be none."""
         pause_s = self._retry.pause_s(error, attempts)
-        if pause_s is None or time.monotonic() + pause_s >= give_up_s:
+        if pause_s is None or not deadline.allows(pause_s):
             raise error
         time.sleep(pause_s)
 
-    def _give_up_s(self, timeout_s: float | None) -> float:
-        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self._timeout_s if timeout_s is None else timeout_s)

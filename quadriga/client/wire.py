@@ -81,7 +81,7 @@ def make_request(
             values = [value] if isinstance(value, str) else value
             getattr(request, name).extend(values)
         elif name == "logit_bias":
-            request.logit_bias.update(value)  # type: ignore[arg-type]
+            request.logit_bias.update(options["logit_bias"])
         elif value is not None:
             setattr(request, name, value)
     return request
@@ -106,7 +106,7 @@ def completion(reply: Any) -> Completion:
     )
 
 
-def model(message: Any) -> Model:
+def to_model(message: Any) -> Model:
     return Model(message.id, message.root, message.max_model_len, message.created_unix_s)
 
 

@@ -7,6 +7,7 @@ offers them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -32,10 +33,8 @@ def reserve(num_bytes: int, *, huge: bool) -> tuple[mmap.mmap, torch.Tensor]:
     if not huge:
         return buffer, view[:num_bytes]
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
             buffer.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages: slower, nothing else
     offset = -view.data_ptr() % HUGE_PAGE_BYTES
     return buffer, view[offset : offset + num_bytes]
 

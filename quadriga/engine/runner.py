@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from quadriga.engine.compiled import CompiledDecoder, KernelSwap
+from quadriga.engine.compiled import KernelSwap
 from quadriga.engine.kv_cache import RowKVCache
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.models.decoder import Decoder
+from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import Span
 from quadriga.engine.sampler import RowSampler, sample, token_logprobs
 from quadriga.engine.weights import load_weights
@@ -28,7 +28,8 @@ class NativeRunner:
 
     def __init__(self, spec: EngineSpec, decoder: Decoder, cache: RowKVCache) -> None:
         self.spec = spec
-        self._decoder: Decoder | CompiledDecoder = decoder
+        self._config = decoder.config
+        self._decoder: AnyDecoder = decoder
         self._swap: KernelSwap | None = KernelSwap(spec, decoder)
         self._cache = cache
         self._samplers: list[RowSampler | None] = [None] * cache.num_rows
@@ -87,7 +88,7 @@ class NativeRunner:
         if self._samplers[row] is not None:
             raise InvariantViolation(f"row {row} is taken: {state.sequence_id} cannot attach")
         self._samplers[row] = RowSampler(
-            state, self._decoder.config.vocab_size, self.spec.checkpoint.eos_token_ids
+            state, self._config.vocab_size, self.spec.checkpoint.eos_token_ids
         )
 
     def detach(self, row: int) -> None:
@@ -153,7 +154,7 @@ class NativeRunner:
         """See `ModelRunner.write_kv`."""
         self._cache.write(row, first_layer, start, kv)
 
-    def _fastest(self) -> Decoder | CompiledDecoder:
+    def _fastest(self) -> AnyDecoder:
         """The compiled decoder from the step after it became ready, until then the eager one."""
         if self._swap is not None and (compiled := self._swap.take()) is not None:
             self._decoder = compiled

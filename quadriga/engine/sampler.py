@@ -83,9 +83,7 @@ class RowSampler:
         self._counted = len(self.state.output_ids)
 
 
-def sample(
-    logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int
-) -> list[SampledToken]:
+def sample(logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int) -> list[SampledToken]:
     """Choose the next token of each row.
 
     Args:
@@ -133,7 +131,7 @@ def token_logprobs(
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
-    """Draw one token per row from the truncated distribution; logits [n, vocab] stay as they are."""
+    """Draw one token per row from its truncated distribution; `logits` [n, vocab] is kept."""
     device = logits.device
     temperature = torch.tensor([r.params.temperature for r in rows], device=device)[:, None]
     # The maximum goes first, so that a tiny temperature gives -inf, not inf - inf.

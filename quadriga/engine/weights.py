@@ -186,9 +186,7 @@ def _read_index(file: Path) -> dict[str, str]:
         raise ConfigError(f"model: {file} is not a weight index: {exc}", param="model") from exc
     for shard in sorted(set(names.values())):
         if Path(shard).name != shard:
-            raise ConfigError(
-                f"model: {file} points outside its folder: {shard!r}", param="model"
-            )
+            raise ConfigError(f"model: {file} points outside its folder: {shard!r}", param="model")
     return names
 
 
@@ -261,12 +259,8 @@ def _load_opt(
         positions=table[2 : 2 + num_positions].clone(),
     )
     if c.embed_size != c.hidden_size:
-        weights.project_in = files.read(
-            f"{root}.project_in.weight", c.hidden_size, c.embed_size
-        )
-        weights.project_out = files.read(
-            f"{root}.project_out.weight", c.embed_size, c.hidden_size
-        )
+        weights.project_in = files.read(f"{root}.project_in.weight", c.hidden_size, c.embed_size)
+        weights.project_out = files.read(f"{root}.project_out.weight", c.embed_size, c.hidden_size)
     for index in range(depth):
         at = f"{root}.layers.{index}"
         attn = f"{at}.self_attn"

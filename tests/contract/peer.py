@@ -176,11 +176,14 @@ class Peer:
         transfer = self._transfers[transfer_id]
         await transfer.commit(make_state(transfer.offer.sequence_id, num_tokens))
 
-    async def abort_transfer(self, transfer_id: str) -> bool:
+    async def abort_transfer(self, transfer_id: str) -> LeaseState | None:
         return await self._transfers[transfer_id].abort()
 
     async def stop_renewing(self, transfer_id: str) -> None:
         self._transfers[transfer_id]._renewing.cancel()
+
+    async def cancel(self, sequence_id: str) -> None:
+        await self._receiver.cancel(sequence_id)
 
     async def sweep(self) -> int:
         return await self._receiver.sweep()

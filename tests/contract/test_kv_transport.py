@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.calls import from_ray
+from quadriga.batching.handoff import LeaseState
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaError
 from quadriga.types import TransferOffer
 from tests.contract.peer import DEPTH_CLASS, NUM_LAYERS, NUM_ROWS, make_state, start_peer
@@ -131,7 +132,7 @@ def test_commit_may_be_repeated(pair: Pair) -> None:
     for _ in range(3):
         get(pair.a.commit_transfer.remote(transfer, 16))
     assert get(pair.b.num_held.remote()) == 1
-    assert get(pair.a.abort_transfer.remote(transfer)) is True, "too late: it is committed"
+    assert get(pair.a.abort_transfer.remote(transfer)) is LeaseState.COMMITTED, "too late"
     assert get(pair.b.num_held.remote()) == 1
 
 
@@ -139,7 +140,7 @@ def test_abort_frees_the_row_and_ends_the_transfer(pair: Pair) -> None:
     transfer = get(pair.a.open.remote(pair.b_name, new_id(), 16))
     get(pair.a.send.remote(transfer, 1, [(0, 2, 0, 16)]))
     for _ in range(2):
-        assert get(pair.a.abort_transfer.remote(transfer)) is False
+        assert get(pair.a.abort_transfer.remote(transfer)) is LeaseState.ABORTED
     assert get(pair.b.num_held.remote()) == 0
     with pytest.raises(QuadrigaError, match="aborted"):
         get(pair.a.send.remote(transfer, 1, [(2, 2, 0, 16)]))
@@ -147,12 +148,22 @@ def test_abort_frees_the_row_and_ends_the_transfer(pair: Pair) -> None:
         get(pair.a.commit_transfer.remote(transfer, 16))
 
 
+def test_the_source_hears_that_a_sequence_was_cancelled(pair: Pair) -> None:
+    sequence_id = new_id()
+    transfer = get(pair.a.open.remote(pair.b_name, sequence_id, 16))
+    get(pair.b.cancel.remote(sequence_id))
+    assert get(pair.b.num_held.remote()) == 0
+    with pytest.raises(MigrationFailed, match="cancelled"):
+        get(pair.a.commit_transfer.remote(transfer, 16))
+    assert get(pair.a.abort_transfer.remote(transfer)) is LeaseState.CANCELLED
+
+
 def test_abort_in_mid_copy_leaves_the_others_alone(pair: Pair) -> None:
     doomed = get(pair.a.open.remote(pair.b_name, new_id(), 4000))
     endless = pair.a.send_forever.remote(doomed, 4000)
     get(pair.a.is_sending.remote())
     moves = [pair.a.move.remote(pair.b_name, new_id(), 5, 500) for _ in range(2)]
-    assert get(pair.a.abort_transfer.remote(doomed)) is False
+    assert get(pair.a.abort_transfer.remote(doomed)) is LeaseState.ABORTED
     assert get(endless, 10) in ("KVTransportError:aborted", "KVTransportError:refused")
     get(moves)
     assert get(pair.b.num_held.remote()) == 2
@@ -267,7 +278,7 @@ def test_a_hung_peer_costs_a_deadline_and_is_reconnected(pair: Pair) -> None:
         assert time.monotonic() - started < 3.0
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert get(impatient.abort_transfer.remote(transfer)) is False
+    assert get(impatient.abort_transfer.remote(transfer)) is LeaseState.ABORTED
     get(impatient.move.remote(name, new_id(), 2, 4000))
     for actor in (sleeper, impatient):
         ray.kill(actor)

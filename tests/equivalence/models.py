@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM as AutoModel
 from transformers import (
     LlamaConfig,
     MistralConfig,
@@ -14,7 +17,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers import AutoModelForCausalLM as AutoModel
 
 from quadriga.checkpoint import read_checkpoint
 from quadriga.interfaces import PrefillChunk
@@ -97,6 +99,11 @@ def save(model: PreTrainedModel, path: Path, **options: Any) -> Path:
     return path
 
 
+def kernel_cache() -> Path:
+    """Where tests keep compiled kernels, between runs too: the name of a file is its content."""
+    return Path(tempfile.gettempdir()) / f"quadriga-test-kernels-{os.getuid()}"
+
+
 def make_spec(path: Path, **overrides: Any) -> EngineSpec:
     """An eager fp32 spec for a small checkpoint; any field can be overridden."""
     checkpoint = read_checkpoint(str(path))
@@ -107,7 +114,7 @@ def make_spec(path: Path, **overrides: Any) -> EngineSpec:
         "dtype": "float32",
         "threads": 1,
         "compile": "off",
-        "cache_dir": path / "cache",
+        "cache_dir": kernel_cache(),
         "num_rows": 8,
         "row_capacity_tokens": checkpoint.max_model_len,
     } | overrides
@@ -119,7 +126,7 @@ def make_state(prompt_ids: list[int], **sampling: Any) -> SequenceState:
     """A sequence with greedy defaults."""
     params = SamplingParams(**({"max_tokens": 32, "temperature": 0.0} | sampling))
     return SequenceState(
-        sequence_id=f"s{abs(hash(tuple(prompt_ids))) % 10**8}",
+        sequence_id="s",
         request_id="r",
         model="m",
         prompt_ids=list(prompt_ids),

@@ -12,7 +12,6 @@ from quadriga.interfaces import PrefillChunk
 from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save
 
 LENGTH = 40
-CACHE = Path("/tmp/qcache")
 TOLERANCE = 1e-4
 
 
@@ -21,7 +20,7 @@ TOLERANCE = 1e-4
 def test_logits_equal_transformers(variant: str, mode: str, tmp_path: Path) -> None:
     """Prompt logits, in uneven chunks beside a neighbour, then decode steps."""
     model = build(variant)
-    runner = load_runner(make_spec(save(model, tmp_path), compile=mode, cache_dir=CACHE))
+    runner = load_runner(make_spec(save(model, tmp_path), compile=mode))
     torch.manual_seed(1)
     ids = torch.randint(3, 130, (2, LENGTH))
     with torch.inference_mode():

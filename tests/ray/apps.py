@@ -110,7 +110,7 @@ def wait_until(
 
 def pids(app: str) -> dict[str, int]:
     """Process of every living actor of an application, by actor name."""
-    table = ray._private.state.actors()  # type: ignore[attr-defined]
+    table = ray._private.state.actors()
     found = {
         actor["Name"]: int(actor["Pid"])
         for actor in table.values()

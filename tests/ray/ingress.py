@@ -59,8 +59,8 @@ class Stream:
         return [self.tokens[i] for i in range(len(self.tokens))]
 
     def take(self, emission: Emission) -> None:
-        if self.epochs and emission.epoch < self.epochs[-1]:
-            return
+        # A new owner's tokens may overtake the old one's last: they come by different polls.
+        is_former_owner = bool(self.epochs) and emission.epoch < max(self.epochs)
         self.epochs.append(emission.epoch)
         for i, token_id in enumerate(emission.token_ids):
             index = emission.first_index + i
@@ -70,8 +70,9 @@ class Stream:
         if emission.moved_to is not None:
             self.moved_to.append(emission.moved_to)
             self.replica = emission.moved_to
-        self.finish = emission.finish or self.finish
-        self.error = emission.error or self.error
+        if not is_former_owner:
+            self.finish = emission.finish or self.finish
+            self.error = emission.error or self.error
 
 
 class Ingress:
@@ -126,7 +127,7 @@ class Ingress:
         live = [s for s in self.streams.values() if not s.is_over]
         # A prefill replica may have said everything already; asking it once more is harmless.
         replicas = {s.replica for s in live} | set(self._acks)
-        refs = {}
+        refs: dict[str, Any] = {}
         for name in replicas:
             try:
                 ack = self._acks.setdefault(name, 0)

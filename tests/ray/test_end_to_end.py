@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from actors.lookup import scheduler_name
 from quadriga.errors import DeadlineExceeded, Overloaded, UnknownModel
 from quadriga.types import AdmitRequest, FinishReason
 from tests.ray.apps import App
-from tests.ray.ingress import call
+from tests.ray.ingress import Stream, call
 
 
 def prompts(count: int, *, seed: int = 0, longest: int = 120) -> list[list[int]]:
@@ -27,7 +28,7 @@ def reference() -> object:
 
     from quadriga.checkpoint import locate
 
-    model = AutoModelForCausalLM.from_pretrained(locate("quadriga-s"), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(locate("quadriga-s"), dtype=torch.float32)
 
     def generate(prompt: list[int], num_tokens: int) -> list[int]:
         output = model.generate(
@@ -55,8 +56,7 @@ def test_greedy_tokens_equal_transformers(app: App, reference: object) -> None:
         assert stream.error is None
         assert stream.finish is FinishReason.LENGTH
         assert stream.token_ids == reference(stream.state.prompt_ids, 24)
-        assert stream.epochs[0] == 0
-        assert stream.epochs[-1] == 1, "the decode replica owns it"
+        assert set(stream.epochs) == {0, 1}, "the prefill replica's, then the decode replica's"
     assert {s.replica for s in streams} == set(app.replicas("decode")), "both were used"
     app.until_idle()
 
@@ -153,10 +153,14 @@ def test_a_deadline_ends_the_wait_for_a_slot(full: App) -> None:
 
 def test_overload_says_when_to_come_back(full: App) -> None:
     ingress = full.ingress()
-    streams = []
-    with pytest.raises(Overloaded) as refusal:
-        for _ in range(40):
+    streams: list[Stream] = []
+
+    def flood() -> None:
+        while len(streams) < 40:
             streams.append(ingress.submit([5] * 50, 400))
+
+    with pytest.raises(Overloaded) as refusal:
+        flood()
     assert refusal.value.retry_after_s is not None
     assert 0 < refusal.value.retry_after_s <= 60
     assert len(streams) >= 4, "the queue itself must be usable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -12,6 +13,26 @@ from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import Pass, Span, layer_forward, norm
 from quadriga.engine.models.rope import rope_table
 from quadriga.engine.weights import ModelWeights
+
+
+class AnyDecoder(Protocol):
+    """What the runner needs of an implementation; `Decoder` says what each part does.
+
+    A pass is planned by the implementation that runs it: its layout is nobody else's business.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def plan(self, spans: Sequence[Span]) -> Any: ...
+
+    def embed(self, token_ids: Sequence[int], batch: Any) -> torch.Tensor: ...
+
+    def run_layers(self, x: torch.Tensor, batch: Any, first: int, stop: int) -> torch.Tensor: ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def best(self, x: torch.Tensor) -> list[int]: ...
 
 
 class Decoder:

@@ -93,7 +93,7 @@ def layer_forward(
     """Run one layer: [T, hidden] → [T, hidden]; stores the tokens' K and V on the way.
 
     Args:
-        keys, values: This layer's buffers, [num_rows, num_blocks, num_kv_heads, KV_BLOCK, head_dim].
+        keys, values: This layer's buffers, [rows, blocks, num_kv_heads, KV_BLOCK, head_dim].
         window: Positions a token sees, itself included; 0 is all.
     """
     h = norm(x, layer.attn_norm, config) if config.pre_norm else x
@@ -124,7 +124,7 @@ def _project_qkv(
     """Project, rotate, store K and V; return Q, scaled: [T, kv_heads, group, head_dim]."""
     c = config
     num_tokens = h.shape[0]
-    q, k, v = _linear(h, layer.qkv).split([c.q_size, c.kv_size, c.kv_size], dim=-1)
+    q, k, v = torch.split(_linear(h, layer.qkv), [c.q_size, c.kv_size, c.kv_size], dim=-1)
     q = q.view(num_tokens, c.num_heads, c.head_dim)
     k = k.view(num_tokens, c.num_kv_heads, c.head_dim)
     v = v.view(num_tokens, c.num_kv_heads, c.head_dim)
@@ -138,7 +138,7 @@ def _project_qkv(
     keys[batch.rows, blocks, :, slots] = k
     values[batch.rows, blocks, :, slots] = v
     group = c.num_heads // c.num_kv_heads
-    return q.view(num_tokens, c.num_kv_heads, group, c.head_dim) * c.head_dim**-0.5
+    return q.view(num_tokens, c.num_kv_heads, group, c.head_dim).mul(c.head_dim**-0.5)
 
 
 def _attend_decode(

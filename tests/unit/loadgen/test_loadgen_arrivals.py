@@ -50,8 +50,15 @@ def test_trace_times_are_needed_and_taken() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "poisson", "poisson:0", "poisson:-1", "poisson:nan", "poisson:1e9", "gamma:1", "gamma:1:0"]
-    + [
+    [
+        "",
+        "poisson",
+        "poisson:0",
+        "poisson:-1",
+        "poisson:nan",
+        "poisson:1e9",
+        "gamma:1",
+        "gamma:1:0",
         "closed:0",
         "closed:1.5",
         "closed:-3",

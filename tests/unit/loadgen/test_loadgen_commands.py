@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +24,39 @@ HEADER = "arrival_s,input_tokens,output_tokens\n"
 Service = Callable[..., tuple[str, str]]
 
 
+@contextmanager
+def fakes(**options: Any) -> Iterator[tuple[str, str]]:
+    """Run fakes of both transports in a thread; yields (url, grpc address)."""
+    started = threading.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        grpc_options = {k: v for k, v in options.items() if k == "answer"}
+        async with (
+            FakeServer(FakeOptions(**options)) as http,
+            FakeGrpcServer(FakeGrpcOptions(**grpc_options)) as grpc,
+        ):
+            found.extend((http.url, grpc.address, asyncio.get_running_loop(), stop))
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    url, address, loop, stop = found
+    try:
+        yield url, address
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """Start fakes of both transports in a thread; returns (url, grpc address)."""
-    stops: list[Callable[[], None]] = []
-
-    def start(**options: Any) -> tuple[str, str]:
-        started = threading.Event()
-        found: list[str] = []
-
-        async def serve() -> None:
-            loop, stop = asyncio.get_running_loop(), asyncio.Event()
-            grpc_options = {k: v for k, v in options.items() if k == "answer"}
-            async with (
-                FakeServer(FakeOptions(**options)) as http,
-                FakeGrpcServer(FakeGrpcOptions(**grpc_options)) as grpc,
-            ):
-                found.extend((http.url, grpc.address))
-                stops.append(lambda: loop.call_soon_threadsafe(stop.set))
-                started.set()
-                await stop.wait()
-
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
-        thread.start()
-        stops.append(thread.join)
-        assert started.wait(20)
-        stops[-1], stops[-2] = stops[-2], stops[-1]
-        return found[0], found[1]
-
-    yield start
-    # A stop comes before its join.
-    for stop in stops:
-        stop()
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(fakes(**options))
 
 
 def answer_tasks(prompt: str) -> str | None:
@@ -116,7 +118,18 @@ def test_seed_decides_the_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["http", "grpc"])
 def test_tasks_are_scored(transport: str, service: Service, tmp_path: Path) -> None:
     started = service(answer=answer_tasks)
-    words = ["--tasks", "40", "--endpoint", "both", "--stream", "both", "--transport", transport]
+    words = [
+        "--tasks",
+        "40",
+        "--max-tokens",
+        "4000",
+        "--endpoint",
+        "both",
+        "--stream",
+        "both",
+        "--transport",
+        transport,
+    ]
     assert run(started, tmp_path, *words) == 0
     _, *requests, summary = lines(tmp_path)
     assert {(r["endpoint"], r["stream"]) for r in requests} == {

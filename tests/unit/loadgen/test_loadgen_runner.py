@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from loadgen.capture import Call, Capture, Transport
-from loadgen.checker import FaultKind, Outcome
+from loadgen.checker import Choice, FaultKind, Outcome, Verdict
 from loadgen.client_http import HttpClient, parse_url
 from loadgen.fake_server import MODEL, FakeOptions, FakeServer
 from loadgen.judge import Judgement
-from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, Record, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.verify_text import verify_texts
 from loadgen.workload import RequestSpec
@@ -87,14 +87,15 @@ def test_failed_captures_are_kept() -> None:
 
 def test_interruption_keeps_what_has_ended() -> None:
     async def run() -> RunResult:
+        begun = asyncio.Event()
         async with FakeServer(FakeOptions(fault="hang")) as server:
-            client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
-            live = Live()
-            task = asyncio.create_task(
-                run_load(specs(2), client, MODEL, Judgement(TARGET), RunOptions(), live)
+            client = HttpClient(
+                parse_url(server.url), now_s=now_s, timeout_s=20.0, on_data=lambda _: begun.set()
             )
-            while live.num_bytes == 0 and server.num_requests < 2:
-                await asyncio.sleep(0.001)
+            task = asyncio.create_task(
+                run_load(specs(2), client, MODEL, Judgement(TARGET), RunOptions(), Live())
+            )
+            await asyncio.wait_for(begun.wait(), 20)
             task.cancel()
             return await task
 
@@ -135,3 +136,22 @@ def test_bad_urls_are_refused() -> None:
 def test_request_ids_differ_between_requests() -> None:
     result, _ = load(specs(3), RunOptions())
     assert len({record.request_id for record in result.records}) == 3
+
+
+def test_special_tokens_are_not_expected_in_the_text() -> None:
+    texts = {(7,): " seven", (1,): "<|pad|>", (1, 7): "<|pad|> seven"}
+
+    class Client(HttpClient):
+        async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+            return 200, {"prompt": texts[tuple(body["tokens"])]}
+
+    def record(text: str) -> Record:
+        choice = Choice(texts=[text], token_ids=[1, 7], num_tokens=2, finish_reason="length")
+        verdict = Verdict(choices=[choice])
+        return Record(make_spec(), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
+
+    good, bad = record(" seven"), record(" eight")
+    client = Client(parse_url("http://nowhere"), now_s=now_s, timeout_s=1.0)
+    assert asyncio.run(verify_texts(client, MODEL, [good, bad])) == 2
+    assert good.verdict.outcome is Outcome.OK
+    assert bad.verdict.outcome is Outcome.FAILED

@@ -94,7 +94,7 @@ def test_bad_file_is_named(data: bytes, name: str, message: str, tmp_path: Path)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.csv: cannot be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.csv: cannot be read"):
         read_trace(tmp_path / "nowhere.csv")
 
 

@@ -1,0 +1,21 @@
+"""Engines to compare with: one small adapter each, run in a process of its own.
+
+An adapter module imports its engine and the standard library only, so that it also runs in another
+interpreter, where that engine is installed (`--peer-python`).
+"""
+
+from __future__ import annotations
+
+PEERS: dict[str, tuple[str, str]] = {
+    "quadriga": ("loadgen.bench.offline", "QuadrigaPeer"),
+    "transformers": ("loadgen.bench.peers.hf_transformers", "TransformersPeer"),
+    "openvino": ("loadgen.bench.peers.openvino", "OpenVinoPeer"),
+}
+"""Name → (module, class)."""
+
+PROBES = {
+    "quadriga": "torch",
+    "transformers": "transformers",
+    "openvino": "openvino_genai",
+}
+"""Name → the module whose presence means that the peer is installed."""

@@ -1,0 +1,59 @@
+"""CPU time of the processes of a service on this machine, by what they do (Linux)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# What a process's title begins with → its part; the first match counts.
+PARTS = (
+    ("ray::DecodeReplica", "decode"),
+    ("ray::PrefillReplica", "prefill"),
+    ("ray::ServeReplica", "ingress"),
+    ("ray::ProxyActor", "proxy"),
+    ("haproxy", "proxy"),
+    ("ray::HAProxyManager", "proxy"),
+    ("ray::Scheduler", "scheduler"),
+    ("ray::Controller", "controller"),
+    ("ray::", "ray"),
+)
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def service_cpu_s(pid: int) -> dict[str, float]:
+    """Return part → CPU seconds so far, over the process `pid` and all its descendants."""
+    parents: dict[int, list[int]] = {}
+    stats: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (stat := _stat(entry)) is not None:
+            parent, cpu_s = stat
+            parents.setdefault(parent, []).append(int(entry.name))
+            stats[int(entry.name)] = cpu_s
+    totals: dict[str, float] = {}
+    waiting = [pid]
+    while waiting:
+        member = waiting.pop()
+        waiting += parents.get(member, [])
+        if member in stats:
+            part = _part(member)
+            totals[part] = totals.get(part, 0.0) + stats[member]
+    return totals
+
+
+def _stat(entry: Path) -> tuple[int, float] | None:
+    """Return (parent, CPU seconds); None when the process is gone."""
+    try:
+        # The name stands in parentheses and may hold anything.
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _part(pid: int) -> str:
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (OSError, UnicodeDecodeError):
+        title = ""
+    title = title.rpartition("/")[2] if "haproxy" in title[:60] else title
+    return next((part for prefix, part in PARTS if title.startswith(prefix)), "ray")

@@ -1,0 +1,81 @@
+"""Decoded JSON to body models, with errors that name the field, its value and its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from quadriga.errors import InvalidRequest
+
+SHOWN_CHARS = 60
+SHOWN_ERRORS = 3
+
+BodyModel = TypeVar("BodyModel", bound=BaseModel)
+
+
+def shown(value: object) -> str:
+    """A value as an error message may quote it: short, printable ASCII."""
+    text = ascii(value) if not isinstance(value, (list, dict)) else _shown_container(value)
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
+
+
+def _shown_container(value: list[Any] | dict[Any, Any]) -> str:
+    return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+
+
+def parse_body(model: type[BodyModel], data: object) -> BodyModel:
+    """Validate a decoded JSON value against a body model.
+
+    Raises: InvalidRequest naming the first fields at fault, their values and limits.
+    """
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {shown(data)}")
+    try:
+        return model.model_validate(data)
+    except ValidationError as exc:
+        errors = exc.errors(include_url=False, include_context=False)
+        lines = []
+        for error in errors[:SHOWN_ERRORS]:
+            got = "" if error["type"] == "missing" else f" (got {shown(error['input'])})"
+            lines.append(f"{_field_name(error['loc'])}: {error['msg']}{got}")
+        more = f"; and {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
+        raise InvalidRequest("; ".join(lines) + more, param=_field_name(errors[0]["loc"])) from exc
+
+
+def _field_name(location: tuple[int | str, ...]) -> str:
+    """`stop.2`, without pydantic's names of union members such as `list[str]`."""
+    parts = [str(p) for p in location if isinstance(p, int) or p.replace("_", "").isalnum()]
+    known = [p for p in parts if p not in ("str", "int", "float", "bool")]
+    return ".".join(known) or "body"
+
+
+def ignored_fields(body: BaseModel) -> tuple[str, ...]:
+    return tuple(sorted((body.model_extra or {}).keys()))
+
+
+def check_unicode(value: object, path: str = "") -> None:
+    """Refuse lone surrogates anywhere in a decoded JSON value.
+
+    Raises: InvalidRequest naming the field.
+    """
+    stack: list[tuple[object, str]] = [(value, path)]
+    while stack:
+        item, where = stack.pop()
+        if isinstance(item, str):
+            try:
+                item.encode()
+            except UnicodeEncodeError as exc:
+                field = where or "body"
+                raise InvalidRequest(
+                    f"{field}: holds a lone surrogate (character {exc.start}), which is not text",
+                    param=field,
+                ) from exc
+        elif isinstance(item, Mapping):
+            for key, child in item.items():
+                stack.append((key, where or "a field name"))
+                stack.append((child, f"{where}.{key}" if where else str(key)))
+        elif isinstance(item, list):
+            prefix = f"{where}." if where else ""
+            stack.extend((child, f"{prefix}{i}") for i, child in enumerate(item))

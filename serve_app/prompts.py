@@ -1,0 +1,118 @@
+"""The prompt of a request: its four forms in completions, and the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from quadriga.config import IngressConfig
+from quadriga.errors import ContextTooLong, InvalidRequest
+from serve_app.bodies import shown
+from serve_app.models import ServedModel
+from serve_app.openai_schema import ChatMessage
+from serve_app.spec import Prompt
+
+Encode = Callable[[ServedModel, str, bool], Awaitable[list[int]]]
+
+
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates want them: text content, `developer` as `system`.
+
+    Raises: InvalidRequest for a part that is not text.
+    """
+    plain: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        extra = message.model_extra or {}
+        if extra.get("tool_calls") or extra.get("function_call"):
+            field = f"messages.{i}.tool_calls"
+            raise InvalidRequest(f"{field}: tools are not supported", param=field)
+        content = message.content
+        if isinstance(content, list):
+            texts = []
+            for j, part in enumerate(content):
+                value = part.refusal if part.type == "refusal" else part.text
+                if part.type not in ("text", "refusal") or value is None:
+                    raise InvalidRequest(
+                        f"messages.{i}.content.{j}: only text parts are supported, "
+                        f"got {shown(part.type)}",
+                        param=f"messages.{i}.content.{j}",
+                    )
+                texts.append(value)
+            content = "".join(texts)
+        role = "system" if message.role == "developer" else message.role
+        entry: dict[str, Any] = {"role": role, "content": content or ""}
+        if message.name is not None:
+            entry["name"] = message.name
+        plain.append(entry)
+    return plain
+
+
+async def read_prompts(
+    value: object, model: ServedModel, limits: IngressConfig, encode: Encode, *, n: int, echo: bool
+) -> tuple[Prompt, ...]:
+    """Read the four forms of `prompt`."""
+    items: list[Any]
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        items, names = value, [f"prompt.{i}" for i in range(len(value))]
+    elif isinstance(value, str) or (isinstance(value, list) and value):
+        items, names = [value], ["prompt"]
+    else:
+        what = "is empty" if value == [] else f"must be text or token ids, got {shown(value)}"
+        raise InvalidRequest(f"prompt: {what}", param="prompt")
+    if len(items) * n > limits.max_choices:
+        raise InvalidRequest(
+            f"prompt: {len(items)} prompts with n = {n} make {len(items) * n} choices; "
+            f"the limit is {limits.max_choices}",
+            param="prompt",
+        )
+    prompts = []
+    for name, item in zip(names, items, strict=True):
+        if type(item) is not type(items[0]):
+            raise InvalidRequest(f"{name}: prompts must all be of one kind", param=name)
+        prompts.append(await _one_prompt(item, name, model, encode, echo=echo))
+    return tuple(prompts)
+
+
+async def _one_prompt(
+    item: object, name: str, model: ServedModel, encode: Encode, *, echo: bool
+) -> Prompt:
+    if isinstance(item, str):
+        if not item:
+            raise InvalidRequest(f"{name}: is empty", param=name)
+        token_ids = await encode(model, item, True)
+        if not token_ids:
+            raise InvalidRequest(f"{name}: has no tokens", param=name)
+        check_vocabulary(token_ids, model, name)
+        return Prompt(token_ids, item)
+    if not isinstance(item, list):
+        raise InvalidRequest(f"{name}: must be text or token ids, got {shown(item)}", param=name)
+    if not item:
+        raise InvalidRequest(f"{name}: is empty", param=name)
+    if len(item) > model.max_model_len:
+        raise ContextTooLong(
+            f"{name}: {len(item)} tokens; {model.id} takes {model.max_model_len} with the answer",
+            param=name,
+        )
+    for i, token_id in enumerate(item):
+        if type(token_id) is not int:
+            raise InvalidRequest(
+                f"{name}.{i}: token ids are whole numbers, got {shown(token_id)}",
+                param=f"{name}.{i}",
+            )
+        if not 0 <= token_id < model.checkpoint.vocab_size:
+            raise InvalidRequest(
+                f"{name}.{i}: token id {shown(token_id)} is outside the vocabulary of {model.id} "
+                f"(0 to {model.checkpoint.vocab_size - 1})",
+                param=f"{name}.{i}",
+            )
+    return Prompt(item, model.tokenizer.decode(item) if echo else "")
+
+
+def check_vocabulary(token_ids: list[int], model: ServedModel, field: str) -> None:
+    highest = max(token_ids)
+    if highest >= model.checkpoint.vocab_size:
+        raise InvalidRequest(
+            f"{field}: token id {highest} is outside the vocabulary of {model.id} "
+            f"(0 to {model.checkpoint.vocab_size - 1})",
+            param=field,
+        )

@@ -1,0 +1,48 @@
+"""Tells the cluster what is over: cancellations to replicas, endings to the scheduler, batched."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quadriga.errors import ReplicaError
+from serve_app.cluster import Cluster
+
+
+class Reaper:
+    """Collects what ended and reports it, many at a time."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._to_cancel: dict[str, list[str]] = {}
+        self._ended: list[str] = []
+        self._ended_tokens = 0
+        self._work = asyncio.Event()
+
+    def cancel(self, replica: str, sequence_id: str) -> None:
+        """Have `replica` free a sequence."""
+        self._to_cancel.setdefault(replica, []).append(sequence_id)
+        self._work.set()
+
+    def ended(self, sequence_id: str, tokens: int) -> None:
+        """A sequence is over, with this many tokens in all."""
+        self._ended.append(sequence_id)
+        self._ended_tokens += tokens
+        self._work.set()
+
+    async def report_ended_sequences(self) -> None:
+        """Wait for something to report, and report it."""
+        await self._work.wait()
+        self._work.clear()
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Report all there is. A replica that cannot be told is dead or frees by itself."""
+        cancels, self._to_cancel = self._to_cancel, {}
+        ended, self._ended = self._ended, []
+        tokens, self._ended_tokens = self._ended_tokens, 0
+        calls = [self._cluster.cancel(replica, ids) for replica, ids in cancels.items()]
+        if ended:
+            calls.append(self._cluster.finished(ended, tokens))
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, ReplicaError):
+                raise result

@@ -1,0 +1,98 @@
+"""Sampling parameters and stop strings of a request, checked against model and deployment."""
+
+from __future__ import annotations
+
+import secrets
+
+from quadriga.config import IngressConfig
+from quadriga.errors import InvalidRequest
+from quadriga.types import SamplingParams
+from serve_app.bodies import shown
+from serve_app.models import ServedModel
+from serve_app.openai_schema import INT64_MIN, GenerationFields
+
+_EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms")
+
+
+def read_sampling(
+    body: GenerationFields,
+    model: ServedModel,
+    *,
+    max_tokens: int,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    for field in _EXIT_FIELDS:
+        if getattr(body, field) is not None:
+            raise InvalidRequest(
+                f"{field}: this deployment has no early exits; leave it out", param=field
+            )
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InvalidRequest(
+            f"response_format: only 'text' is supported, got {shown(body.response_format.type)}",
+            param="response_format",
+        )
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: {min_tokens} is above max_tokens ({max_tokens})", param="min_tokens"
+        )
+    vocab_size = model.checkpoint.vocab_size
+    for i, token_id in enumerate(body.stop_token_ids or ()):
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids.{i}: {token_id} is outside the vocabulary (0 to {vocab_size - 1})",
+                param=f"stop_token_ids.{i}",
+            )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        seed=body.seed if body.seed is not None else secrets.randbits(64) + INT64_MIN,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, value in bias.items():
+        is_id = key.isascii() and key.isdigit() and len(key) <= 12
+        if not is_id or int(key) >= vocab_size:
+            raise InvalidRequest(
+                f"logit_bias: {shown(key)} is not a token id (0 to {vocab_size - 1})",
+                param="logit_bias",
+            )
+        pairs[int(key)] = value
+    return tuple(sorted(pairs.items()))
+
+
+def read_stops(stop: str | list[str] | None, limits: IngressConfig) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > limits.max_stop_strings:
+        raise InvalidRequest(
+            f"stop: {len(stops)} strings; the limit is {limits.max_stop_strings}", param="stop"
+        )
+    for i, text in enumerate(stops):
+        name = "stop" if isinstance(stop, str) else f"stop.{i}"
+        if not text:
+            raise InvalidRequest(f"{name}: a stop string must not be empty", param=name)
+        if len(text) > limits.max_stop_length:
+            raise InvalidRequest(
+                f"{name}: {len(text)} characters; the limit is {limits.max_stop_length}",
+                param=name,
+            )
+    return tuple(dict.fromkeys(stops))

@@ -1,0 +1,95 @@
+"""The real service, started once for all end-to-end tests.
+
+`QUADRIGA_E2E_HTTP`, `QUADRIGA_E2E_GRPC` and `QUADRIGA_E2E_KEY` point the suites at a service that
+runs already, which must serve `quadriga-s` with a body time limit of a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from quadriga.client import AsyncClient, Client
+from quadriga.config import load_config
+from serve_app.auth import ApiKeys
+from serve_app.launch import Addresses, LocalService, free_port, prepare_environment
+
+MODEL = "quadriga-s"
+BODY_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Where the service is, and the key its gRPC door asks for."""
+
+    base_url: str
+    grpc_target: str
+    key: str
+    model: str = MODEL
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Service]:
+    """One prefill and two decode replicas, eager, behind both doors."""
+    if "QUADRIGA_E2E_HTTP" in os.environ:
+        yield Service(
+            os.environ["QUADRIGA_E2E_HTTP"],
+            os.environ["QUADRIGA_E2E_GRPC"],
+            os.environ["QUADRIGA_E2E_KEY"],
+        )
+        return
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    prepare_environment()
+    config = load_config(
+        {
+            "model": MODEL,
+            "engine.compile": "off",
+            "ingress.body_timeout_s": BODY_TIMEOUT_S,
+            "ingress.orphan_request_s": 5.0,
+            "ingress.replicas": 2,
+        }
+    )
+    key = "e2e-key-0123456789"
+    addresses = Addresses(http_port=free_port(), grpc_port=free_port())
+    keys = ApiKeys.of([key], is_http_open=True)
+    running = LocalService(config, keys, addresses, num_cpus=4, log_to_driver=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own, of the libraries it uses
+            running.start()
+        assert addresses.grpc_target is not None
+        yield Service(addresses.http_url, addresses.grpc_target, key)
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            running.stop()
+
+
+@pytest.fixture
+def http(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.base_url, timeout=60) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def ahttp(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=service.base_url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def sdk(service: Service) -> Iterator[Client]:
+    with Client(service.grpc_target, api_key=service.key, timeout_s=60) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def async_sdk(service: Service) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(service.grpc_target, api_key=service.key, timeout_s=60) as client:
+        yield client

@@ -1,0 +1,180 @@
+"""Processes die, hang and come back; what must go on goes on, and nothing is doubled or left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+import ray
+
+from actors.lookup import (
+    controller_name,
+    ensure_cluster,
+    forget_actor,
+    get_actor,
+    scheduler_name,
+)
+from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.types import AdmitRequest
+from tests.ray.apps import App, living_groups, pids, wait_until
+from tests.ray.ingress import call
+
+
+def kill(app: App, name: str) -> int:
+    pid = pids(app.name)[name]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_death_of_a_decode_replica(app: App) -> None:
+    """Its streams end in an error, at once; the others go on; a successor comes."""
+    ingress = app.ingress()
+    streams = [ingress.submit([5 + i] * 20, 400) for i in range(6)]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+    victim = streams[0].replica
+    doomed = [s for s in streams if s.replica == victim]
+    others = [s for s in streams if s.replica != victim]
+    assert others, "both replicas must hold streams"
+    kill(app, victim)
+    started = time.monotonic()
+    ingress.finish(*doomed, timeout_s=5.0)
+    assert time.monotonic() - started < 3.0
+    assert all(isinstance(s.error, ReplicaDied) for s in doomed)
+    ingress.finish(*others)
+    assert [len(s.token_ids) for s in others] == [400] * len(others)
+
+    app.until_ready()
+    assert victim not in app.replicas("decode")
+    assert len(app.replicas("decode")) == 2
+    assert victim not in living_groups(app.name)
+    after = [ingress.submit([5 + i] * 20, 10) for i in range(4)]
+    ingress.finish(*after)
+    assert [s.error for s in after if s.error] == []
+    app.until_idle()
+
+
+def test_death_of_the_prefill_replica(app: App) -> None:
+    """Sequences that were handed over do not notice."""
+    ingress = app.ingress()
+    streams = [ingress.submit([5 + i] * 20, 300) for i in range(3)]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+    victim = app.replicas("prefill")[0]
+    kill(app, victim)
+    ingress.finish(*streams)
+    assert [len(s.token_ids) for s in streams] == [300] * 3
+    app.until_ready()
+    assert app.replicas("prefill") != [victim]
+    after = ingress.submit([5] * 20, 10)
+    ingress.finish(after)
+    assert after.error is None
+    app.until_idle()
+
+
+def test_death_of_the_controller(app: App) -> None:
+    """The replicas are adopted, none is doubled, streams do not notice."""
+    ingress = app.ingress()
+    streams = [ingress.submit([5 + i] * 20, 300) for i in range(4)]
+    actors = (controller_name(app.name), scheduler_name(app.name))
+    before = {name: pid for name, pid in pids(app.name).items() if name not in actors}
+    dead = kill(app, controller_name(app.name))
+    ingress.finish(*streams)
+    assert [s.error for s in streams if s.error] == []
+    app.until_ready()
+    after = pids(app.name)
+    assert after.pop(controller_name(app.name)) != dead
+    after.pop(scheduler_name(app.name))
+    assert after == before
+    status = app.status()
+    assert {r["name"] for r in status["replicas"]} == set(before)
+    assert status["num_respawns"] == 0
+    assert sorted(living_groups(app.name)) == sorted(before)
+
+
+def test_death_of_controller_and_replica_together(app: App) -> None:
+    """What died while nobody watched is found missing, its placement group is removed."""
+    victim = app.replicas("decode")[0]
+    kill(app, controller_name(app.name))
+    kill(app, victim)
+    wait_until(lambda: victim not in living_groups(app.name), 60.0)
+    app.until_ready()
+    assert victim not in app.replicas("decode")
+    assert len(app.replicas("decode")) == 2
+
+
+def test_death_of_the_scheduler(app: App) -> None:
+    """Its state comes back from reports; streams under way, even in hand-off, do not notice."""
+    ingress = app.ingress()
+    streams = [ingress.submit([5 + i] * 20, 300) for i in range(4)]
+    dead = kill(app, scheduler_name(app.name))
+    ingress.finish(*streams)
+    assert [s.error for s in streams if s.error] == []
+    assert [len(s.token_ids) for s in streams] == [300] * 4
+
+    def admits() -> bool:
+        request = AdmitRequest("s", "quadriga-s", 3, 3, 0, time.time() + 9)
+        try:
+            return bool(call(scheduler_name(app.name), "admit", request).prefill_replica)
+        except QuadrigaError:
+            forget_actor(scheduler_name(app.name))
+            return False
+
+    wait_until(admits, 10.0)
+    assert pids(app.name)[scheduler_name(app.name)] != dead
+    after = [ingress.submit([5 + i] * 20, 10) for i in range(4)]
+    ingress.finish(*after)
+    assert [s.error for s in after if s.error] == []
+
+
+def test_a_hung_replica_is_replaced(app: App) -> None:
+    """A stopped process raises nothing: its silence is what tells."""
+    victim = app.replicas("decode")[1]
+    pid = pids(app.name)[victim]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: victim not in app.replicas("decode"), 30.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    ingress = app.ingress()
+    streams = [ingress.submit([5 + i] * 20, 10) for i in range(4)]
+    ingress.finish(*streams)
+    assert [s.error for s in streams if s.error] == []
+    app.until_ready()
+
+
+def test_scaling_fails_no_request(app: App) -> None:
+    """Up to three decode replicas, down to one and back, under load."""
+    ingress = app.ingress()
+    app.ensure(decode_replicas=3)
+    assert len(app.replicas("decode")) == 3
+    streams = [ingress.submit([5 + i] * 20, 200) for i in range(9)]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+    assert len({s.replica for s in streams}) == 3
+    kept = app.replicas("decode")
+    app.config |= {"decode_replicas": 2}
+    ensure_cluster(app.config)
+    ingress.finish(*streams)
+    assert [s.error for s in streams if s.error] == []
+    app.until_ready()
+    assert set(app.replicas("decode")) < set(kept)
+    assert len(living_groups(app.name)) == 3
+
+
+@pytest.mark.parametrize("with_controller", [True, False])
+def test_nothing_is_left_when_no_ingress_is_heard_of(
+    ray_cluster: None, with_controller: bool
+) -> None:
+    """Deleting the application leaks no process and no reservation, even without a controller."""
+    app = App.start(
+        f"orphan-{'a' if with_controller else 'b'}",
+        **{"decode_replicas": 1, "lifecycle.orphan_timeout_s": 4.0},
+    )
+    assert len(pids(app.name)) == 4
+    if not with_controller:
+        # Nobody restarts it: the replicas and the scheduler are on their own.
+        ray.kill(get_actor(controller_name(app.name)), no_restart=True)
+    wait_until(lambda: not pids(app.name), 30.0, lambda: pids(app.name))
+    wait_until(lambda: not living_groups(app.name), 5.0, lambda: living_groups(app.name))

@@ -1,0 +1,65 @@
+"""Names, and what makes two specifications the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actors.controller import _resolve_on
+from actors.lifecycle import fingerprint, new_replica_name, parse_replica_name
+from quadriga.errors import ConfigError
+from quadriga.resolve import Hardware
+from quadriga.types import Role
+
+HARDWARE = Hardware(num_cpus=8)
+
+
+def test_names_are_unique_and_can_be_read_back() -> None:
+    names = {new_replica_name("app", Role.DECODE, 3) for _ in range(100)}
+    assert len(names) == 100
+    assert {parse_replica_name("app", name) for name in names} == {(Role.DECODE, 3)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["app:scheduler", "other:decode:0:ab", "app:decode:x:ab", "app:decode:0", "app:chef:0:ab"],
+)
+def test_other_names_are_none_of_ours(name: str) -> None:
+    assert parse_replica_name("app", name) is None
+
+
+def test_places_follow_the_pools() -> None:
+    desired = _resolve_on({"model": "quadriga-s", "decode_replicas": 3}, HARDWARE)
+    assert list(desired.places) == [
+        (Role.PREFILL, 0),
+        (Role.DECODE, 0),
+        (Role.DECODE, 1),
+        (Role.DECODE, 2),
+    ]
+    assert desired.models == ["quadriga-s"]
+    assert "auth" not in desired.config, "keys stay with the ingress"
+
+
+def test_only_what_a_replica_cannot_change_makes_it_outdated() -> None:
+    base = {"model": "quadriga-s"}
+    desired = _resolve_on(base, HARDWARE)
+    spec = desired.places[(Role.DECODE, 0)]
+    same = fingerprint(spec, desired.config)
+    assert fingerprint(replace(spec, num_cpus=0.5), desired.config) == same
+
+    def changed(**settings: object) -> str:
+        other = _resolve_on(base | settings, HARDWARE)
+        return fingerprint(other.places[(Role.DECODE, 0)], other.config)
+
+    assert changed(decode_replicas=5) == same
+    assert changed(**{"ingress.replicas": 4}) == same
+    assert changed(**{"prefill.chunk_tokens": 64}) == same
+    assert changed(**{"decode.max_slots": 4}) != same
+    assert changed(**{"decode.pace": "steady-15ms"}) != same
+    assert changed(**{"transport.kind": "object_store"}) != same
+
+
+def test_an_unknown_pace_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.pace"):
+        _resolve_on({"model": "quadriga-s", "decode.pace": "warp"}, HARDWARE)

@@ -1,0 +1,258 @@
+"""The receiving side of a hand-off as pure state: leases, parts, commit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quadriga.batching.handoff import MAX_REMEMBERED, LeaseState, LeaseTable
+from quadriga.errors import KVTransportError, MigrationFailed
+from quadriga.types import DepthClass, KVPart, TransferOffer
+
+DEPTH = 4
+CLASS = DepthClass("m", DEPTH)
+
+
+def offer(transfer_id: str = "t", sequence_id: str = "s", epoch: int = 1) -> TransferOffer:
+    return TransferOffer(transfer_id, sequence_id, CLASS, "source", epoch, 10, 32, "gloo", 5.0)
+
+
+def part(
+    index: int,
+    first_layer: int = 0,
+    num_layers: int = DEPTH,
+    start: int = 0,
+    num_tokens: int = 10,
+    transfer_id: str = "t",
+) -> KVPart:
+    shape = (num_layers, 2, 2, num_tokens, 8)
+    return KVPart(
+        transfer_id, index, first_layer, num_layers, start, num_tokens, shape, "float32", 7 + index
+    )
+
+
+def store(table: LeaseTable, piece: KVPart, checksum: int | None = None) -> bool:
+    lease = table.begin_store("source", piece, now_s=0.0)
+    digest = piece.checksum if checksum is None else checksum
+    return table.end_store(lease, piece, digest, now_s=0.0)
+
+
+@pytest.fixture
+def table() -> LeaseTable:
+    table = LeaseTable(CLASS)
+    table.open(offer(), row=3, now_s=0.0)
+    return table
+
+
+def commit(table: LeaseTable, *checksums: int, num_tokens: int = 10, epoch: int = 1) -> bool:
+    lease = table.commit("t", epoch=epoch, num_tokens=num_tokens, checksums=checksums)
+    return lease is not None and lease.row == 3
+
+
+def test_layer_groups_and_chunks_together_make_a_commit(table: LeaseTable) -> None:
+    pieces = [part(0, 0, 2, 0, 6), part(1, 2, 2, 0, 6), part(2, 0, 2, 6, 4), part(3, 2, 2, 6, 4)]
+    for piece in pieces:
+        assert store(table, piece) is False
+    assert commit(table, *(p.checksum for p in pieces))
+    assert table.state("t") is LeaseState.COMMITTED
+    assert table.num_open == 0
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_missing_part_is_named(missing: int) -> None:
+    pieces = [part(0, 0, 2, 0, 6), part(1, 2, 2, 0, 6), part(2, 0, 2, 6, 4), part(3, 2, 2, 6, 4)]
+    del pieces[missing]
+    table = LeaseTable(CLASS)
+    table.open(offer(), row=0, now_s=0.0)
+    sent = [replace(p, index=i) for i, p in enumerate(pieces)]
+    for piece in sent:
+        store(table, piece)
+    layer, position = (missing % 2) * 2, (missing // 2) * 6
+    with pytest.raises(MigrationFailed, match=f"layer {layer} from position {position}"):
+        table.commit("t", epoch=1, num_tokens=10, checksums=[p.checksum for p in sent])
+
+
+def test_fewer_parts_than_the_source_sent(table: LeaseTable) -> None:
+    store(table, part(0))
+    with pytest.raises(MigrationFailed, match="1 of 2 parts"):
+        commit(table, 7, 8)
+
+
+def test_a_corrupt_part_leaves_the_lease_open_for_another_try(table: LeaseTable) -> None:
+    store(table, part(0), checksum=1)
+    with pytest.raises(MigrationFailed, match="corrupt"):
+        commit(table, 7)
+    store(table, part(0))
+    assert commit(table, 7)
+
+
+def test_a_repeated_commit_is_no_error(table: LeaseTable) -> None:
+    store(table, part(0))
+    assert commit(table, 7)
+    assert commit(table, 7) is False
+
+
+def test_a_revoked_commit_is_an_aborted_transfer(table: LeaseTable) -> None:
+    store(table, part(0))
+    commit(table, 7)
+    table.revoke("t")
+    assert table.state("t") is LeaseState.ABORTED
+    with pytest.raises(MigrationFailed, match="aborted"):
+        commit(table, 7)
+
+
+def test_another_epoch_cannot_commit(table: LeaseTable) -> None:
+    store(table, part(0))
+    with pytest.raises(MigrationFailed) as refusal:
+        commit(table, 7, epoch=2)
+    assert refusal.value.code == "stale_epoch"
+
+
+def test_only_what_was_offered_is_taken(table: LeaseTable) -> None:
+    bad = {
+        "unknown transfer": part(0, transfer_id="other"),
+        "layers 3..5": part(0, 3, 2),
+        "layers -1..1": part(0, -1, 2),
+        "positions 30..33": part(0, start=30, num_tokens=3),
+        "positions -1..1": part(0, start=-1, num_tokens=2),
+        "positions 0..0": part(0, num_tokens=0),
+        "contradicts": replace(part(0), shape=(4, 2, 2, 11, 8)),
+        "shape": replace(part(0), shape=(4, 2)),
+        "0 parts are there": part(1),
+    }
+    for reason, piece in bad.items():
+        with pytest.raises(KVTransportError, match=reason) as refusal:
+            table.check_part("source", piece, now_s=0.0)
+        assert refusal.value.code == "refused"
+    with pytest.raises(KVTransportError, match="not thief's"):
+        table.check_part("thief", part(0), now_s=0.0)
+
+
+def test_a_late_part_cannot_overwrite_newer_ones(table: LeaseTable) -> None:
+    """A part that was given up and sent again by another way may still turn up."""
+    store(table, part(0))
+    store(table, part(0))
+    store(table, part(1))
+    with pytest.raises(KVTransportError, match="2 parts are there"):
+        table.check_part("source", part(0), now_s=0.0)
+    with pytest.raises(KVTransportError, match="another part"):
+        table.check_part("source", part(1, start=1, num_tokens=9), now_s=0.0)
+
+
+def test_a_lease_lapses_only_in_silence(table: LeaseTable) -> None:
+    assert table.lapse(now_s=5.0) == []
+    table.check_part("source", part(0), now_s=4.0)
+    assert table.lapse(now_s=9.0) == []
+    assert table.renew("t", now_s=9.0)
+    assert table.lapse(now_s=14.0) == []
+    assert [lease.row for lease in table.lapse(now_s=14.1)] == [3]
+    assert table.state("t") is LeaseState.LAPSED
+    assert not table.renew("t", now_s=15.0)
+    assert table.lapse(now_s=99.0) == []
+
+
+@pytest.mark.parametrize("by", ["abort", "lapse"])
+def test_a_row_is_not_released_under_a_writer(table: LeaseTable, by: str) -> None:
+    lease = table.begin_store("source", part(0), now_s=0.0)
+    ended = table.abort("t") if by == "abort" else table.lapse(now_s=99.0)
+    assert not ended, "somebody is still writing"
+    assert table.num_closing == 1
+    assert table.end_store(lease, part(0), 7, now_s=99.0) is True
+    assert table.num_closing == 0
+
+
+def test_an_abort_before_the_offer_wins() -> None:
+    """They may overtake each other on the way."""
+    table = LeaseTable(CLASS)
+    assert table.abort("t") is None
+    with pytest.raises(MigrationFailed, match="aborted"):
+        table.check_offer(offer())
+
+
+def test_abort_does_not_undo_a_commit(table: LeaseTable) -> None:
+    store(table, part(0))
+    commit(table, 7)
+    assert table.abort("t") is None
+    assert table.state("t") is LeaseState.COMMITTED
+
+
+def test_offers_are_judged_by_class_and_epoch(table: LeaseTable) -> None:
+    assert table.check_offer(offer("t2")) == ["t"], "the same source tries again"
+    assert table.check_offer(offer("t2", epoch=2)) == ["t"]
+    with pytest.raises(MigrationFailed, match="epoch 0"):
+        table.check_offer(offer("t2", epoch=0))
+    with pytest.raises(MigrationFailed, match="m@3"):
+        table.check_offer(replace(offer("t3", "s3"), depth_class=DepthClass("m", 3)))
+    store(table, part(0))
+    commit(table, 7)
+    with pytest.raises(MigrationFailed) as refusal:
+        table.check_offer(offer("t4", epoch=1))
+    assert refusal.value.code == "stale_epoch"
+    assert table.check_offer(offer("t4", epoch=2)) == []
+
+
+def test_memory_is_bounded() -> None:
+    table = LeaseTable(CLASS)
+    for i in range(MAX_REMEMBERED + 10):
+        table.abort(f"t{i}")
+    assert table.state("t0") is None
+    assert table.state(f"t{MAX_REMEMBERED}") is LeaseState.ABORTED
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "begin", "end", "commit", "abort", "lapse"]),
+        st.integers(0, 3),
+    ),
+    max_size=60,
+)
+
+
+@given(ACTIONS)
+def test_every_row_is_released_exactly_once(actions: list[tuple[str, int]]) -> None:
+    """Rows held = open leases + committed ones + ended ones that are still written."""
+    table = LeaseTable(CLASS)
+    held: set[str] = set()
+    committed: set[str] = set()
+    writing: list[tuple[str, object]] = []
+
+    def release(transfer_id: str) -> None:
+        assert transfer_id in held - committed
+        held.remove(transfer_id)
+
+    for now_s, (action, i) in enumerate(actions):
+        name = f"t{i}"
+        piece = part(0, transfer_id=name)
+        if action == "open" and name not in held:
+            try:
+                table.open(offer(name, f"s{i}"), row=i, now_s=float(now_s))
+                held.add(name)
+            except MigrationFailed:
+                pass
+        elif action == "begin":
+            try:
+                writing.append((name, table.begin_store("source", piece, now_s=float(now_s))))
+            except KVTransportError:
+                pass
+        elif action == "end" and writing:
+            owner, lease = writing.pop(i % len(writing))
+            done = part(0, transfer_id=owner)
+            if table.end_store(lease, done, 7, now_s=float(now_s)):  # type: ignore[arg-type]
+                release(owner)
+        elif action == "commit":
+            try:
+                if table.commit(name, epoch=1, num_tokens=10, checksums=[7]) is not None:
+                    committed.add(name)
+            except MigrationFailed:
+                pass
+        elif action == "abort" and table.abort(name) is not None:
+            release(name)
+        elif action == "lapse":
+            for lease in table.lapse(now_s=float(now_s)):
+                release(lease.offer.transfer_id)
+        closing = {owner for owner, lease in writing if table.state(owner) is not LeaseState.OPEN}
+        assert held == set(table.open_transfers()) | committed | (closing & held)
+        assert len(held - committed) == table.num_open + table.num_closing

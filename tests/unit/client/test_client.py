@@ -1,0 +1,255 @@
+"""The SDK against a server in this process that misbehaves on command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+import quadriga.client as sdk
+from quadriga.client import AsyncClient, Client, Message, RetryPolicy
+from quadriga.client.wire import StreamProgress, make_request
+from quadriga.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    InvariantViolation,
+    Overloaded,
+    QuadrigaError,
+    ReplicaDied,
+    Unavailable,
+)
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import (
+    QuadrigaServicer,
+    add_QuadrigaServicer_to_server,
+)
+from quadriga.types import FinishReason
+from serve_app.grpc_wire import set_error
+
+WORDS = ["one ", "two ", "three ", "four"]
+FAST = RetryPolicy(max_attempts=4, first_pause_s=0.001)
+
+
+class Servicer(QuadrigaServicer):
+    """Streams WORDS, a token each; fails as `faults` says, a fault per call."""
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[int, QuadrigaError | None]] = []
+        self.requests: list[Any] = []
+        self.cancelled: list[str] = []
+
+    def Generate(self, request: Any, context: Any) -> Iterator[Any]:
+        self.requests.append(pb.GenerateRequest.FromString(request.SerializeToString()))
+        start = request.resume_from[0] if request.resume_from else 0
+        stop, error = self.faults.pop(0) if self.faults else (len(WORDS), None)
+        for i in range(start, min(stop, len(WORDS))):
+            last = i == len(WORDS) - 1
+            delta = pb.ChoiceDelta(first_token_index=i, token_ids=[i], text=WORDS[i])
+            if last:
+                delta.finish_reason = pb.FINISH_REASON_LENGTH
+            usage = pb.Usage(prompt_tokens=1, completion_tokens=4) if last else None
+            yield pb.GenerateResponse(request_id=request.request_id, choices=[delta], usage=usage)
+        if error is not None:
+            set_error(context, error)
+
+    def GenerateOnce(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        _, error = self.faults.pop(0) if self.faults else (0, None)
+        if error is not None:
+            set_error(context, error)
+            return pb.GenerateOnceResponse()
+        choice = pb.Choice(
+            text="".join(WORDS), token_ids=[0, 1, 2, 3], finish_reason=pb.FINISH_REASON_LENGTH
+        )
+        return pb.GenerateOnceResponse(request_id=request.request_id, choices=[choice])
+
+    def Cancel(self, request: Any, context: Any) -> Any:
+        self.cancelled.append(request.request_id)
+        return pb.CancelResponse(found=True)
+
+    def ListModels(self, request: Any, context: Any) -> Any:
+        assert ("authorization", "Bearer k") in context.invocation_metadata()
+        return pb.ListModelsResponse(models=[pb.Model(id="m", root="m", max_model_len=9)])
+
+
+@pytest.fixture
+def servicer() -> Servicer:
+    return Servicer()
+
+
+@pytest.fixture
+def target(servicer: Servicer) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(max_workers=4))
+    add_QuadrigaServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def client(target: str) -> Iterator[Client]:
+    with Client(target, api_key="k", retry=FAST, timeout_s=20) as made:
+        yield made
+
+
+def test_models_and_key(client: Client) -> None:
+    (model,) = client.models()
+    assert (model.id, model.max_model_len) == ("m", 9)
+
+
+def test_a_broken_stream_is_taken_up_where_it_broke(servicer: Servicer, client: Client) -> None:
+    servicer.faults = [(2, ReplicaDied("gone")), (3, Unavailable("away"))]
+    pieces = list(client.stream("x"))
+    assert [p.text for p in pieces] == WORDS
+    assert [list(r.resume_from) for r in servicer.requests] == [[], [2], [3]]
+    assert len({r.request_id for r in servicer.requests}) == 1
+    assert pieces[-1].usage is not None
+    assert pieces[-1].finish_reason is FinishReason.LENGTH
+    assert servicer.cancelled == []
+
+
+def test_a_stream_that_ends_early_is_not_taken_for_whole(
+    servicer: Servicer, client: Client
+) -> None:
+    servicer.faults = [(2, None)]
+    assert "".join(p.text for p in client.stream("x")) == "".join(WORDS)
+
+
+def test_errors_that_a_retry_cannot_help_are_raised_at_once(
+    servicer: Servicer, client: Client
+) -> None:
+    servicer.faults = [(2, InvalidRequest("no", param="n"))]
+    got: list[Any] = []
+    with pytest.raises(InvalidRequest) as caught:
+        got.extend(client.stream("x"))
+    assert caught.value.param == "n"
+    assert len(servicer.requests) == 1
+
+
+def test_retries_end(servicer: Servicer, client: Client) -> None:
+    servicer.faults = [(0, Overloaded("full", retry_after_s=0.001))] * 9
+    with pytest.raises(Overloaded):
+        client.generate("x")
+    assert len(servicer.requests) == FAST.max_attempts
+
+
+def test_retries_keep_the_request_id(servicer: Servicer, client: Client) -> None:
+    servicer.faults = [(0, Overloaded("full")), (0, Unavailable("away"))]
+    assert client.generate("x").text == "".join(WORDS)
+    assert len({r.request_id for r in servicer.requests}) == 1
+
+
+def test_the_servers_wait_is_honoured_and_bounded() -> None:
+    policy = RetryPolicy(max_attempts=3, first_pause_s=0.1, max_pause_s=5)
+    asked = policy.pause_s(Overloaded("full", retry_after_s=2.0), 1)
+    assert asked is not None
+    assert 2.0 <= asked <= 2.2
+    assert policy.pause_s(Overloaded("full", retry_after_s=60.0), 1) is None
+    assert policy.pause_s(Overloaded("full"), 3) is None
+    assert policy.pause_s(InvalidRequest("no"), 1) is None
+    pauses = [policy.pause_s(Unavailable("x"), n) or 0.0 for n in (1, 2)]
+    assert 0.05 <= pauses[0] <= 0.1 <= pauses[1] <= 0.2
+
+
+def test_leaving_a_stream_cancels_it(servicer: Servicer, client: Client) -> None:
+    pieces = client.stream("x")
+    next(pieces)
+    pieces.close()
+    assert servicer.cancelled == [servicer.requests[0].request_id]
+
+
+def test_timeouts(servicer: Servicer, client: Client) -> None:
+    with pytest.raises(DeadlineExceeded):
+        client.generate("x", timeout_s=0.0)
+    servicer.faults = [(0, Unavailable("away", retry_after_s=9.0))]
+    begun_s = time.monotonic()
+    with pytest.raises(Unavailable):
+        client.generate("x", timeout_s=0.5)
+    assert time.monotonic() - begun_s < 0.5, "no wait that cannot help"
+
+
+def test_nobody_there() -> None:
+    policy = RetryPolicy(max_attempts=2, first_pause_s=0.001)
+    with Client("127.0.0.1:1", retry=policy, timeout_s=5) as client, pytest.raises(Unavailable):
+        client.generate("x")
+
+
+async def test_the_async_client(servicer: Servicer, target: str) -> None:
+    servicer.faults = [(1, ReplicaDied("gone"))]
+    async with AsyncClient(target, api_key="k", retry=FAST, timeout_s=20) as client:
+        assert [p.text async for p in client.stream("x")] == WORDS
+        assert (await client.generate("x")).choices[0].token_ids == (0, 1, 2, 3)
+        assert (await client.models())[0].id == "m"
+        assert await client.cancel("r")
+
+
+async def test_the_async_client_leaves_a_stream(servicer: Servicer, target: str) -> None:
+    async with AsyncClient(target, api_key="k", timeout_s=20) as client:
+        pieces = client.stream("x", request_id="left")
+        await anext(pieces)
+        await pieces.aclose()
+    assert servicer.cancelled == ["left"]
+
+
+def test_requests_as_messages() -> None:
+    request = make_request(
+        [Message("system", "s"), Message("user", "u", name="n")],
+        "m",
+        None,
+        {"stop": "one", "logit_bias": {3: 1.5}, "n": 2, "seed": -1},
+    )
+    assert [(m.role, m.content) for m in request.chat.messages] == [("system", "s"), ("user", "u")]
+    assert list(request.stop) == ["one"]
+    assert dict(request.logit_bias) == {3: 1.5}
+    assert request.request_id
+    assert list(make_request([1, 2], None, "r", {}).prompt_token_ids.ids) == [1, 2]
+    with pytest.raises(TypeError, match="unknown options: colour"):
+        make_request("x", None, None, {"colour": 1})  # type: ignore[typeddict-unknown-key]
+
+
+def test_a_gap_in_a_stream_is_an_error() -> None:
+    progress = StreamProgress(make_request("x", None, None, {}))
+    with pytest.raises(InvariantViolation):
+        progress.take(pb.GenerateResponse(choices=[pb.ChoiceDelta(first_token_index=1)]))
+
+
+def test_closing_ends_calls(target: str) -> None:
+    client = Client(target, timeout_s=5)
+    pieces = client.stream("x")
+    next(pieces)
+    client.close()
+    with pytest.raises((Cancelled, ValueError)):
+        list(pieces)
+
+
+def test_public_surface() -> None:
+    assert sorted(sdk.__all__) == [
+        "AsyncClient",
+        "Choice",
+        "Client",
+        "Completion",
+        "Message",
+        "Model",
+        "Piece",
+        "RetryPolicy",
+        "Usage",
+    ]
+
+
+def test_the_sdk_is_light() -> None:
+    code = (
+        "import sys, quadriga.client; "
+        "print([m for m in ('torch', 'ray', 'pydantic', 'transformers') if m in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,102 @@
+"""KV rows: what is written is read, memory comes and goes with use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.engine.kv_cache import KV_BLOCK, RowKVCache
+from quadriga.errors import InvariantViolation
+
+
+def make(
+    *, num_rows: int = 3, capacity: int = 50, budget: int | None = None, head_dim: int = 4
+) -> RowKVCache:
+    return RowKVCache(
+        num_layers=3,
+        num_rows=num_rows,
+        num_kv_heads=2,
+        capacity=capacity,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        budget_tokens=num_rows * capacity if budget is None else budget,
+    )
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 50), (0, 1), (15, 17), (16, 32), (31, 50), (7, 7)])
+def test_read_returns_what_was_written(start: int, stop: int) -> None:
+    cache = make()
+    kv = torch.randn(2, 2, 2, stop - start, 4)
+    cache.write(1, 1, start, kv)
+    assert torch.equal(cache.read(1, 1, 2, start, stop), kv)
+    assert cache.read(1, 1, 2, start, stop).is_contiguous()
+
+
+def test_a_write_touches_nothing_else() -> None:
+    cache = make()
+    before = torch.randn(3, 2, 2, 50, 4)
+    for row in range(3):
+        cache.write(row, 0, 0, before)
+    cache.write(1, 1, 20, torch.ones(1, 2, 2, 9, 4))
+    assert torch.equal(cache.read(0, 0, 3, 0, 50), before)
+    assert torch.equal(cache.read(2, 0, 3, 0, 50), before)
+    changed = cache.read(1, 0, 3, 0, 50)
+    assert torch.equal(changed[0], before[0])
+    assert torch.equal(changed[2], before[2])
+    assert torch.equal(changed[1][:, :, 29:], before[1][:, :, 29:])
+    assert torch.equal(changed[1][:, :, :20], before[1][:, :, :20])
+    assert (changed[1][:, :, 20:29] == 1).all()
+
+
+def test_parts_in_any_order_make_the_whole() -> None:
+    cache, whole = make(), torch.randn(3, 2, 2, 50, 4)
+    for layer in (2, 0, 1):
+        for start in range(49, -1, -7):
+            first = max(0, start - 6)
+            cache.write(0, layer, first, whole[layer : layer + 1, :, :, first : start + 1])
+    assert torch.equal(cache.read(0, 0, 3, 0, 50), whole)
+
+
+@pytest.mark.parametrize(
+    ("row", "layer", "layers", "start", "stop"),
+    [(3, 0, 1, 0, 1), (-1, 0, 1, 0, 1), (0, 2, 2, 0, 1), (0, 0, 1, 0, 51), (0, 0, 1, 5, 4)],
+)
+def test_out_of_range(row: int, layer: int, layers: int, start: int, stop: int) -> None:
+    with pytest.raises(InvariantViolation):
+        make().read(row, layer, layers, start, stop)
+
+
+def test_misshapen_write() -> None:
+    with pytest.raises(InvariantViolation, match="does not fit"):
+        make().write(0, 0, 0, torch.zeros(1, 2, 3, 5, 4))
+    with pytest.raises(InvariantViolation):
+        make().write(0, 0, 48, torch.zeros(1, 2, 2, 5, 4))
+
+
+def test_capacity_need_not_be_whole_blocks() -> None:
+    cache = make(capacity=KV_BLOCK + 1)
+    assert cache.capacity == KV_BLOCK + 1
+    assert cache.num_blocks == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_rows_cost_what_they_use() -> None:
+    """6 GiB of rows: reserving costs nothing, a short sequence little, release gives it back."""
+    before = resident_bytes()
+    cache = make(num_rows=32, capacity=1 << 17, budget=1 << 17, head_dim=32)
+    assert resident_bytes() - before < 8 << 20
+    tokens = 1 << 15
+    for start in range(0, tokens, 1 << 11):
+        cache.write(7, 0, start, torch.ones(3, 2, 2, 1 << 11, 32))
+    used = resident_bytes() - before
+    wanted = 3 * 2 * 2 * tokens * 32 * 4
+    assert wanted < used < 1.5 * wanted
+    cache.release(7)
+    assert resident_bytes() - before < 0.5 * wanted
+    assert not cache.read(7, 0, 1, 0, 4).any()

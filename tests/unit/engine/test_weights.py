@@ -1,0 +1,187 @@
+"""Loading: depth by depth, sharded or not, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quadriga.engine.models.config import read_model_config
+from quadriga.engine.weights import INDEX_FILE, SINGLE_FILE, ModelWeights, load_weights
+from quadriga.errors import ConfigError
+from tests.equivalence.models import build, save
+
+
+def load(path: Path, depth: int = 3, dtype: torch.dtype = torch.float32) -> ModelWeights:
+    return load_weights(path, read_model_config(path), depth, dtype, 96)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(build("llama"), tmp_path)
+
+
+def rewrite(path: Path, change) -> None:  # type: ignore[no-untyped-def]
+    """Apply `change` to the dict of tensors of a single-file checkpoint."""
+    tensors = load_file(path / SINGLE_FILE)
+    change(tensors)
+    save_file(tensors, path / SINGLE_FILE)
+
+
+def equal(a: ModelWeights, b: ModelWeights) -> bool:
+    pairs = [(a.embed, b.embed), (a.head, b.head)]
+    for x, y in zip(a.layers, b.layers, strict=True):
+        pairs += [(x.qkv.weight, y.qkv.weight), (x.up.weight, y.up.weight)]
+        pairs += [(x.down.weight, y.down.weight), (x.attn_norm.weight, y.attn_norm.weight)]
+    return all(torch.equal(x, y) for x, y in pairs)  # type: ignore[arg-type]
+
+
+def test_depth_loads_the_first_layers_only(checkpoint: Path) -> None:
+    def drop_last_layer(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if n.startswith("model.layers.2.")]:
+            del tensors[name]
+
+    whole = load(checkpoint)
+    rewrite(checkpoint, drop_last_layer)  # reading it now would fail
+    shallow = load(checkpoint, 2)
+    assert len(shallow.layers) == 2
+    whole.layers.pop()
+    assert equal(shallow, whole)
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\."):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_depth_beyond_the_model(checkpoint: Path, depth: int) -> None:
+    with pytest.raises(ConfigError, match=r"1\.\.3"):
+        load(checkpoint, depth)
+
+
+def test_sharded_equals_single_file(tmp_path: Path) -> None:
+    model = build("qwen2")
+    single = load(save(model, tmp_path / "one"))
+    sharded = save(model, tmp_path / "many", max_shard_size="40KB")
+    assert (sharded / INDEX_FILE).is_file()
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert equal(load(sharded), single)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_half_precision_is_converted(checkpoint: Path, stored: torch.dtype) -> None:
+    def halve(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(stored)
+
+    rewrite(checkpoint, halve)
+    weights = load(checkpoint)
+    original = load_file(checkpoint / SINGLE_FILE)["model.embed_tokens.weight"]
+    assert weights.embed.dtype is torch.float32
+    assert torch.equal(weights.embed, original.float())
+    assert load(checkpoint, dtype=torch.bfloat16).head.dtype is torch.bfloat16
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    path = save(build("llama"), tmp_path, max_shard_size="40KB")
+    sorted(path.glob("*.safetensors"))[-1].unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(path)
+
+
+def test_truncated_file(checkpoint: Path) -> None:
+    file = checkpoint / SINGLE_FILE
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        load(checkpoint)
+
+
+def test_pickled_weights_are_not_opened(checkpoint: Path) -> None:
+    (checkpoint / SINGLE_FILE).unlink()
+    (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(ConfigError, match="pickled weights are not loaded"):
+        load(checkpoint)
+
+
+def test_wrong_shape(checkpoint: Path) -> None:
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(48, 90)
+
+    rewrite(checkpoint, widen)
+    with pytest.raises(ConfigError, match=r"down_proj.*\[48, 90\].*\[48, 88\]"):
+        load(checkpoint)
+
+
+def test_integer_weights(checkpoint: Path) -> None:
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = torch.zeros(130, 48, dtype=torch.int8)
+
+    rewrite(checkpoint, quantise)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is torch\.int8"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", '{"weight_map": 3}', "not json", '{"weight_map": {"a": "../../etc/passwd"}}']
+)
+def test_bad_index(checkpoint: Path, index: str) -> None:
+    (checkpoint / INDEX_FILE).write_text(index)
+    with pytest.raises(ConfigError, match="index"):
+        load(checkpoint)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from quadriga.engine.models.config import read_model_config
+from quadriga.engine.weights import load_weights
+
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+path, depth = Path(sys.argv[1]), int(sys.argv[2])
+config = read_model_config(path)
+before = peak()
+weights = load_weights(path, config, depth, torch.float32, 64)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_grows_with_depth(tmp_path: Path) -> None:
+    """A layer of 4 MiB in float16: depth d costs about d · 8 MiB, not the whole model's 96."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=2388,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    save(LlamaForCausalLM(config).half(), tmp_path)
+    layer_bytes = 4 * (4 * 256 * 256 + 3 * 256 * 2388)
+    peaks = {}
+    for depth in (1, 6, 12):
+        command = [sys.executable, "-c", MEASURE, str(tmp_path), str(depth)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        peaks[depth] = int(out.stdout)
+    assert peaks[1] < peaks[6] < peaks[12]
+    per_layer = (peaks[12] - peaks[1]) / 11
+    # The float32 copy, and at most the mapped file beside it.
+    assert 0.8 * layer_bytes < per_layer < 1.8 * layer_bytes
+    assert peaks[1] < 4 * layer_bytes
+
+
+def test_index_with_a_missing_tensor(tmp_path: Path) -> None:
+    path = save(build("llama"), tmp_path, max_shard_size="40KB")
+    index = json.loads((path / INDEX_FILE).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"no tensor model\.norm\.weight"):
+        load(path)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from quadriga.checkpoint import ASSETS, read_checkpoint
+from quadriga.config import load_config
+from quadriga.text import load_tokenizer
+from serve_app.auth import ApiKeys
+from serve_app.front import FrontDesk
+from serve_app.http import HttpDoor
+from serve_app.models import ModelDirectory, ServedModel
+from tests.fakes import FakeCluster
+
+ANSWER = "Hello wörld 😀 and 12 more."
+MODEL = ServedModel(
+    read_checkpoint("quadriga-s"), load_tokenizer(ASSETS / "quadriga-s", "quadriga-s"), 2048
+)
+END_ID = 0
+
+
+@dataclass(slots=True)
+class Stand:
+    """A front desk over a fake cluster, and an HTTP client of its door."""
+
+    desk: FrontDesk
+    cluster: FakeCluster
+    http: httpx.AsyncClient
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        body = {"model": "quadriga-s", "prompt": "hi", "max_tokens": 100} | fields
+        return await self.http.post("/v1/completions", json=body)
+
+
+MakeStand = Callable[..., Awaitable[Stand]]
+
+
+@pytest.fixture
+def model() -> ServedModel:
+    return MODEL
+
+
+@pytest_asyncio.fixture
+async def make_stand() -> AsyncIterator[MakeStand]:
+    """Make stands; keyword arguments go to `FakeCluster`, `config` and `keys` to the desk."""
+    made: list[Stand] = []
+
+    async def make(
+        *, config: dict[str, Any] | None = None, keys: ApiKeys | None = None, **fake: Any
+    ) -> Stand:
+        script = [*MODEL.tokenizer.encode(ANSWER), END_ID]
+        cluster = FakeCluster("quadriga-s", script, **fake)
+        desk = FrontDesk(
+            load_config(config or {}),
+            ModelDirectory([MODEL]),
+            keys or ApiKeys(),
+            cluster,
+            ingress_id="ingress-0",
+        )
+        desk.start()
+        app = HttpDoor(desk).application()
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+        made.append(Stand(desk, cluster, client))
+        return made[-1]
+
+    yield make
+    for stand in made:
+        await stand.http.aclose()
+        await stand.desk.close()
+
+
+@pytest_asyncio.fixture
+async def stand(make_stand: MakeStand) -> Stand:
+    return await make_stand()

@@ -1,0 +1,112 @@
+"""One table, two wire formats: every error class has a place in both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from quadriga.client.errors import from_rpc
+from quadriga.errors import ConfigError, QuadrigaError
+from serve_app.errors import as_quadriga, error_headers, error_object
+from serve_app.grpc_wire import set_error
+
+
+def subclasses(base: type[QuadrigaError]) -> Iterator[type[QuadrigaError]]:
+    for child in base.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+ALL = sorted(
+    {c for c in subclasses(QuadrigaError) if c is not ConfigError}, key=lambda c: c.__name__
+)
+
+
+class Context:
+    """What a gRPC context keeps, in the shape of a failed call."""
+
+    def __init__(self) -> None:
+        self._code = grpc.StatusCode.OK
+        self._details = ""
+        self._metadata: list[tuple[str, str | bytes]] = []
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        self._details = details
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, str | bytes]]) -> None:
+        self._metadata = metadata
+
+    def as_call(self) -> grpc.RpcError:
+        outer = self
+
+        class Call(grpc.RpcError):
+            def code(self) -> grpc.StatusCode:
+                return outer._code
+
+            def details(self) -> str:
+                return outer._details
+
+            def trailing_metadata(self) -> list[tuple[str, str | bytes]]:
+                return outer._metadata
+
+        return Call()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_http_form(kind: type[QuadrigaError]) -> None:
+    error = kind("said", param="field", retry_after_s=0.25 if kind.retryable else None)
+    assert error_object(error)["error"] == {
+        "message": "said",
+        "type": kind.openai_type,
+        "param": "field",
+        "code": kind.default_code,
+    }
+    headers = dict(error_headers(error))
+    assert (b"x-should-retry" in headers) != kind.retryable
+    if kind.retryable:
+        assert (headers[b"retry-after"], headers[b"retry-after-ms"]) == (b"1", b"250")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_grpc_form_and_back(kind: type[QuadrigaError]) -> None:
+    error = kind("said", param="field", retry_after_s=0.25 if kind.retryable else None)
+    context = Context()
+    set_error(context, error)
+    call = context.as_call()
+    back = from_rpc(call)
+    assert back == error
+    metadata = dict(context._metadata)
+    status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == (kind.default_code, "quadriga")
+    if kind.retryable:
+        retry = error_details_pb2.RetryInfo()
+        assert status.details[1].Unpack(retry)
+        assert retry.retry_delay.ToMilliseconds() == 250
+
+
+def test_codes_are_unique() -> None:
+    codes = [kind.default_code for kind in ALL]
+    assert len(set(codes)) == len(codes)
+
+
+def test_foreign_statuses_become_our_errors() -> None:
+    for code in grpc.StatusCode:
+        if code is grpc.StatusCode.OK:
+            continue
+        context = Context()
+        context.set_code(code)
+        assert isinstance(from_rpc(context.as_call()), QuadrigaError)
+
+
+def test_foreign_exceptions_say_nothing_of_the_inside() -> None:
+    error = as_quadriga(ValueError("/etc/secret"))
+    assert "secret" not in error.message
+    assert error.http_status == 500

@@ -1,0 +1,209 @@
+"""The desk over a fake cluster: admission, moves, losses, cancellation, resumption."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied, ReplicaError, Unavailable
+from quadriga.metrics import parse_exposition
+from serve_app.auth import ApiKeys
+from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110  (the fake has no event for every condition)
+            await asyncio.sleep(0.001)
+
+
+async def is_idle(stand: Stand) -> None:
+    """Nothing is on the road, nothing is held, and the scheduler was told of every end."""
+    await until(lambda: stand.cluster.num_held == 0 and not stand.desk._road.sessions())
+    submitted = {s.sequence_id for s in stand.cluster.submitted}
+    await until(lambda: submitted <= {*stand.cluster.finished_ids})
+
+
+async def test_an_answer_comes_from_both_replicas(stand: Stand) -> None:
+    reply = (await stand.complete()).json()
+    assert reply["choices"][0]["text"] == ANSWER
+    assert stand.cluster.prefill.num_polls > 0
+    assert stand.cluster.decode.num_polls > 0
+    await is_idle(stand)
+
+
+async def test_lost_replies_lose_nothing(make_stand: MakeStand) -> None:
+    stand = await make_stand(tokens_per_step=3)
+    stand.cluster.prefill.lost_replies = 1
+    stand.cluster.decode.lost_replies = 2
+    assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
+
+
+async def test_a_stop_string_frees_the_replica(make_stand: MakeStand) -> None:
+    gate = asyncio.Event()
+    stand = await make_stand(gate=gate)
+    waiting = asyncio.ensure_future(stand.complete(stop="wör"))
+    await until(lambda: bool(stand.cluster.decode.held))
+    gate.set()
+    reply = (await waiting).json()
+    assert reply["choices"][0] == reply["choices"][0] | {"text": "Hello ", "finish_reason": "stop"}
+    await is_idle(stand)
+
+
+async def test_a_dead_replica_ends_the_streams_it_held(make_stand: MakeStand) -> None:
+    stand = await make_stand(gate=asyncio.Event())
+    waiting = asyncio.ensure_future(stand.complete(stream=True))
+    await until(lambda: bool(stand.cluster.decode.held))
+    await until(lambda: stand.cluster.decode.num_polls > 0)
+    stand.cluster.decode.die()
+    # The fake's decode replica never spoke, so prefill is still the owner: the loss shows when
+    # the owner is gone as well.
+    stand.cluster.prefill.die()
+    text = (await waiting).text
+    frames = [json.loads(f[6:]) for f in text.strip().split("\n\n")]
+    assert frames[0]["choices"][0]["text"] == "H"
+    assert frames[-1]["error"]["code"] == "replica_died"
+    assert "data: [DONE]" not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals_keep_their_status(stand: Stand, stream: bool) -> None:
+    stand.cluster.refuse_admission = Overloaded("full", retry_after_s=1.4)
+    reply = await stand.complete(stream=stream)
+    assert reply.status_code == 429
+    assert reply.headers["retry-after"] == "2"
+    assert reply.headers["retry-after-ms"] == "1400"
+    assert "x-should-retry" not in reply.headers
+    assert reply.json()["error"]["code"] == "overloaded"
+
+
+async def test_a_failed_submission_is_tried_elsewhere(stand: Stand) -> None:
+    stand.cluster.refuse_submission = [ReplicaDied("gone"), Overloaded("full")]
+    assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
+    assert len(stand.cluster.submitted) == 1
+    await is_idle(stand)
+
+
+async def test_submissions_are_not_tried_for_ever(stand: Stand) -> None:
+    stand.cluster.refuse_submission = [ReplicaError("silent")] * 3
+    assert (await stand.complete()).status_code == 500
+    await is_idle(stand)
+
+
+async def test_without_the_scheduler_the_last_view_admits(stand: Stand) -> None:
+    await until(lambda: bool(stand.desk._watch.view.snapshots))
+    stand.cluster.refuse_admission = ReplicaDied("scheduler")
+    assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
+
+
+async def test_a_deadline_ends_the_request(make_stand: MakeStand) -> None:
+    stand = await make_stand(gate=asyncio.Event())
+    reply = await stand.complete(deadline_ms=50)
+    assert reply.status_code == 504
+    assert reply.json()["error"]["code"] == "deadline_exceeded"
+    await is_idle(stand)
+    streamed = await stand.complete(deadline_ms=50, stream=True)
+    assert streamed.status_code == 200, "the first token was there in time"
+    assert "deadline_exceeded" in streamed.text
+
+
+async def test_a_cancelled_handler_frees_everything(make_stand: MakeStand) -> None:
+    stand = await make_stand(gate=asyncio.Event())
+    waiting = asyncio.ensure_future(stand.complete(n=3))
+    await until(lambda: len(stand.cluster.decode.held) == 3)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await is_idle(stand)
+    told = {*stand.cluster.prefill.cancelled, *stand.cluster.decode.cancelled}
+    assert {s.sequence_id for s in stand.cluster.submitted} <= told
+
+
+async def test_one_failing_choice_ends_the_request(stand: Stand) -> None:
+    stand.cluster.refuse_submission = [Unavailable("draining")]
+    assert (await stand.complete(n=2)).status_code == 503
+    await is_idle(stand)
+
+
+async def test_the_limit_of_open_requests(make_stand: MakeStand) -> None:
+    gate = asyncio.Event()
+    stand = await make_stand(gate=gate, config={"ingress.max_ongoing_requests": 2})
+    waiting = [asyncio.ensure_future(stand.complete()) for _ in range(2)]
+    await until(lambda: len(stand.cluster.submitted) == 2)
+    assert (await stand.complete()).status_code == 429
+    gate.set()
+    assert [(await w).status_code for w in waiting] == [200, 200]
+    assert (await stand.complete()).status_code == 200
+
+
+async def test_a_key_resumes_and_never_runs_twice(make_stand: MakeStand) -> None:
+    gate = asyncio.Event()
+    stand = await make_stand(gate=gate)
+    body = {"prompt": "hi", "max_tokens": 100, "stream": True}
+    headers = {"idempotency-key": "k1"}
+    first = asyncio.ensure_future(stand.http.post("/v1/completions", json=body, headers=headers))
+    await until(lambda: bool(stand.cluster.decode.held))
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert stand.cluster.num_held == 1, "kept for a resumption"
+    gate.set()
+    again = await stand.http.post(
+        "/v1/completions", json=body, headers=headers | {"x-resume-index": "1"}
+    )
+    frames = [json.loads(f[6:]) for f in again.text.strip().split("\n\n")[:-1]]
+    assert "".join(f["choices"][0]["text"] for f in frames) == ANSWER[1:]
+    assert len(stand.cluster.submitted) == 1
+
+
+async def test_keys_are_scoped_by_owner(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=ApiKeys.of(["a", "b"]))
+    for key in ("a", "b", "a"):
+        headers = {"authorization": f"Bearer {key}", "idempotency-key": "same"}
+        reply = await stand.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+        assert reply.status_code == 200
+    assert len(stand.cluster.submitted) == 2
+
+
+async def test_a_failed_request_may_be_tried_again_under_its_key(stand: Stand) -> None:
+    headers = {"idempotency-key": "k"}
+    body = {"prompt": "hi", "max_tokens": 100}
+    stand.cluster.refuse_admission = Overloaded("full")
+    assert (await stand.http.post("/v1/completions", json=body, headers=headers)).status_code == 429
+    stand.cluster.refuse_admission = None
+    assert (await stand.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+
+
+async def test_health_follows_the_cluster(stand: Stand) -> None:
+    await until(lambda: bool(stand.desk._watch.view.snapshots))
+    assert (await stand.http.get("/health")).status_code == 200
+    stand.desk._is_draining = True
+    assert (await stand.http.get("/health")).status_code == 503
+    assert (await stand.http.get("/live")).status_code == 200
+
+
+async def test_a_failing_background_turn_is_tried_again(stand: Stand) -> None:
+    async def broken() -> Any:
+        raise QuadrigaError("the scheduler is away")
+
+    beats = stand.cluster.heartbeats
+    stand.cluster.directory = broken  # type: ignore[method-assign]
+    assert (await stand.complete()).status_code == 200
+    assert stand.cluster.heartbeats >= beats
+
+
+async def test_metrics_count_what_the_client_saw(stand: Stand) -> None:
+    reply = (await stand.complete()).json()
+    await stand.complete(temperature=-1)
+    series = parse_exposition((await stand.http.get("/metrics")).text)
+    labels = '{model_name="quadriga-s",replica="ingress-0"}'
+    assert series["vllm:generation_tokens_total" + labels] == reply["usage"]["completion_tokens"]
+    assert series["vllm:time_to_first_token_seconds_count" + labels] == 1
+    assert series["vllm:e2e_request_latency_seconds_count" + labels] == 1
+    assert series['quadriga_requests_total{code="400",door="http",replica="ingress-0"}'] == 1
+    assert series['quadriga_ingress_open_requests{replica="ingress-0"}'] == 0
+    names = {key.split("{")[0] for key in series}
+    assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc"} <= names

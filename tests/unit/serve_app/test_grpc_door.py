@@ -1,0 +1,150 @@
+"""The gRPC door over the fake cluster, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from quadriga.errors import Overloaded
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from serve_app.auth import ApiKeys
+from serve_app.grpc_door import GrpcDoor
+from serve_app.grpc_wire import generation_fields
+from tests.unit.serve_app.conftest import ANSWER, MakeStand
+from tests.unit.serve_app.test_front import until
+
+KEYS = ApiKeys.of(["secret"], is_http_open=True)
+
+
+class Context:
+    """Serve's gRPC context, as far as the door uses it."""
+
+    def __init__(self, authorization: str | None = "Bearer secret") -> None:
+        self.metadata = [] if authorization is None else [("authorization", authorization)]
+        self.code: grpc.StatusCode | None = None
+        self.trailing: dict[str, Any] = {}
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self.metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, Any]]) -> None:
+        self.trailing = dict(metadata)
+
+
+def wants(**fields: Any) -> bytes:
+    message = pb.GenerateRequest(**({"prompt": "hi", "max_tokens": 100} | fields))
+    return bytes(message.SerializeToString())
+
+
+async def test_a_stream(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    context = Context()
+    messages = [m async for m in GrpcDoor(stand.desk).generate(wants(logprobs=1), context)]
+    deltas = [delta for m in messages for delta in m.choices]
+    assert "".join(d.text for d in deltas) == ANSWER
+    assert [t for d in deltas for t in d.token_ids] == stand.cluster.script
+    assert all(len(d.logprobs) == len(d.token_ids) for d in deltas)
+    assert deltas[-1].finish_reason == pb.FINISH_REASON_STOP
+    assert messages[-1].usage.completion_tokens == len(stand.cluster.script)
+    assert messages[-1].usage.exits == {8: len(stand.cluster.script)}
+    assert context.code is None
+
+
+async def test_once(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    reply = await GrpcDoor(stand.desk).generate_once(wants(n=2, stop=["wör"]), Context())
+    assert [c.text for c in reply.choices] == ["Hello ", "Hello "]
+
+
+async def test_a_refusal_carries_its_retry(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    stand.cluster.refuse_admission = Overloaded("full", retry_after_s=2.5)
+    context = Context()
+    (message,) = [m async for m in GrpcDoor(stand.desk).generate(wants(), context)]
+    assert (message.error.code, message.error.retry_after_s) == ("overloaded", 2.5)
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert context.trailing["retry-after-ms"] == "2500"
+
+
+@pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong", "Basic secret"])
+async def test_keys(make_stand: MakeStand, authorization: str | None) -> None:
+    stand = await make_stand(keys=KEYS)
+    door = GrpcDoor(stand.desk)
+    for call in (door.generate_once, door.cancel, door.list_models):
+        context = Context(authorization)
+        await call(b"", context)
+        assert context.code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_without_keys_grpc_stays_closed(make_stand: MakeStand) -> None:
+    stand = await make_stand()
+    context = Context()
+    await GrpcDoor(stand.desk).list_models(b"", context)
+    assert context.trailing["quadriga-error-code"] == "api_keys_off"
+
+
+async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
+    gate = asyncio.Event()
+    stand = await make_stand(keys=KEYS, gate=gate)
+    door = GrpcDoor(stand.desk)
+    stream = door.generate(wants(request_id="r1"), Context())
+    first = await anext(stream)
+    assert first.choices[0].text == "H"
+    await stream.aclose()
+    assert stand.cluster.num_held == 1
+    gate.set()
+    rest = [m async for m in door.generate(wants(request_id="r1", resume_from=[1]), Context())]
+    assert "".join(d.text for m in rest for d in m.choices) == ANSWER[1:]
+    assert len(stand.cluster.submitted) == 1
+    context = Context()
+    await door.generate_once(wants(request_id="r1", max_tokens=7), context)
+    assert context.trailing["quadriga-error-code"] == "idempotency_key_reused"
+    gate.clear()
+    running = door.generate(wants(request_id="r2"), Context())
+    await anext(running)
+    reply = await door.cancel(pb.CancelRequest(request_id="r2").SerializeToString(), Context())
+    assert reply.found
+    await until(lambda: stand.cluster.num_held == 0)
+
+
+async def test_a_closed_stream_frees_everything(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS, gate=asyncio.Event())
+    stream = GrpcDoor(stand.desk).generate(wants(), Context())
+    await anext(stream)
+    await stream.aclose()
+    await until(lambda: stand.cluster.num_held == 0)
+
+
+async def test_health(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    door = GrpcDoor(stand.desk)
+    await until(lambda: bool(stand.desk._watch.view.snapshots))
+    kinds = health_pb2.HealthCheckResponse
+    assert door.health("").status == kinds.SERVING
+    assert door.health("other").status == kinds.SERVICE_UNKNOWN
+    stand.desk._is_draining = True
+    assert door.health("quadriga.v1.Quadriga").status == kinds.NOT_SERVING
+
+
+def test_every_field_of_the_message_is_read() -> None:
+    """A field added to the protocol must be handled, or named here."""
+    request = pb.GenerateRequest(prompt="a", model="m", stop=["x"], stop_token_ids=[1])
+    request.logit_bias[3] = 1.0
+    for field in pb.GenerateRequest.DESCRIPTOR.fields:
+        if field.has_presence and field.containing_oneof is None:
+            setattr(request, field.name, field.default_value or 1)
+    for field in pb.GenerateRequest.DESCRIPTOR.fields:
+        if field.containing_oneof is not None and field.containing_oneof.name.startswith("_"):
+            setattr(request, field.name, "u" if field.name == "user" else 1)
+    known = {*generation_fields(request), "request_id", "resume_from", "prompt_token_ids", "chat"}
+    assert {f.name for f in pb.GenerateRequest.DESCRIPTOR.fields} == known

@@ -1,0 +1,143 @@
+"""The HTTP door: whatever comes in, the answer has the documented form."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quadriga.errors import InvalidRequest
+from serve_app.auth import ApiKeys
+from serve_app.bodies import parse_body
+from serve_app.http_call import parse_json
+from serve_app.openai_schema import ChatBody, CompletionBody
+from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(sorted({*CompletionBody.model_fields, *ChatBody.model_fields}))
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(fields=st.dictionaries(NAMES, JSON, max_size=4), chat=st.booleans())
+async def test_no_body_makes_an_internal_error(
+    stand: Stand, fields: dict[str, Any], chat: bool
+) -> None:
+    base: dict[str, Any] = {"max_tokens": 3}
+    base |= {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    reply = await stand.http.post(path, content=json.dumps(base | fields).encode())
+    assert reply.status_code in (200, 400, 404), reply.text
+    if reply.status_code != 200:
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@given(data=st.binary(max_size=40))
+def test_no_bytes_escape_the_parser(data: bytes) -> None:
+    with contextlib.suppress(InvalidRequest):
+        parse_body(CompletionBody, parse_json(data))
+
+
+async def test_a_bug_is_an_internal_error_and_is_logged(
+    stand: Stand, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(model: str) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(stand.desk.models, "find", broken)
+    with caplog.at_level(logging.ERROR):
+        reply = await stand.complete()
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "internal_error"
+    assert "a bug" not in reply.text
+    assert "unexpected failure" in caplog.text
+
+
+async def test_events_are_framed_to_the_letter(stand: Stand) -> None:
+    reply = await stand.complete(stream=True, stream_options={"include_usage": True})
+    frames = reply.text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == ANSWER
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == len(stand.cluster.script)
+    assert all(c["usage"] is None for c in chunks[:-1])
+
+
+async def test_role_and_first_text_come_together(stand: Stand) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+    reply = await stand.http.post("/v1/chat/completions", json=body)
+    deltas = [
+        json.loads(frame[6:])["choices"][0]["delta"]
+        for frame in reply.text.strip().split("\n\n")[:-1]
+    ]
+    assert deltas[0]["role"] == "assistant"
+    assert deltas[0]["content"]
+    assert all("role" not in delta for delta in deltas[1:])
+
+
+async def test_keys_guard_what_they_should(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=ApiKeys.of(["secret"]))
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/quadriga-s"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+    ):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            reply = await stand.http.request(method, path, headers=headers)
+            assert reply.status_code == 401, path
+            assert reply.headers["www-authenticate"] == "Bearer"
+            assert reply.json()["error"]["type"] == "authentication_error"
+    good = {"authorization": "Bearer secret"}
+    assert (await stand.http.get("/v1/models", headers=good)).status_code == 200
+    for path in ("/live", "/metrics", "/docs", "/openapi.json"):
+        assert (await stand.http.get(path)).status_code == 200
+
+
+async def test_compressed_bodies_are_refused(stand: Stand) -> None:
+    reply = await stand.http.post(
+        "/v1/completions", content=b"x", headers={"content-encoding": "gzip"}
+    )
+    assert reply.status_code == 400
+
+
+async def test_long_prompts_are_encoded_off_the_loop(stand: Stand) -> None:
+    reply = await stand.complete(prompt="7 " * 1200)
+    assert reply.status_code == 200
+    assert stand.cluster.submitted[0].prompt_ids == (
+        stand.desk.models.find("quadriga-s").tokenizer.encode("7 " * 1200)
+    )
+
+
+async def test_the_sequence_state_says_all(stand: Stand) -> None:
+    await stand.complete(
+        seed=-5, n=2, priority=3, top_k=-1, stop_token_ids=[7, 7], deadline_ms=9000
+    )
+    first, second = sorted(stand.cluster.submitted, key=lambda s: s.choice)
+    assert (first.choice, second.choice) == (0, 1)
+    assert first.sampling == second.sampling
+    assert (first.sampling.seed, first.sampling.top_k) == (-5, 0)
+    assert first.sampling.stop_token_ids == (7,)
+    assert (first.priority, first.ingress_id) == (3, "ingress-0")
+    assert first.deadline_unix_s - first.arrival_unix_s == pytest.approx(9.0)
+
+
+async def test_a_seed_is_drawn_where_none_was_given(stand: Stand) -> None:
+    await stand.complete()
+    await stand.complete()
+    seeds = {s.sampling.seed for s in stand.cluster.submitted}
+    assert len(seeds) == 2
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)

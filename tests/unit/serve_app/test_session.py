@@ -1,0 +1,156 @@
+"""A choice takes emissions in any order that a cluster can deliver them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied
+from quadriga.text import StopMatcher
+from quadriga.types import Emission, FinishReason, SamplingParams, SequenceState
+from serve_app.models import ServedModel
+from serve_app.session import Choice, Session
+from serve_app.spec import GenerateSpec, Prompt
+
+
+@pytest.fixture
+def choice(model: ServedModel) -> Choice:
+    return make_choice(model)
+
+
+def make_choice(model: ServedModel, *stops: str) -> Choice:
+    state = SequenceState("s", "r", "quadriga-s", [5], SamplingParams(99), "i", 0.0, 1e12)
+    made = Choice(0, state, model.tokenizer.detokenizer(), StopMatcher(stops))
+    made.replica = "p"
+    return made
+
+
+def tokens(first: int, *ids: int, epoch: int = 0, finish: FinishReason | None = None) -> Emission:
+    return Emission("s", epoch, first, list(ids), [8] * len(ids), finish=finish)
+
+
+def test_tokens_follow_each_other(choice: Choice) -> None:
+    assert choice.accept("p", tokens(0, 40, 41)) == 2
+    assert choice.accept("p", tokens(2, 42)) == 1
+    assert choice.state.output_ids == [40, 41, 42]
+    assert choice.state.exit_layers == [8, 8, 8]
+
+
+def test_duplicates_change_nothing(choice: Choice) -> None:
+    choice.accept("p", tokens(0, 40, 41))
+    assert choice.accept("p", tokens(0, 40, 41)) == 0
+    assert choice.accept("p", tokens(1, 41, 42)) == 1
+    assert choice.state.output_ids == [40, 41, 42]
+
+
+def test_a_gap_within_an_epoch_is_an_error(choice: Choice) -> None:
+    choice.accept("p", tokens(0, 40))
+    choice.accept("p", tokens(2, 42))
+    assert isinstance(choice.error, InvariantViolation)
+    assert "tokens 1 to 1" in choice.error.message
+
+
+def test_the_move_may_be_known_before_the_first_token(choice: Choice) -> None:
+    choice.accept("p", Emission("s", 0, moved_to="d"))
+    assert choice.holders == {"p", "d"}
+    assert choice.accept("d", tokens(1, 41, epoch=1)) == 0, "kept until token 0 is here"
+    assert choice.accept("d", tokens(1, 41, epoch=1)) == 0, "also when delivered twice"
+    assert choice.accept("p", tokens(0, 40)) == 2
+    assert choice.state.output_ids == [40, 41]
+    assert (choice.replica, choice.heirs) == ("d", set())
+
+
+def test_former_owners_are_ignored(choice: Choice) -> None:
+    choice.accept("p", tokens(0, 40))
+    choice.accept("p", Emission("s", 0, 1, moved_to="d"))
+    choice.accept("d", tokens(1, 41, epoch=1))
+    assert choice.accept("p", tokens(2, 99)) == 0
+    choice.accept("p", Emission("s", 0, 2, error=ReplicaDied("late")))
+    assert choice.error is None
+    assert choice.state.output_ids == [40, 41]
+
+
+def test_the_ending_token_counts_and_is_not_shown(choice: Choice, model: ServedModel) -> None:
+    ids = model.tokenizer.encode("ok")
+    choice.accept("p", tokens(0, *ids, 0, finish=FinishReason.STOP))
+    assert choice.finish is FinishReason.STOP
+    assert "".join(choice.pieces) + choice.tail == "ok"
+    assert len(choice.state.output_ids) == len(ids) + 1
+
+
+def test_a_length_finish_shows_the_last_token(choice: Choice, model: ServedModel) -> None:
+    ids = model.tokenizer.encode("ok")
+    choice.accept("p", tokens(0, *ids, finish=FinishReason.LENGTH))
+    assert "".join(choice.pieces) + choice.tail == "ok"
+
+
+def test_a_stop_string_ends_before_the_replica_does(model: ServedModel) -> None:
+    choice = make_choice(model, "lo w")
+    ids = model.tokenizer.encode("hello world")
+    num_new = choice.accept("p", tokens(0, *ids))
+    assert "".join(choice.pieces) == "hel"
+    assert choice.finish is FinishReason.STOP
+    assert num_new == len(choice.state.output_ids) < len(ids)
+
+
+def test_held_back_text_comes_with_the_end(model: ServedModel) -> None:
+    choice = make_choice(model, "never")
+    ids = model.tokenizer.encode("one nev")
+    choice.accept("p", tokens(0, *ids, finish=FinishReason.LENGTH))
+    assert "".join(choice.pieces) + choice.tail == "one nev"
+    assert choice.tail
+
+
+def session_of(choice: Choice) -> Session:
+    spec = GenerateSpec(
+        "r", "quadriga-s", (Prompt([5], "x"),), 1, choice.state.sampling, (), False, 0, 0.0, 1e12
+    )
+    return Session(spec, [choice], created_unix_s=0, arrived_s=0.0)
+
+
+async def test_readers_are_independent_and_coalesce(choice: Choice) -> None:
+    session = session_of(choice)
+    quick, slow = session.reader(), session.reader()
+    for i in range(5):
+        choice.accept("p", tokens(i, 40 + i))
+        (delta,) = await quick.read(1)
+        assert (delta.first_index, delta.token_ids) == (i, [40 + i])
+    (delta,) = await slow.read(1)
+    assert delta.token_ids == [40, 41, 42, 43, 44]
+    late = session.reader([3])
+    assert (await late.read(1))[0].token_ids == [43, 44]
+
+
+async def test_a_waiting_reader_wakes(choice: Choice) -> None:
+    session = session_of(choice)
+    reader = session.reader()
+    waiting = asyncio.ensure_future(reader.read(5))
+    await asyncio.sleep(0)
+    choice.accept("p", tokens(0, 40, finish=FinishReason.LENGTH))
+    session.wake()
+    (delta,) = await waiting
+    assert delta.finish is FinishReason.LENGTH
+    assert await reader.read(1) == []
+
+
+async def test_tokens_come_before_the_error(choice: Choice) -> None:
+    session = session_of(choice)
+    reader = session.reader()
+    choice.accept("p", tokens(0, 40))
+    session.fail(ReplicaDied("gone"))
+    assert (await reader.read(1))[0].token_ids == [40]
+    with pytest.raises(ReplicaDied):
+        await reader.read(1)
+
+
+async def test_hanging_up_and_timing_out(choice: Choice) -> None:
+    session = session_of(choice)
+    reader = session.reader()
+    with pytest.raises(TimeoutError):
+        await reader.read(0.001)
+    waiting = asyncio.ensure_future(reader.read(5))
+    await asyncio.sleep(0)
+    reader.hang_up()
+    with pytest.raises(Cancelled):
+        await waiting

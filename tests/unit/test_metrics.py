@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+
+from quadriga.metrics import (
+    GAUGE_MAX_AGE_S,
+    MAX_SOURCES,
+    MetricsHub,
+    Registry,
+    collect_families,
+    parse_exposition,
+    view_gauges,
+)
+from quadriga.types import ClusterView, DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+
+
+def make(source: str) -> tuple[Registry, MetricsHub]:
+    registry = Registry(source)
+    registry.counter("t_total", "Things.", ("kind",))
+    return registry, MetricsHub()
+
+
+def page(hub: MetricsHub, now_s: float = 0.0) -> dict[str, float]:
+    return parse_exposition(hub.exposition(now_s=now_s).decode())
+
+
+def test_sources_stand_side_by_side() -> None:
+    hub = MetricsHub()
+    for source, count in (("a", 2), ("b", 3)):
+        registry = Registry(source)
+        registry.counter("t_total", "Things.", ("kind",)).labels('x"\\').inc(count)
+        hub.push(source, registry.snapshot(), now_s=0.0)
+    text = hub.exposition(now_s=0.0).decode()
+    assert text.count("# TYPE t_total counter") == 1
+    assert 't_total{kind="x\\"\\\\",replica="a"} 2' in text
+    assert 't_total{kind="x\\"\\\\",replica="b"} 3' in text
+
+
+def test_a_late_push_never_overwrites_a_newer_one() -> None:
+    registry = Registry("a")
+    counter = registry.counter("t_total", "Things.")
+    old = registry.snapshot()
+    counter.inc()
+    new = registry.snapshot()
+    hub = MetricsHub()
+    assert hub.push("a", new, now_s=0.0)
+    assert not hub.push("a", old, now_s=1.0)
+    assert page(hub)['t_total{replica="a"}'] == 1
+
+
+def test_the_dead_keep_their_counters_and_lose_their_gauges() -> None:
+    registry = Registry("a")
+    registry.counter("t_total", "Things.").inc(5)
+    registry.gauge("g", "Now.").set(1)
+    registry.histogram("h", "Spread.", buckets=(1.0,)).observe(0.5)
+    hub = MetricsHub()
+    hub.push("a", registry.snapshot(), now_s=0.0)
+    assert page(hub)['g{replica="a"}'] == 1
+    later = page(hub, now_s=GAUGE_MAX_AGE_S + 1)
+    assert 'g{replica="a"}' not in later
+    assert later['t_total{replica="a"}'] == 5
+    assert later['h_bucket{le="+Inf",replica="a"}'] == 1
+
+
+def test_sources_are_bounded_and_their_sum_is_kept() -> None:
+    hub = MetricsHub()
+    for i in range(MAX_SOURCES + 20):
+        registry = Registry(f"s{i}")
+        registry.counter("t_total", "Things.").inc(2)
+        hub.push(registry.source, registry.snapshot(), now_s=float(i))
+    values = page(hub)
+    assert len(values) <= MAX_SOURCES + 1
+    assert sum(values.values()) == 2 * (MAX_SOURCES + 20)
+    assert values['t_total{replica="retired"}'] > 0
+
+
+def test_garbage_is_refused() -> None:
+    for data in (b"", b"[]", b'{"seq": 1}', b'{"seq": 1, "families": [[1]]}'):
+        with pytest.raises(ValueError, match="not a metrics snapshot"):
+            MetricsHub().push("a", data, now_s=0.0)
+
+
+def test_creation_times_are_left_out() -> None:
+    registry = Registry("a")
+    registry.counter("t_total", "Things.").inc()
+    assert b"_created" not in collect_families(registry.registry)
+
+
+def test_gauges_of_the_view() -> None:
+    info = ReplicaInfo("d0", Role.DECODE, DepthClass("m", 8), "n", "i", 4, 100)
+    view = ClusterView(0.0, [ReplicaSnapshot(info, 0.0, num_running=3, used_tokens=50)])
+    values = parse_exposition(view_gauges(view).decode())
+    labels = '{depth="8",model_name="m",replica="d0",role="decode"}'
+    assert values["vllm:num_requests_running" + labels] == 3
+    assert values["vllm:kv_cache_usage_perc" + labels] == 0.5

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from quadriga.checkpoint import ASSETS
+from quadriga.errors import ConfigError, InvalidRequest
+from quadriga.text import TextTokenizer, load_tokenizer
+from quadriga.text.detokenizer import MAX_PENDING_TOKENS, WindowDetokenizer
+
+TOKENIZER = load_tokenizer(ASSETS / "quadriga-s", "quadriga-s")
+IDS = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
+
+
+def streamed(tokenizer: TextTokenizer, ids: list[int]) -> list[str]:
+    detokenizer = tokenizer.detokenizer()
+    return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
+
+
+@given(st.text(max_size=60))
+def test_any_text_survives_the_round_trip(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert "".join(streamed(TOKENIZER, ids)) == text == TOKENIZER.decode(ids)
+
+
+@given(IDS)
+def test_any_tokens_stream_as_they_decode(ids: list[int]) -> None:
+    """Broken UTF-8 included: the pieces make up what a whole decode gives."""
+    assert "".join(streamed(TOKENIZER, ids)) == TOKENIZER.decode(ids)
+
+
+def test_no_piece_holds_half_a_character() -> None:
+    pieces = streamed(TOKENIZER, TOKENIZER.encode("né 😀 中文"))
+    assert "\ufffd" not in "".join(pieces)
+    assert "😀" in pieces
+
+
+def test_an_unfinished_character_comes_with_the_flush() -> None:
+    ids = TOKENIZER.encode("😀")[:-1]
+    *pieces, rest = streamed(TOKENIZER, ids)
+    assert "".join(pieces) == ""
+    assert rest == "\ufffd"
+
+
+def test_special_tokens_have_no_text() -> None:
+    assert streamed(TOKENIZER, [0, 1]) == ["", "", ""]
+    assert TOKENIZER.token_text(0) == "<|end|>"
+
+
+def test_lone_surrogates_are_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        TOKENIZER.encode("a\ud800")
+
+
+def test_window_decoding_equals_byte_decoding() -> None:
+    ids = TOKENIZER.encode("sort: 12, 7 — naïve 😀 done")
+    window = WindowDetokenizer(TOKENIZER.decode)
+    assert "".join([*(window.push(i) for i in ids), window.flush()]) == TOKENIZER.decode(ids)
+
+
+def test_window_keeps_the_spaces_of_a_sentencepiece_vocabulary() -> None:
+    vocab = {"▁hello": 0, "▁world": 1, "s": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x98>": 5, "<0x80>": 6}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    window = WindowDetokenizer(core.decode)
+    pieces = [window.push(i) for i in (0, 1, 2, 3, 4, 5, 6)]
+    assert pieces == ["hello", " world", "s", "", "", "", "😀"]
+
+
+def test_window_lets_go_of_what_never_becomes_text() -> None:
+    window = WindowDetokenizer(lambda ids: "\ufffd" * len(ids))
+    pieces = [window.push(7) for _ in range(MAX_PENDING_TOKENS)]
+    assert pieces[-1] == "\ufffd" * MAX_PENDING_TOKENS
+
+
+def test_chat_template() -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "copy: 3 4"},
+    ]
+    assert "copy: 3 4" in TOKENIZER.render_chat(messages)
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path, "x")

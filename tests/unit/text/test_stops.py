@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quadriga.text import StopMatcher
+
+SMALL = st.text(alphabet="abc", min_size=1, max_size=6)
+
+
+def run(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, bool]:
+    matcher = StopMatcher(stops)
+    shown = ""
+    for piece in pieces:
+        text, met = matcher.push(piece)
+        shown += text
+        if met:
+            return shown, True
+    return shown + matcher.flush(), False
+
+
+def test_without_stops_everything_passes() -> None:
+    assert run((), ["ab", "", "c"]) == ("abc", False)
+
+
+def test_a_stop_across_pieces_is_never_shown_in_part() -> None:
+    matcher = StopMatcher(("END",))
+    assert matcher.push("text E") == ("text ", False)
+    assert matcher.push("N") == ("", False)
+    assert matcher.push("X") == ("ENX", False)
+    assert matcher.push("EN") == ("", False)
+    assert matcher.push("D more") == ("", True)
+
+
+def test_the_longest_of_those_that_end_together_counts() -> None:
+    assert run(("b", "aab"), ["xaab"]) == ("x", True)
+
+
+def test_a_stop_that_repeats_itself() -> None:
+    assert run(("aab",), ["aa", "aa", "b"]) == ("aa", True)
+
+
+@given(st.lists(SMALL, min_size=1, max_size=3), st.lists(st.text(alphabet="abc", max_size=5)))
+def test_equals_a_search_in_the_whole_text(stops: list[str], pieces: list[str]) -> None:
+    """The stop that ends first cuts, wherever the text was cut into pieces."""
+    whole = "".join(pieces)
+    ends = [(whole.find(s) + len(s), -len(s)) for s in stops if s in whole]
+    end, minus = min(ends, default=(0, 0))
+    expected = (whole[: end + minus], True) if ends else (whole, False)
+    assert run(tuple(stops), pieces) == expected
