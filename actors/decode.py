@@ -28,6 +28,7 @@ class DecodeCore:
         spec = replica.spec.engine
         self.runner = runner
         self._replica = replica
+        self._num_steps = 0
         self.loop = DecodeLoop(
             runner=runner,
             slots=SlotTable(
@@ -44,6 +45,7 @@ class DecodeCore:
         return self.loop.has_work
 
     def step(self) -> None:
+        self._num_steps += self.loop.has_work
         emissions = self.loop.step()
         if emissions:
             self._replica.post(self._replica.emit, emissions)
@@ -58,6 +60,7 @@ class DecodeCore:
                 reserved_tokens=loop.slots.reserved_tokens,
                 tokens_per_s=loop.tokens_per_s,
                 step_time_s=loop.step_time_s,
+                num_steps=self._num_steps,
             )
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -17,6 +18,9 @@ from quadriga.errors import QuadrigaError, ReplicaError, Unavailable
 
 logger = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 0.0005
+"""Every operation of a forward pass gives the interpreter away for a moment; with Python's own
+5 ms the event loop could keep it that long each time."""
 IDLE_STEP_S = 0.25
 """An idle loop is stepped this often, so that what waits in it can expire."""
 
@@ -120,6 +124,7 @@ class EngineThread(Generic[Core]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             core = self._load()
             self.core = core

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+MAX_JOINED_BYTES = 1 << 20
 STAGING_BYTES = 64 << 20
 """KV copied out of the rows ahead of its sending, over all sequences of a replica."""
 
@@ -18,6 +19,20 @@ class KVRange:
     num_layers: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What goes into one part of a transfer.
+
+    Attributes:
+        num_ranges: How many ranges of the feed it joins.
+        copies: Their staged copies, in order of layers; None where one is missing.
+    """
+
+    span: KVRange
+    num_ranges: int
+    copies: list[Any] | None
 
 
 class StagingBudget:
@@ -50,13 +65,17 @@ class StagingBudget:
 class KVFeed:
     """Ranges of one sequence in the order they became complete; on the event loop.
 
+    Args:
+        bytes_per_token_layer: KV bytes of one token in one layer.
+
     Attributes:
         wants_copies: Whether it is worth copying KV out while the pass goes on; read by the
             engine thread.
     """
 
-    def __init__(self, staging: StagingBudget) -> None:
+    def __init__(self, staging: StagingBudget, bytes_per_token_layer: int) -> None:
         self.wants_copies = True
+        self._bytes_per_token_layer = bytes_per_token_layer
         self._staging = staging
         self._ranges: list[KVRange] = []
         self._copies: dict[int, Any] = {}
@@ -77,16 +96,45 @@ class KVFeed:
         self._is_complete = True
         self._changed.set()
 
-    async def next(self, index: int) -> KVRange | None:
-        """Range number `index`, when it is there; None after the last."""
+    async def next(self, index: int) -> Piece | None:
+        """What to send from range number `index` on, when it is there; None after the last.
+
+        Ranges that wait already are joined as far as they make one part of a sensible size: a
+        short prompt goes in one piece, a long one layer group by layer group.
+        """
         while index >= len(self._ranges):
             if self._is_complete:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        return self._ranges[index]
+        stop = self._end_of_part(index)
+        first, last = self._ranges[index], self._ranges[stop - 1]
+        num_layers = last.first_layer + last.num_layers - first.first_layer
+        span = KVRange(first.first_layer, num_layers, first.start, first.stop)
+        copies = [self._take_copy(i) for i in range(index, stop)]
+        return Piece(span, stop - index, None if None in copies else copies)
 
-    def take_copy(self, index: int) -> Any:
+    def _end_of_part(self, index: int) -> int:
+        """Ranges [index, end) make one part: the same positions, layer after layer."""
+        first = self._ranges[index]
+        end = index + 1
+        layer = first.first_layer + first.num_layers
+        num_bytes = self._bytes_of(first)
+        while end < len(self._ranges):
+            span = self._ranges[end]
+            num_bytes += self._bytes_of(span)
+            is_next = span.first_layer == layer
+            is_here = (span.start, span.stop) == (first.start, first.stop)
+            if not (is_next and is_here) or num_bytes > MAX_JOINED_BYTES:
+                break
+            layer += span.num_layers
+            end += 1
+        return end
+
+    def _bytes_of(self, span: KVRange) -> int:
+        return span.num_layers * (span.stop - span.start) * self._bytes_per_token_layer
+
+    def _take_copy(self, index: int) -> Any:
         """The staged copy of a range, once; None when there is none (any more)."""
         kv = self._copies.pop(index, None)
         if kv is not None:
@@ -97,4 +145,4 @@ class KVFeed:
         """Drop what is staged and stage no more."""
         self.wants_copies = False
         for index in list(self._copies):
-            self.take_copy(index)
+            self._take_copy(index)

@@ -23,7 +23,7 @@ from quadriga.errors import Cancelled, DeadlineExceeded, QuadrigaError
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.policies.baselines.placement import RoundRobin
 from quadriga.policies.load import candidates
-from quadriga.resolve import ReplicaSpec
+from quadriga.resolve import DTYPE_BYTES, ReplicaSpec
 from quadriga.types import (
     ClusterView,
     Emission,
@@ -47,7 +47,10 @@ class PrefillCore:
         settings = replica.config.prefill
         self.runner = runner
         self._replica = replica
+        self._num_steps = 0
         self._staging = replica.staging
+        value_bytes = DTYPE_BYTES[spec.dtype]
+        self._bytes_per_token_layer = spec.checkpoint.kv_bytes_per_token(1, value_bytes)
         self._feeds: dict[str, KVFeed] = {}
         self.loop = PrefillLoop(
             runner=runner,
@@ -73,6 +76,7 @@ class PrefillCore:
         return self.loop.has_work
 
     def step(self) -> None:
+        self._num_steps += self.loop.has_work
         self.loop.step()
 
     def publish(self) -> None:
@@ -86,6 +90,7 @@ class PrefillCore:
                 reserved_tokens=loop.slots.reserved_tokens,
                 tokens_per_s=loop.tokens_per_s,
                 step_time_s=loop.step_time_s,
+                num_steps=self._num_steps,
             )
         )
 
@@ -111,7 +116,8 @@ class PrefillCore:
 
     def on_start(self, state: SequenceState, row: int) -> None:
         if state.sampling.max_tokens > 1:
-            feed = self._feeds[state.sequence_id] = KVFeed(self._staging)
+            feed = KVFeed(self._staging, self._bytes_per_token_layer)
+            self._feeds[state.sequence_id] = feed
             self._replica.post(self._replica.start_handoff, state, feed)
 
     def on_kv(

@@ -163,15 +163,18 @@ class PrefillHandoff:
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:
         """Send every range, as they become complete. Returns the bytes sent."""
+        import torch
+
         index = 0
         num_bytes = 0
-        while (span := await self._feed.next(index)) is not None:
-            kv = self._feed.take_copy(index)
-            if kv is None:
-                kv = await self._read_kv(span)
-            await transfer.send(span.first_layer, span.start, kv)
+        while (piece := await self._feed.next(index)) is not None:
+            if piece.copies is None:
+                kv = await self._read_kv(piece.span)
+            else:
+                kv = piece.copies[0] if piece.num_ranges == 1 else torch.cat(piece.copies)
+            await transfer.send(piece.span.first_layer, piece.span.start, kv)
             num_bytes += kv.nbytes
-            index += 1
+            index += piece.num_ranges
         return num_bytes
 
     async def _read_kv(self, span: KVRange) -> Any:

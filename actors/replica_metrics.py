@@ -26,6 +26,10 @@ class ReplicaMetrics:
         registry = Registry(name)
         self._registry = registry
         self._tokens = registry.counter("quadriga_emitted_tokens_total", "Tokens emitted.")
+        self._steps = registry.counter(
+            "quadriga_engine_steps_total", "Steps of the engine; tokens per step is the batch."
+        )
+        self._num_steps = 0
         self._errors = registry.counter(
             "quadriga_sequence_errors_total", "Sequences that ended in an error.", ["code"]
         )
@@ -73,6 +77,8 @@ class ReplicaMetrics:
         self._used.set(load.used_tokens)
         self._reserved.set(load.reserved_tokens)
         self._step.set(load.step_time_s)
+        self._steps.inc(load.num_steps - self._num_steps)
+        self._num_steps = load.num_steps
         self._fallbacks.set(num_fallbacks)
 
     async def push(self, app: str) -> None:

@@ -19,6 +19,7 @@ class Load:
     reserved_tokens: int = 0
     tokens_per_s: float = 0.0
     step_time_s: float = 0.0
+    num_steps: int = 0
 
     @property
     def num_held(self) -> int:

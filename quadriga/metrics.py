@@ -17,8 +17,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quadriga.types import ClusterView
-
 LATENCY_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
@@ -160,6 +158,12 @@ def merge(sources: Iterable[tuple[str, dict[str, Family]]]) -> bytes:
     return (text + "\n").encode() if text else b""
 
 
+def render(families: dict[str, Family]) -> bytes:
+    """Return the exposition of one source whose labels say everything already."""
+    lines = [x for n, f in families.items() for x in (*_header(n, f), *_lines(f, ()))]
+    return ("\n".join(lines) + "\n").encode()
+
+
 def _header(name: str, family: Family) -> list[str]:
     return [f"# HELP {name} {_escape_help(family.text)}", f"# TYPE {name} {family.kind}"]
 
@@ -216,95 +220,3 @@ def _number(value: float) -> str:
     if value in (float("inf"), float("-inf")):
         return "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
-
-
-class IngressMetrics:
-    """What one ingress counts, end to end as its clients see it."""
-
-    def __init__(self, source: str) -> None:
-        r = self.registry = Registry(source)
-        model = ("model_name",)
-        self.http_requests = r.counter(
-            "quadriga_requests_total", "Requests by door and result.", ("door", "code")
-        )
-        self.refused = r.counter(
-            "quadriga_requests_refused_total", "Requests refused, by reason.", ("reason",)
-        )
-        self.open_requests = r.gauge("quadriga_ingress_open_requests", "Requests being answered.")
-        self.pushes = r.counter("quadriga_metrics_pushes_total", "Snapshots sent to the hub.")
-        self.resumed = r.counter("quadriga_requests_resumed_total", "Streams taken up again.")
-        self.cancelled = r.counter(
-            "quadriga_requests_cancelled_total", "Sequences cancelled by their client.", model
-        )
-        self.poll_replies = r.counter("quadriga_polls_total", "Polls answered by replicas.")
-        self.poll_failures = r.counter(
-            "quadriga_poll_failures_total", "Polls without an answer, by cause.", ("cause",)
-        )
-        self.success = r.counter(
-            "vllm:request_success_total", "Sequences ended well.", ("model_name", "finished_reason")
-        )
-        self.prompt_tokens = r.counter("vllm:prompt_tokens_total", "Prompt tokens served.", model)
-        self.generation_tokens = r.counter(
-            "vllm:generation_tokens_total", "Tokens generated and received.", model
-        )
-        self.ttft = r.histogram(
-            "vllm:time_to_first_token_seconds", "Request's arrival to first token.", model
-        )
-        self.queue_time = r.histogram(
-            "vllm:request_queue_time_seconds", "Arrival to acceptance by a prefill replica.", model
-        )
-        self.prefill_time = r.histogram(
-            "vllm:request_prefill_time_seconds", "Acceptance to first token.", model
-        )
-        self.decode_time = r.histogram(
-            "vllm:request_decode_time_seconds", "First token to last.", model
-        )
-        self.inter_token = r.histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", model
-        )
-        self.per_output_token = r.histogram(
-            "vllm:request_time_per_output_token_seconds", "A request's mean after the first.", model
-        )
-        self.e2e = r.histogram(
-            "vllm:e2e_request_latency_seconds", "Request's arrival to its end.", model
-        )
-
-
-def view_gauges(view: ClusterView) -> bytes:
-    """Return what routers read of each replica's present, under the names they know.
-
-    Rendered by whoever answers a scrape, so each series exists once.
-    """
-    families: dict[str, Family] = {}
-    texts = {
-        "vllm:num_requests_running": "Sequences in the batch.",
-        "vllm:num_requests_waiting": "Sequences queued, or reserved and not yet running.",
-        "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
-        "quadriga_slots": "Sequences a replica can hold.",
-        "quadriga_kv_capacity_tokens": "Tokens of KV cache a replica can hold.",
-        "quadriga_tokens_per_s": "Recent rate: prefilled or emitted.",
-        "quadriga_replica_draining": "1 while the replica takes nothing new.",
-    }
-    for name, text in texts.items():
-        families[name] = Family("gauge", text, {})
-    for snapshot in view.snapshots:
-        info = snapshot.info
-        labels = (
-            ("depth", str(info.depth_class.depth)),
-            ("model_name", info.depth_class.model),
-            ("replica", info.name),
-            ("role", info.role.value),
-        )
-        values = (
-            snapshot.num_running,
-            snapshot.num_waiting,
-            snapshot.used_tokens / max(1, info.kv_capacity_tokens),
-            info.num_slots,
-            info.kv_capacity_tokens,
-            snapshot.tokens_per_s,
-            snapshot.draining,
-        )
-        for name, value in zip(texts, values, strict=True):
-            families[name].samples[name, labels] = float(value)
-    lines = [x for name, f in families.items() for x in (*_header(name, f), *_lines(f, ()))]
-    return ("\n".join(lines) + "\n").encode()

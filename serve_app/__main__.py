@@ -14,7 +14,8 @@ from typing import Any
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError, QuadrigaError
 from serve_app.auth import KEY_VARIABLE, ApiKeys
-from serve_app.launch import LOOPBACK, Addresses, LocalService, prepare_environment
+from serve_app.environment import prepare_environment
+from serve_app.launch import LOOPBACK, Addresses, LocalService
 from serve_app.startup import describe
 
 KEY_FILE = "api_key"
@@ -59,6 +60,7 @@ def _serve(
             describe(
                 service.status(),
                 http_url=addresses.http_url,
+                needs_key=not keys.is_http_open,
                 grpc_address=addresses.grpc_target,
                 key_hint=key_hint,
             ),

@@ -8,6 +8,7 @@ from ray import serve
 
 from quadriga.config import QuadrigaConfig, load_config
 from serve_app.auth import ApiKeys
+from serve_app.environment import haproxy_enabled
 from serve_app.ingress import Ingress
 
 GRPC_SERVICERS = (
@@ -44,9 +45,9 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
         "graceful_shutdown_timeout_s": SHUTDOWN_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.5,
     }
-    if config.ingress.replicas > 1:
-        # A resumption must reach the ingress that holds the request: the same idempotency key
-        # (HTTP, with RAY_SERVE_SESSION_ID_HEADER_KEY) or `session_id` (gRPC) goes to the same one.
+    if config.ingress.replicas > 1 and not haproxy_enabled():
+        # A resumption must reach the ingress that holds the request, so calls with the same
+        # idempotency key go to the same one. (HAProxy is told so in `launch`.)
         options["request_router_config"] = serve.config.RequestRouterConfig(
             request_router_class=AFFINITY_ROUTER,  # type: ignore[arg-type]  # import path
             request_router_kwargs={"num_fallback_replicas": 0},

@@ -20,14 +20,14 @@ from quadriga.errors import (
     QuadrigaError,
     Unavailable,
 )
-from quadriga.metrics import IngressMetrics, view_gauges
 from quadriga.text import StopMatcher
 from quadriga.types import FinishReason, SequenceState
 from serve_app.auth import ApiKeys
 from serve_app.cluster import Cluster
+from serve_app.metrics import IngressMetrics, view_gauges
 from serve_app.models import ModelDirectory, ServedModel
 from serve_app.road import Road
-from serve_app.session import Choice, Delta, Reader, Session
+from serve_app.session import Choice, Session
 from serve_app.sessions import SessionStore
 from serve_app.spec import GenerateSpec
 from serve_app.tasks import Tasks
@@ -92,7 +92,7 @@ class FrontDesk:
         beat_s = self.config.lifecycle.heartbeat_interval_s
         self.tasks.repeat(self._road.reaper.report_ended_sequences, REAP_INTERVAL_S)
         self.tasks.repeat(self._watch.refresh, HOUSEKEEPING_INTERVAL_S)
-        self.tasks.repeat(self._end_what_is_late, HOUSEKEEPING_INTERVAL_S)
+        self.tasks.repeat(self._end_what_is_lost, HOUSEKEEPING_INTERVAL_S)
         self.tasks.repeat(self._send_heartbeats, beat_s)
         self.tasks.repeat(self._push_metrics, METRICS_INTERVAL_S)
 
@@ -145,9 +145,12 @@ class FrontDesk:
             fingerprint=fingerprint,
         )
         session.choices.extend(self._choices(spec))
+        left_s = max(0.0, spec.deadline_unix_s - self.clock.unix_s())
+        loop = asyncio.get_running_loop()
+        session.deadline_timer = loop.call_later(left_s, self._time_out, session)
         self._num_open += 1
         self.metrics.open_requests.inc()
-        self.metrics.prompt_tokens.labels(spec.model).inc(session.num_prompt_tokens)
+        self.metrics.of(spec.model).prompt_tokens.inc(session.num_prompt_tokens)
         if key is not None:
             self.sessions.add(session)
         if spec.sampling.max_tokens == 0 and spec.sampling.num_prompt_logprobs is None:
@@ -178,18 +181,6 @@ class FrontDesk:
         self.metrics.resumed.inc()
         return session
 
-    async def read(self, reader: Reader) -> list[Delta]:
-        """Return what is new for a reader, or an empty list at the end.
-
-        Raises: QuadrigaError, DeadlineExceeded among them.
-        """
-        spec = reader.session.spec
-        left_s = max(0.001, spec.deadline_unix_s - self.clock.unix_s())
-        try:
-            return await reader.read(left_s)
-        except TimeoutError:
-            raise self._time_out(reader.session) from None
-
     def leave(self, session: Session) -> None:
         """A reader is gone: keep a resumable request for a while, cancel any other."""
         if session.readers or session.done:
@@ -203,7 +194,7 @@ class FrontDesk:
         """End what still runs of a request in `error`, and free it everywhere."""
         if isinstance(error, Cancelled):
             running = sum(not choice.done for choice in session.choices)
-            self.metrics.cancelled.labels(session.spec.model).inc(running)
+            self.metrics.of(session.spec.model).cancelled.inc(running)
         session.fail(error)
         for choice in session.choices:
             self._road.retire(choice, cancel=True)
@@ -264,9 +255,10 @@ class FrontDesk:
             self.metrics.success.labels(model, choice.finish.value).inc()
         num_after_first = len(choice.state.output_ids) - 1
         if choice.first_token_s is not None and num_after_first > 0:
+            series = self.metrics.of(model)
             decode_s = self.clock.now_s() - choice.first_token_s
-            self.metrics.decode_time.labels(model).observe(decode_s)
-            self.metrics.per_output_token.labels(model).observe(decode_s / num_after_first)
+            series.decode_time.observe(decode_s)
+            series.per_output_token.observe(decode_s / num_after_first)
         if session.done:
             self._session_ended(session)
 
@@ -274,26 +266,23 @@ class FrontDesk:
         if session.ended_s is not None:
             return
         session.ended_s = self.clock.now_s()
+        if session.deadline_timer is not None:
+            session.deadline_timer.cancel()
         self._num_open -= 1
         self.metrics.open_requests.dec()
-        self.metrics.e2e.labels(session.spec.model).observe(session.ended_s - session.arrived_s)
+        self.metrics.of(session.spec.model).e2e.observe(session.ended_s - session.arrived_s)
 
-    def _time_out(self, session: Session) -> DeadlineExceeded:
+    def _time_out(self, session: Session) -> None:
         allowed_s = session.spec.deadline_unix_s - session.spec.arrival_unix_s
         error = DeadlineExceeded(
             f"the request was not done within its deadline of {allowed_s:g} s", param="deadline_ms"
         )
         self.abort(session, error)
-        return error
 
     # Background turns.
 
-    async def _end_what_is_late(self) -> None:
-        """End requests beyond their deadline, lost ones, and those nobody came back for."""
-        now_unix_s = self.clock.unix_s()
-        for session in self._road.sessions():
-            if now_unix_s >= session.spec.deadline_unix_s:
-                self._time_out(session)
+    async def _end_what_is_lost(self) -> None:
+        """End lost requests, and those nobody came back for."""
         self._road.end_orphans()
         for session in self.sessions.expire(self.clock.now_s()):
             self.abort(session, Cancelled("nobody came back for the request"))

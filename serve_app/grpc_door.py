@@ -45,7 +45,7 @@ class GrpcDoor:
         code = "OK"
         try:
             session, reader = await self._begin(data, context)
-            while deltas := await self._desk.read(reader):
+            while deltas := await reader.read():
                 yield pb.GenerateResponse(
                     request_id=session.spec.request_id,
                     model=session.spec.model,
@@ -69,7 +69,7 @@ class GrpcDoor:
         code = "OK"
         try:
             session, reader = await self._begin(data, context)
-            while await self._desk.read(reader):
+            while await reader.read():
                 pass
             return pb.GenerateOnceResponse(
                 request_id=session.spec.request_id,
@@ -189,7 +189,7 @@ class GrpcDoor:
             reader.close()
         if session is not None:
             self._desk.leave(session)
-        self._desk.metrics.http_requests.labels("grpc", code).inc()
+        self._desk.metrics.requests.labels("grpc", code).inc()
 
 
 def _at_end(deltas: list[Delta]) -> bool:

@@ -68,7 +68,7 @@ class Endpoint:
             else:
                 await call.answer_error(error)
         finally:
-            self._desk.metrics.http_requests.labels("http", str(call.status)).inc()
+            self._desk.metrics.requests.labels("http", str(call.status)).inc()
 
 
 class HttpDoor:

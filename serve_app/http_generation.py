@@ -104,7 +104,7 @@ class HttpGeneration:
             if body.stream:
                 await self._stream(call, reader, renderer, headers)
             else:
-                while await self._desk.read(reader):
+                while await reader.read():
                     pass
                 await call.answer(json.dumps(renderer.whole()).encode(), headers=headers)
         finally:
@@ -120,12 +120,12 @@ class HttpGeneration:
         headers: list[tuple[bytes, bytes]],
     ) -> None:
         """Answer as events; what fails before the first token is still an ordinary error."""
-        deltas = await self._desk.read(reader)
+        deltas = await reader.read()
         await call.start(200, SSE_HEADERS + headers)
         try:
             while deltas:
                 await call.write(renderer.events(deltas))
-                deltas = await self._desk.read(reader)
+                deltas = await reader.read()
             await call.write(renderer.closing_events(), more=False)
         except Cancelled as exc:
             logger.info("stream ended by its client: %s", exc.message)

@@ -51,7 +51,7 @@ class Ingress:
         # Started here and not by a request: Ray cancels with a request what the request started.
         self._desk.start()
         if announces and serve.get_replica_context().rank.rank == 0:
-            self._desk.tasks.spawn(announce_when_ready(loaded))
+            self._desk.tasks.spawn(announce_when_ready(loaded, needs_key=not keys.is_http_open))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return HttpDoor(self._desk).application()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 import urllib.error
@@ -14,6 +13,7 @@ from typing import Any
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import QuadrigaError, Unavailable
 from serve_app.auth import ApiKeys
+from serve_app.environment import prepare_environment
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 << 20
@@ -40,16 +40,6 @@ class Addresses:
     @property
     def grpc_target(self) -> str | None:
         return None if self.grpc_port is None else f"{self.host}:{self.grpc_port}"
-
-
-def prepare_environment(*, haproxy: bool = False) -> None:
-    """Set what Ray reads from the environment; call before Ray is imported."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # The same idempotency key always reaches the same ingress.
-    os.environ.setdefault("RAY_SERVE_SESSION_ID_HEADER_KEY", "idempotency-key")
-    if haproxy:
-        os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-        os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")
 
 
 def free_port() -> int:

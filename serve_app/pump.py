@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
-from quadriga.metrics import IngressMetrics
 from quadriga.types import Emission
 from serve_app.cluster import Cluster
+from serve_app.metrics import IngressMetrics
 
 RETRY_PAUSE_S = 0.2
 MAX_SILENCE_S = 15.0

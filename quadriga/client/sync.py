@@ -19,6 +19,7 @@ from quadriga.client.wire import (
     Options,
     Prompt,
     StreamProgress,
+    affinity,
     completion,
     credentials,
     make_request,
@@ -154,7 +155,7 @@ class Client:
 
     def cancel(self, request_id: str) -> bool:
         """End a request by its id; False when the server does not know it."""
-        metadata = [*self._metadata, ("session_id", request_id)]
+        metadata = [*self._metadata, *affinity(request_id)]
         try:
             reply = self._stub.Cancel(
                 pb.CancelRequest(request_id=request_id),
@@ -166,7 +167,7 @@ class Client:
         return bool(reply.found)
 
     def _for(self, request: Any) -> list[tuple[str, str]]:
-        return [*self._metadata, ("session_id", request.request_id)]
+        return [*self._metadata, *affinity(request.request_id)]
 
     def _retried(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
         attempts = 0

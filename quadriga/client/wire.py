@@ -51,6 +51,11 @@ class Options(TypedDict, total=False):
     user: str
 
 
+def affinity(request_id: str) -> list[tuple[str, str]]:
+    """Metadata by which Serve's proxy and HAProxy send all calls of a request to one ingress."""
+    return [("session_id", request_id), ("idempotency-key", request_id)]
+
+
 def credentials(*, tls: bool, root_certificates: bytes | None) -> grpc.ChannelCredentials | None:
     if not tls and root_certificates is None:
         return None

@@ -232,6 +232,11 @@ class KernelSwap:
         """Return the compiled decoder once it is there; never blocks."""
         return self._ready
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a build under way, if there is one."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
     def _build(self) -> None:
         try:
             self._load(build_library(self._spec.cache_dir))

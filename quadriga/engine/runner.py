@@ -83,8 +83,21 @@ class NativeRunner:
     def row_capacity_tokens(self) -> int:
         return self._cache.capacity
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the next pass runs on the compiled kernels."""
+        return self._swap is None or self._swap.take() is not None
+
+    def wait_compiled(self, timeout_s: float) -> bool:
+        """Wait for a compilation under way; return `is_compiled`."""
+        if self._swap is not None:
+            self._swap.wait(timeout_s)
+        return self.is_compiled
+
     def attach(self, row: int, state: SequenceState) -> None:
-        """See `ModelRunner.attach`. Raises: InvariantViolation when the row is taken."""
+        """See `ModelRunner.attach`. Raises: InvariantViolation when the row is taken or absent."""
+        if not 0 <= row < self.num_rows:
+            raise InvariantViolation(f"row {row} is outside the {self.num_rows} rows")
         if self._samplers[row] is not None:
             raise InvariantViolation(f"row {row} is taken: {state.sequence_id} cannot attach")
         self._samplers[row] = RowSampler(

@@ -18,7 +18,8 @@ import pytest_asyncio
 from quadriga.client import AsyncClient, Client
 from quadriga.config import load_config
 from serve_app.auth import ApiKeys
-from serve_app.launch import Addresses, LocalService, free_port, prepare_environment
+from serve_app.environment import prepare_environment
+from serve_app.launch import Addresses, LocalService, free_port
 
 MODEL = "quadriga-s"
 BODY_TIMEOUT_S = 2.0

@@ -19,7 +19,7 @@ from quadriga.errors import DeadlineExceeded
 from quadriga.types import FinishReason
 from tests.e2e.conftest import Service
 
-PROMPT = "count from 3 to 9:"
+PROMPT = "Sort: 42 7 19 7 88\n"
 
 
 def test_models(sdk: Client) -> None:

@@ -130,7 +130,7 @@ class FaultyDecode:
         if self.fault == "part_fails":
             raise ValueError("disk full, or some such")
         if self.fault == "part_hangs":
-            time.sleep(1.5)  # the parts come one by one: together too late
+            time.sleep(6.0)  # beyond the hand-off's deadline
 
 
 def start_faulty(app: str, depth_class: DepthClass) -> tuple[str, Any]:

@@ -9,9 +9,9 @@ from quadriga.metrics import (
     Registry,
     collect_families,
     parse_exposition,
-    view_gauges,
 )
 from quadriga.types import ClusterView, DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from serve_app.metrics import view_gauges
 
 
 def make(source: str) -> tuple[Registry, MetricsHub]:

@@ -10,9 +10,19 @@
 namespace quadriga {
 namespace {
 
-constexpr int64_t kInlineWork = 8192;  // floats: below this a phase costs more than it shares
-constexpr int64_t kTokenBlock = 128;   // rows of x that stay in the second-level cache
-constexpr int64_t kMinChunk = 48;      // rows of W, so that a chunk is worth claiming
+constexpr int64_t kTokenBlock = 128;  // rows of x that stay in the second-level cache
+
+// Chunks are sized by what they cost, in rough nanoseconds: long enough to be worth claiming, short
+// enough that no thread waits long for another's last one.
+constexpr double kChunkNs = 2000.0;
+constexpr double kInlineNs = 2000.0;        // less than this is not worth sharing
+constexpr double kNsPerMultiplyAdd = 0.02;  // at about 100 GFLOP/s
+constexpr double kNsPerWeight = 0.16;       // at about 25 GB/s
+
+int64_t pieces_per_chunk(double ns_per_piece) {
+  const auto pieces = static_cast<int64_t>(kChunkNs / ns_per_piece);
+  return pieces < 1 ? 1 : pieces;
+}
 
 void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
   Vec squares = {};
@@ -82,20 +92,22 @@ class PassRunner {
   PassRunner(Pool& pool, const QuadrigaModel& model, int64_t tokens) 
       : pool_(pool), model_(model), tokens_(tokens) {}
 
-  // Share `count` pieces of `floats` floats each; little work stays on this thread.
+  // Share `count` pieces of `ns` nanoseconds each; little work stays on this thread.
   template <typename Body>
-  void share(int64_t count, int64_t floats, const Body& body) {
-    if (count * floats < kInlineWork) {
-      for (int64_t i = 0; i < count; ++i) body(i);
-    } else {
-      pool_.run(count, body);
-    }
+  void share(int64_t count, double ns, const Body& body) {
+    const double total = ns * static_cast<double>(count);
+    const int64_t chunk = total < kInlineNs ? count : pieces_per_chunk(ns);
+    pool_.run((count + chunk - 1) / chunk, [&](int64_t i) {
+      const int64_t end = (i + 1) * chunk < count ? (i + 1) * chunk : count;
+      for (int64_t piece = i * chunk; piece < end; ++piece) body(piece);
+    });
   }
 
   void normalise(const float* x, const QuadrigaAffine& affine, float* out) {
     const int64_t n = model_.hidden;
     const float eps = static_cast<float>(model_.norm_eps);
-    share(tokens_, n, [&](int64_t t) {
+    const double ns = static_cast<double>(n) * (model_.layer_norm ? 1.0 : 0.1);
+    share(tokens_, ns, [&](int64_t t) {
       if (model_.layer_norm)
         layer_norm(x + t * n, affine, n, eps, out + t * n);
       else
@@ -108,7 +120,7 @@ class PassRunner {
   void project(const float* x, int64_t k, const float* w, int64_t n, float* out, int64_t ldo,
                const Finish& finish) {
     const int64_t blocks = (tokens_ + kTokenBlock - 1) / kTokenBlock;
-    const int64_t chunk = chunk_rows(n);
+    const int64_t chunk = chunk_rows(n, k);
     const int64_t chunks = (n + chunk - 1) / chunk;
     pool_.run(blocks * chunks, [&](int64_t i) {
       const int64_t t0 = i % blocks * kTokenBlock, n0 = i / blocks * chunk;
@@ -164,7 +176,7 @@ class PassRunner {
     const float eps = static_cast<float>(model_.norm_eps);
     const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
     const int64_t width = (heads + 2 * kv) * dim;
-    share(tokens_, width, [&](int64_t t) {
+    share(tokens_, 0.5 * static_cast<double>(width), [&](int64_t t) {
       const int64_t position = positions[t];
       for (int64_t h = 0; h < heads + kv; ++h) {
         float* head = qkv + t * width + h * dim;
@@ -209,12 +221,13 @@ class PassRunner {
     return {layer.keys + at, layer.values + at, first, stop, model_.kv_heads, model_.head_dim};
   }
 
-  // Rows of W per chunk: a few chunks a thread, so that a slow thread's share can be taken over.
-  int64_t chunk_rows(int64_t n) const {
+  // Rows of W per chunk of a product with [n, k]: whole register tiles.
+  int64_t chunk_rows(int64_t n, int64_t k) const {
     if (pool_.threads() == 1) return n;
-    int64_t rows = n / (4 * pool_.threads());
-    rows = rows < kMinChunk ? kMinChunk : rows;
-    return (rows + kTileN - 1) / kTileN * kTileN;
+    const int64_t tokens = tokens_ < kTokenBlock ? tokens_ : kTokenBlock;
+    const double compute = kNsPerMultiplyAdd * static_cast<double>(tokens);
+    const double row = static_cast<double>(k) * (compute > kNsPerWeight ? compute : kNsPerWeight);
+    return (pieces_per_chunk(row) + kTileN - 1) / kTileN * kTileN;
   }
 
   Pool& pool_;
@@ -277,7 +290,7 @@ void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* h
   }
   pass.project(input, head->embed, {head->weight, nullptr}, head->vocab, logits);
   if (!best) return;
-  pass.share(tokens, head->vocab, [&](int64_t t) {
+  pass.share(tokens, 0.5 * static_cast<double>(head->vocab), [&](int64_t t) {
     const float* row = logits + t * head->vocab;
     int64_t top = 0;
     for (int64_t i = 1; i < head->vocab; ++i)

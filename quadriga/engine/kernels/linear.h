@@ -22,20 +22,32 @@ static inline Vec fold(Vec a, Vec b, std::integer_sequence<int, I...>) {
 #endif
 }
 
-// Sums of several vectors at once: lane i of the result is the sum over the lanes of v[i]. Each
-// level adds the halves of blocks of 2 H lanes, packing the results of two vectors into one: the
-// tree of `sum`, to the bit.
-template <int Count, int H = kLanes / 2>
-static inline Vec sums(Vec* v) {
-  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
-  if constexpr (Count > 1) {
-#pragma GCC unroll 16
-    for (int i = 0; i < Count / 2; ++i) v[i] = fold<H>(v[2 * i], v[2 * i + 1], lanes);
+// `Count` vectors folded into one, without loops, so that they never leave their registers.
+template <int Count>
+static inline Vec fold_all(const Vec* v) {
+  if constexpr (Count == 1) {
+    return v[0];
   } else {
-    v[0] = fold<H>(v[0], v[0], lanes);
+    constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+    return fold<kLanes / Count>(fold_all<Count / 2>(v), fold_all<Count / 2>(v + Count / 2), lanes);
   }
-  if constexpr (H > 1) return sums<(Count > 1 ? Count / 2 : 1), H / 2>(v);
-  return v[0];
+}
+
+template <int H>
+static inline Vec fold_rest(Vec v) {
+  if constexpr (H == 0) {
+    return v;
+  } else {
+    return fold_rest<H / 2>(fold<H>(v, v, std::make_integer_sequence<int, kLanes>()));
+  }
+}
+
+// Sums of several vectors at once: lane i of the result is the sum over the lanes of v[i]. Each
+// fold adds the halves of blocks of 2 H lanes, packing the results of two vectors into one: the
+// tree of `sum`, to the bit.
+template <int Count>
+static inline Vec sums(const Vec* v) {
+  return fold_rest<kLanes / Count / 2>(fold_all<Count>(v));
 }
 
 // One step of a tile along k: acc[m * N + n] += x[m] * w[n].
@@ -52,14 +64,15 @@ static inline void tile_step(const float* x, int64_t ldx, const float* w, int64_
 }
 
 template <int Group, int... I>
-static inline void store_sums(Vec* acc, float* out, std::integer_sequence<int, I...>) {
+static inline void store_sums(const Vec* acc, float* out, std::integer_sequence<int, I...>) {
   (store_partial(out + I * Group, sums<Group>(acc + I * Group), Group), ...);
 }
 
-// out[M, N] = x[M, k] · w[N, k]ᵀ, while P rows from `ahead` on are fetched into the cache.
-template <int M, int N, int P = 0>
-static inline void tile(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t k,
-                        float* out, int64_t ldo, const float* ahead = nullptr) {
+// `Whole`: k is a multiple of kLanes. A rest would call memcpy, around which no vector register
+// survives, so the common case is compiled without it.
+template <int M, int N, int P, bool Whole>
+static inline void tile_body(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t k,
+                             float* out, int64_t ldo, const float* ahead) {
   constexpr int kGroup = kLanes < 8 ? kLanes : 8;  // vectors summed at once
   constexpr int kGroups = (M * N + kGroup - 1) / kGroup;
   Vec acc[kGroups * kGroup] = {};
@@ -68,7 +81,7 @@ static inline void tile(const float* x, int64_t ldx, const float* w, int64_t ldw
     for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + p * ldw + i, 0, 3);
     tile_step<M, N>(x + i, ldx, w + i, ldw, acc, [](const float* p) { return load(p); });
   }
-  if (i < k) {
+  if constexpr (!Whole) {
     const int64_t rest = k - i;
     tile_step<M, N>(x + i, ldx, w + i, ldw, acc,
                     [rest](const float* p) { return load_partial(p, rest); });
@@ -76,6 +89,16 @@ static inline void tile(const float* x, int64_t ldx, const float* w, int64_t ldw
   float flat[kGroups * kGroup];
   store_sums<kGroup>(acc, flat, std::make_integer_sequence<int, kGroups>());
   for (int m = 0; m < M; ++m) std::memcpy(out + m * ldo, flat + m * N, N * sizeof(float));
+}
+
+// out[M, N] = x[M, k] · w[N, k]ᵀ, while P rows from `ahead` on are fetched into the cache.
+template <int M, int N, int P = 0>
+static inline void tile(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t k,
+                        float* out, int64_t ldo, const float* ahead = nullptr) {
+  if (k % kLanes == 0)
+    tile_body<M, N, P, true>(x, ldx, w, ldw, k, out, ldo, ahead);
+  else
+    tile_body<M, N, P, false>(x, ldx, w, ldw, k, out, ldo, ahead);
 }
 
 // All rows of x against N rows of W; meanwhile the next N rows of W come in, P with each tile.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -33,10 +34,15 @@ async def start(core: Core | None = None) -> tuple[EngineThread[Core], list[Quad
     failures: list[QuadrigaError] = []
     engine = EngineThread(lambda: core or Core(), failures.append)
     engine.start()
-    async with asyncio.timeout(5):
-        while not engine.is_ready and not failures:
-            await asyncio.sleep(0.001)
+    assert await asyncio.to_thread(is_ready_soon, engine)
     return engine, failures
+
+
+def is_ready_soon(engine: EngineThread[Core]) -> bool:
+    give_up = time.monotonic() + 5.0
+    while not engine.is_ready and time.monotonic() < give_up:
+        time.sleep(0.001)
+    return engine.is_ready
 
 
 async def end(engine: EngineThread[Core]) -> None:
@@ -90,9 +96,6 @@ async def test_a_failing_step_is_the_end_of_the_engine() -> None:
     engine, failures = await start(core)
     core.fails = True
     core.has_work = True
-    with pytest.raises(QuadrigaError):
-        for _ in range(1000):
-            await engine.call(lambda c: None)
     assert await engine.join(5.0)
     await asyncio.sleep(0)
     assert "the device is lost" in str(failures[0])

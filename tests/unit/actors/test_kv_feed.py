@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.kv_feed import KVFeed, KVRange, StagingBudget
+from actors.kv_feed import MAX_JOINED_BYTES, KVFeed, KVRange, Piece, StagingBudget
 
 
 class Copy:
@@ -14,46 +14,76 @@ class Copy:
         self.nbytes = nbytes
 
 
-def span(i: int) -> KVRange:
-    return KVRange(i, 1, 0, 10)
+def span(layer: int, start: int = 0, stop: int = 10) -> KVRange:
+    return KVRange(layer, 1, start, stop)
 
 
 async def test_ranges_come_in_order_and_then_the_end() -> None:
-    feed = KVFeed(StagingBudget())
+    feed = KVFeed(StagingBudget(), 1)
     waiting = asyncio.create_task(feed.next(0))
     await asyncio.sleep(0)
     assert not waiting.done()
     feed.add(span(0), None)
-    assert await waiting == span(0)
+    assert await waiting == Piece(span(0), 1, None)
     feed.add(span(1), None)
     feed.complete()
-    assert await feed.next(1) == span(1)
+    assert await feed.next(1) == Piece(span(1), 1, None)
     assert await feed.next(2) is None
-    assert await feed.next(0) == span(0), "a second try starts from the beginning"
+    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None), "a second try joins them"
+
+
+async def test_only_neighbours_at_the_same_positions_are_joined() -> None:
+    feed = KVFeed(StagingBudget(), 1)
+    for piece in (span(0), span(1), span(0, 10, 20), span(1, 10, 20), span(3, 10, 20)):
+        feed.add(piece, None)
+    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)
+    assert await feed.next(2) == Piece(KVRange(0, 2, 10, 20), 2, None)
+    assert await feed.next(4) == Piece(span(3, 10, 20), 1, None)
+
+
+async def test_large_ranges_go_alone() -> None:
+    feed = KVFeed(StagingBudget(), MAX_JOINED_BYTES // 20)
+    for layer in range(3):
+        feed.add(span(layer), None)
+    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)
+    assert await feed.next(2) == Piece(span(2), 1, None)
 
 
 async def test_copies_are_given_out_once_and_given_back() -> None:
     staging = StagingBudget(100)
-    feed = KVFeed(staging)
-    copy = Copy(60)
-    staging.take(60)
-    feed.add(span(0), copy)
-    assert staging.has_room
-    staging.take(60)
-    feed.add(span(1), Copy(60))
+    feed = KVFeed(staging, 1)
+    copies = [Copy(60), Copy(60)]
+    for layer, copy in enumerate(copies):
+        staging.take(60)
+        feed.add(span(layer), copy)
+    assert staging.held_bytes == 120, "the bound may be passed by one copy"
     assert not staging.has_room
-    assert feed.take_copy(0) is copy
-    assert feed.take_copy(0) is None
-    assert staging.held_bytes == 60
-    feed.close()
+    piece = await feed.next(0)
+    assert piece is not None
+    assert piece.copies == copies
+    assert staging.held_bytes == 0
+    piece = await feed.next(0)
+    assert piece is not None
+    assert piece.copies is None
+
+
+async def test_a_missing_copy_sends_all_of_a_piece_to_its_row() -> None:
+    staging = StagingBudget(100)
+    feed = KVFeed(staging, 1)
+    staging.take(60)
+    feed.add(span(0), Copy(60))
+    feed.add(span(1), None)
+    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)
     assert staging.held_bytes == 0
 
 
 async def test_a_closed_feed_keeps_no_copy() -> None:
     staging = StagingBudget(100)
-    feed = KVFeed(staging)
-    feed.close()
+    feed = KVFeed(staging, 1)
     staging.take(60)
     feed.add(span(0), Copy(60))
+    feed.close()
+    staging.take(60)
+    feed.add(span(1), Copy(60))
     assert staging.held_bytes == 0
-    assert feed.take_copy(0) is None
+    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)

@@ -10,7 +10,7 @@ import pytest
 from loadgen.capture import Capture
 from loadgen.checker import Verdict
 from loadgen.client_http import HttpClient, parse_url
-from loadgen.fake_server import MODEL, FakeOptions, FakeServer
+from loadgen.fakes.server import MODEL, FakeOptions, FakeServer
 from loadgen.judge import Judgement
 from loadgen.runner import now_s
 from loadgen.target import Target

@@ -6,7 +6,7 @@ import pytest
 
 from loadgen.capture import Capture, Transport
 from loadgen.checker import FaultKind, Outcome
-from loadgen.fake_faults import FAULTS
+from loadgen.fakes.faults import FAULTS
 from tests.unit.loadgen.conftest import Exchange, make_spec
 
 CHAT = {"endpoint": "chat", "prompt": "say it"}

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import COMMANDS, main
-from loadgen.fake_grpc import FakeGrpcOptions, FakeGrpcServer
-from loadgen.fake_server import FakeOptions, FakeServer
+from loadgen.fakes.grpc_server import FakeGrpcOptions, FakeGrpcServer
+from loadgen.fakes.server import FakeOptions, FakeServer
 from quadriga.training.tasks import TASKS, make_example, sample_examples
 
 HEADER = "arrival_s,input_tokens,output_tokens\n"

@@ -10,7 +10,12 @@ import pytest
 from loadgen.capture import Capture
 from loadgen.checker import FaultKind, Outcome, Verdict
 from loadgen.client_grpc import GrpcClient, encode_request
-from loadgen.fake_grpc import GRPC_FAULTS, GRPC_SERVER_FAULTS, FakeGrpcOptions, FakeGrpcServer
+from loadgen.fakes.grpc_server import (
+    GRPC_FAULTS,
+    GRPC_SERVER_FAULTS,
+    FakeGrpcOptions,
+    FakeGrpcServer,
+)
 from loadgen.judge import Judgement
 from loadgen.runner import now_s
 from loadgen.target import Target

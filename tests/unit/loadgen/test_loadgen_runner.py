@@ -10,7 +10,7 @@ import pytest
 from loadgen.capture import Call, Capture, Transport
 from loadgen.checker import Choice, FaultKind, Outcome, Verdict
 from loadgen.client_http import HttpClient, parse_url
-from loadgen.fake_server import MODEL, FakeOptions, FakeServer
+from loadgen.fakes.server import MODEL, FakeOptions, FakeServer
 from loadgen.judge import Judgement
 from loadgen.runner import Live, Record, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class QuadrigaStub:
-    """Text generation. Metadata: `authorization: Bearer KEY` (needed), `session_id` (optional: sends all
-    calls with the same value to the same ingress, which resumption needs where there are several).
+    """Text generation. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
+    `idempotency-key`, both set to the request's id (they send all calls of a request to the same
+    ingress, which resumption needs where there are several).
 
     Errors carry the canonical status code, and the trailing metadata `quadriga-error-code`,
     `quadriga-error-param` and `retry-after-ms`, and `grpc-status-details-bin` holding a
@@ -63,8 +64,9 @@ class QuadrigaStub:
 
 
 class QuadrigaServicer:
-    """Text generation. Metadata: `authorization: Bearer KEY` (needed), `session_id` (optional: sends all
-    calls with the same value to the same ingress, which resumption needs where there are several).
+    """Text generation. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
+    `idempotency-key`, both set to the request's id (they send all calls of a request to the same
+    ingress, which resumption needs where there are several).
 
     Errors carry the canonical status code, and the trailing metadata `quadriga-error-code`,
     `quadriga-error-param` and `retry-after-ms`, and `grpc-status-details-bin` holding a
@@ -131,8 +133,9 @@ def add_QuadrigaServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Quadriga:
-    """Text generation. Metadata: `authorization: Bearer KEY` (needed), `session_id` (optional: sends all
-    calls with the same value to the same ingress, which resumption needs where there are several).
+    """Text generation. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
+    `idempotency-key`, both set to the request's id (they send all calls of a request to the same
+    ingress, which resumption needs where there are several).
 
     Errors carry the canonical status code, and the trailing metadata `quadriga-error-code`,
     `quadriga-error-param` and `retry-after-ms`, and `grpc-status-details-bin` holding a

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from loadgen.client_grpc import SERVICE
-from loadgen.fake_model import END_ID, END_TEXT, Answer, babble, detokenize, stream_text, tokenize
+from loadgen.fakes.model import END_ID, END_TEXT, Answer, babble, detokenize, stream_text, tokenize
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
 Messages = list[pb.GenerateResponse]
@@ -74,8 +74,8 @@ class FakeGrpcOptions:
 class FakeGrpcServer:
     """`async with FakeGrpcServer(options) as server:` listens on `server.address`."""
 
-    def __init__(self, options: FakeGrpcOptions = FakeGrpcOptions()) -> None:
-        self.options = options
+    def __init__(self, options: FakeGrpcOptions | None = None) -> None:
+        self.options = options or FakeGrpcOptions()
         self.address = ""
         self._server: grpc.aio.Server | None = None
 

@@ -1,0 +1,1 @@
+"""Fake services for tests and for measuring the generator; they can misbehave on purpose."""

@@ -1,0 +1,182 @@
+"""`loadgen bench engine`: its files, its driver, its verdicts, and one run from end to end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.__main__ import main
+from loadgen.bench import engine as bench
+from loadgen.bench.agreement import Reference
+from loadgen.bench.floor import MachineRates, ModelCosts, floor_s
+from loadgen.bench.offline import OfflineDriver
+from loadgen.bench.peer_process import PeerProcess, interpreters
+from loadgen.bench.peers.hf_transformers import TransformersPeer
+from loadgen.bench.workloads import Request, Workload, WorkloadError, load_workload, make_suite
+from quadriga.engine import load_runner
+from quadriga.errors import ConfigError
+from tests.equivalence.models import build, make_spec, save
+from tests.fake_runner import FakeRunner, expected_output
+
+GOOD: dict[str, Any] = {
+    "name": "w",
+    "concurrency": 2,
+    "requests": [{"prompt": [4, 5], "max_tokens": 3}],
+}
+
+
+def mixed(num_requests: int = 7, concurrency: int = 3) -> Workload:
+    return Workload(
+        "mixed",
+        concurrency,
+        [Request([5 + i, 9, 11][: 1 + i % 3], 2 + (5 * i) % 9) for i in range(num_requests)],
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("llama"), tmp_path_factory.mktemp("llama"))
+
+
+def test_a_workload_survives_its_file(tmp_path: Path) -> None:
+    mixed().save(tmp_path / "w.json")
+    assert load_workload(tmp_path / "w.json") == mixed()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "a/b"}, "name"),
+        ({"name": 3}, "name"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"concurrency": True}, "concurrency"),
+        ({"requests": []}, "requests"),
+        ({"requests": [3]}, r"requests\.0 must be an object"),
+        ({"requests": [{"prompt": [], "max_tokens": 1}]}, r"requests\.0\.prompt"),
+        ({"requests": [{"prompt": [1, -2], "max_tokens": 1}]}, r"requests\.0\.prompt"),
+        ({"requests": [{"prompt": [1], "max_tokens": 0}]}, r"requests\.0\.max_tokens"),
+    ],
+)
+def test_a_bad_workload_names_its_fault(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    file = tmp_path / "w.json"
+    file.write_text(json.dumps(GOOD | change))
+    with pytest.raises(WorkloadError, match=message):
+        load_workload(file)
+
+
+def test_the_suite_is_reproducible_and_fits() -> None:
+    suite = make_suite(600, 512, seed=3)
+    assert suite == make_suite(600, 512, seed=3)
+    assert suite != make_suite(600, 512, seed=4)
+    assert [w.name for w in suite] == ["batch-1", "batch-8", "batch-32", "mixed-8", "mixed-32"]
+    assert all(w.longest <= 512 for w in suite)
+    assert all(0 <= t < 600 for w in suite for r in w.requests for t in r.prompt)
+    outputs = sorted(r.max_tokens for r in suite[-1].requests)
+    assert len(outputs) == 64
+    assert outputs[-1] > 4 * outputs[32]  # heavy tail
+
+
+def test_the_driver_generates_what_each_request_alone_would() -> None:
+    runner = FakeRunner(num_rows=3)
+    workload = Workload("w", 3, [Request([i, i + 1, i + 2], 1 + i % 5) for i in range(11)])
+    done = OfflineDriver(runner).run(workload)
+    for request, tokens in zip(workload.requests, done.token_ids, strict=True):
+        expected = expected_output(request.prompt, request.max_tokens)
+        assert tokens[: len(expected)] == expected
+        assert len(tokens) == request.max_tokens
+    assert runner.attached == {}
+    assert all(0 < t <= done.seconds for t in done.ttft_s)
+
+
+def test_long_prompts_are_chunked() -> None:
+    runner = FakeRunner(num_rows=1, row_capacity_tokens=4096)
+    prompt = [i % 50 for i in range(1300)]
+    done = OfflineDriver(runner).run(Workload("w", 1, [Request(prompt, 2)]))
+    assert done.token_ids[0][:1] == expected_output(prompt, 1)
+
+
+def test_equal_to_transformers(checkpoint: Path) -> None:
+    runner = load_runner(make_spec(checkpoint, num_rows=3))
+    ours = OfflineDriver(runner).run(mixed())
+    theirs = TransformersPeer(checkpoint, 1).generate(mixed())
+    agreement = Reference(checkpoint).compare(mixed(), ours.token_ids, theirs.token_ids)
+    assert agreement.ties + len(agreement.different) == 0
+    assert "7/7 requests equal" in agreement.describe()
+
+
+def test_a_difference_is_not_taken_for_a_tie(checkpoint: Path) -> None:
+    tokens = TransformersPeer(checkpoint, 1).generate(mixed()).token_ids
+    changed = [list(t) for t in tokens]
+    changed[4][1] = (changed[4][1] + 1) % 130
+    agreement = Reference(checkpoint).compare(mixed(), changed, tokens)
+    assert [(request, at) for request, at, _ in agreement.different] == [(4, 1)]
+    assert agreement.different[0][2] > 1e-4
+
+
+def test_floor_counts_bytes_and_operations() -> None:
+    costs = ModelCosts(weights=1000, kv_values=10, attention_flops=40)
+    workload = Workload("w", 2, [Request([1] * 4, 3), Request([1] * 4, 3)])
+    context = 2 * (5 + 6)
+    by_bytes = floor_s(workload, costs, MachineRates(bytes_per_s=1.0, flops_per_s=1e30))
+    assert by_bytes == 4 * (1000 * 3 + 10 * context)
+    by_flops = floor_s(workload, costs, MachineRates(bytes_per_s=1e30, flops_per_s=1.0))
+    assert by_flops == 2 * 1000 * 14 + 40 * (context + 16)
+
+
+def test_from_end_to_end(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for workload in (mixed(), Workload("one", 1, [Request([3, 4, 5], 6)])):
+        files.append(str(tmp_path / f"{workload.name}-in.json"))
+        workload.save(Path(files[-1]))
+    status = main(
+        ["bench", "engine", "--checkpoint", str(checkpoint), "--workload", *files,
+         "--threads", "1", "--peer", "transformers", "--dump", str(tmp_path / "dump")]
+    )  # fmt: skip
+    assert status == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(e["peer"], e["workload"], e["tokens"]) for e in lines] == [
+        ("quadriga", "mixed", 42), ("transformers", "mixed", 42),
+        ("quadriga", "one", 6), ("transformers", "one", 6),
+    ]  # fmt: skip
+    for entry in lines:
+        assert set(entry) == {
+            "peer", "workload", "tokens", "seconds", "tokens_per_s", "ttft_p50", "ttft_p99",
+        }  # fmt: skip
+        assert 0 < entry["ttft_p50"] <= entry["ttft_p99"] <= entry["seconds"]
+        assert entry["tokens_per_s"] == pytest.approx(entry["tokens"] / entry["seconds"], rel=1e-2)
+    dumped = json.loads((tmp_path / "dump" / "mixed.json").read_text())
+    assert dumped == TransformersPeer(checkpoint, 1).generate(mixed()).token_ids
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        (Workload("w", 1, [Request([130], 2)]), "token id 130 is beyond the 130"),
+        (Workload("w", 1, [Request([1] * 90, 7)]), "97 tokens are beyond the 96"),
+    ],
+)
+def test_what_the_model_cannot_take(
+    checkpoint: Path, tmp_path: Path, workload: Workload, message: str
+) -> None:
+    file = tmp_path / "w.json"
+    workload.save(file)
+    with (
+        PeerProcess("quadriga", checkpoint, 1, sys.executable) as peer,
+        pytest.raises(ConfigError, match=message),
+    ):
+        peer.prepare([file])
+
+
+def test_usage_errors() -> None:
+    assert main(["bench", "engine", "--checkpoint", "quadriga-s"]) == 2
+    with pytest.raises(ConfigError, match="NAME one of"):
+        interpreters(["nobody=/usr/bin/python3"])
+    assert bench.OURS in interpreters([])

@@ -1,0 +1,173 @@
+"""The build cache: compiled once, loaded only from a safe place, and never in a user's way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from quadriga.engine import compiled, load_runner
+from quadriga.engine.kernels import build
+from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
+from quadriga.errors import ConfigError
+from tests.equivalence.models import build as build_model
+from tests.equivalence.models import kernel_cache, make_spec, make_state, save, whole_prompt
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(build_model("llama"), tmp_path / "model")
+
+
+@pytest.fixture
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that takes no time: it notes each compilation and writes a library of nothing."""
+    log = tmp_path / "compilations"
+    script = tmp_path / "fake-cxx"
+    script.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in -dump*) echo 1.0; exit 0;; esac\n'
+        f'echo built >> "{log}"\n'
+        'while [ "$1" != "-o" ]; do shift; done\n'
+        'sleep 0.3; echo library > "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    log.touch()
+    return log
+
+
+def test_a_second_build_reuses_the_first(tmp_path: Path, fake_compiler: Path) -> None:
+    cache = tmp_path / "cache"
+    assert cached_library(cache) is None
+    first = build_library(cache)
+    assert build_library(cache) == cached_library(cache) == first
+    assert fake_compiler.read_text().split() == ["built"]
+
+
+def test_concurrent_builds_compile_once(tmp_path: Path, fake_compiler: Path) -> None:
+    results: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(build_library(tmp_path / "cache")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(results) == 4
+    assert len(set(results)) == 1
+    assert fake_compiler.read_text().split() == ["built"]
+
+
+def test_changed_sources_are_compiled_anew(
+    tmp_path: Path, fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build_library(tmp_path / "cache")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DCHANGED"))
+    assert cached_library(tmp_path / "cache") is None
+    assert build_library(tmp_path / "cache") != first
+
+
+def test_the_cache_directory_is_private(tmp_path: Path, fake_compiler: Path) -> None:
+    build_library(tmp_path / "cache")
+    for path in (tmp_path / "cache", tmp_path / "cache" / "kernels"):
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_directory_others_may_write_is_refused(
+    tmp_path: Path, fake_compiler: Path, mode: int
+) -> None:
+    cache = tmp_path / "cache"
+    build_library(cache)
+    cache.chmod(mode)
+    with pytest.raises(ConfigError, match="others may write"):
+        cached_library(cache)
+    with pytest.raises(ConfigError, match="others may write"):
+        build_library(cache)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, fake_compiler: Path) -> None:
+    cache = tmp_path / "cache"
+    build_library(cache)
+    os.chown(cache / "kernels", 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        cached_library(cache)
+
+
+def test_a_failing_compiler_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "broken-cxx"
+    script.write_text('#!/bin/sh\ncase "$1" in -dump*) exit 0;; esac\necho oops >&2; exit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(BuildUnavailable, match="oops"):
+        build_library(tmp_path / "cache")
+    assert [p.name for p in (tmp_path / "cache" / "kernels").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "wait"])
+def test_without_a_compiler_the_engine_stays_eager(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING):
+        runner = load_runner(make_spec(checkpoint, compile=mode, cache_dir=checkpoint / "cache"))
+    assert [r.message for r in caplog.records if "stays eager" in r.message] == [
+        "the engine stays eager: no C++ compiler (g++ or clang++) is on the PATH"
+    ]
+    state = make_state([5, 6, 7])
+    runner.attach(0, state)
+    assert runner.prefill([whole_prompt(0, state)])[0] is not None
+
+
+def test_a_library_that_cannot_be_loaded_leaves_the_engine_eager(
+    checkpoint: Path, fake_compiler: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner = load_runner(make_spec(checkpoint, compile="wait", cache_dir=checkpoint / "cache"))
+    assert any("cannot be loaded" in r.message for r in caplog.records)
+    state = make_state([5, 6, 7])
+    runner.attach(0, state)
+    assert runner.prefill([whole_prompt(0, state)])[0] is not None
+
+
+def test_compilation_in_the_background_stalls_nobody(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go on eagerly while the build hangs, and are compiled after it: same tokens."""
+    library = build_library(kernel_cache())
+    may_finish = threading.Event()
+
+    def slow_build(cache_dir: Path) -> Path:
+        assert may_finish.wait(DEADLINE_S)
+        return library
+
+    monkeypatch.setattr(compiled, "build_library", slow_build)
+    monkeypatch.setattr(compiled, "cached_library", lambda cache_dir: None)
+    runner = load_runner(make_spec(checkpoint, compile="auto"))
+    alone = load_runner(make_spec(checkpoint, compile="off"))
+    ours, theirs = make_state([9, 8, 7]), make_state([9, 8, 7])
+    for r, state in ((runner, ours), (alone, theirs)):
+        r.attach(0, state)
+        token = r.prefill([whole_prompt(0, state)])[0]
+        assert token is not None
+        state.output_ids.append(token.token_id)
+    for step in range(20):
+        if step == 10:
+            assert not runner.is_compiled
+            may_finish.set()
+            runner.wait_compiled(DEADLINE_S)
+        ours.output_ids.append(runner.decode([0])[0].token_id)
+        theirs.output_ids.append(alone.decode([0])[0].token_id)
+    assert runner.is_compiled
+    assert ours.output_ids == theirs.output_ids

@@ -1,0 +1,176 @@
+"""The runner's contract: rows, chunks, callbacks, prompt logprobs, KV in and out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.engine import load_runner
+from quadriga.engine.runner import NativeRunner
+from quadriga.errors import ConfigError, InvariantViolation
+from quadriga.interfaces import PrefillChunk
+from quadriga.types import SequenceState
+from tests.equivalence.models import build, make_spec, make_state, save, whole_prompt
+
+MODES = ["off", "wait"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("llama"), tmp_path_factory.mktemp("llama"))
+
+
+def start(runner: NativeRunner, row: int, state: SequenceState) -> None:
+    runner.attach(row, state)
+    token = runner.prefill([whole_prompt(row, state)])[0]
+    assert token is not None
+    state.output_ids.append(token.token_id)
+
+
+def step(runner: NativeRunner, rows: list[int], states: list[SequenceState]) -> None:
+    for state, token in zip(states, runner.decode(rows), strict=True):
+        state.output_ids.append(token.token_id)
+
+
+def prompts(n: int, *, seed: int = 0) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(3, 130, (int(torch.randint(1, 30, (1,), generator=g)),), generator=g).tolist()
+        for _ in range(n)
+    ]
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, quadriga.engine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_rows_are_exclusive(checkpoint: Path) -> None:
+    runner = load_runner(make_spec(checkpoint))
+    runner.attach(0, make_state([1]))
+    with pytest.raises(InvariantViolation, match="row 0 is taken"):
+        runner.attach(0, make_state([1]))
+    runner.detach(0)
+    runner.detach(0)
+    runner.attach(0, make_state([1]))
+    with pytest.raises(InvariantViolation, match="row 1 has no sequence"):
+        runner.decode([1])
+
+
+def test_chunks_must_fit(checkpoint: Path) -> None:
+    runner = load_runner(make_spec(checkpoint, row_capacity_tokens=16))
+    runner.attach(0, make_state([1]))
+    with pytest.raises(InvariantViolation, match=r"positions 10\.\.17"):
+        runner.prefill([PrefillChunk(0, [1] * 7, 10, True)])
+    with pytest.raises(InvariantViolation, match="non-empty"):
+        runner.prefill([PrefillChunk(0, [], 0, True)])
+
+
+def test_nothing_to_do(checkpoint: Path) -> None:
+    runner = load_runner(make_spec(checkpoint))
+    assert runner.prefill([]) == []
+    assert runner.decode([]) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_are_announced_when_their_kv_is_complete(checkpoint: Path, mode: str) -> None:
+    runner = load_runner(make_spec(checkpoint, compile=mode))
+    state = make_state([4, 5, 6, 7])
+    runner.attach(2, state)
+    seen: list[tuple[int, int]] = []
+    copies: list[torch.Tensor] = []
+
+    def on_layers(first: int, count: int) -> None:
+        seen.append((first, count))
+        copies.append(runner.read_kv(2, first, count, 0, 4))
+
+    runner.prefill([whole_prompt(2, state)], on_layers)
+    assert seen == [(0, 1), (1, 1), (2, 1)]
+    assert torch.equal(torch.cat(copies), runner.read_kv(2, 0, 3, 0, 4))
+    assert all(copy.abs().sum() > 0 for copy in copies)
+
+
+def test_partial_depth_reports_its_exit_layer(checkpoint: Path) -> None:
+    runner = load_runner(make_spec(checkpoint, depth=2))
+    state = make_state([4, 5])
+    runner.attach(0, state)
+    token = runner.prefill([whole_prompt(0, state)])[0]
+    assert runner.num_layers == 2
+    assert token is not None
+    assert token.exit_layer == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kv_moved_to_another_runner_continues_the_same(checkpoint: Path, mode: str) -> None:
+    """Prefill here, decode there, in another row, sampled: as if nothing had happened."""
+    here, there = (load_runner(make_spec(checkpoint, compile=mode)) for _ in range(2))
+    for prompt in prompts(4, seed=3):
+        sampling = {"temperature": 0.9, "seed": 5, "top_p": 0.95}
+        stays, moves = make_state(prompt, **sampling), make_state(prompt, **sampling)
+        start(here, 0, stays)
+        start(here, 1, moves)
+        for _ in range(5):
+            step(here, [0, 1], [stays, moves])
+        num_tokens = moves.num_tokens - 1  # the last token's KV is computed by the next step
+        for first, count in ((0, 2), (2, 1)):
+            for begin in range(0, num_tokens, 7):
+                end = min(num_tokens, begin + 7)
+                there.write_kv(6, first, begin, here.read_kv(1, first, count, begin, end))
+        here.detach(1)
+        there.attach(6, moves)
+        for _ in range(12):
+            step(here, [0], [stays])
+            step(there, [6], [moves])
+        assert moves.output_ids == stays.output_ids
+        here.detach(0)
+        there.detach(6)
+
+
+def test_prompt_logprobs_over_chunks(checkpoint: Path) -> None:
+    runner = load_runner(make_spec(checkpoint))
+    prompt = prompts(1, seed=9)[0] + [7, 8, 9, 10, 11, 12]
+    whole, parts = (make_state(prompt, num_prompt_logprobs=2) for _ in range(2))
+    runner.attach(0, whole)
+    runner.attach(1, parts)
+    expected = runner.prefill([whole_prompt(0, whole)])[0]
+    assert runner.prefill([PrefillChunk(1, prompt[:5], 0, False)]) == [None]
+    got = runner.prefill([PrefillChunk(1, prompt[5:], 5, True)])[0]
+    assert expected is not None
+    assert got is not None
+    assert expected.prompt_logprobs is not None
+    assert got.prompt_logprobs is not None
+    assert [e.token_id for e in got.prompt_logprobs] == prompt
+    assert got.prompt_logprobs[0].logprob is None
+    for a, b in zip(got.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert len(a.top) == 2
+    runner.detach(0)
+    runner.attach(0, make_state(prompt))
+    plain = runner.prefill([whole_prompt(0, make_state(prompt))])[0]
+    assert plain is not None
+    assert plain.prompt_logprobs is None
+
+
+def test_a_gpu_is_not_promised(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.device"):
+        load_runner(make_spec(checkpoint, device="cuda"))
+
+
+def test_learned_positions_limit_the_row(tmp_path: Path) -> None:
+    path = save(build("opt-pre-norm"), tmp_path)
+    with pytest.raises(ConfigError, match="96 learned positions"):
+        load_runner(make_spec(path, row_capacity_tokens=97))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_eagerly(checkpoint: Path, dtype: str) -> None:
+    runner = load_runner(make_spec(checkpoint, dtype=dtype, compile="wait"))
+    state = make_state([4, 5, 6])
+    start(runner, 0, state)
+    step(runner, [0], [state])
+    assert not runner.is_compiled
+    assert len(state.output_ids) == 2

@@ -1,0 +1,129 @@
+"""Parts of the benchmarks: workloads, child processes, CPU accounting, generator capacity."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loadgen.__main__ import main
+from loadgen.bench.process_cpu import service_cpu_s
+from loadgen.bench.serve import add_arguments, make_workload
+from loadgen.bench.serve_report import Rounds, overhead_us
+from loadgen.bench.service import started_service
+from loadgen.bench.subprocesses import python_process, read_line
+from quadriga.checkpoint import Checkpoint
+from quadriga.errors import ConfigError
+
+CHECKPOINT = Checkpoint(
+    id="tiny",
+    path=Path("tiny"),
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    num_kv_heads=1,
+    head_dim=8,
+    vocab_size=50,
+    max_model_len=64,
+    eos_token_ids=(0,),
+    exit_layers=(),
+    fingerprint="0",
+)
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_workload_is_seeded_and_in_the_vocabulary() -> None:
+    words = ("--requests", "5", "--prompt-tokens", "20", "--output-tokens", "10")
+    first, same = (make_workload(parse(*words), CHECKPOINT) for _ in range(2))
+    other = make_workload(parse(*words, "--seed", "1"), CHECKPOINT)
+    assert first == same
+    assert first != other
+    assert [(len(r.prompt), r.max_tokens) for r in first.requests] == [(20, 10)] * 5
+    assert all(0 <= token < 50 for r in first.requests for token in r.prompt)
+
+
+def test_workload_beyond_the_context_is_refused() -> None:
+    with pytest.raises(ConfigError, match="65 is beyond the 64 positions of tiny"):
+        make_workload(parse("--prompt-tokens", "60", "--output-tokens", "5"), CHECKPOINT)
+
+
+def test_overhead_is_the_time_added_per_token() -> None:
+    engine, service = Rounds("engine", [1000.0, 2000.0, 9000.0]), Rounds("http", [1600.0])
+    assert overhead_us(service, engine) == pytest.approx(125.0)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_cpu_time_of_children_is_counted() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
+    child = subprocess.Popen(["python3", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"done\n"
+        assert 0.3 <= sum(service_cpu_s(child.pid).values()) < 5.0
+        assert sum(service_cpu_s(os.getpid()).values()) >= 0.3
+    finally:
+        child.communicate(b"\n", timeout=20)
+
+
+def test_process_is_ended_with_its_children() -> None:
+    code = "import signal, subprocess; signal.signal(signal.SIGINT, lambda *_: exit(0)); "
+    code += "p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); signal.pause()"
+    with python_process(["-c", code]) as process:
+        grandchild = int(read_line(process, 20))
+        assert Path(f"/proc/{grandchild}").exists()
+    assert process.returncode == 0
+
+    def is_gone() -> bool:
+        try:
+            state = Path(f"/proc/{grandchild}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        return state == "Z"
+
+    wait_for(is_gone)
+
+
+def test_process_that_says_nothing_is_named() -> None:
+    with python_process(["-c", "import signal; signal.pause()"]) as process:
+        with pytest.raises(ConfigError, match="said nothing within"):
+            read_line(process, 0.05)
+        process.send_signal(signal.SIGKILL)
+        with pytest.raises(ConfigError, match="ended with status -9"):
+            read_line(process, 20)
+
+
+def test_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "service.log"
+    with (
+        pytest.raises(ConfigError, match=r"(?s)the service ended; it said:.*banana"),
+        started_service(["banana=1"], log=log),
+    ):
+        pass
+
+
+def test_generator_measures_both_transports(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--requests", "4", "--tokens", "16", "--concurrency", "2"]
+    assert main(["bench", "generator", *words]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [c["transport"] for c in line["capacities"]] == ["http", "grpc"]
+    assert all(c["tokens"] == 64 and c["read_us"] > 0 for c in line["capacities"])
+    assert {"commit", "machine"} <= line.keys()
