@@ -171,6 +171,7 @@ class Controller:
         abandoned = await asyncio.to_thread(abandoned_groups, self._app, set(self._fleet.members))
         for name in abandoned:
             await asyncio.to_thread(remove, name, None)
+            await self._fleet.tell_scheduler(name)
         saved = await asyncio.to_thread(_load, self._app)
         try:
             self._apply(await asyncio.to_thread(_resolve, saved or self._first_config))

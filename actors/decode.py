@@ -114,7 +114,7 @@ class DecodeReplica(Replica[DecodeCore]):
         if self.is_cancelled(state.sequence_id):
             await self.receiver.abort(transfer_id, LeaseState.CANCELLED)
             raise MigrationFailed(f"{state.sequence_id} was cancelled", code="cancelled")
-        self.expect(state.ingress_id)
+        self.mail.expect(state.ingress_id)
         await self.receiver.commit(transfer_id, state, checksums)
 
     async def abort(self, transfer_id: str) -> LeaseState | None:

@@ -25,9 +25,12 @@ from quadriga.types import Role
 
 logger = logging.getLogger(__name__)
 
-SILENCE_FACTOR = 8.0
+SILENCE_FACTOR = 10.0
 """Heartbeat intervals without an answer before a replica counts as hung."""
 MIN_SILENCE_S = 8.0
+STALL_PATIENCE = 4.0
+"""Where half of the replicas or more are silent at once, the machine or this process is stalled
+rather than they are hung: they get this many times the time."""
 STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
@@ -195,7 +198,7 @@ class Fleet:
         status = member.status
         if status is not None and status.error is not None:
             return f"its engine failed: {status.error}"
-        if member.heard_s is not None and now_s - member.heard_s > silence_s:
+        if member.heard_s is not None and now_s - member.heard_s > self._patience_s(silence_s):
             return f"hung: no answer for {now_s - member.heard_s:.1f} s"
         if member.phase is Phase.PENDING:
             states = await asyncio.to_thread(lambda: dict(groups()))
@@ -206,6 +209,14 @@ class Fleet:
         if member.phase is Phase.STARTING and now_s - member.since_s > start_s:
             return f"not ready {start_s:.0f} s after it was placed"
         return None
+
+    def _patience_s(self, silence_s: float) -> float:
+        """How long a silent replica is waited for; longer where it is not the only one."""
+        now_s = self._clock.now_s()
+        heard = [m.heard_s for m in self.members.values() if m.heard_s is not None]
+        num_silent = sum(now_s - heard_s > silence_s / 2 for heard_s in heard)
+        is_stall = num_silent > 1 and 2 * num_silent >= len(heard)
+        return silence_s * STALL_PATIENCE if is_stall else silence_s
 
     async def _gone(self, member: Member, reason: str) -> None:
         """Take a replica off the book, its process and placement group included."""
@@ -223,10 +234,11 @@ class Fleet:
             self._not_before_s[member.key] = self._clock.now_s() + pause_s
             self.num_respawns += 1
         await asyncio.to_thread(remove, member.name, member.handle)
-        await self._tell_scheduler(member.name)
+        await self.tell_scheduler(member.name)
         self._changed()
 
-    async def _tell_scheduler(self, name: str) -> None:
+    async def tell_scheduler(self, name: str) -> None:
+        """Let the scheduler forget a replica that is gone."""
         try:
             await call(scheduler_name(self._app), "replica_died", name, timeout_s=2.0)
         except QuadrigaError as exc:

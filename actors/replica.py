@@ -15,10 +15,10 @@ import ray
 from actors.calls import call
 from actors.engine_thread import Core, EngineThread
 from actors.lifecycle import end_this_actor, fingerprint, scheduler_name
+from actors.mailroom import Mailroom
 from actors.replica_metrics import ReplicaMetrics
 from actors.status import Load, ReplicaStatus
 from actors.tasks import background
-from quadriga.batching.outbox import Outbox
 from quadriga.clock import SystemClock
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import Cancelled, QuadrigaError, ReplicaError, Unavailable
@@ -34,14 +34,13 @@ from quadriga.types import (
 )
 
 if TYPE_CHECKING:
-    from actors.kv_transport.gloo_channel import ChannelOffer
+    from actors.kv_transport.gloo_frames import ChannelOffer
 
 logger = logging.getLogger(__name__)
 
 REPORT_MIN_GAP_S = 0.05
 """Between two reports when room became free: placement waits for that news."""
 REPORT_MIN_TIMEOUT_S = 1.0
-MAX_POLL_S = 30.0
 MAX_REMEMBERED = 4096
 END_DELAY_S = 0.05
 FORGET_FACTOR = 10.0
@@ -68,16 +67,13 @@ class Replica(ABC, Generic[Core]):
         self._fingerprint = fingerprint(spec, config)
         self.clock = SystemClock()
         self.incarnation = uuid.uuid4().hex
-        self.outbox = Outbox(self.incarnation)
+        self.mail = Mailroom(self.incarnation, self.clock, self.config.ingress.poll_timeout_s)
         self.metrics = ReplicaMetrics(name)
         self.load = Load()
         self._has_load = False
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._peer_nodes: OrderedDict[str, str] = OrderedDict()
-        self._news: dict[str, asyncio.Event] = {}
-        self._ingress_heard_s: dict[str, float] = {}
-        self._cluster_heard_s = self.clock.now_s()
         self._accepted: list[str] = []
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._room_freed = asyncio.Event()
@@ -131,25 +127,11 @@ class Replica(ABC, Generic[Core]):
         Args:
             ack: `last_seq` of the last reply the ingress got from this incarnation; 0 at first.
         """
-        self.hear(ingress_id)
-        event = self._news.setdefault(ingress_id, asyncio.Event())
-        give_up_s = self.clock.now_s() + min(timeout_s, MAX_POLL_S)
-        while True:
-            event.clear()
-            # What a lost reply held is in here again: the acknowledgement did not cover it.
-            reply = self.outbox.collect(ingress_id, ack, now_s=self.clock.now_s())
-            left_s = give_up_s - self.clock.now_s()
-            if reply.emissions or left_s <= 0 or self._is_ending:
-                return reply
-            try:
-                async with asyncio.timeout(left_s):
-                    await event.wait()
-            except TimeoutError:
-                continue
+        return await self.mail.poll(ingress_id, ack, timeout_s)
 
     async def ingress_heartbeat(self, ingress_id: str) -> None:
         """A sign of life of an ingress that has nothing to poll for."""
-        self.hear(ingress_id)
+        self.mail.hear(ingress_id)
 
     async def cancel(self, sequence_ids: Sequence[str]) -> None:
         """Free everything these sequences hold; unknown ones are no error."""
@@ -173,7 +155,7 @@ class Replica(ABC, Generic[Core]):
 
     async def heartbeat(self, ingress_age_s: float) -> ReplicaStatus:
         """The controller's watch; it passes on how long ago it heard of any ingress."""
-        self._cluster_heard_s = max(self._cluster_heard_s, self.clock.now_s() - ingress_age_s)
+        self.mail.heard_of_any(ingress_age_s)
         return ReplicaStatus(
             self.info_record,
             self.engine.is_ready,
@@ -196,9 +178,11 @@ class Replica(ABC, Generic[Core]):
         self._is_draining = True
         self._room_freed.set()
         give_up_s = self.clock.now_s() + deadline_s
-        while self.load.num_held or self.outbox.num_pending:
+        while self.load.num_held or self.mail.has_pending:
             if self.clock.now_s() >= give_up_s:
                 return False
+            if not self.load.num_held:
+                self.mail.drop_absent()
             await asyncio.sleep(0.05)
         return True
 
@@ -218,16 +202,6 @@ class Replica(ABC, Generic[Core]):
 
     # For the roles.
 
-    def hear(self, ingress_id: str) -> None:
-        """Note a sign of life of an ingress."""
-        now_s = self.clock.now_s()
-        self._ingress_heard_s[ingress_id] = now_s
-        self._cluster_heard_s = now_s
-
-    def expect(self, ingress_id: str) -> None:
-        """A sequence of this ingress arrives: unless the ingress speaks up, it is an orphan."""
-        self._ingress_heard_s.setdefault(ingress_id, self.clock.now_s())
-
     def is_cancelled(self, sequence_id: str) -> bool:
         return sequence_id in self._cancelled
 
@@ -242,14 +216,10 @@ class Replica(ABC, Generic[Core]):
             raise Unavailable(f"{self.name} is draining", code="draining")
 
     def emit(self, emissions: Sequence[tuple[str, Emission]]) -> None:
-        """Put emissions into the outbox; on the event loop."""
-        now_s = self.clock.now_s()
+        """Tell ingresses something; on the event loop."""
         for ingress_id, emission in emissions:
-            self.outbox.put(ingress_id, emission, now_s=now_s)
+            self.mail.put(ingress_id, emission)
             self.metrics.count(emission)
-            event = self._news.get(ingress_id)
-            if event is not None:
-                event.set()
 
     def publish_load(self, load: Load) -> None:
         """Called on the engine thread after every round."""
@@ -318,13 +288,10 @@ class Replica(ABC, Generic[Core]):
         pause_s = min(1.0, orphan_s / 4, request_s / 4)
         while not self._is_ending:
             await asyncio.sleep(pause_s)
-            now_s = self.clock.now_s()
-            if now_s - self._cluster_heard_s > orphan_s:
+            if self.mail.silence_s > orphan_s:
                 await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
                 return
-            silent = {
-                i: now_s - t for i, t in self._ingress_heard_s.items() if now_s - t > request_s
-            }
+            silent = self.mail.silent(longer_than_s=request_s)
             if silent and self.engine.is_ready:
                 await self._cancel_orphans(silent, forget_after_s=FORGET_FACTOR * request_s)
             self.metrics.gauges(self.load, self.transport.num_fallbacks)
@@ -348,9 +315,7 @@ class Replica(ABC, Generic[Core]):
             )
             await self.cancel([o.sequence_id for o in orphans])
         for ingress_id in [i for i, age_s in silent.items() if age_s > forget_after_s]:
-            self._ingress_heard_s.pop(ingress_id, None)
-            self._news.pop(ingress_id, None)
-            self.outbox.drop(ingress_id)
+            self.mail.drop(ingress_id)
 
     def _engine_failed(self, error: QuadrigaError) -> None:
         """On the event loop: the engine is over, so this process is of no more use."""
@@ -367,8 +332,7 @@ class Replica(ABC, Generic[Core]):
             return
         self._is_ending = True
         logger.info("%s ends: %s", self.name, reason)
-        for event in self._news.values():
-            event.set()
+        self.mail.close()
         await asyncio.sleep(delay_s)
         self.engine.stop()
         try:

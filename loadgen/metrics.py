@@ -127,13 +127,17 @@ def inter_token_gaps_s(record: Record) -> list[float]:
 
 
 def stalls_s(record: Record) -> list[float]:
-    """Gaps between writes: how long a reader looks at a text that does not grow."""
+    """Gaps between arrivals: how long a reader looks at a text that does not grow.
+
+    Writes that came in one read are one arrival.
+    """
     if not record.spec.stream:
         return []
     return [
         write.time_s - before.time_s
         for choice in record.verdict.choices
         for before, write in pairwise(choice.writes)
+        if write.time_s > before.time_s
     ]
 
 

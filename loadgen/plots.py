@@ -55,8 +55,9 @@ def _draw_latency(pyplot: Any, result: RunResult) -> Any:
     for axis, (name, values) in zip(axes.flat, panels.items(), strict=True):
         _cdf(axis, values, "all gaps" if "stall" in name else None)
         if "stall" in name:
-            _cdf(axis, [gap for r in good for gap in stalls_s(r)], "between writes")
+            _cdf(axis, [gap for r in good for gap in stalls_s(r)], "between arrivals")
             axis.legend()
+            axis.set_xscale("symlog", linthresh=1.0)
         axis.set_xlabel(name)
         axis.set_ylabel("share at or below")
         axis.set_ylim(0, 1.02)

@@ -16,6 +16,7 @@ from quadriga.config import QuadrigaConfig
 from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
+    NotFound,
     Overloaded,
     QuadrigaError,
     Unavailable,
@@ -172,10 +173,17 @@ class FrontDesk:
         Args:
             is_resumption: The client says that it has tokens of it.
 
-        Raises: InvalidRequest when the key belongs to a request with another fingerprint, and
-            what `open` raises.
+        Raises:
+            NotFound: There is nothing to resume: it was never here, or is over for too long.
+            InvalidRequest: The key belongs to a request with another fingerprint.
+            Overloaded, Unavailable: As `open`.
         """
         session = self.sessions.find(key, fingerprint)
+        if session is None and is_resumption:
+            raise NotFound(
+                "no request is held under this key; begin it anew without a resume index",
+                param="idempotency-key",
+            )
         if session is None or (session.failed and not is_resumption):
             return self.open(spec, key=key, fingerprint=fingerprint)
         self.metrics.resumed.inc()

@@ -140,9 +140,7 @@ class HttpGeneration:
             return self._desk.open(spec)
         key = (owner, check_key(given, "idempotency-key"))
         fingerprint = hashlib.sha256(call.path.encode() + b"\0" + raw).digest()
-        return self._desk.open_or_resume(
-            spec, key, fingerprint, is_resumption="x-resume-index" in call.headers
-        )
+        return self._desk.open_or_resume(spec, key, fingerprint, is_resumption=_is_resumption(call))
 
     def _warning_headers(self, spec: GenerateSpec) -> list[tuple[bytes, bytes]]:
         """Name the fields that were ignored, to the client always, to the log once each."""
@@ -155,6 +153,11 @@ class HttpGeneration:
             self._warned.update(fresh)
             logger.warning("requests carry fields that are ignored: %s", ", ".join(fresh))
         return [(b"x-quadriga-ignored", ",".join(names).encode())]
+
+
+def _is_resumption(call: Call) -> bool:
+    """Whether the client says that it has tokens already."""
+    return any(part.strip(" 0") for part in call.headers.get("x-resume-index", "").split(","))
 
 
 def _resume_cursors(call: Call, session: Session) -> list[int]:

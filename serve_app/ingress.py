@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
@@ -59,8 +60,9 @@ class Ingress:
     # gRPC: Serve calls these by the name of the method.
 
     async def Generate(self, request: bytes, grpc_context: Any) -> AsyncIterator[Any]:
-        async for message in self._grpc.generate(request, grpc_context):
-            yield message
+        async with aclosing(self._grpc.generate(request, grpc_context)) as messages:
+            async for message in messages:
+                yield message
 
     async def GenerateOnce(self, request: bytes, grpc_context: Any) -> Any:
         return await self._grpc.generate_once(request, grpc_context)

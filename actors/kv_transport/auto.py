@@ -11,7 +11,7 @@ import ray
 import torch
 
 from actors.kv_transport.gloo import GlooTransport
-from actors.kv_transport.gloo_channel import ChannelOffer
+from actors.kv_transport.gloo_frames import ChannelOffer
 from actors.kv_transport.object_store import ObjectStoreTransport
 from quadriga.errors import KVTransportError
 from quadriga.interfaces import KVSink

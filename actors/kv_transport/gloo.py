@@ -23,13 +23,8 @@ from typing import Any
 import torch
 
 from actors.calls import call
-from actors.kv_transport.gloo_channel import (
-    CONNECT_TIMEOUT_S,
-    ChannelOffer,
-    Job,
-    ReceivingChannel,
-    SendingChannel,
-)
+from actors.kv_transport.gloo_channel import Job, ReceivingChannel, SendingChannel
+from actors.kv_transport.gloo_frames import CONNECT_TIMEOUT_S, ChannelOffer
 from actors.kv_transport.payload import as_bytes
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink

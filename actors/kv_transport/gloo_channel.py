@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +14,19 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
+from actors.kv_transport.gloo_frames import (
+    CONNECT_TIMEOUT_S,
+    ChannelOffer,
+    first_line,
+    host_store,
+    join_store,
+    make_group,
+    receive_frame,
+    route_to,
+    send_frame,
+    send_verdict,
+)
 from actors.kv_transport.payload import from_bytes, num_bytes
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink
@@ -25,27 +34,8 @@ from quadriga.types import KVPart
 
 logger = logging.getLogger(__name__)
 
-dist: Any = torch.distributed  # its classes are made in C++ and unknown to type checkers
-
-CONNECT_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 5.0
 SILENCE_TIMEOUT_S = 4 * PING_INTERVAL_S
-FRAME_BYTES = 1024
-LENGTH_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelOffer:
-    """Where the receiver meets the sender.
-
-    Attributes:
-        generation: Counts the sender's channels; an older one is never joined after a newer.
-    """
-
-    source: str
-    host: str
-    port: int
-    generation: int
 
 
 @dataclass(slots=True)
@@ -164,10 +154,10 @@ class SendingChannel:
                 try:
                     job = self._jobs.get(timeout=PING_INTERVAL_S)
                 except queue.Empty:
-                    _send_frame(group, {"kind": "ping"}, CONNECT_TIMEOUT_S)
+                    send_frame(group, {"kind": "ping"}, CONNECT_TIMEOUT_S)
                     continue
                 if job is None:
-                    _send_frame(group, {"kind": "bye"}, CONNECT_TIMEOUT_S)
+                    send_frame(group, {"kind": "bye"}, CONNECT_TIMEOUT_S)
                     return None
                 if job.deadline_s <= time.monotonic():
                     job.fail(KVTransportError("the part's deadline passed", code="timeout"))
@@ -178,7 +168,7 @@ class SendingChannel:
         except QuadrigaError as exc:
             return self._failed(type(exc)(exc.message, code=exc.code))
         except (RuntimeError, OSError, TimeoutError) as exc:
-            return self._failed(KVTransportError(f"gloo to {self._peer}: {_first_line(exc)}"))
+            return self._failed(KVTransportError(f"gloo to {self._peer}: {first_line(exc)}"))
 
     def _failed(self, error: QuadrigaError) -> QuadrigaError:
         job = self._current
@@ -189,31 +179,19 @@ class SendingChannel:
         return error
 
     def _connect(self) -> Any:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-            # The store would listen on all interfaces; the socket it is given does not.
-            listener.bind((self._host, 0))
-            listener.listen()
-            port = listener.getsockname()[1]
-            store = dist.TCPStore(
-                self._host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-                master_listen_fd=listener.detach(),
-            )
+        store, port = host_store(self._host)
         offer = ChannelOffer(self._me, self._host, port, self.generation)
         self._invite(offer)
-        return _group(store, offer, rank=0, host=self._host)
+        return make_group(store, offer, rank=0, host=self._host)
 
     def _send(self, group: Any, job: Job) -> None:
         """Send one part. Raises: RuntimeError from gloo; then the group is of no more use."""
         header = asdict(job.part) | {"kind": "part", "left_s": job.deadline_s - time.monotonic()}
-        _send_frame(group, header, _left(job))
-        verdict = _receive_frame(group, 1, _left(job))
+        send_frame(group, header, _left(job))
+        verdict = receive_frame(group, 1, _left(job))
         if verdict["ok"]:
             group.send([job.data], 1, 0).wait(timedelta(seconds=_left(job)))
-            verdict = _receive_frame(group, 1, _left(job))
+            verdict = receive_frame(group, 1, _left(job))
         if verdict["ok"]:
             job.succeed()
         else:
@@ -249,18 +227,16 @@ class ReceivingChannel:
     def _run(self) -> None:
         offer = self.offer
         try:
-            timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-            store = dist.TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
-            group = _group(store, offer, rank=1, host=_route_to(offer.host))
+            group = make_group(join_store(offer), offer, rank=1, host=route_to(offer.host))
             while not self._is_closing and self._receive(group):
                 pass
         except (RuntimeError, OSError, TimeoutError) as exc:
-            reason = _first_line(exc)
+            reason = first_line(exc)
             logger.info("gloo channel %d from %s ended: %s", offer.generation, offer.source, reason)
 
     def _receive(self, group: Any) -> bool:
         """Take one frame and what follows it; False when the sender said goodbye."""
-        header = _receive_frame(group, 0, SILENCE_TIMEOUT_S)
+        header = receive_frame(group, 0, SILENCE_TIMEOUT_S)
         kind = header.pop("kind")
         if kind != "part":
             return bool(kind == "ping")
@@ -271,9 +247,9 @@ class ReceivingChannel:
             self._sink.accept(self.offer.source, part)
             data = torch.empty(num_bytes(part), dtype=torch.uint8)
         except QuadrigaError as exc:
-            _send_verdict(group, exc, left_s)
+            send_verdict(group, exc, left_s)
             return True
-        _send_verdict(group, None, left_s)
+        send_verdict(group, None, left_s)
         left_s = max(0.001, deadline_s - time.monotonic())
         group.recv([data], 0, 0).wait(timedelta(seconds=left_s))
         error: QuadrigaError | None = None
@@ -284,25 +260,8 @@ class ReceivingChannel:
         except Exception as exc:  # the sink belongs to the actor; its failure is the sender's news
             logger.exception("part %d of %s could not be stored", part.index, part.transfer_id)
             error = KVTransportError(f"part {part.index} could not be stored: {exc!r}")
-        _send_verdict(group, error, max(1.0, deadline_s - time.monotonic()))
+        send_verdict(group, error, max(1.0, deadline_s - time.monotonic()))
         return True
-
-
-def _group(store: Any, offer: ChannelOffer, *, rank: int, host: str) -> Any:
-    """Meet the other side: a private process group of two, on one address."""
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-    options._threads = 1
-    prefix = dist.PrefixStore(f"{offer.source}/{offer.generation}", store)
-    return dist.ProcessGroupGloo(prefix, rank, 2, options)
-
-
-def _route_to(host: str) -> str:
-    """The local address from which `host` is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _left(job: Job) -> float:
@@ -310,33 +269,3 @@ def _left(job: Job) -> float:
     if left_s <= 0:
         raise TimeoutError(f"part {job.part.index} of {job.part.transfer_id} is late")
     return left_s
-
-
-def _send_verdict(group: Any, error: QuadrigaError | None, timeout_s: float) -> None:
-    frame: dict[str, Any] = {"ok": error is None}
-    if error is not None:
-        frame |= {"message": error.message[:500], "code": error.code}
-    _send_frame(group, frame, timeout_s, to=0)
-
-
-def _send_frame(group: Any, content: dict[str, Any], timeout_s: float, *, to: int = 1) -> None:
-    text = json.dumps(content).encode()
-    if len(text) > FRAME_BYTES - LENGTH_BYTES:
-        raise KVTransportError(f"a frame of {len(text)} bytes exceeds {FRAME_BYTES}")
-    frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-    data = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-    frame[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    group.send([frame], to, 0).wait(timedelta(seconds=timeout_s))
-
-
-def _receive_frame(group: Any, source: int, timeout_s: float) -> dict[str, Any]:
-    frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-    group.recv([frame], source, 0).wait(timedelta(seconds=timeout_s))
-    data = frame.numpy().tobytes()
-    length = int.from_bytes(data[:LENGTH_BYTES], "little")
-    content: dict[str, Any] = json.loads(data[LENGTH_BYTES : LENGTH_BYTES + length])
-    return content
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).splitlines()[0][:300] if str(exc) else repr(exc)

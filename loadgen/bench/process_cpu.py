@@ -52,8 +52,10 @@ def _stat(entry: Path) -> tuple[int, float] | None:
 
 def _part(pid: int) -> str:
     try:
-        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        # Ray's processes have their title there, others the path of their program.
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0", 1)[0].decode()
     except (OSError, UnicodeDecodeError):
         title = ""
-    title = title.rpartition("/")[2] if "haproxy" in title[:60] else title
+    if title.startswith("/"):
+        title = Path(title).name
     return next((part for prefix, part in PARTS if title.startswith(prefix)), "ray")

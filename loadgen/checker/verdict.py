@@ -64,7 +64,6 @@ class Expectation:
         model: As asked for; None accepts any (an alias that lets the service choose).
         prompt_tokens: Exact, where known.
         max_tokens: Most output tokens per choice; exact with `ignore_eos`.
-        token_ids: The service was asked to put token ids into its chunks.
     """
 
     endpoint: Literal["completions", "chat"]
@@ -74,7 +73,6 @@ class Expectation:
     num_choices: int = 1
     prompt_tokens: int | None = None
     ignore_eos: bool = False
-    token_ids: bool = True
     request_id: str | None = None
 
 

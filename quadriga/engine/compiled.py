@@ -31,6 +31,7 @@ from quadriga.engine.kernels.library import (
 from quadriga.engine.kv_cache import KV_BLOCK
 from quadriga.engine.models.decoder import Decoder
 from quadriga.engine.models.layers import Span
+from quadriga.errors import ConfigError
 from quadriga.resolve import EngineSpec
 
 logger = logging.getLogger(__name__)
@@ -62,13 +63,14 @@ class CompiledDecoder:
         self._eager = eager  # owns every tensor that the structures below point at
         self._library = library
         self._pool = library.pool_new(threads)
+        if not self._pool:
+            raise BuildUnavailable(f"{threads} threads could not be started")
         weakref.finalize(self, library.pool_free, self._pool)
         self._layers = (CLayer * eager.num_layers)(*_layers(eager))
         self._model = _model(eager, self._layers)
         self._head = _head(eager)
         self._scratch = torch.empty(0)
         self._head_scratch = torch.empty(0)
-        self._best = np.empty(0, dtype=np.int64)
 
     @property
     def num_layers(self) -> int:
@@ -239,14 +241,16 @@ class KernelSwap:
 
     def _build(self) -> None:
         try:
-            self._load(build_library(self._spec.cache_dir))
-        except BuildUnavailable as exc:
+            path = build_library(self._spec.cache_dir)
+        except (BuildUnavailable, ConfigError) as exc:
             logger.warning("the engine stays eager: %s", exc)
+            return
+        self._load(path)
 
     def _load(self, path: Path) -> None:
         try:
-            library = KernelLibrary(path)
+            self._ready = CompiledDecoder(KernelLibrary(path), self._eager, self._spec.threads)
         except OSError as exc:
             logger.warning("the engine stays eager: %s cannot be loaded: %s", path, exc)
-            return
-        self._ready = CompiledDecoder(library, self._eager, self._spec.threads)
+        except BuildUnavailable as exc:
+            logger.warning("the engine stays eager: %s", exc)

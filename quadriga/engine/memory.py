@@ -28,7 +28,7 @@ def reserve(num_bytes: int, *, huge: bool) -> tuple[mmap.mmap, torch.Tensor]:
         The map, and all of it as uint8 [num_bytes]. The tensor keeps the map alive.
     """
     slack = HUGE_PAGE_BYTES if huge else 0
-    # Private: Python's default is a shared map, which has no huge pages and keeps what was released.
+    # Python's default, a shared map, has no huge pages and keeps what was released.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     buffer = mmap.mmap(-1, max(1, num_bytes) + slack, flags=flags)
     view = torch.frombuffer(buffer, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from actors.calls import NAMESPACE
 from actors.handoff_receiver import HandoffReceiver
 from actors.handoff_sender import HandoffSender, OutgoingTransfer
 from actors.kv_transport.auto import TransportHub
-from actors.kv_transport.gloo_channel import ChannelOffer
+from actors.kv_transport.gloo_frames import ChannelOffer
 from quadriga.batching.handoff import LeaseState
 from quadriga.clock import SystemClock
 from quadriga.config import TransportConfig

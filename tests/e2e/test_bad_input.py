@@ -232,12 +232,15 @@ def test_a_body_that_never_ends(service: Service) -> None:
 
 def test_a_bad_resume_index(http: httpx.Client) -> None:
     body = {"prompt": "a", "max_tokens": 2, "stream": True}
-    for value in ("x", "-1", "1,2", "999"):
-        headers = {"idempotency-key": f"bad-{value}", "x-resume-index": value}
-        expect_error(http.post("/v1/completions", json=body, headers=headers), 400)
-    expect_error(
-        http.post("/v1/completions", json=body, headers={"idempotency-key": "k" * 300}), 400
-    )
+    headers = {"idempotency-key": "resumed-badly"}
+    unknown = http.post("/v1/completions", json=body, headers=headers | {"x-resume-index": "1"})
+    expect_error(unknown, 404, "idempotency-key")
+    assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    for value in ("x", "-1", "1,2", "999", "9" * 40):
+        reply = http.post("/v1/completions", json=body, headers=headers | {"x-resume-index": value})
+        expect_error(reply, 400, "x-resume-index")
+    too_long = http.post("/v1/completions", json=body, headers={"idempotency-key": "k" * 300})
+    expect_error(too_long, 400, "idempotency-key")
 
 
 def test_a_reader_of_one_byte_at_a_time_holds_nobody_up(
@@ -312,7 +315,7 @@ MESSAGES: list[tuple[bytes, str]] = [
     (wants(deadline_ms=10**9), "deadline_ms"),
     (wants(request_id="x" * 300), "request_id"),
     (wants(resume_from=[4]), "resume_from"),
-    (wants(resume_from=[1, 2], request_id="two"), "resume_from"),
+    (wants(resume_from=[0, 0], request_id="two"), "resume_from"),
     (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[])).SerializeToString(), "prompt"),
     (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[-4])).SerializeToString(), "prompt.0"),
     (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[614])).SerializeToString(), "prompt.0"),
@@ -352,6 +355,13 @@ def test_grpc_broken_messages(
 ) -> None:
     status, metadata = status_of(service, channel, data, method=method)
     assert (status, metadata["quadriga-error-code"]) == ("INVALID_ARGUMENT", "invalid_message")
+
+
+def test_grpc_resumption_of_nothing(service: Service, channel: grpc.Channel) -> None:
+    status, metadata = status_of(
+        service, channel, wants(resume_from=[3], request_id="never-begun"), method=STREAM
+    )
+    assert (status, metadata["quadriga-error-code"]) == ("NOT_FOUND", "not_found")
 
 
 def test_grpc_ten_megabytes(service: Service, channel: grpc.Channel) -> None:

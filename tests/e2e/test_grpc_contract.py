@@ -78,13 +78,13 @@ async def test_many_streams(async_sdk: AsyncClient) -> None:
 
 def test_a_stream_is_taken_up_at_a_token(sdk: Client, service: Service) -> None:
     """As the SDK does after a break: the same request id, from the first token not had."""
-    from quadriga.client.wire import StreamProgress, make_request
+    from quadriga.client.wire import StreamProgress, affinity, make_request
     from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
     request_id = uuid.uuid4().hex
     options: Any = {"max_tokens": 60, "ignore_eos": True}  # sampled: a second run would differ
     progress = StreamProgress(make_request(PROMPT, None, request_id, options))
-    metadata = [("authorization", f"Bearer {service.key}"), ("session_id", request_id)]
+    metadata = [("authorization", f"Bearer {service.key}"), *affinity(request_id)]
     text = ""
     with grpc.insecure_channel(service.grpc_target) as channel:
         call = QuadrigaStub(channel).Generate(

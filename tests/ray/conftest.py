@@ -13,7 +13,7 @@ __all__ = ["ray_cluster"]
 @pytest.fixture(scope="session")
 def main_app(ray_cluster: None) -> Iterator[App]:
     """One prefill and two decode replicas; tests that harm it wait until it is whole again."""
-    app = App.start("main", **{"transport.deadline_s": 4.0})
+    app = App.start("main", **{"transport.deadline_s": 4.0, "lifecycle.orphan_timeout_s": 300.0})
     yield app
     app.stop()
 

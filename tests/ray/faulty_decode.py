@@ -13,7 +13,7 @@ import ray
 
 from actors.handoff_receiver import HandoffReceiver
 from actors.kv_transport.auto import TransportHub
-from actors.kv_transport.gloo_channel import ChannelOffer
+from actors.kv_transport.gloo_frames import ChannelOffer
 from actors.lookup import NAMESPACE, scheduler_name
 from quadriga.batching.handoff import LeaseState
 from quadriga.clock import SystemClock

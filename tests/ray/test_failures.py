@@ -7,14 +7,10 @@ import signal
 import time
 from contextlib import suppress
 
-import pytest
-import ray
-
 from actors.lookup import (
     controller_name,
     ensure_cluster,
     forget_actor,
-    get_actor,
     scheduler_name,
 )
 from quadriga.errors import QuadrigaError, ReplicaDied
@@ -161,20 +157,3 @@ def test_scaling_fails_no_request(app: App) -> None:
     app.until_ready()
     assert set(app.replicas("decode")) < set(kept)
     assert len(living_groups(app.name)) == 3
-
-
-@pytest.mark.parametrize("with_controller", [True, False])
-def test_nothing_is_left_when_no_ingress_is_heard_of(
-    ray_cluster: None, with_controller: bool
-) -> None:
-    """Deleting the application leaks no process and no reservation, even without a controller."""
-    app = App.start(
-        f"orphan-{'a' if with_controller else 'b'}",
-        **{"decode_replicas": 1, "lifecycle.orphan_timeout_s": 4.0},
-    )
-    assert len(pids(app.name)) == 4
-    if not with_controller:
-        # Nobody restarts it: the replicas and the scheduler are on their own.
-        ray.kill(get_actor(controller_name(app.name)), no_restart=True)
-    wait_until(lambda: not pids(app.name), 30.0, lambda: pids(app.name))
-    wait_until(lambda: not living_groups(app.name), 5.0, lambda: living_groups(app.name))

@@ -94,6 +94,8 @@ def _export(checkpoint: Path) -> Path:
     folder = Path("~/.cache/quadriga/openvino").expanduser() / digest.hexdigest()[:16]
     if (folder / "openvino_model.xml").is_file():
         return folder
+    folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
     command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
     command += ["--model", str(checkpoint), "--task", "text-generation-with-past"]
     command += ["--weight-format", "fp32", str(folder)]

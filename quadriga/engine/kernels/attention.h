@@ -56,32 +56,26 @@ static inline void normalise_scores(float* s, int64_t n) {
   for (i = 0; i < n; i += kLanes) store(s + i, load(s + i) * scale);
 }
 
-// out[m, …] += weights[m, n] · values[n, …] for D vectors of one head, `width` lanes each.
-template <int M, int D>
+// out[m, …] += weights[m, n] · values[n, …] for D vectors of one head, of `width` lanes each, which
+// is kLanes unless `Partial`.
+template <int M, int D, bool Partial>
 static inline void mix_columns(const float* weights, int64_t ldw, const float* values, int64_t n,
                                int64_t dim, int64_t width, float* out) {
-  const bool whole = width == kLanes;
+  const auto get = [width](const float* p) { return Partial ? load_partial(p, width) : load(p); };
   Vec acc[M][D];
   for (int m = 0; m < M; ++m)
-    for (int d = 0; d < D; ++d) {
-      const float* at = out + m * dim + d * kLanes;
-      acc[m][d] = whole ? load(at) : load_partial(at, width);
-    }
+    for (int d = 0; d < D; ++d) acc[m][d] = get(out + m * dim + d * kLanes);
   for (int64_t j = 0; j < n; ++j) {
-    const float* value = values + j * dim;
     Vec v[D];
-    for (int d = 0; d < D; ++d)
-      v[d] = whole ? load(value + d * kLanes) : load_partial(value + d * kLanes, width);
+    for (int d = 0; d < D; ++d) v[d] = get(values + j * dim + d * kLanes);
     for (int m = 0; m < M; ++m) {
       const Vec p = splat(weights[m * ldw + j]);
       for (int d = 0; d < D; ++d) acc[m][d] += p * v[d];
     }
   }
   for (int m = 0; m < M; ++m)
-    for (int d = 0; d < D; ++d) {
-      float* at = out + m * dim + d * kLanes;
-      whole ? store(at, acc[m][d]) : store_partial(at, acc[m][d], width);
-    }
+    for (int d = 0; d < D; ++d)
+      store_partial(out + m * dim + d * kLanes, acc[m][d], Partial ? width : kLanes);
 }
 
 template <int M>
@@ -89,10 +83,10 @@ static inline void mix_block(const float* weights, int64_t ldw, const float* val
                              int64_t dim, float* out) {
   int64_t d = 0;
   for (; d + 2 * kLanes <= dim; d += 2 * kLanes)
-    mix_columns<M, 2>(weights, ldw, values + d, n, dim, kLanes, out + d);
-  for (; d < dim; d += kLanes)
-    mix_columns<M, 1>(weights, ldw, values + d, n, dim, dim - d < kLanes ? dim - d : kLanes,
-                      out + d);
+    mix_columns<M, 2, false>(weights, ldw, values + d, n, dim, kLanes, out + d);
+  for (; d + kLanes <= dim; d += kLanes)
+    mix_columns<M, 1, false>(weights, ldw, values + d, n, dim, kLanes, out + d);
+  if (d < dim) mix_columns<M, 1, true>(weights, ldw, values + d, n, dim, dim - d, out + d);
 }
 
 // Call body(first, std::integral_constant<int, M>) for 4 query heads at a time, then for the rest.

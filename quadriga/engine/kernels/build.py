@@ -72,6 +72,8 @@ def build_library(cache_dir: Path) -> Path:
     if target.is_file():
         return target
     with _lock(directory / "lock"):
+        for abandoned in directory.glob(".*.so.*"):  # by a process that died while compiling
+            abandoned.unlink(missing_ok=True)
         if not target.is_file():
             _compile(compiler, target)
     return target

@@ -221,13 +221,16 @@ class PassRunner {
     return {layer.keys + at, layer.values + at, first, stop, model_.kv_heads, model_.head_dim};
   }
 
-  // Rows of W per chunk of a product with [n, k]: whole register tiles.
+  // Rows of W per chunk of a product with [n, k]: whole register tiles, and whole cache lines of
+  // the output, which two threads must not share.
   int64_t chunk_rows(int64_t n, int64_t k) const {
     if (pool_.threads() == 1) return n;
     const int64_t tokens = tokens_ < kTokenBlock ? tokens_ : kTokenBlock;
     const double compute = kNsPerMultiplyAdd * static_cast<double>(tokens);
     const double row = static_cast<double>(k) * (compute > kNsPerWeight ? compute : kNsPerWeight);
-    return (pieces_per_chunk(row) + kTileN - 1) / kTileN * kTileN;
+    constexpr int64_t kUnit = 48;
+    static_assert(kUnit % kTileN == 0 && kUnit * sizeof(float) % 64 == 0);
+    return (pieces_per_chunk(row) + kUnit - 1) / kUnit * kUnit;
   }
 
   Pool& pool_;
@@ -240,7 +243,13 @@ class PassRunner {
 
 extern "C" {
 
-void* quadriga_pool_new(int64_t threads) { return new quadriga::Pool(static_cast<int>(threads)); }
+void* quadriga_pool_new(int64_t threads) {
+  try {
+    return new quadriga::Pool(static_cast<int>(threads));
+  } catch (...) {  // no memory, or no more threads for this user
+    return nullptr;
+  }
+}
 
 void quadriga_pool_free(void* pool) { delete static_cast<quadriga::Pool*>(pool); }
 

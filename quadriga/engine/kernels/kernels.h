@@ -40,6 +40,7 @@ struct QuadrigaHead {
   const float* weight;   // [vocab, embed]
 };
 
+// Null when the threads cannot be started.
 void* quadriga_pool_new(int64_t threads);
 void quadriga_pool_free(void* pool);
 

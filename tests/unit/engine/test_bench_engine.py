@@ -143,7 +143,7 @@ def test_from_end_to_end(
     assert status == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(e["peer"], e["workload"], e["tokens"]) for e in lines] == [
-        ("quadriga", "mixed", 42), ("transformers", "mixed", 42),
+        ("quadriga", "mixed", 38), ("transformers", "mixed", 38),
         ("quadriga", "one", 6), ("transformers", "one", 6),
     ]  # fmt: skip
     for entry in lines:

@@ -48,6 +48,12 @@ def test_latencies_of_one_stream() -> None:
     assert stalls_s(found) == [0.5, 1.0]
 
 
+def test_writes_of_one_read_are_one_arrival() -> None:
+    found = record((11.0, 1), (12.0, 1), (12.0, 1), (14.0, 1))
+    assert stalls_s(found) == [1.0, 2.0]
+    assert inter_token_gaps_s(found) == [1.0, 0.0, 2.0]
+
+
 def test_tokens_of_the_first_write_arrive_together() -> None:
     found = record((11.0, 3), (12.0, 1))
     assert inter_token_gaps_s(found) == [0.0, 0.0, 1.0]

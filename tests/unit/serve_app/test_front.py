@@ -159,6 +159,17 @@ async def test_a_key_resumes_and_never_runs_twice(make_stand: MakeStand) -> None
     assert len(stand.cluster.submitted) == 1
 
 
+async def test_nothing_to_resume_runs_nothing(stand: Stand) -> None:
+    headers = {"idempotency-key": "k", "x-resume-index": "3"}
+    reply = await stand.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+    assert reply.status_code == 404
+    assert stand.cluster.submitted == []
+    fresh = headers | {"x-resume-index": "0"}
+    assert (
+        await stand.http.post("/v1/completions", json={"prompt": "hi"}, headers=fresh)
+    ).status_code == 200
+
+
 async def test_keys_are_scoped_by_owner(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=ApiKeys.of(["a", "b"]))
     for key in ("a", "b", "a"):

@@ -1,0 +1,142 @@
+"""What a prefill replica's engine thread runs: the loop, and what it hands to the event loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from actors.kv_feed import KVFeed, KVRange
+from actors.status import Load
+from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_queue import PrefillQueue
+from quadriga.batching.slots import SlotTable
+from quadriga.errors import Cancelled, QuadrigaError
+from quadriga.interfaces import ModelRunner
+from quadriga.resolve import DTYPE_BYTES
+from quadriga.types import Emission, FinishReason, SequenceState, TokenLogprob
+
+if TYPE_CHECKING:
+    from actors.prefill import PrefillReplica
+
+
+class PrefillCore:
+    """The prefill loop in its host's clothing; everything here runs on the engine thread."""
+
+    def __init__(self, replica: PrefillReplica, runner: ModelRunner) -> None:
+        spec = replica.spec.engine
+        settings = replica.config.prefill
+        self.runner = runner
+        self._replica = replica
+        self._num_steps = 0
+        self._staging = replica.staging
+        value_bytes = DTYPE_BYTES[spec.dtype]
+        self._bytes_per_token_layer = spec.checkpoint.kv_bytes_per_token(1, value_bytes)
+        self._feeds: dict[str, KVFeed] = {}
+        self.loop = PrefillLoop(
+            runner=runner,
+            slots=SlotTable(
+                num_rows=spec.num_rows,
+                row_capacity_tokens=spec.row_capacity_tokens,
+                kv_capacity_tokens=spec.kv_capacity_tokens,
+            ),
+            queue=PrefillQueue(
+                max_sequences=settings.max_queued_sequences,
+                max_tokens=settings.max_queued_tokens,
+                max_age_s=settings.max_age_s,
+            ),
+            events=self,
+            eos_token_ids=spec.checkpoint.eos_token_ids,
+            chunk_tokens=settings.chunk_tokens,
+            layer_groups=settings.layer_groups,
+            clock=replica.clock,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.loop.has_work
+
+    def step(self) -> None:
+        self._num_steps += self.loop.has_work
+        self.loop.step()
+
+    def publish(self) -> None:
+        loop = self.loop
+        self._replica.publish_load(
+            Load(
+                num_running=loop.num_held,
+                num_waiting=loop.num_waiting,
+                waiting_tokens=loop.waiting_tokens,
+                used_tokens=loop.used_tokens,
+                reserved_tokens=loop.slots.reserved_tokens,
+                tokens_per_s=loop.tokens_per_s,
+                step_time_s=loop.step_time_s,
+                num_steps=self._num_steps,
+            )
+        )
+
+    def release(self, sequence_id: str) -> bool:
+        """Let go of a sequence; see `PrefillLoop.release`."""
+        self._feeds.pop(sequence_id, None)
+        return self.loop.release(sequence_id)
+
+    def read_kv(self, sequence_id: str, span: KVRange) -> Any:
+        """Copy computed KV of a sequence that still has its row.
+
+        Raises:
+            Cancelled: The row is gone.
+        """
+        slot = self.loop.slots.get(sequence_id)
+        if slot is None:
+            raise Cancelled(f"{sequence_id} was released")
+        return self.runner.read_kv(
+            slot.row, span.first_layer, span.num_layers, span.start, span.stop
+        )
+
+    # PrefillEvents
+
+    def on_start(self, state: SequenceState, row: int) -> None:
+        if state.sampling.max_tokens > 1:
+            feed = KVFeed(self._staging, self._bytes_per_token_layer)
+            self._feeds[state.sequence_id] = feed
+            self._replica.post(self._replica.start_handoff, state, feed)
+
+    def on_kv(
+        self,
+        state: SequenceState,
+        row: int,
+        first_layer: int,
+        num_layers: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        feed = self._feeds.get(state.sequence_id)
+        if feed is None:
+            return
+        span = KVRange(first_layer, num_layers, start, stop)
+        kv = None
+        if feed.wants_copies and self._staging.has_room:
+            kv = self.runner.read_kv(row, first_layer, num_layers, start, stop)
+            self._staging.take(kv.nbytes)
+        self._replica.post(feed.add, span, kv)
+
+    def on_first_token(
+        self,
+        state: SequenceState,
+        logprobs: list[TokenLogprob] | None,
+        prompt_logprobs: list[TokenLogprob] | None,
+        finish: FinishReason | None,
+    ) -> None:
+        emission = Emission(
+            sequence_id=state.sequence_id,
+            epoch=state.epoch,
+            token_ids=list(state.output_ids),
+            exit_layers=list(state.exit_layers),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
+        )
+        self._feeds.pop(state.sequence_id, None)
+        self._replica.post(self._replica.first_token, state, emission)
+
+    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
+        self._feeds.pop(state.sequence_id, None)
+        self._replica.post(self._replica.failed, state, error)

@@ -1,0 +1,39 @@
+"""The ingress process stays light: torch would cost it seconds and hundreds of megabytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import sys
+import serve_app.ingress
+from quadriga.config import load_config
+from serve_app.models import ModelDirectory
+import actors.controller, actors.lookup, actors.scheduler
+
+models = ModelDirectory.load(load_config({}))
+tokenizer = models.find("quadriga-auto").tokenizer
+tokenizer.render_chat([{"role": "user", "content": "a"}])
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "safetensors"}))
+"""
+
+
+def test_an_ingress_loads_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_the_proxy_loads_only_the_protocol() -> None:
+    """Serve's proxy imports the servicer functions; pydantic models have no place there."""
+    code = (
+        "import sys, serve_app.grpc_wire; "
+        "print(sorted(m for m in sys.modules if m.startswith(('serve_app.', 'ray'))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "['serve_app.grpc_wire']"
