@@ -58,7 +58,7 @@ evaluate: setup ## What the bundled models can do: exact match, exits, agreement
 	$(BIN)/python -m quadriga.training evaluate $(ARGS)
 
 protos: setup ## Generate the gRPC code again from quadriga/protos
-	$(BIN)/python -m grpc_tools.protoc -I quadriga/protos \
+	$(BIN)/python -m grpc_tools.protoc -I . \
 	  --python_out=. --pyi_out=. --grpc_python_out=. quadriga/protos/quadriga/v1/quadriga.proto
 
 clean: ## Remove caches and results, keep .venv

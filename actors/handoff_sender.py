@@ -32,7 +32,7 @@ MAX_CALL_TIMEOUT_S = 5.0
 
 def call_timeout_s(deadline_s: float) -> float:
     """For the small calls of a transfer: reserve, renew, abort, and one attempt at a commit."""
-    return min(MAX_CALL_TIMEOUT_S, deadline_s / 4)
+    return min(MAX_CALL_TIMEOUT_S, deadline_s / 2)
 
 
 class OutgoingTransfer:

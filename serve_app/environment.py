@@ -25,6 +25,3 @@ def prepare_environment(*, haproxy: bool = False) -> None:
     if haproxy:
         os.environ[HAPROXY_VARIABLE] = "1"
         os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")
-        # With it, HAProxy 2.8 overlooks about half of the clients that hang up while they wait
-        # for a whole answer, and their requests run on.
-        os.environ.setdefault("RAY_SERVE_ENABLE_HAPROXY_OPTIMIZED_CONFIG", "0")

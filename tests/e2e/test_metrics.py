@@ -42,7 +42,7 @@ def test_no_counter_falls_over_fifty_scrapes(service: Service, http: httpx.Clien
             thread.join()
     sources = {key.split('replica="')[1].split('"')[0] for key in last}
     assert sum("ingress" in source for source in sources) == 2
-    assert sum(":decode:" in source for source in sources) == 2
+    assert sum(":decode:" in source for source in sources) >= 2  # the dead keep theirs
 
 
 def settled(http: httpx.Client) -> dict[str, float]:

@@ -24,7 +24,7 @@ from quadriga.types import (
     SequenceState,
 )
 
-RPC_TIMEOUT_S = 20.0
+RPC_TIMEOUT_S = 45.0
 
 
 def call(name: str, method: str, *args: Any, timeout_s: float = RPC_TIMEOUT_S) -> Any:

@@ -43,7 +43,7 @@ class Faulty:
         return calls
 
     def until(self, method: str) -> None:
-        ray.get(self.actor.until.remote(method), timeout=10)
+        ray.get(self.actor.until.remote(method), timeout=20)
 
     def disarm(self) -> None:
         call(scheduler_name(self.app.name), "replica_died", self.name)

@@ -51,7 +51,8 @@ def cached_library(cache_dir: Path) -> Path | None:
 
     Raises:
         ConfigError: The cache directory is not safe to load code from.
-        BuildUnavailable: There is no compiler, so nothing can have been built for it.
+        BuildUnavailable: There is no compiler, so nothing can have been built for it, or the
+            directory cannot be used at all.
     """
     target = _directory(cache_dir) / f"{_key(find_compiler())}.so"
     return target if target.is_file() else None
@@ -64,7 +65,7 @@ def build_library(cache_dir: Path) -> Path:
 
     Raises:
         ConfigError: The cache directory is not safe to load code from.
-        BuildUnavailable: There is no compiler, or it failed.
+        BuildUnavailable: There is no compiler or no room for its output, or it failed.
     """
     compiler = find_compiler()
     directory = _directory(cache_dir)
@@ -106,7 +107,12 @@ def _compile(compiler: str, target: Path) -> None:
 
 
 def _directory(cache_dir: Path) -> Path:
-    """Create `cache_dir/kernels`; refuse what another user could put code into."""
+    """Create `cache_dir/kernels`; refuse what another user could put code into.
+
+    Raises:
+        ConfigError: It is not safe.
+        BuildUnavailable: It cannot be created: a read-only file system, say.
+    """
     directory = cache_dir / "kernels"
     try:
         for path in (cache_dir, directory):
@@ -126,9 +132,7 @@ def _directory(cache_dir: Path) -> Path:
                     param="engine.cache_dir",
                 )
     except OSError as exc:
-        raise ConfigError(
-            f"engine.cache_dir: {directory} cannot be used: {exc}", param="engine.cache_dir"
-        ) from exc
+        raise BuildUnavailable(f"{directory} cannot be used: {exc}") from exc
     return directory
 
 

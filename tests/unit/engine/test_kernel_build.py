@@ -102,6 +102,15 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path, fake_compiler: P
         cached_library(cache)
 
 
+def test_a_directory_that_cannot_be_made_leaves_the_engine_eager(
+    checkpoint: Path, fake_compiler: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (checkpoint / "file").touch()
+    with caplog.at_level(logging.WARNING):
+        load_runner(make_spec(checkpoint, compile="wait", cache_dir=checkpoint / "file" / "cache"))
+    assert any("cannot be used" in r.message for r in caplog.records)
+
+
 def test_a_failing_compiler_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
