@@ -19,6 +19,8 @@ def prepare_environment(*, haproxy: bool = False) -> None:
     own proxy and HAProxy are each told how.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray starts workers at niceness 15: anything else on the machine would starve the service.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_SERVE_SESSION_ID_HEADER_KEY", "idempotency-key")
     # Requests without the header are spread in turn.
     os.environ.setdefault("RAY_SERVE_HAPROXY_BALANCE_ALGORITHM", "hdr(idempotency-key)")

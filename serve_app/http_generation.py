@@ -99,6 +99,7 @@ class HttpGeneration:
                 tokenizer,
                 usage_frame=bool(options and options.include_usage),
                 running_usage=bool(options and options.continuous_usage_stats),
+                token_ids=bool(body.return_token_ids),
             )
             headers = self._warning_headers(spec)
             if body.stream:

@@ -61,6 +61,9 @@ class GenerationFields(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(
+        None, description="`token_ids` of the output in every choice, chunks included."
+    )
     priority: int | None = Field(
         None, ge=INT32_MIN, le=INT32_MAX, description="Lower is served first; default 0."
     )

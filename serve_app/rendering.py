@@ -39,6 +39,7 @@ class Renderer:
     Args:
         usage_frame: A last chunk with the usage; `"usage": null` in the others.
         running_usage: The usage so far in every chunk.
+        token_ids: The output's token ids in every choice.
     """
 
     object_name: str
@@ -52,11 +53,13 @@ class Renderer:
         *,
         usage_frame: bool = False,
         running_usage: bool = False,
+        token_ids: bool = False,
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
         self._usage_frame = usage_frame
         self._running_usage = running_usage
+        self._token_ids = token_ids
         spec = session.spec
         self._head = (
             f'data: {{"id":{quote(self.id_prefix + spec.request_id)},'
@@ -83,7 +86,11 @@ class Renderer:
             "object": self.object_name,
             "created": self.session.created_unix_s,
             "model": self.session.spec.model,
-            "choices": [self._whole_choice(choice) for choice in self.session.choices],
+            "choices": [
+                self._whole_choice(choice)
+                | ({"token_ids": choice.state.output_ids} if self._token_ids else {})
+                for choice in self.session.choices
+            ],
             "usage": usage(self.session),
         }
 
@@ -92,6 +99,9 @@ class Renderer:
             counts = json.dumps(usage(self.session, final=False), separators=(",", ":"))
             return f',"usage":{counts}}}\n\n'
         return ',"usage":null}\n\n' if self._usage_frame else "}\n\n"
+
+    def _ids(self, delta: Delta) -> str:
+        return f',"token_ids":{delta.token_ids}' if self._token_ids else ""
 
     def _choice(self, delta: Delta) -> str:
         raise NotImplementedError
@@ -126,7 +136,7 @@ class CompletionRenderer(Renderer):
         finish = f'"{delta.finish.value}"' if delta.finish is not None else "null"
         return (
             f'{{"index":{delta.choice},"text":{quote(text)},"logprobs":{parts},'
-            f'"finish_reason":{finish}}}'
+            f'"finish_reason":{finish}{self._ids(delta)}}}'
         )
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -185,7 +195,7 @@ class ChatRenderer(Renderer):
             parts = json.dumps(self._logprobs(delta.logprobs), separators=(",", ":"))
         return (
             f'{{"index":{delta.choice},"delta":{{{role}"content":{quote(delta.text)}}},'
-            f'"logprobs":{parts},"finish_reason":{finish}}}'
+            f'"logprobs":{parts},"finish_reason":{finish}{self._ids(delta)}}}'
         )
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def describe(
         "",
         f"  HTTP  {http_url}   (docs at {http_url}/docs)",
         f"""    curl {http_url}/v1/completions -H 'content-type: application/json'{header} \\
-      -d '{{"model": "{model}", "prompt": "Sort: 7 3 9 1\\n", "max_tokens": 32}}'""",
+      -d '{{"model": "{model}", "prompt": "Sort: 7 3 9 1\\n", "max_tokens": 32, "temperature": 0}}'""",
     ]
     if grpc_address is not None:
         lines += [

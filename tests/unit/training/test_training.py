@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_training_lowers_the_loss_and_ends_on_its_budget(tmp_path: Path) -> None
     lines: list[dict[str, Any]] = []
     run(trainer, lines.append)
     losses = [line["losses"][-1] for line in lines if "losses" in line]
-    assert losses[-1] < losses[0] - 1.0
+    assert losses[-1] < math.log(TOKENIZER.get_vocab_size()) - 0.2  # an even guess
     assert trainer.progress.step == 30
     assert set(lines[-1]["probe"]) == set(TASKS)
     assert (tmp_path / STABLE).exists()
