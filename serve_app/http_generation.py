@@ -8,14 +8,14 @@ import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TypeVar
 
 from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError
 from serve_app.bodies import parse_body
 from serve_app.errors import error_frame
 from serve_app.front import FrontDesk
 from serve_app.http_call import Call, parse_json
-from serve_app.openai_schema import ChatBody, CompletionBody, GenerationFields
+from serve_app.openai_schema import ChatBody, CompletionBody
 from serve_app.rendering import ChatRenderer, CompletionRenderer, Renderer
 from serve_app.session import Reader, Session
 from serve_app.sessions import check_key
@@ -31,7 +31,7 @@ SSE_HEADERS = [
 ]
 MAX_WARNED_FIELDS = 8
 
-ToSpec = Callable[[Any], Awaitable[tuple[GenerationFields, GenerateSpec]]]
+BodyT = TypeVar("BodyT", CompletionBody, ChatBody)
 
 
 class HttpGeneration:
@@ -43,46 +43,31 @@ class HttpGeneration:
         self._warned: set[str] = set()
 
     async def completions(self, call: Call) -> None:
-        async def to_spec(data: Any) -> tuple[GenerationFields, GenerateSpec]:
-            body = parse_body(CompletionBody, data)
-            model = self._desk.models.find(body.model)
-            return body, await completion_spec(
-                body,
-                model,
-                self._limits,
-                self._desk.encode,
-                request_id=uuid.uuid4().hex,
-                now_unix_s=self._desk.clock.unix_s(),
-            )
-
-        await self._generate(call, to_spec, CompletionRenderer)
+        await self._generate(call, CompletionBody, completion_spec, CompletionRenderer)
 
     async def chat(self, call: Call) -> None:
-        async def to_spec(data: Any) -> tuple[GenerationFields, GenerateSpec]:
-            body = parse_body(ChatBody, data)
-            model = self._desk.models.find(body.model)
-            return body, await chat_spec(
-                body,
-                model,
-                self._limits,
-                self._desk.encode,
-                request_id=uuid.uuid4().hex,
-                now_unix_s=self._desk.clock.unix_s(),
-            )
-
-        await self._generate(call, to_spec, ChatRenderer)
+        await self._generate(call, ChatBody, chat_spec, ChatRenderer)
 
     async def _generate(
         self,
         call: Call,
-        to_spec: ToSpec,
+        body_class: type[BodyT],
+        to_spec: Callable[..., Awaitable[GenerateSpec]],
         renderer_class: type[Renderer],
     ) -> None:
         owner = self._desk.keys.http_owner(call.headers.get("authorization"))
         raw = await call.body(
             max_bytes=self._limits.max_body_bytes, timeout_s=self._limits.body_timeout_s
         )
-        body, spec = await to_spec(parse_json(raw))
+        body = parse_body(body_class, parse_json(raw))
+        spec = await to_spec(
+            body,
+            self._desk.models.find(body.model),
+            self._limits,
+            self._desk.encode,
+            request_id=uuid.uuid4().hex,
+            now_unix_s=self._desk.clock.unix_s(),
+        )
         session = self._session(call, owner, raw, spec)
         try:
             reader = session.reader(_resume_cursors(call, session))

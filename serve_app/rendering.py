@@ -7,6 +7,7 @@ object is built per token.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quote
@@ -33,7 +34,7 @@ def usage(session: Session, *, final: bool = True) -> dict[str, Any]:
     return counts
 
 
-class Renderer:
+class Renderer(ABC):
     """Renders one session for one reader.
 
     Args:
@@ -103,11 +104,13 @@ class Renderer:
     def _ids(self, delta: Delta) -> str:
         return f',"token_ids":{delta.token_ids}' if self._token_ids else ""
 
+    @abstractmethod
     def _choice(self, delta: Delta) -> str:
-        raise NotImplementedError
+        """A chunk's choice as JSON."""
 
+    @abstractmethod
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+        """A finished choice of an answer that is not streamed."""
 
 
 class CompletionRenderer(Renderer):

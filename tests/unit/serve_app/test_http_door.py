@@ -74,6 +74,17 @@ async def test_events_are_framed_to_the_letter(stand: Stand) -> None:
     assert all(c["usage"] is None for c in chunks[:-1])
 
 
+async def test_token_ids_come_with_every_choice_that_asks(stand: Stand) -> None:
+    whole = (await stand.complete(return_token_ids=True)).json()
+    streamed = await stand.complete(stream=True, return_token_ids=True)
+    chunks = [json.loads(f.removeprefix("data: ")) for f in streamed.text.split("\n\n")[:-2]]
+    in_chunks = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+    assert in_chunks == whole["choices"][0]["token_ids"]
+    assert len(in_chunks) == whole["usage"]["completion_tokens"]
+    plain = (await stand.complete()).json()
+    assert "token_ids" not in plain["choices"][0]
+
+
 async def test_role_and_first_text_come_together(stand: Stand) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
     reply = await stand.http.post("/v1/chat/completions", json=body)

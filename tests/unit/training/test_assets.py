@@ -19,6 +19,7 @@ from quadriga.training.tasks import TASKS, check, make_example
 from quadriga.training.tokenizer import build_tokenizer
 
 MAX_FAMILY_BYTES = 40e6
+MIN_RIGHT = {"quadriga-s": 0.9, "quadriga-l": 0.7}  # of short answers
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -71,7 +72,7 @@ def test_the_stored_models_answer(name: str) -> None:
         for example, answer in zip(examples, answers, strict=True)
         if len(tokenizer.encode(example.answer).ids) < 120
     ]
-    assert sum(right) >= 0.6 * len(right)
+    assert sum(right) >= MIN_RIGHT[name] * len(right), f"{sum(right)} of {len(right)}"
 
 
 def test_a_checkpoint_survives_saving_and_replaces_an_older_one(tmp_path: Path) -> None:
