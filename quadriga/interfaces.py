@@ -67,6 +67,27 @@ class ModelRunner(Protocol):
         caller appends the sampled token to the state before the next call.
         """
 
+    @property
+    def segment_ends(self) -> tuple[int, ...]:
+        """Layers run at each exit, ascending; the last is `num_layers`. Segment s is the layers
+        between exits s - 1 and s; a runner without early exits has one segment."""
+
+    def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
+        """Run segments [first, stop) of each row's current token; parallel to `rows`.
+
+        A row's token goes through the segments in order, in as many calls as the caller likes and
+        beside whichever others; between two of them it waits where it is, at no cost.
+
+        Returns:
+            Each token's confidence at the exit behind segment stop - 1.
+        """
+
+    def emit(self, rows: Sequence[int]) -> list[SampledToken]:
+        """Sample the tokens of rows that leave at the exit of the last `advance`.
+
+        As with `decode`, the caller appends each to its state before the row's next segment 0.
+        """
+
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> Any:
         """Copy of KV: [num_layers, 2, num_kv_heads, stop - start, head_dim], contiguous, CPU or
         device as the transport of this runner's device wants it."""

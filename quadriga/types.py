@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quadriga.errors import QuadrigaError
+from quadriga.exits import ExitParams
 
 
 class Role(StrEnum):
@@ -121,6 +122,7 @@ class SequenceState:
     ingress_id: str
     arrival_unix_s: float
     deadline_unix_s: float
+    exits: ExitParams = ExitParams()
     choice: int = 0
     priority: int = 0
     epoch: int = 0

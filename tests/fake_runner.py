@@ -37,6 +37,16 @@ class FakeRunner:
         self.kv: dict[int, list[int]] = {row: [] for row in range(num_rows)}
         self.attached: dict[int, SequenceState] = {}
 
+    @property
+    def segment_ends(self) -> tuple[int, ...]:
+        return (self.num_layers,)
+
+    def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
+        raise AssertionError("a runner without exits runs whole passes")
+
+    def emit(self, rows: Sequence[int]) -> list[SampledToken]:
+        raise AssertionError("a runner without exits runs whole passes")
+
     def attach(self, row: int, state: SequenceState) -> None:
         assert row not in self.attached, f"row {row} is taken"
         self.attached[row] = state

@@ -1,24 +1,69 @@
-"""The decode replica's step: one token for every running sequence, joins and leaves in between."""
+"""The decode replica's step: one range of layers for one group of sequences.
+
+A sequence passes through: reserved (its row is being filled by a transfer) → front (ready for its
+next token) ⇄ waiting at an exit (its token did not leave there and its next layers have not begun)
+→ gone. Nothing moves when it changes place: hidden state and KV stay in its row, and the places
+are sets of row numbers.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from quadriga.batching.finish import append_token, finish_reason
 from quadriga.batching.rates import Ewma, RateMeter
 from quadriga.batching.slots import Slot, SlotTable
 from quadriga.clock import Clock
 from quadriga.errors import DeadlineExceeded, InvariantViolation
+from quadriga.exits import Criterion, ExitCounters
 from quadriga.interfaces import ModelRunner
-from quadriga.types import Emission, SequenceState
+from quadriga.policies.baselines.exits import NoExits
+from quadriga.policies.drex.costs import SegmentCosts
+from quadriga.policies.rebatching import AtExit, Range, Rebatcher, Verdict, Waiting
+from quadriga.types import Emission, SampledToken, SequenceState
 
 RATE_WINDOW_S = 10.0
 
+Emissions = list[tuple[str, Emission]]
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A running sequence.
+
+    Attributes:
+        place: The set of rows it is in: the front, or those waiting at an exit.
+        bar: Confidence from which its token may leave early; infinite for never.
+        last_segment: The segment behind which it leaves whatever its confidence.
+        gap_s: Longest time between two tokens to plan for; 0 is the policy's default.
+        since_s: When it came to its place.
+        deadline_s: When its next token should be out.
+    """
+
+    row: int
+    state: SequenceState
+    place: dict[int, _Running]
+    bar: float
+    last_segment: int
+    gap_s: float
+    num_tokens: int
+    since_s: float
+    deadline_s: float
+
 
 class DecodeLoop:
-    """Continuous batch over KV rows.
+    """Continuous batch over KV rows, left by each token at an exit of its own.
 
-    A sequence passes through: reserved (its row is being filled by a transfer) → running → gone.
-    It joins between two steps, at no cost to the others, and leaves the moment it is finished,
-    cancelled, late, or taken away.
+    A sequence joins between two steps, at no cost to the others, and leaves the moment it is
+    finished, cancelled, late, or taken away.
+
+    Args:
+        rebatcher: Which group runs next and who leaves; None runs every token to the end.
+        criterion: How a confidence is compared with its threshold.
+        is_partial: The model has layers beyond those loaded, so that tokens which leave the deepest
+            one below their threshold are breaches.
 
     Not thread-safe: one thread calls everything. (KV may be written from other threads into rows
     that are reserved and not yet running.)
@@ -31,15 +76,27 @@ class DecodeLoop:
         slots: SlotTable,
         eos_token_ids: tuple[int, ...],
         clock: Clock,
+        rebatcher: Rebatcher | None = None,
+        counters: ExitCounters | None = None,
+        criterion: Criterion = "top",
+        is_partial: bool = False,
     ) -> None:
         self.slots = slots
+        self.counters = counters or ExitCounters()
         self._runner = runner
         self._eos_token_ids = eos_token_ids
         self._clock = clock
-        self._running: dict[int, SequenceState] = {}  # row → state, in order of joining
+        self._ends = runner.segment_ends
+        self._rebatcher = rebatcher or NoExits(SegmentCosts(len(self._ends), slots.num_rows))
+        self._criterion = criterion
+        self._is_partial = is_partial
+        self._running: dict[int, _Running] = {}  # by row, in order of joining
         self._rows: dict[str, int] = {}  # sequence id → row, running sequences only
+        self._front: dict[int, _Running] = {}
+        self._waiting: list[dict[int, _Running]] = [{} for _ in self._ends[:-1]]
+        self._num_limited = 0  # running sequences with a depth limit of their own
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
-        self._step_time = Ewma(0.1)
+        self._token_time = Ewma(0.1)
 
     def reserve(self, sequence_id: str, max_total_tokens: int) -> Slot:
         """Promise a row to a sequence on its way. Raises: KVCacheExhausted, ContextTooLong."""
@@ -57,11 +114,28 @@ class DecodeLoop:
         if not state.output_ids:
             raise InvariantViolation(f"sequence {state.sequence_id} joins without a first token")
         self._runner.attach(slot.row, state)
-        self._running[slot.row] = state
+        now_s = self._clock.now_s()
+        running = _Running(
+            row=slot.row,
+            state=state,
+            place=self._front,
+            bar=self._bar(state.exits.threshold),
+            last_segment=self._last_segment(state.exits.max_depth),
+            gap_s=state.exits.sla_tbt_s,
+            num_tokens=state.num_tokens,
+            since_s=now_s,
+            deadline_s=math.inf,
+        )
+        self._running[slot.row] = self._front[slot.row] = running
         self._rows[state.sequence_id] = slot.row
+        self._num_limited += running.last_segment < len(self._ends) - 1
+        self._set_deadline(running, now_s, self._rebatcher.target_gap_s(len(self._running)))
 
     def leave(self, sequence_id: str) -> SequenceState | None:
         """Take a sequence out and free its slot, reserved or running.
+
+        A token that waits at an exit is dropped; whoever goes on with the sequence computes it
+        again.
 
         Returns:
             Its state when it was running, else None.
@@ -73,19 +147,109 @@ class DecodeLoop:
         if slot is None or slot.row != row:
             raise InvariantViolation(f"sequence {sequence_id} ran in row {row} but holds {slot}")
         self._runner.detach(row)
-        return self._running.pop(row)
+        running = self._running.pop(row)
+        running.place.pop(row)
+        self._num_limited -= running.last_segment < len(self._ends) - 1
+        return running.state
 
-    def step(self) -> list[tuple[str, Emission]]:
-        """Schedule → run → commit → emit. Returns (ingress id, emission) pairs."""
+    def step(self) -> Emissions:
+        """Schedule → run → judge → commit. Returns (ingress id, emission) pairs."""
         emissions = self._expire()
         if not self._running:
             return emissions
         started_s = self._clock.now_s()
-        rows = list(self._running)
-        tokens = self._runner.decode(rows)
-        for row, token in zip(rows, tokens, strict=True):
-            state = self._running[row]
+        ran, group = self._schedule(started_s)
+        num_tokens = sum(r.num_tokens for r in group)
+        rows = [r.row for r in group]
+        if ran.first == 0 and ran.stop == len(self._ends) and not self._is_partial:
+            tokens = self._runner.decode(rows)
+            leavers, passed = group, None
+        else:
+            confidences = self._runner.advance(rows, ran.first, ran.stop)
+            leavers, passed = self._judge(ran, group, confidences, num_tokens)
+            tokens = self._runner.emit([r.row for r in leavers]) if leavers else []
+        now_s = self._clock.now_s()
+        self._rebatcher.observe(ran, len(group), num_tokens, now_s - started_s, passed)
+        self._commit(leavers, tokens, now_s, emissions)
+        self._token_time.add((now_s - started_s) / max(1, len(leavers)) * len(self._running))
+        self._rate.add(len(leavers), now_s=now_s)
+        return emissions
+
+    def _schedule(self, now_s: float) -> tuple[Range, list[_Running]]:
+        """Choose the next range, and the group that runs it."""
+        front = Waiting(len(self._front), sum(r.num_tokens for r in self._front.values()))
+        waiting = [_summary(place.values()) for place in self._waiting]
+        ran = self._rebatcher.choose(front, waiting, now_s)
+        place = self._place_before(ran.first)
+        group = list(place.values())
+        if not group:
+            raise InvariantViolation(f"nobody waits before segment {ran.first}")
+        if ran.first:
+            self.counters.flushes += 1
+            self.counters.buffer_age_s += sum(now_s - r.since_s for r in group)
+        if self._num_limited:
+            stop = min(ran.stop, 1 + min(r.last_segment for r in group))
+            if stop < ran.stop:
+                ran = Range(ran.first, stop)
+        return ran, group
+
+    def _judge(
+        self, ran: Range, group: list[_Running], confidences: list[float], num_tokens: int
+    ) -> tuple[list[_Running], int | None]:
+        """Who leaves at the exit behind `ran`, and how many may; the others wait there from now."""
+        if ran.stop == len(self._ends):
+            if self._is_partial:
+                self._count_breaches(group, confidences)
+            return group, None
+        exit_index = ran.stop - 1
+        passed = [c >= r.bar for c, r in zip(confidences, group, strict=True)]
+        now_s = self._clock.now_s()
+        remaining = _summary(r for r, p in zip(group, passed, strict=True) if not p)
+        verdict = self._rebatcher.judge(
+            AtExit(
+                ran=ran,
+                confidences=confidences,
+                thresholds=[r.state.exits.threshold for r in group],
+                passed=passed,
+                num_tokens=num_tokens,
+                waiting=_summary(self._waiting[exit_index].values()),
+                remaining=remaining,
+            ),
+            now_s,
+        )
+        count = len(group) - remaining.count
+        if verdict is Verdict.LEAVE:
+            self.counters.involuntary_exits += remaining.count
+            return group, count
+        if verdict is Verdict.STAY:
+            self.counters.involuntary_stays += count
+        leavers = []
+        for running, confidence, may_leave in zip(group, confidences, passed, strict=True):
+            if running.last_segment == exit_index:
+                self._count_breaches([running], [confidence])
+                leavers.append(running)
+            elif may_leave and verdict is Verdict.SPLIT:
+                leavers.append(running)
+            else:
+                self._move(running, self._waiting[exit_index], now_s)
+        self.counters.buffered += len(group) - len(leavers)
+        return leavers, count
+
+    def _commit(
+        self,
+        leavers: list[_Running],
+        tokens: list[SampledToken],
+        now_s: float,
+        emissions: Emissions,
+    ) -> None:
+        """Append the tokens, send their sequences back to the front, and finish those that end."""
+        gap_s = self._rebatcher.target_gap_s(len(self._running))
+        at_exit = self.counters.tokens
+        for running, token in zip(leavers, tokens, strict=True):
+            state = running.state
             append_token(state, token)
+            running.num_tokens += 1
+            at_exit[token.exit_layer] = at_exit.get(token.exit_layer, 0) + 1
             finish = finish_reason(
                 state,
                 eos_token_ids=self._eos_token_ids,
@@ -103,14 +267,45 @@ class DecodeLoop:
             emissions.append((state.ingress_id, emission))
             if finish is not None:
                 self.leave(state.sequence_id)
-        now_s = self._clock.now_s()
-        self._step_time.add(now_s - started_s)
-        self._rate.add(len(rows), now_s=now_s)
-        return emissions
+                continue
+            if running.place is not self._front:
+                self._move(running, self._front, now_s)
+            self._set_deadline(running, now_s, gap_s)
 
-    def _expire(self) -> list[tuple[str, Emission]]:
+    def _move(self, running: _Running, place: dict[int, _Running], now_s: float) -> None:
+        del running.place[running.row]
+        place[running.row] = running
+        running.place = place
+        running.since_s = now_s
+
+    def _set_deadline(self, running: _Running, now_s: float, default_gap_s: float) -> None:
+        running.deadline_s = now_s + (running.gap_s or default_gap_s)
+
+    def _place_before(self, segment: int) -> dict[int, _Running]:
+        return self._waiting[segment - 1] if segment else self._front
+
+    def _bar(self, threshold: float) -> float:
+        """The confidence from which a token passes: c ≥ bar."""
+        if threshold >= 1.0:
+            return math.inf
+        return threshold if self._criterion == "top" else math.nextafter(threshold, math.inf)
+
+    def _last_segment(self, max_depth: int) -> int:
+        """The deepest segment that stays within a request's depth limit; at least the first."""
+        last = len(self._ends) - 1
+        if max_depth <= 0:
+            return last
+        within = [i for i, end in enumerate(self._ends) if end <= max_depth]
+        return within[-1] if within else 0
+
+    def _count_breaches(self, group: list[_Running], confidences: list[float]) -> None:
+        self.counters.breaches += sum(
+            c < r.bar for c, r in zip(confidences, group, strict=True) if r.bar < math.inf
+        )
+
+    def _expire(self) -> Emissions:
         now_unix_s = self._clock.unix_s()
-        late = [s for s in self._running.values() if s.deadline_unix_s <= now_unix_s]
+        late = [r.state for r in self._running.values() if r.state.deadline_unix_s <= now_unix_s]
         emissions = []
         for state in late:
             self.leave(state.sequence_id)
@@ -121,6 +316,22 @@ class DecodeLoop:
             emissions.append((state.ingress_id, emission))
         return emissions
 
+    def check(self) -> None:
+        """Verify the places against each other and the slots. Raises: InvariantViolation."""
+        self.slots.check()
+        places = [self._front, *self._waiting]
+        placed = sorted(row for place in places for row in place)
+        if placed != sorted(self._running) or sorted(self._rows.values()) != placed:
+            raise InvariantViolation(
+                f"rows {sorted(self._running)} run, rows {placed} have a place, and "
+                f"{sorted(self._rows.values())} have a sequence"
+            )
+        for place in places:
+            for row, running in place.items():
+                slot = self.slots.get(running.state.sequence_id)
+                if running.place is not place or slot is None or slot.row != row:
+                    raise InvariantViolation(f"row {row} is not where its sequence thinks it is")
+
     @property
     def has_work(self) -> bool:
         return bool(self._running)
@@ -128,11 +339,16 @@ class DecodeLoop:
     @property
     def running(self) -> list[SequenceState]:
         """States of the running sequences, in order of joining."""
-        return list(self._running.values())
+        return [r.state for r in self._running.values()]
 
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_waiting_at_exits(self) -> list[int]:
+        """Per exit but the last, sequences whose token waits there."""
+        return [len(place) for place in self._waiting]
 
     @property
     def num_reserved(self) -> int:
@@ -142,7 +358,7 @@ class DecodeLoop:
     @property
     def used_tokens(self) -> int:
         """Tokens whose KV is held by running sequences."""
-        return sum(state.num_tokens for state in self._running.values())
+        return sum(r.num_tokens for r in self._running.values())
 
     @property
     def tokens_per_s(self) -> float:
@@ -150,4 +366,14 @@ class DecodeLoop:
 
     @property
     def step_time_s(self) -> float:
-        return self._step_time.value
+        """Recent time from one token of a sequence to its next."""
+        return self._token_time.value
+
+
+def _summary(rows: Iterable[_Running]) -> Waiting:
+    count, num_tokens, least_s = 0, 0, math.inf
+    for r in rows:
+        count += 1
+        num_tokens += r.num_tokens
+        least_s = min(least_s, r.deadline_s)
+    return Waiting(count, num_tokens, least_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from quadriga.interfaces import LayersDone, ModelRunner, PrefillChunk
 from quadriga.pacing import PaceProfile
@@ -37,6 +38,10 @@ class PacedRunner:
         return self._runner.num_layers
 
     @property
+    def segment_ends(self) -> tuple[int, ...]:
+        return self._runner.segment_ends
+
+    @property
     def num_rows(self) -> int:
         return self._runner.num_rows
 
@@ -62,15 +67,31 @@ class PacedRunner:
 
     def decode(self, rows: Sequence[int]) -> list[SampledToken]:
         """See `ModelRunner.decode`; returns no earlier than the modelled time."""
+        with self._paced(rows, 1.0):
+            return self._runner.decode(rows)
+
+    def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
+        """See `ModelRunner.advance`; takes its layers' share of the modelled time."""
+        ends = self.segment_ends
+        layers = ends[stop - 1] - (ends[first - 1] if first else 0)
+        with self._paced(rows, layers / ends[-1]):
+            return self._runner.advance(rows, first, stop)
+
+    def emit(self, rows: Sequence[int]) -> list[SampledToken]:
+        """See `ModelRunner.emit`."""
+        return self._runner.emit(rows)
+
+    @contextmanager
+    def _paced(self, rows: Sequence[int], share: float) -> Iterator[None]:
         started_s = self._now_s()
         num_tokens = sum(self._states[row].num_tokens for row in rows)
-        tokens = self._runner.decode(rows)
-        left_s = started_s + self.profile.step_s(len(rows), num_tokens) - self._now_s()
+        yield
+        step_s = share * self.profile.step_s(len(rows), num_tokens)
+        left_s = started_s + step_s - self._now_s()
         if left_s > 0:
             self._sleep(left_s)
         else:
             self.num_late += 1
-        return tokens
 
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> object:
         """See `ModelRunner.read_kv`."""

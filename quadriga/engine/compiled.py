@@ -29,8 +29,9 @@ from quadriga.engine.kernels.library import (
     pointer,
 )
 from quadriga.engine.kv_cache import KV_BLOCK
-from quadriga.engine.models.decoder import Decoder
+from quadriga.engine.models.decoder import Candidates, Decoder
 from quadriga.engine.models.layers import Span
+from quadriga.engine.weights import Head
 from quadriga.errors import ConfigError
 from quadriga.resolve import EngineSpec
 
@@ -68,13 +69,23 @@ class CompiledDecoder:
         weakref.finalize(self, library.pool_free, self._pool)
         self._layers = (CLayer * eager.num_layers)(*_layers(eager))
         self._model = _model(eager, self._layers)
-        self._head = _head(eager)
+        self._heads = {depth: _head(eager, h) for depth, h in eager.weights.heads.items()}
         self._scratch = torch.empty(0)
         self._head_scratch = torch.empty(0)
 
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def reads_depths(self) -> bool:
+        return self._eager.depths is not None
+
+    def plan_tokens(
+        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> KernelPass:
+        """See `Decoder.plan_tokens`."""
+        return KernelPass(np.ascontiguousarray(rows), np.ascontiguousarray(positions))
 
     def plan(self, spans: Sequence[Span]) -> KernelPass:
         """See `Decoder.plan`."""
@@ -98,37 +109,59 @@ class CompiledDecoder:
 
     def run_layers(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> torch.Tensor:
         """See `Decoder.run_layers`; works in place."""
-        num_tokens = x.shape[0]
-        needed = self._library.scratch(self._model, num_tokens)
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
         self._library.layers(
             self._pool,
             self._model,
             first,
             stop,
-            num_tokens,
+            x.shape[0],
             x.data_ptr(),
             batch.rows.ctypes.data,
             batch.positions.ctypes.data,
-            self._scratch.data_ptr(),
+            self._scratch_for(x.shape[0]),
         )
         return x
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def project_kv(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> None:
+        """See `Decoder.project_kv`."""
+        x = x.contiguous()
+        self._library.project_kv(
+            self._pool,
+            self._model,
+            first,
+            stop,
+            x.shape[0],
+            x.data_ptr(),
+            batch.rows.ctypes.data,
+            batch.positions.ctypes.data,
+            self._scratch_for(x.shape[0]),
+        )
+
+    def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:
         """See `Decoder.logits`."""
         out = torch.empty(x.shape[0], self.config.vocab_size)
-        self._run_head(x, out, None)
+        self._run_head(x, depth, out, None, None)
         return out
 
-    def best(self, x: torch.Tensor) -> list[int]:
+    def best(self, x: torch.Tensor, depth: int) -> list[int]:
         """See `Decoder.best`."""
         best = np.empty(x.shape[0], dtype=np.int64)
-        self._run_head(x, torch.empty(x.shape[0], self.config.vocab_size), best.ctypes.data)
+        logits = torch.empty(x.shape[0], self.config.vocab_size)
+        self._run_head(x, depth, logits, best.ctypes.data, None)
         tokens: list[int] = best.tolist()
         return tokens
 
-    def _run_head(self, x: torch.Tensor, logits: torch.Tensor, best: int | None) -> None:
+    def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
+        """See `Decoder.candidates`."""
+        logits = torch.empty(x.shape[0], self.config.vocab_size)
+        best = np.empty(x.shape[0], dtype=np.int64)
+        probs = np.empty((x.shape[0], 2), dtype=np.float32)
+        self._run_head(x, depth, logits, best.ctypes.data, probs.ctypes.data)
+        return Candidates(logits, best, probs)
+
+    def _run_head(
+        self, x: torch.Tensor, depth: int, logits: torch.Tensor, best: int | None, probs: int | None
+    ) -> None:
         x = x.contiguous()
         needed = x.shape[0] * (self.config.hidden_size + self.config.embed_size)
         if self._head_scratch.numel() < needed:
@@ -136,13 +169,21 @@ class CompiledDecoder:
         self._library.head(
             self._pool,
             self._model,
-            self._head,
+            self._heads[depth],
             x.shape[0],
             x.data_ptr(),
             self._head_scratch.data_ptr(),
             logits.data_ptr(),
             best,
+            probs,
         )
+
+    def _scratch_for(self, num_tokens: int) -> int:
+        """Address of the layers' scratch memory, grown to what a pass needs."""
+        needed = self._library.scratch(self._model, num_tokens)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed)
+        return self._scratch.data_ptr()
 
 
 def _layers(eager: Decoder) -> list[CLayer]:
@@ -184,18 +225,18 @@ def _model(eager: Decoder, layers: ctypes.Array[CLayer]) -> CModel:
         cos=pointer(eager.cos),
         sin=pointer(eager.sin),
         layers=layers,
+        depths=None if eager.depths is None else eager.depths.data_ptr(),
     )
 
 
-def _head(eager: Decoder) -> CHead:
-    w = eager.weights
+def _head(eager: Decoder, head: Head) -> CHead:
     return CHead(
-        has_norm=w.final_norm is not None,
-        embed=eager.config.embed_size,
+        has_norm=head.norm is not None,
+        embed=head.weight.shape[1],
         vocab=eager.config.vocab_size,
-        norm=CAffine.of(w.final_norm),
-        project=pointer(w.project_out),
-        weight=pointer(w.head),
+        norm=CAffine.of(head.norm),
+        project=pointer(head.project),
+        weight=pointer(head.weight),
     )
 
 

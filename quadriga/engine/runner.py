@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from quadriga.engine.compiled import KernelSwap
 from quadriga.engine.kv_cache import RowKVCache
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.models.decoder import AnyDecoder, Decoder
+from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder, top_two
 from quadriga.engine.models.layers import Span
-from quadriga.engine.sampler import RowSampler, sample, token_logprobs
+from quadriga.engine.sampler import RowSampler, choose, process, sample, token_logprobs
+from quadriga.engine.skipped_kv import SkippedKVStore
 from quadriga.engine.weights import load_weights
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
 from quadriga.resolve import EngineSpec
 from quadriga.types import SampledToken, SequenceState, TokenLogprob
+
+
+@dataclass(slots=True)
+class _Exit:
+    """The exit that was run last, until the next pass.
+
+    Attributes:
+        index: Row → its place in `found` and `hidden`.
+        hidden: [n, hidden], as the rows reached the exit.
+    """
+
+    depth: int
+    segment: int
+    index: dict[int, int]
+    found: Candidates
+    hidden: torch.Tensor
 
 
 class NativeRunner:
@@ -26,7 +45,13 @@ class NativeRunner:
     rows that no pass is working on.
     """
 
-    def __init__(self, spec: EngineSpec, decoder: Decoder, cache: RowKVCache) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        decoder: Decoder,
+        cache: RowKVCache,
+        skipped: SkippedKVStore | None = None,
+    ) -> None:
         self.spec = spec
         self._config = decoder.config
         self._decoder: AnyDecoder = decoder
@@ -34,6 +59,15 @@ class NativeRunner:
         self._cache = cache
         self._samplers: list[RowSampler | None] = [None] * cache.num_rows
         self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self._ends = (*spec.exits.layers, spec.depth)
+        self._skipped = skipped
+        # Each row's current token: where it is, and the hidden state with which it left its last
+        # segment. Nothing moves when a token waits: whoever runs it next finds it by its row.
+        self._positions = np.zeros(cache.num_rows, dtype=np.int64)
+        self._hidden = torch.zeros(
+            cache.num_rows, decoder.config.hidden_size, dtype=decoder.weights.embed.dtype
+        )
+        self._exit: _Exit | None = None
 
     @classmethod
     def load(cls, spec: EngineSpec) -> NativeRunner:
@@ -58,7 +92,12 @@ class NativeRunner:
                 param="engine.max_model_len",
             )
         weights = load_weights(
-            spec.checkpoint.path, config, spec.depth, dtype, spec.row_capacity_tokens
+            spec.checkpoint.path,
+            config,
+            spec.depth,
+            dtype,
+            spec.row_capacity_tokens,
+            spec.checkpoint.exits,
         )
         cache = RowKVCache(
             num_layers=spec.depth,
@@ -69,7 +108,17 @@ class NativeRunner:
             dtype=dtype,
             budget_tokens=spec.kv_capacity_tokens,
         )
-        return cls(spec, Decoder(config, weights, cache), cache)
+        skipped = None
+        if spec.exits.layers:
+            ends = (*spec.exits.layers, spec.depth)
+            skipped = SkippedKVStore(spec.skipped_kv, ends, cache, config.hidden_size)
+        depths = skipped.depths if skipped is not None and skipped.mode == "alias" else None
+        return cls(spec, Decoder(config, weights, cache, depths), cache, skipped)
+
+    @property
+    def segment_ends(self) -> tuple[int, ...]:
+        """See `ModelRunner.segment_ends`."""
+        return self._ends
 
     @property
     def num_layers(self) -> int:
@@ -103,12 +152,16 @@ class NativeRunner:
         self._samplers[row] = RowSampler(
             state, self._config.vocab_size, self.spec.checkpoint.eos_token_ids
         )
+        if self._skipped is not None:
+            self._skipped.start(row, state.num_tokens - 1)
 
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
         self._prompt_logprobs.pop(row, None)
         self._cache.release(row)
+        if self._skipped is not None:
+            self._skipped.release(row)
 
     @torch.inference_mode()
     def prefill(
@@ -135,6 +188,9 @@ class NativeRunner:
             x = decoder.run_layers(x, batch, layer, layer + 1)
             if on_layers is not None:
                 on_layers(layer, 1)
+        if self._skipped is not None:
+            for span in spans:
+                self._skipped.start(span.row, span.stop)
         return self._finish_prefill(x, chunks, spans)
 
     @torch.inference_mode()
@@ -142,20 +198,68 @@ class NativeRunner:
         """See `ModelRunner.decode`."""
         if not rows:
             return []
+        x = self._pass(rows, 0, len(self._ends))
         samplers = [self._sampler(row) for row in rows]
-        spans = []
-        token_ids = []
-        for i, (row, sampler) in enumerate(zip(rows, samplers, strict=True)):
-            state = sampler.state
-            token_ids.append(state.output_ids[-1] if state.output_ids else state.prompt_ids[-1])
-            spans.append(Span(row, i, i + 1, state.num_tokens - 1))
-        decoder = self._fastest()
-        batch = decoder.plan(spans)
-        x = decoder.embed(token_ids, batch)
-        x = decoder.run_layers(x, batch, 0, self.num_layers)
         if all(s.is_plain for s in samplers):
-            return [SampledToken(t, self.num_layers) for t in decoder.best(x)]
-        return sample(decoder.logits(x), samplers, self.num_layers)
+            return [
+                SampledToken(t, self.num_layers) for t in self._decoder.best(x, self.num_layers)
+            ]
+        return sample(self._decoder.logits(x, self.num_layers), samplers, self.num_layers)
+
+    @torch.inference_mode()
+    def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
+        """See `ModelRunner.advance`."""
+        x = self._pass(rows, first, stop)
+        depth = self._ends[stop - 1]
+        if depth < self.num_layers:
+            self._hidden[torch.tensor(rows)] = x
+        found = self._decoder.candidates(x, depth)
+        samplers = [self._sampler(row) for row in rows]
+        probs = found.probs
+        if process(found.logits, samplers):
+            probs = top_two(found.logits)
+        self._exit = _Exit(depth, stop - 1, {row: i for i, row in enumerate(rows)}, found, x)
+        if self.spec.exits.criterion == "margin":
+            confidences: list[float] = (probs[:, 0] - probs[:, 1]).tolist()
+        else:
+            confidences = probs[:, 0].tolist()
+        return confidences
+
+    @torch.inference_mode()
+    def emit(self, rows: Sequence[int]) -> list[SampledToken]:
+        """See `ModelRunner.emit`. Raises: InvariantViolation for a row that is not at the exit."""
+        at = self._exit
+        if at is None or not at.index.keys() >= set(rows):
+            raise InvariantViolation(f"rows {list(rows)} are not all at the exit just run")
+        chosen = [at.index[row] for row in rows]
+        samplers = [self._sampler(row) for row in rows]
+        if self._skipped is not None and at.depth < self.num_layers:
+            indices = np.array(rows, dtype=np.int64)
+            self._skipped.leave(indices, self._positions[indices], at.segment, at.hidden[chosen])
+        if all(s.is_plain for s in samplers):
+            best = at.found.best
+            return [SampledToken(int(best[i]), at.depth) for i in chosen]
+        return choose(at.found.logits[chosen], samplers, at.depth)
+
+    def _pass(self, rows: Sequence[int], first: int, stop: int) -> torch.Tensor:
+        """Run segments [first, stop) for the current token of each row: [n, hidden]."""
+        decoder = self._fastest()
+        indices = np.array(rows, dtype=np.int64)
+        if first == 0:
+            token_ids = []
+            positions = []
+            for row in rows:
+                state = self._sampler(row).state
+                token_ids.append((state.output_ids or state.prompt_ids)[-1])
+                positions.append(state.num_tokens - 1)
+            self._positions[indices] = positions
+        where = self._positions[indices]
+        if self._skipped is not None:
+            self._skipped.enter(decoder, indices, where, first, stop)
+        batch = decoder.plan_tokens(indices, where)
+        x = decoder.embed(token_ids, batch) if first == 0 else self._hidden[torch.tensor(rows)]
+        first_layer = self._ends[first - 1] if first else 0
+        return decoder.run_layers(x, batch, first_layer, self._ends[stop - 1])
 
     def read_kv(
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int
@@ -185,7 +289,7 @@ class NativeRunner:
         ended = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         if not ended:
             return results
-        logits = self._decoder.logits(x[[spans[i].end - 1 for i in ended]])
+        logits = self._decoder.logits(x[[spans[i].end - 1 for i in ended]], self.num_layers)
         samplers = [self._sampler(chunks[i].row) for i in ended]
         for i, token in zip(ended, sample(logits, samplers, self.num_layers), strict=True):
             token.prompt_logprobs = self._prompt_logprobs.pop(chunks[i].row, None)
@@ -201,7 +305,7 @@ class NativeRunner:
             report[:] = [TokenLogprob(state.prompt_ids[0], None)]
         targets = state.prompt_ids[chunk.start + 1 : chunk.start + 1 + x.shape[0]]
         if targets:
-            logits = self._decoder.logits(x[: len(targets)])
+            logits = self._decoder.logits(x[: len(targets)], self.num_layers)
             report.extend(token_logprobs(logits, targets, num_top))
 
     def _sampler(self, row: int) -> RowSampler:

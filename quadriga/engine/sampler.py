@@ -84,16 +84,29 @@ class RowSampler:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int) -> list[SampledToken]:
-    """Choose the next token of each row.
+    """Process the logits and choose the next token of each row.
 
     Args:
         logits: float32 [num_rows, vocab]; overwritten.
         rows: Parallel to `logits`; the token sampled is at position `state.num_tokens`.
         exit_layer: Depth the logits were computed at.
     """
+    process(logits, rows)
+    return choose(logits, rows, exit_layer)
+
+
+def process(logits: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
+    """Apply every row's bias, bans and penalties in place; whether any had some."""
+    changed = False
     for i, row in enumerate(rows):
         if not row.is_plain:
             row.process(logits[i])
+            changed = True
+    return changed
+
+
+def choose(logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int) -> list[SampledToken]:
+    """`sample` for logits that are already processed; keeps them."""
     chosen: list[int] = logits.argmax(dim=-1).tolist()
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:

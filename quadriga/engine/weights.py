@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from quadriga.engine.memory import Arena
 from quadriga.engine.models.config import ModelConfig
 from quadriga.errors import ConfigError
+from quadriga.exits import EXITS_WEIGHTS, ExitSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -57,22 +58,36 @@ class LayerWeights:
 
 
 @dataclass(slots=True)
+class Head:
+    """What turns a hidden state into logits, at the end of the model or at an exit.
+
+    Attributes:
+        norm: None for a model without a final norm.
+        project: [embed_size, hidden] where embed_size differs from hidden_size.
+        weight: [vocab, embed_size]; the same tensor as the embedding where tied, and one tensor
+            for all exits that share it.
+    """
+
+    norm: Affine | None
+    weight: torch.Tensor
+    project: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
 class ModelWeights:
-    """Embedding, the first `len(layers)` layers, final norm and head.
+    """Embedding, the first `len(layers)` layers, and the heads.
 
     Attributes:
         embed: [vocab, embed_size]
         positions: Learned positions, OPT only: [max_positions, hidden].
-        project_in, project_out: Where embed_size differs from hidden_size.
-        head: [vocab, embed_size]; the same tensor as `embed` where tied.
+        project_in: [hidden, embed_size] where embed_size differs from hidden_size.
+        heads: Layers run → head, for every exit that is loaded, the deepest layer included.
     """
 
     embed: torch.Tensor
-    head: torch.Tensor
-    final_norm: Affine | None
+    heads: dict[int, Head]
     positions: torch.Tensor | None = None
     project_in: torch.Tensor | None = None
-    project_out: torch.Tensor | None = None
     layers: list[LayerWeights] = field(default_factory=list)
 
 
@@ -83,19 +98,19 @@ class TensorFiles:
         ConfigError: No safetensors, a shard is missing or damaged.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, single_file: str = SINGLE_FILE) -> None:
         self._path = path
         self._dtype = dtype
         self._arena = Arena()
         self._open: dict[str, Any] = {}
         self._names: dict[str, str] = {}
-        if (path / INDEX_FILE).is_file():
+        if single_file == SINGLE_FILE and (path / INDEX_FILE).is_file():
             self._names = _read_index(path / INDEX_FILE)
-        elif (path / SINGLE_FILE).is_file():
-            self._names = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+        elif (path / single_file).is_file():
+            self._names = dict.fromkeys(self._file(single_file).keys(), single_file)
         else:
             raise ConfigError(
-                f"model: {path} holds no {SINGLE_FILE} and no {INDEX_FILE}; pickled weights are "
+                f"model: {path} holds no {single_file} and no {INDEX_FILE}; pickled weights are "
                 "not loaded, save the model with safe_serialization=True",
                 param="model",
             )
@@ -191,12 +206,21 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def load_weights(
-    path: Path, config: ModelConfig, depth: int, dtype: torch.dtype, num_positions: int
+    path: Path,
+    config: ModelConfig,
+    depth: int,
+    dtype: torch.dtype,
+    num_positions: int,
+    exits: ExitSpec | None = None,
 ) -> ModelWeights:
-    """Read embedding, layers 1..depth, final norm and head from `path`.
+    """Read embedding, layers 1..depth, and the heads of all exits up to there, from `path`.
+
+    The head behind the last loaded layer is that layer's exit head where it is an exit, else the
+    model's own.
 
     Args:
         num_positions: Learned positions to keep, for the families that have them.
+        exits: None where the model has none.
 
     Raises:
         ConfigError: `depth` is beyond the model, or the files do not fit `config`.
@@ -206,19 +230,44 @@ def load_weights(
             f"depth: {depth} must be in 1..{config.num_layers}, the layers of {path.name}",
             param="depth",
         )
+    load = _load_opt if config.family == "opt" else _load_rope_family
     with TensorFiles(path, dtype) as files:
-        if config.family == "opt":
-            return _load_opt(files, config, depth, num_positions)
-        return _load_rope_family(files, config, depth)
+        weights, final = load(files, config, depth, num_positions)
+    at = [k for k in exits.layers if k <= depth] if exits is not None else []
+    weights.heads[depth] = final
+    if exits is None or not at:
+        return weights
+    if exits.kind == "shared":
+        weights.heads.update(dict.fromkeys(at, final))
+        return weights
+    with TensorFiles(path, dtype, EXITS_WEIGHTS) as files:
+        for layer in at:
+            weights.heads[layer] = _exit_head(files, config, exits, layer, final)
+    return weights
 
 
-def _load_rope_family(files: TensorFiles, config: ModelConfig, depth: int) -> ModelWeights:
+def _exit_head(
+    files: TensorFiles, config: ModelConfig, exits: ExitSpec, layer: int, final: Head
+) -> Head:
+    name = f"exits.{layer}.norm"
+    norm = Affine(files.read(f"{name}.weight", config.hidden_size))
+    if config.norm == "layer":
+        norm.bias = files.read(f"{name}.bias", config.hidden_size)
+    if exits.kind == "norm":
+        return Head(norm, final.weight, final.project)
+    return Head(
+        norm, files.read(f"exits.{layer}.head.weight", config.vocab_size, config.hidden_size)
+    )
+
+
+def _load_rope_family(
+    files: TensorFiles, config: ModelConfig, depth: int, _num_positions: int
+) -> tuple[ModelWeights, Head]:
     c = config
     embed = files.read("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    weights = ModelWeights(
-        embed=embed,
-        head=_head(files, c, embed),
-        final_norm=Affine(files.read("model.norm.weight", c.hidden_size)),
+    weights = ModelWeights(embed, {})
+    final = Head(
+        Affine(files.read("model.norm.weight", c.hidden_size)), _head_weight(files, c, embed)
     )
     for index in range(depth):
         at = f"model.layers.{index}"
@@ -241,26 +290,25 @@ def _load_rope_family(files: TensorFiles, config: ModelConfig, depth: int) -> Mo
             layer.q_norm = files.read(f"{attn}.q_norm.weight", c.head_dim)
             layer.k_norm = files.read(f"{attn}.k_norm.weight", c.head_dim)
         weights.layers.append(layer)
-    return weights
+    return weights, final
 
 
 def _load_opt(
     files: TensorFiles, config: ModelConfig, depth: int, num_positions: int
-) -> ModelWeights:
+) -> tuple[ModelWeights, Head]:
     c = config
     root = "model.decoder"
     embed = files.read(f"{root}.embed_tokens.weight", c.vocab_size, c.embed_size)
     # OPT's position table starts with two rows that belong to padding.
     table = files.read(f"{root}.embed_positions.weight", c.max_positions + 2, c.hidden_size)
-    weights = ModelWeights(
-        embed=embed,
-        head=_head(files, c, embed),
-        final_norm=_layer_norm(files, f"{root}.final_layer_norm", c) if c.final_norm else None,
-        positions=table[2 : 2 + num_positions].clone(),
+    weights = ModelWeights(embed, {}, positions=table[2 : 2 + num_positions].clone())
+    final = Head(
+        _layer_norm(files, f"{root}.final_layer_norm", c) if c.final_norm else None,
+        _head_weight(files, c, embed),
     )
     if c.embed_size != c.hidden_size:
         weights.project_in = files.read(f"{root}.project_in.weight", c.hidden_size, c.embed_size)
-        weights.project_out = files.read(f"{root}.project_out.weight", c.embed_size, c.hidden_size)
+        final.project = files.read(f"{root}.project_out.weight", c.embed_size, c.hidden_size)
     for index in range(depth):
         at = f"{root}.layers.{index}"
         attn = f"{at}.self_attn"
@@ -274,10 +322,10 @@ def _load_opt(
                 down=_linear(files, f"{at}.fc2", c.hidden_size, c.ffn_size, c.mlp_bias),
             )
         )
-    return weights
+    return weights, final
 
 
-def _head(files: TensorFiles, config: ModelConfig, embed: torch.Tensor) -> torch.Tensor:
+def _head_weight(files: TensorFiles, config: ModelConfig, embed: torch.Tensor) -> torch.Tensor:
     if config.tied_head:
         return embed
     return files.read("lm_head.weight", config.vocab_size, config.embed_size)

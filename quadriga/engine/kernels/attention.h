@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "kernels.h"
 #include "linear.h"
 
 namespace quadriga {
@@ -16,15 +17,33 @@ constexpr int kScoreTile = kLanes >= 16 ? 16 : 8;  // accumulators in a tile of 
 
 constexpr int64_t kBlock = 16;  // positions; `KV_BLOCK` of kv_cache.py
 
-// Positions [first, stop) of one row.
+// Where a head's vector of one position lies in a row [blocks, kv_heads, kBlock, dim].
+static inline int64_t offset_in_row(int64_t position, int64_t head, int64_t kv_heads, int64_t dim) {
+  return ((position / kBlock * kv_heads + head) * kBlock + position % kBlock) * dim;
+}
+
+// Positions [first, stop) of one row, as one layer sees them.
 struct Context {
-  const float* keys;  // [blocks, kv_heads, kBlock, dim]
-  const float* values;
+  const QuadrigaLayer* layers;
+  int64_t layer;
+  int64_t row;            // offset of the row in every layer's buffers
+  const uint8_t* depths;  // per position, or null where every layer was computed
   int64_t first, stop;
   int64_t kv_heads, dim;
 
-  int64_t offset(int64_t position, int64_t head) const {
-    return ((position / kBlock * kv_heads + head) * kBlock + position % kBlock) * dim;
+  // The layer whose K and V stand for a position.
+  int64_t source(int64_t position) const {
+    return depths && depths[position] <= layer ? depths[position] - 1 : layer;
+  }
+
+  // End of the run of positions from `j` on that share a block and a source.
+  int64_t run_end(int64_t j) const {
+    const int64_t block = (j / kBlock + 1) * kBlock;
+    const int64_t end = block < stop ? block : stop;
+    if (!depths) return end;
+    int64_t next = j + 1;
+    while (next < end && source(next) == source(j)) ++next;
+    return next;
   }
 };
 
@@ -108,29 +127,29 @@ static inline void attend(const Context& c, int64_t group, int64_t h0, int64_t h
   const int64_t ld = (n + kLanes - 1) / kLanes * kLanes;
   const auto needed = static_cast<size_t>((h1 - h0) * group * ld);
   if (buffer.size() < needed) buffer.resize(needed);
-  // Call visit(i, m, offset, count, s): `m` query heads from `i` on meet `count` positions at
-  // `offset` of the row, whose scores are s[m, count], rows `ld` apart.
+  // Call visit(i, m, layer, at, count, s): `m` query heads from `i` on meet `count` positions at
+  // offset `at` of a layer's buffers, whose scores are s[m, count], rows `ld` apart.
   const auto walk = [&](const auto& visit) {
     for (int64_t j = c.first, next; j < c.stop; j = next) {
-      next = (j / kBlock + 1) * kBlock;
-      next = next < c.stop ? next : c.stop;
+      next = c.run_end(j);
+      const QuadrigaLayer& layer = c.layers[c.source(j)];
       for (int64_t h = h0; h < h1; ++h) {
-        const int64_t offset = c.offset(j, h);
+        const int64_t at = c.row + offset_in_row(j, h, c.kv_heads, dim);
         by_fours(group, [&](int64_t head, auto m) {
           const int64_t i = h * group + head;
-          visit(i, m, offset, next - j, &buffer[0] + (i - h0 * group) * ld + j - c.first);
+          visit(i, m, layer, at, next - j, &buffer[0] + (i - h0 * group) * ld + j - c.first);
         });
       }
     }
   };
-  walk([&](int64_t i, auto m, int64_t offset, int64_t count, float* s) {
-    score_block<m>(q + i * dim, c.keys + offset, count, dim, s, ld);
+  walk([&](int64_t i, auto m, const QuadrigaLayer& layer, int64_t at, int64_t count, float* s) {
+    score_block<m>(q + i * dim, layer.keys + at, count, dim, s, ld);
   });
   for (int64_t i = 0; i < (h1 - h0) * group; ++i) normalise_scores(buffer.data() + i * ld, n);
   std::memset(out + h0 * group * dim, 0,
               static_cast<size_t>((h1 - h0) * group * dim) * sizeof(float));
-  walk([&](int64_t i, auto m, int64_t offset, int64_t count, float* s) {
-    mix_block<m>(s, ld, c.values + offset, count, dim, out + i * dim);
+  walk([&](int64_t i, auto m, const QuadrigaLayer& layer, int64_t at, int64_t count, float* s) {
+    mix_block<m>(s, ld, layer.values + at, count, dim, out + i * dim);
   });
 }
 

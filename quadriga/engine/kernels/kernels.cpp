@@ -86,10 +86,40 @@ void rotate(float* head, const float* cos, const float* sin, int64_t dim) {
   }
 }
 
+// The first index of a row's maximum, that maximum, and the largest of the others.
+struct TopTwo {
+  int64_t index;
+  float first, second;
+};
+
+TopTwo top_two(const float* row, int64_t n) {
+  TopTwo top = {0, row[0], -INFINITY};
+  for (int64_t i = 1; i < n; ++i) {
+    if (row[i] <= top.second) continue;
+    if (row[i] > top.first) {
+      top = {i, row[i], top.first};
+    } else {
+      top.second = row[i];
+    }
+  }
+  return top;
+}
+
+// Softmax of the two largest logits of a row.
+void probabilities(const float* row, int64_t n, const TopTwo& top, float* out) {
+  Vec total = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) total += exp(load(row + i) - top.first);
+  float rest = 0.0f;
+  for (; i < n; ++i) rest += std::exp(row[i] - top.first);
+  out[0] = 1.0f / (sum(total) + rest);
+  out[1] = n > 1 ? out[0] * std::exp(top.second - top.first) : 0.0f;
+}
+
 // One pass over a fixed set of tokens.
 class PassRunner {
  public:
-  PassRunner(Pool& pool, const QuadrigaModel& model, int64_t tokens) 
+  PassRunner(Pool& pool, const QuadrigaModel& model, int64_t tokens)
       : pool_(pool), model_(model), tokens_(tokens) {}
 
   // Share `count` pieces of `ns` nanoseconds each; little work stays on this thread.
@@ -170,9 +200,10 @@ class PassRunner {
   }
 
   // Per token: norms and rotation of Q and K, scale of Q, K and V into the cache.
-  void place_heads(float* qkv, const QuadrigaLayer& layer, const int64_t* rows,
+  //   qkv: [tokens, heads + 2 · kv_heads, head_dim]; `heads` is 0 where there are no queries.
+  void place_heads(float* qkv, int64_t heads, const QuadrigaLayer& layer, const int64_t* rows,
                    const int64_t* positions) {
-    const int64_t dim = model_.head_dim, heads = model_.heads, kv = model_.kv_heads;
+    const int64_t dim = model_.head_dim, kv = model_.kv_heads;
     const float eps = static_cast<float>(model_.norm_eps);
     const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
     const int64_t width = (heads + 2 * kv) * dim;
@@ -187,9 +218,8 @@ class PassRunner {
         for (int64_t i = 0; is_query && i < dim; ++i) head[i] *= scale;
       }
       const size_t bytes = static_cast<size_t>(dim) * sizeof(float);
-      const Context row = context(layer, rows[t], position);
       for (int64_t h = 0; h < kv; ++h) {
-        const int64_t at = rows[t] * row_size() + row.offset(position, h);
+        const int64_t at = rows[t] * row_size() + offset_in_row(position, h, kv, dim);
         const float* key = qkv + t * width + (heads + h) * dim;
         std::memcpy(layer.keys + at, key, bytes);
         std::memcpy(layer.values + at, key + kv * dim, bytes);
@@ -197,8 +227,8 @@ class PassRunner {
     });
   }
 
-  void attention(const float* qkv, const QuadrigaLayer& layer, const int64_t* rows,
-                 const int64_t* positions, float* out) {
+  void attention(const float* qkv, int64_t layer, const int64_t* rows, const int64_t* positions,
+                 float* out) {
     const int64_t dim = model_.head_dim, kv = model_.kv_heads, group = model_.heads / kv;
     const int64_t width = (model_.heads + 2 * kv) * dim;
     // All KV heads of a token at a time, unless there are too few tokens to go round.
@@ -213,12 +243,13 @@ class PassRunner {
  private:
   int64_t row_size() const { return model_.capacity * model_.kv_heads * model_.head_dim; }
 
-  // What a token at `position` of `row` sees.
-  Context context(const QuadrigaLayer& layer, int64_t row, int64_t position) const {
-    const int64_t stop = position + 1;
-    const int64_t first = layer.window && stop > layer.window ? stop - layer.window : 0;
-    const int64_t at = row * row_size();
-    return {layer.keys + at, layer.values + at, first, stop, model_.kv_heads, model_.head_dim};
+  // What a token at `position` of `row` sees in a layer.
+  Context context(int64_t layer, int64_t row, int64_t position) const {
+    const int64_t stop = position + 1, window = model_.layers[layer].window;
+    const int64_t first = window && stop > window ? stop - window : 0;
+    const uint8_t* depths = model_.depths ? model_.depths + row * model_.capacity : nullptr;
+    return {model_.layers, layer, row * row_size(), depths, first, stop, model_.kv_heads,
+            model_.head_dim};
   }
 
   // Rows of W per chunk of a product with [n, k]: whole register tiles, and whole cache lines of
@@ -273,8 +304,8 @@ void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int6
     const QuadrigaLayer& layer = m.layers[i];
     if (m.pre_norm) pass.normalise(x, layer.attn_norm, h);
     pass.project(m.pre_norm ? h : x, m.hidden, layer.qkv, width, qkv);
-    pass.place_heads(qkv, layer, rows, positions);
-    pass.attention(qkv, layer, rows, positions, mixed);
+    pass.place_heads(qkv, m.heads, layer, rows, positions);
+    pass.attention(qkv, i, rows, positions, mixed);
     pass.project_add(mixed, q, layer.out, h, x);
     if (!m.pre_norm) pass.normalise(x, layer.attn_norm, x);
     if (m.pre_norm) pass.normalise(x, layer.mlp_norm, h);
@@ -284,8 +315,26 @@ void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int6
   }
 }
 
+void quadriga_project_kv(void* pool, const QuadrigaModel* model, int64_t first, int64_t stop,
+                         int64_t tokens, const float* x, const int64_t* rows,
+                         const int64_t* positions, float* scratch) {
+  const QuadrigaModel& m = *model;
+  quadriga::PassRunner pass(*static_cast<quadriga::Pool*>(pool), m, tokens);
+  const int64_t q = m.heads * m.head_dim, width = 2 * m.kv_heads * m.head_dim;
+  float* h = scratch;                 // [tokens, hidden]
+  float* kv = h + tokens * m.hidden;  // [tokens, width]
+  for (int64_t i = first; i < stop; ++i) {
+    const QuadrigaLayer& layer = m.layers[i];
+    const QuadrigaAffine part = {layer.qkv.weight + q * m.hidden,
+                                 layer.qkv.bias ? layer.qkv.bias + q : nullptr};
+    if (m.pre_norm) pass.normalise(x, layer.attn_norm, h);
+    pass.project(m.pre_norm ? h : x, m.hidden, part, width, kv);
+    pass.place_heads(kv, 0, layer, rows, positions);
+  }
+}
+
 void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* head, int64_t tokens,
-                   const float* x, float* scratch, float* logits, int64_t* best) {
+                   const float* x, float* scratch, float* logits, int64_t* best, float* probs) {
   quadriga::PassRunner pass(*static_cast<quadriga::Pool*>(pool), *model, tokens);
   const float* input = x;
   if (head->has_norm) {
@@ -298,13 +347,11 @@ void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* h
     input = projected;
   }
   pass.project(input, head->embed, {head->weight, nullptr}, head->vocab, logits);
-  if (!best) return;
-  pass.share(tokens, 0.5 * static_cast<double>(head->vocab), [&](int64_t t) {
-    const float* row = logits + t * head->vocab;
-    int64_t top = 0;
-    for (int64_t i = 1; i < head->vocab; ++i)
-      if (row[i] > row[top]) top = i;
-    best[t] = top;
+  if (!best && !probs) return;
+  pass.share(tokens, 0.7 * static_cast<double>(head->vocab), [&](int64_t t) {
+    const quadriga::TopTwo top = quadriga::top_two(logits + t * head->vocab, head->vocab);
+    if (best) best[t] = top.index;
+    if (probs) quadriga::probabilities(logits + t * head->vocab, head->vocab, top, probs + 2 * t);
   });
 }
 }

@@ -31,6 +31,9 @@ struct QuadrigaModel {
   const float* cos;  // [capacity, head_dim / 2], null without RoPE
   const float* sin;
   const QuadrigaLayer* layers;
+  // Layers whose K and V were computed, per position: [num_rows, capacity]. A layer reads what is
+  // missing from the deepest one that was computed. Null: nothing is missing.
+  const uint8_t* depths;
 };
 
 struct QuadrigaHead {
@@ -53,8 +56,15 @@ void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int6
                      int64_t tokens, float* x, const int64_t* rows, const int64_t* positions,
                      float* scratch);
 
-// Norm and head over x [tokens, hidden]: logits [tokens, vocab], and the first index of each row's
-// maximum into `best` unless it is null. `scratch` holds tokens · (hidden + embed) floats.
+// Store K and V of tokens that skipped layers [first, stop): each layer's norm, projection and
+// rotation of the hidden states x [tokens, hidden] with which they left.
+void quadriga_project_kv(void* pool, const QuadrigaModel* model, int64_t first, int64_t stop,
+                         int64_t tokens, const float* x, const int64_t* rows,
+                         const int64_t* positions, float* scratch);
+
+// Norm and head over x [tokens, hidden]: logits [tokens, vocab]; into `best` the first index of each
+// row's maximum, into `probs` [tokens, 2] the two largest probabilities; either may be null.
+// `scratch` holds tokens · (hidden + embed) floats.
 void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* head, int64_t tokens,
-                   const float* x, float* scratch, float* logits, int64_t* best);
+                   const float* x, float* scratch, float* logits, int64_t* best, float* probs);
 }

@@ -60,6 +60,7 @@ class CModel(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("layers", POINTER(CLayer)),
+        ("depths", c_void_p),
     )
 
 
@@ -108,6 +109,9 @@ class KernelLibrary:
         self.head = library.quadriga_head
         self.head.argtypes = [
             c_void_p, POINTER(CModel), POINTER(CHead), c_int64, c_void_p, c_void_p, c_void_p,
-            c_void_p,
+            c_void_p, c_void_p,
         ]  # fmt: skip
         self.head.restype = None
+        self.project_kv = library.quadriga_project_kv
+        self.project_kv.argtypes = self.layers.argtypes
+        self.project_kv.restype = None

@@ -1,18 +1,45 @@
-"""A decoder-only model over a KV cache: embed, run a range of layers, apply the head."""
+"""A decoder-only model over a KV cache: embed, run a range of layers, apply a head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
 from quadriga.engine.kv_cache import RowKVCache
 from quadriga.engine.models.config import ModelConfig
-from quadriga.engine.models.layers import Pass, Span, layer_forward, norm
+from quadriga.engine.models.layers import Pass, Span, layer_forward, norm, project_kv
 from quadriga.engine.models.rope import rope_table
 from quadriga.engine.weights import ModelWeights
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Candidates:
+    """What an exit says of n hidden states.
+
+    Attributes:
+        logits: float32 [n, vocab].
+        best: int64 [n].
+        probs: float32 [n, 2], the two largest probabilities.
+    """
+
+    logits: torch.Tensor
+    best: npt.NDArray[np.int64]
+    probs: npt.NDArray[np.float32]
+
+
+def top_two(logits: torch.Tensor) -> npt.NDArray[np.float32]:
+    """The two largest softmax probabilities of each row: [n, vocab] → [n, 2]."""
+    values = torch.topk(torch.softmax(logits, dim=-1), min(2, logits.shape[-1]), dim=-1).values
+    probs: npt.NDArray[np.float32] = F.pad(values, (0, 2 - values.shape[-1])).cpu().numpy()
+    return probs
 
 
 class AnyDecoder(Protocol):
@@ -24,15 +51,25 @@ class AnyDecoder(Protocol):
     @property
     def num_layers(self) -> int: ...
 
+    @property
+    def reads_depths(self) -> bool:
+        """Whether attention reads skipped layers' KV through `depths` by itself."""
+
     def plan(self, spans: Sequence[Span]) -> Any: ...
+
+    def plan_tokens(self, rows: Ints, positions: Ints) -> Any: ...
 
     def embed(self, token_ids: Sequence[int], batch: Any) -> torch.Tensor: ...
 
     def run_layers(self, x: torch.Tensor, batch: Any, first: int, stop: int) -> torch.Tensor: ...
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor: ...
+    def project_kv(self, x: torch.Tensor, batch: Any, first: int, stop: int) -> None: ...
 
-    def best(self, x: torch.Tensor) -> list[int]: ...
+    def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor: ...
+
+    def best(self, x: torch.Tensor, depth: int) -> list[int]: ...
+
+    def candidates(self, x: torch.Tensor, depth: int) -> Candidates: ...
 
 
 class Decoder:
@@ -42,12 +79,21 @@ class Decoder:
 
     Args:
         cache: Holds at least as many layers as `weights`.
+        depths: uint8 [num_rows, positions], layers whose KV was computed; read by implementations
+            that say so in `reads_depths`.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, cache: RowKVCache) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        cache: RowKVCache,
+        depths: torch.Tensor | None = None,
+    ) -> None:
         self.config = config
         self.weights = weights
         self.cache = cache
+        self.depths = depths
         self.cos: torch.Tensor | None = None
         self.sin: torch.Tensor | None = None
         if config.rope is not None:
@@ -58,6 +104,21 @@ class Decoder:
     @property
     def num_layers(self) -> int:
         return len(self.weights.layers)
+
+    @property
+    def reads_depths(self) -> bool:
+        return False
+
+    def plan_tokens(self, rows: Ints, positions: Ints) -> Pass:
+        """Lay out a pass of single tokens, each at its own (row, position)."""
+        return self.plan(
+            [
+                Span(row, i, i + 1, position)
+                for i, (row, position) in enumerate(
+                    zip(rows.tolist(), positions.tolist(), strict=True)
+                )
+            ]
+        )
 
     def plan(self, spans: Sequence[Span]) -> Pass:
         """Lay out one pass over the spans' tokens, in their order."""
@@ -97,16 +158,37 @@ class Decoder:
             )
         return x
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Final norm and head: [n, hidden] → float32 [n, vocab]."""
-        w = self.weights
-        if w.final_norm is not None:
-            x = norm(x, w.final_norm, self.config)
-        if w.project_out is not None:
-            x = F.linear(x, w.project_out)
-        return F.linear(x, w.head).float()
+    def project_kv(self, x: torch.Tensor, batch: Pass, first: int, stop: int) -> None:
+        """Store K and V of tokens that skipped layers [first, stop).
 
-    def best(self, x: torch.Tensor) -> list[int]:
+        Each layer's own norm and projections are applied to the hidden states [T, hidden] with
+        which the tokens left.
+        """
+        for i in range(first, stop):
+            project_kv(
+                x,
+                self.weights.layers[i],
+                self.cache.keys[i],
+                self.cache.values[i],
+                batch,
+                self.config,
+            )
+
+    def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        """The head behind `depth` layers, which must be an exit: [n, hidden] → float32 [n, vocab]."""
+        head = self.weights.heads[depth]
+        if head.norm is not None:
+            x = norm(x, head.norm, self.config)
+        if head.project is not None:
+            x = F.linear(x, head.project)
+        return F.linear(x, head.weight).float()
+
+    def best(self, x: torch.Tensor, depth: int) -> list[int]:
         """Ids of the largest logits: [n, hidden] → n ids; the first of equals."""
-        ids: list[int] = self.logits(x).argmax(dim=-1).tolist()
+        ids: list[int] = self.logits(x, depth).argmax(dim=-1).tolist()
         return ids
+
+    def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
+        """Logits, their first maxima and the two largest probabilities of each row."""
+        logits = self.logits(x, depth)
+        return Candidates(logits, logits.argmax(dim=-1).numpy(), top_two(logits))

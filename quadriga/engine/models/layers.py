@@ -134,11 +134,40 @@ def _project_qkv(
     if batch.cos is not None and batch.sin is not None:
         q = rotate(q, batch.cos, batch.sin)
         k = rotate(k, batch.cos, batch.sin)
+    _store(keys, values, batch, k, v)
+    group = c.num_heads // c.num_kv_heads
+    return q.view(num_tokens, c.num_kv_heads, group, c.head_dim).mul(c.head_dim**-0.5)
+
+
+def project_kv(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Pass,
+    config: ModelConfig,
+) -> None:
+    """Store one layer's K and V of hidden states [T, hidden] that skip the layer itself."""
+    c = config
+    h = norm(x, layer.attn_norm, c) if c.pre_norm else x
+    assert layer.qkv.weight is not None
+    bias = None if layer.qkv.bias is None else layer.qkv.bias[c.q_size :]
+    kv = F.linear(h, layer.qkv.weight[c.q_size :], bias)
+    k, v = kv.view(x.shape[0], 2, c.num_kv_heads, c.head_dim).unbind(1)
+    if layer.k_norm is not None:
+        k = rms_norm(k, layer.k_norm, c.norm_eps)
+    if batch.cos is not None and batch.sin is not None:
+        k = rotate(k, batch.cos, batch.sin)
+    _store(keys, values, batch, k, v)
+
+
+def _store(
+    keys: torch.Tensor, values: torch.Tensor, batch: Pass, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write [T, num_kv_heads, head_dim] to where the tokens of a pass belong."""
     blocks, slots = batch.positions // KV_BLOCK, batch.positions % KV_BLOCK
     keys[batch.rows, blocks, :, slots] = k
     values[batch.rows, blocks, :, slots] = v
-    group = c.num_heads // c.num_kv_heads
-    return q.view(num_tokens, c.num_kv_heads, group, c.head_dim).mul(c.head_dim**-0.5)
 
 
 def _attend_decode(

@@ -35,7 +35,7 @@ def rewrite(path: Path, change) -> None:  # type: ignore[no-untyped-def]
 
 
 def equal(a: ModelWeights, b: ModelWeights) -> bool:
-    pairs = [(a.embed, b.embed), (a.head, b.head)]
+    pairs = [(a.embed, b.embed), (a.heads[max(a.heads)].weight, b.heads[max(b.heads)].weight)]
     for x, y in zip(a.layers, b.layers, strict=True):
         pairs += [(x.qkv.weight, y.qkv.weight), (x.up.weight, y.up.weight)]
         pairs += [(x.down.weight, y.down.weight), (x.attn_norm.weight, y.attn_norm.weight)]
@@ -83,7 +83,7 @@ def test_half_precision_is_converted(checkpoint: Path, stored: torch.dtype) -> N
     original = load_file(checkpoint / SINGLE_FILE)["model.embed_tokens.weight"]
     assert weights.embed.dtype is torch.float32
     assert torch.equal(weights.embed, original.float())
-    assert load(checkpoint, dtype=torch.bfloat16).head.dtype is torch.bfloat16
+    assert load(checkpoint, dtype=torch.bfloat16).embed.dtype is torch.bfloat16
 
 
 def test_missing_shard(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Measure what segments and exit heads cost, once, before the first sequence arrives."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from quadriga.clock import Clock
+from quadriga.exits import ExitParams
+from quadriga.interfaces import ModelRunner
+from quadriga.policies.drex.costs import SegmentCosts
+from quadriga.types import SamplingParams, SequenceState
+
+_REPEATS = 3
+_SHORT, _LONG = 2, 512  # tokens of context
+
+
+def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCosts:
+    """Time every segment at batch sizes that double, at short and at long contexts.
+
+    Uses the runner's rows 0..max_rows − 1, which must be free, and leaves them free. What is
+    computed is garbage; only the time counts.
+    """
+    costs = SegmentCosts(len(runner.segment_ends), max_rows)
+    if costs.num_segments == 1:
+        return costs
+    with _Dummies(runner, max_rows, _SHORT):
+        for count in costs.knots:
+            _calibrate_batch(runner, clock, costs, count)
+    context = min(_LONG, runner.row_capacity_tokens - 1)
+    with _Dummies(runner, max_rows, context):
+        for segment in range(costs.num_segments):
+            seconds = _time_s(runner, clock, segment, segment + 1, max_rows)
+            known_s = costs.forecast_s(segment, segment + 1, max_rows, 0, tests=True)
+            costs.set_slope(segment, (seconds - known_s) / (max_rows * (context - _SHORT)))
+    return costs
+
+
+def _calibrate_batch(runner: ModelRunner, clock: Clock, costs: SegmentCosts, count: int) -> None:
+    """Enter the times at one batch size.
+
+    Every pass ends in a head. The whole model in one pass has one, its segments one by one have one
+    each; the difference is what a head costs. That of the last segment is counted with the segment,
+    for nothing ever leaves it out.
+    """
+    last = costs.num_segments - 1
+    parts_s = [_time_s(runner, clock, i, i + 1, count) for i in range(costs.num_segments)]
+    whole_s = _time_s(runner, clock, 0, costs.num_segments, count)
+    head_s = max((sum(parts_s) - whole_s) / last, 0.01 * min(parts_s))
+    for segment, seconds in enumerate(parts_s):
+        costs.set(segment, count, seconds - (head_s if segment < last else 0.0))
+        costs.set(segment, count, head_s if segment < last else 0.0, head=True)
+
+
+def _time_s(runner: ModelRunner, clock: Clock, first: int, stop: int, count: int) -> float:
+    rows = list(range(count))
+    times = []
+    for _ in range(_REPEATS):
+        started_s = clock.now_s()
+        runner.advance(rows, first, stop)
+        times.append(clock.now_s() - started_s)
+    return median(times)
+
+
+class _Dummies:
+    """Sequences of one length in the first rows; a context manager."""
+
+    def __init__(self, runner: ModelRunner, count: int, num_tokens: int) -> None:
+        self._runner = runner
+        self._states = [
+            SequenceState(
+                sequence_id=f"calibration-{row}",
+                request_id="calibration",
+                model="",
+                prompt_ids=[0] * (num_tokens - 1),
+                sampling=SamplingParams(max_tokens=1, temperature=0.0),
+                ingress_id="",
+                arrival_unix_s=0.0,
+                deadline_unix_s=float("inf"),
+                exits=ExitParams(),
+                output_ids=[0],
+            )
+            for row in range(count)
+        ]
+
+    def __enter__(self) -> None:
+        for row, state in enumerate(self._states):
+            self._runner.attach(row, state)
+
+    def __exit__(self, *_: object) -> None:
+        for row in range(len(self._states)):
+            self._runner.detach(row)
