@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from actors.calls import call
+from actors.exit_metrics import ExitMetrics
 from actors.lifecycle import controller_name
 from quadriga.errors import QuadrigaError
 from quadriga.metrics import SIZE_BUCKETS_BYTES, Registry
@@ -54,13 +56,14 @@ class ReplicaMetrics:
             "quadriga_kv_reserved_tokens", "Tokens promised to the sequences held."
         )
         self._step = registry.gauge("quadriga_step_seconds", "Mean time of a step, recent first.")
+        self._exits = ExitMetrics(registry)
 
-    def count(self, emission: Emission) -> None:
-        """Count what one emission carries."""
-        if emission.token_ids:
-            self._tokens.inc(len(emission.token_ids))
-        if emission.error is not None:
-            self._errors.labels(code=emission.error.code).inc()
+    def count(self, emissions: Sequence[tuple[str, Emission]]) -> None:
+        """Count what (ingress id, emission) pairs carry."""
+        self._tokens.inc(sum(len(emission.token_ids) for _, emission in emissions))
+        for _, emission in emissions:
+            if emission.error is not None:
+                self._errors.labels(code=emission.error.code).inc()
 
     def handed_off(self, seconds: float, num_bytes: int) -> None:
         self._handoffs.labels(result="committed").inc()
@@ -80,6 +83,8 @@ class ReplicaMetrics:
         self._steps.inc(load.num_steps - self._num_steps)
         self._num_steps = load.num_steps
         self._fallbacks.set(num_fallbacks)
+        if load.exits is not None:
+            self._exits.update(load.exits, load.num_at_exits)
 
     async def push(self, app: str) -> None:
         """Send all values to the hub; a lost push costs nothing, the next one has them too."""

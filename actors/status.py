@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quadriga.errors import QuadrigaError
+from quadriga.exits import ExitCounters
 from quadriga.types import ReplicaInfo
 
 
@@ -20,6 +21,8 @@ class Load:
     tokens_per_s: float = 0.0
     step_time_s: float = 0.0
     num_steps: int = 0
+    exits: ExitCounters | None = None
+    num_at_exits: tuple[int, ...] = ()
 
     @property
     def num_held(self) -> int:

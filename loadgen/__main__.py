@@ -40,6 +40,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("run",): Command("loadgen.run", "send a trace, prompts or tasks to a service and check it"),
     ("bench", "engine"): Command("loadgen.bench.engine", "offline generation speed, against peers"),
     ("bench", "serve"): Command("loadgen.bench.serve", "the service's speed over the engine's"),
+    ("paper", "drex"): Command("loadgen.paper.drex", "rebatching against grouped and no exits"),
     ("bench", "generator"): Command("loadgen.bench.generator", "the load generator's own limit"),
 }
 

@@ -104,6 +104,10 @@ class ExitCounters:
     filled_tokens: int = 0
     copied_bytes: int = 0
 
+    def copy(self) -> ExitCounters:
+        """A snapshot for other threads."""
+        return replace(self, tokens=dict(self.tokens))
+
 
 def read_exits(path: Path, num_layers: int) -> ExitSpec:
     """Return what a checkpoint's `exits.json` says; no exits where there is none.
@@ -121,13 +125,12 @@ def read_exits(path: Path, num_layers: int) -> ExitSpec:
         raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
     if not isinstance(data, dict):
         raise ConfigError(f"model: {file} must hold a JSON object", param="model")
-    spec = ExitSpec(
+    return ExitSpec(
         layers=_layers(data.get("layers", []), num_layers, file),
         kind=_one_of(data, "kind", get_args(ExitKind), "shared", file),
         criterion=_one_of(data, "criterion", get_args(Criterion), "top", file),
         threshold=_threshold(data.get("threshold", DEFAULT_THRESHOLD), file),
     )
-    return spec
 
 
 def _layers(value: Any, num_layers: int, file: Path) -> tuple[int, ...]:

@@ -88,6 +88,16 @@ class ModelRunner(Protocol):
         As with `decode`, the caller appends each to its state before the row's next segment 0.
         """
 
+    def suspend(self, row: int) -> Any:
+        """Take a sequence out of its row, which is free afterwards, into host memory.
+
+        Returns:
+            All that `restore` needs to go on where it was, a token that waits at an exit included.
+        """
+
+    def restore(self, row: int, state: SequenceState, suspended: Any) -> None:
+        """Put a suspended sequence into a free row; `state` is the one it had."""
+
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> Any:
         """Copy of KV: [num_layers, 2, num_kv_heads, stop - start, head_dim], contiguous, CPU or
         device as the transport of this runner's device wants it."""

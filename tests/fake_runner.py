@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from quadriga.clock import ManualClock
 from quadriga.interfaces import LayersDone, PrefillChunk
 from quadriga.types import SampledToken, SequenceState
 
@@ -79,6 +80,15 @@ class FakeRunner:
             out.append(SampledToken(next_token(known), self.num_layers))
         return out
 
+    def suspend(self, row: int) -> list[int]:
+        kept = list(self.kv[row])
+        self.detach(row)
+        return kept
+
+    def restore(self, row: int, state: SequenceState, suspended: list[int]) -> None:
+        self.attach(row, state)
+        self.kv[row] = list(suspended)
+
     def read_kv(
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int
     ) -> list[int]:
@@ -86,3 +96,97 @@ class FakeRunner:
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: list[int]) -> None:
         self.kv[row][start : start + len(kv)] = kv
+
+
+def token_at(token_ids: Sequence[int], depth: int) -> int:
+    """The token that leaves behind `depth` layers; another one at every depth, mostly."""
+    return next_token([*token_ids, -depth])
+
+
+def confidence_at(token_ids: Sequence[int], depth: int) -> float:
+    """In [0, 1), uniform, in steps of a thousandth."""
+    return zlib.crc32(repr((depth, list(token_ids))).encode()) % 1000 / 1000
+
+
+class FakeSegmentRunner(FakeRunner):
+    """A runner with exits, and a watch over the order in which they are used.
+
+    Every row's token must pass through the segments in order and through each of them once, until
+    it is emitted at the exit of the pass just run. A row that is detached in between starts its
+    token anew, wherever it is attached next: that alone may run a segment twice for a token.
+
+    Args:
+        base_s, row_s: A pass takes `base_s + row_s · rows` for each of its segments.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        row_capacity_tokens: int = 256,
+        *,
+        ends: tuple[int, ...] = (2, 5, 8),
+        clock: ManualClock | None = None,
+        base_s: float = 1e-3,
+        row_s: float = 1e-4,
+    ) -> None:
+        super().__init__(num_rows, row_capacity_tokens)
+        assert ends[-1] == self.num_layers
+        self.clock = clock or ManualClock()
+        self.base_s = base_s
+        self.row_s = row_s
+        self.next_segment: dict[int, int] = {}  # of each attached row's token
+        self._ends = ends
+        self._at_exit: set[int] = set()
+
+    @property
+    def segment_ends(self) -> tuple[int, ...]:
+        return self._ends
+
+    def pass_s(self, first: int, stop: int, count: int) -> float:
+        """How long a pass takes."""
+        return (stop - first) * (self.base_s + self.row_s * count)
+
+    def attach(self, row: int, state: SequenceState) -> None:
+        super().attach(row, state)
+        self.next_segment[row] = 0
+
+    def detach(self, row: int) -> None:
+        super().detach(row)
+        del self.next_segment[row]
+        self._at_exit.discard(row)
+
+    def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
+        assert rows and len(set(rows)) == len(rows), f"rows {rows}"
+        assert 0 <= first < stop <= len(self._ends), f"segments {first}..{stop}"
+        depth = self._ends[stop - 1]
+        confidences = []
+        for row in rows:
+            at = self.next_segment[row]
+            assert at == first, f"row {row} waits before segment {at}, not {first}"
+            self.next_segment[row] = stop
+            if first == 0:
+                self.kv[row].append(self.attached[row].output_ids[-1])
+            confidences.append(confidence_at(self._known(row), depth))
+        self._at_exit = set(rows)
+        self.clock.advance(self.pass_s(first, stop, len(rows)))
+        return confidences
+
+    def emit(self, rows: Sequence[int]) -> list[SampledToken]:
+        out = []
+        for row in rows:
+            assert row in self._at_exit, f"row {row} is not at the exit just run"
+            self._at_exit.remove(row)
+            depth = self._ends[self.next_segment[row] - 1]
+            self.next_segment[row] = 0
+            out.append(SampledToken(token_at(self._known(row), depth), depth))
+        return out
+
+    def decode(self, rows: Sequence[int]) -> list[SampledToken]:
+        self.advance(rows, 0, len(self._ends))
+        return self.emit(rows)
+
+    def _known(self, row: int) -> list[int]:
+        state = self.attached[row]
+        known = state.prompt_ids + state.output_ids
+        assert self.kv[row] == known, f"row {row} does not hold its sequence's tokens"
+        return known

@@ -3,7 +3,8 @@
 A sequence passes through: reserved (its row is being filled by a transfer) → front (ready for its
 next token) ⇄ waiting at an exit (its token did not leave there and its next layers have not begun)
 → gone. Nothing moves when it changes place: hidden state and KV stay in its row, and the places
-are sets of row numbers.
+are sets of row numbers. Only where memory fills, a sequence is paused: its row moves to host
+memory and comes back later, wherever it was.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quadriga.batching.finish import append_token, finish_reason
+from quadriga.batching.preemption import (
+    HIGH_WATERMARK,
+    LOW_WATERMARK,
+    PausedSequence,
+    choose_return,
+    choose_victim,
+)
 from quadriga.batching.rates import Ewma, RateMeter
 from quadriga.batching.slots import Slot, SlotTable
 from quadriga.clock import Clock
-from quadriga.errors import DeadlineExceeded, InvariantViolation
+from quadriga.errors import DeadlineExceeded, InvariantViolation, KVCacheExhausted
 from quadriga.exits import Criterion, ExitCounters
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
@@ -94,13 +102,26 @@ class DecodeLoop:
         self._rows: dict[str, int] = {}  # sequence id → row, running sequences only
         self._front: dict[int, _Running] = {}
         self._waiting: list[dict[int, _Running]] = [{} for _ in self._ends[:-1]]
+        self._paused: dict[str, PausedSequence] = {}
+        self.num_pauses = 0
         self._num_limited = 0  # running sequences with a depth limit of their own
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
         self._token_time = Ewma(0.1)
 
-    def reserve(self, sequence_id: str, max_total_tokens: int) -> Slot:
-        """Promise a row to a sequence on its way. Raises: KVCacheExhausted, ContextTooLong."""
-        return self.slots.reserve(sequence_id, max_total_tokens)
+    def reserve(
+        self, sequence_id: str, max_total_tokens: int, num_tokens: int | None = None
+    ) -> Slot:
+        """Promise a row to a sequence on its way.
+
+        Raises:
+            KVCacheExhausted: No room now; paused sequences come before new ones.
+            ContextTooLong: It can never fit.
+        """
+        if self._paused:
+            raise KVCacheExhausted(
+                f"{len(self._paused)} paused sequences wait for memory here; try another replica"
+            )
+        return self.slots.reserve(sequence_id, max_total_tokens, num_tokens)
 
     def join(self, state: SequenceState) -> None:
         """Let a sequence, whose row is reserved and filled, take part from the next step on.
@@ -114,11 +135,14 @@ class DecodeLoop:
         if not state.output_ids:
             raise InvariantViolation(f"sequence {state.sequence_id} joins without a first token")
         self._runner.attach(slot.row, state)
+        self._enter(slot.row, state, self._front)
+
+    def _enter(self, row: int, state: SequenceState, place: dict[int, _Running]) -> None:
         now_s = self._clock.now_s()
         running = _Running(
-            row=slot.row,
+            row=row,
             state=state,
-            place=self._front,
+            place=place,
             bar=self._bar(state.exits.threshold),
             last_segment=self._last_segment(state.exits.max_depth),
             gap_s=state.exits.sla_tbt_s,
@@ -126,8 +150,8 @@ class DecodeLoop:
             since_s=now_s,
             deadline_s=math.inf,
         )
-        self._running[slot.row] = self._front[slot.row] = running
-        self._rows[state.sequence_id] = slot.row
+        self._running[row] = place[row] = running
+        self._rows[state.sequence_id] = row
         self._num_limited += running.last_segment < len(self._ends) - 1
         self._set_deadline(running, now_s, self._rebatcher.target_gap_s(len(self._running)))
 
@@ -140,21 +164,95 @@ class DecodeLoop:
         Returns:
             Its state when it was running, else None.
         """
-        row = self._rows.pop(sequence_id, None)
-        slot = self.slots.release(sequence_id)
+        paused = self._paused.pop(sequence_id, None)
+        if paused is not None:
+            return paused.state
+        row = self._rows.get(sequence_id)
         if row is None:
+            self.slots.release(sequence_id)
             return None
-        if slot is None or slot.row != row:
-            raise InvariantViolation(f"sequence {sequence_id} ran in row {row} but holds {slot}")
+        running = self._remove(self._running[row])
         self._runner.detach(row)
-        running = self._running.pop(row)
-        running.place.pop(row)
-        self._num_limited -= running.last_segment < len(self._ends) - 1
         return running.state
+
+    def _remove(self, running: _Running) -> _Running:
+        """Take a running sequence out of its place and give its slot back."""
+        sequence_id = running.state.sequence_id
+        del self._rows[sequence_id]
+        slot = self.slots.release(sequence_id)
+        if slot is None or slot.row != running.row:
+            raise InvariantViolation(f"{sequence_id} ran in row {running.row} but holds {slot}")
+        del self._running[running.row]
+        del running.place[running.row]
+        self._num_limited -= running.last_segment < len(self._ends) - 1
+        return running
+
+    def pause(self, sequence_id: str) -> bool:
+        """Move a running sequence to host memory; it comes back by itself. False if not running."""
+        row = self._rows.get(sequence_id)
+        if row is None:
+            return False
+        running = self._remove(self._running[row])
+        at_front = running.place is self._front
+        self._paused[sequence_id] = PausedSequence(
+            state=running.state,
+            suspended=self._runner.suspend(row),
+            waited_at=None if at_front else self._exit_of(running.place),
+            paused_at_s=self._clock.now_s(),
+        )
+        self.num_pauses += 1
+        return True
+
+    def _exit_of(self, place: dict[int, _Running]) -> int:
+        return next(i for i, waiting in enumerate(self._waiting) if waiting is place)
+
+    def _balance_memory(self) -> None:
+        """Let every running sequence grow, pausing some where they cannot; take paused ones in."""
+        slots = self.slots
+        if slots.reservation == "used":
+            for running in list(self._running.values()):
+                sequence_id = running.state.sequence_id
+                while sequence_id in self._rows and not slots.grow(
+                    sequence_id, running.num_tokens + 1
+                ):
+                    self._pause_one()
+            while slots.reserved_tokens > HIGH_WATERMARK * slots.kv_capacity_tokens:
+                if len(self._running) <= 1:
+                    break
+                self._pause_one()
+        while self._paused and self._resume_one():
+            pass
+
+    def _pause_one(self) -> None:
+        victim = choose_victim(r.state for r in self._running.values())
+        if victim is None:
+            raise InvariantViolation("memory is full and nobody runs")
+        self.pause(victim.sequence_id)
+
+    def _resume_one(self) -> bool:
+        """Take the first paused sequence back; False when there is no room for it yet."""
+        paused = choose_return(self._paused.values())
+        slots = self.slots
+        if paused is None or not slots.num_free_rows:
+            return False
+        state = paused.state
+        after = slots.reserved_tokens + state.num_tokens + 1
+        if self._running and after > LOW_WATERMARK * slots.kv_capacity_tokens:
+            return False
+        try:
+            slot = slots.reserve(state.sequence_id, state.max_total_tokens, state.num_tokens)
+        except KVCacheExhausted:
+            return False
+        del self._paused[state.sequence_id]
+        self._runner.restore(slot.row, state, paused.suspended)
+        at = paused.waited_at
+        self._enter(slot.row, state, self._front if at is None else self._waiting[at])
+        return True
 
     def step(self) -> Emissions:
         """Schedule → run → judge → commit. Returns (ingress id, emission) pairs."""
         emissions = self._expire()
+        self._balance_memory()
         if not self._running:
             return emissions
         started_s = self._clock.now_s()
@@ -306,6 +404,10 @@ class DecodeLoop:
     def _expire(self) -> Emissions:
         now_unix_s = self._clock.unix_s()
         late = [r.state for r in self._running.values() if r.state.deadline_unix_s <= now_unix_s]
+        if self._paused:
+            late += [
+                p.state for p in self._paused.values() if p.state.deadline_unix_s <= now_unix_s
+            ]
         emissions = []
         for state in late:
             self.leave(state.sequence_id)
@@ -334,12 +436,26 @@ class DecodeLoop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running)
+        return bool(self._running or self._paused)
 
     @property
     def running(self) -> list[SequenceState]:
-        """States of the running sequences, in order of joining."""
-        return [r.state for r in self._running.values()]
+        """States of the running sequences, in order of joining, then of the paused ones."""
+        paused = [p.state for p in self._paused.values()]
+        return [r.state for r in self._running.values()] + paused
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the running sequences, in order of joining."""
+        return list(self._running)
+
+    def rows_waiting_at(self, exit_index: int) -> list[int]:
+        """Rows whose token waits at a non-final exit."""
+        return list(self._waiting[exit_index])
+
+    @property
+    def num_paused(self) -> int:
+        return len(self._paused)
 
     @property
     def num_running(self) -> int:

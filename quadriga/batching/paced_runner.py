@@ -93,6 +93,16 @@ class PacedRunner:
         else:
             self.num_late += 1
 
+    def suspend(self, row: int) -> object:
+        """See `ModelRunner.suspend`."""
+        self._states.pop(row, None)
+        return self._runner.suspend(row)
+
+    def restore(self, row: int, state: SequenceState, suspended: object) -> None:
+        """See `ModelRunner.restore`."""
+        self._runner.restore(row, state, suspended)
+        self._states[row] = state
+
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> object:
         """See `ModelRunner.read_kv`."""
         return self._runner.read_kv(row, first_layer, num_layers, start, stop)

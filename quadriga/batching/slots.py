@@ -1,10 +1,18 @@
-"""Who holds which KV row, and how many tokens of cache are promised. The owner of both."""
+"""Who holds which KV row, and how many tokens of cache are promised. The owner of both.
+
+Two ways to promise. `longest`: a sequence reserves the most it can grow to, so memory cannot run
+out in mid-decode and nobody is ever paused. `used`: it reserves what it has and grows by blocks;
+more sequences fit, and when the memory fills, whoever owns the table pauses some (BATON).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from quadriga.errors import ContextTooLong, InvariantViolation, KVCacheExhausted
+
+Reservation = Literal["longest", "used"]
 
 BLOCK_TOKENS = 16
 """Reservations are rounded up to blocks of this many tokens."""
@@ -21,13 +29,20 @@ class Slot:
 class SlotTable:
     """Rows and cache tokens of one engine, handed out and taken back.
 
-    A sequence reserves the most it can grow to, so memory cannot run out in mid-decode. Rows are
-    reused lowest first, which keeps the rows in use together.
+    Rows are reused lowest first, which keeps the rows in use together.
 
     Not thread-safe: the engine's thread owns it.
     """
 
-    def __init__(self, *, num_rows: int, row_capacity_tokens: int, kv_capacity_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        row_capacity_tokens: int,
+        kv_capacity_tokens: int,
+        reservation: Reservation = "longest",
+    ) -> None:
+        self.reservation = reservation
         self.num_rows = num_rows
         self.row_capacity_tokens = row_capacity_tokens
         self.kv_capacity_tokens = kv_capacity_tokens
@@ -35,8 +50,13 @@ class SlotTable:
         self._slots: dict[str, Slot] = {}
         self._reserved_tokens = 0
 
-    def reserve(self, sequence_id: str, max_total_tokens: int) -> Slot:
-        """Promise a row and room for `max_total_tokens` to a sequence.
+    def reserve(
+        self, sequence_id: str, max_total_tokens: int, num_tokens: int | None = None
+    ) -> Slot:
+        """Promise a row to a sequence, and the room it needs.
+
+        Args:
+            num_tokens: What it has now; `longest` does not ask for it.
 
         Raises:
             ContextTooLong: More than one row holds; no waiting helps.
@@ -51,7 +71,8 @@ class SlotTable:
                 "sequence may have here; shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
-        tokens = min(-(-max_total_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, self.row_capacity_tokens)
+        is_used = self.reservation == "used" and num_tokens is not None
+        tokens = self._rounded(num_tokens + 1 if is_used and num_tokens else max_total_tokens)
         if not self._free_rows or self._reserved_tokens + tokens > self.kv_capacity_tokens:
             raise KVCacheExhausted(
                 f"no room for {tokens} tokens: {len(self._free_rows)} of {self.num_rows} rows and "
@@ -62,6 +83,26 @@ class SlotTable:
         self._slots[sequence_id] = slot
         self._reserved_tokens += tokens
         return slot
+
+    def grow(self, sequence_id: str, num_tokens: int) -> bool:
+        """Promise a sequence room for `num_tokens`; False where no block is free.
+
+        Raises: InvariantViolation: It holds no slot.
+        """
+        slot = self._slots.get(sequence_id)
+        if slot is None:
+            raise InvariantViolation(f"sequence {sequence_id} holds no slot")
+        more = self._rounded(num_tokens) - slot.reserved_tokens
+        if more <= 0:
+            return True
+        if self._reserved_tokens + more > self.kv_capacity_tokens:
+            return False
+        self._slots[sequence_id] = Slot(slot.row, slot.reserved_tokens + more)
+        self._reserved_tokens += more
+        return True
+
+    def _rounded(self, num_tokens: int) -> int:
+        return min(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, self.row_capacity_tokens)
 
     def release(self, sequence_id: str) -> Slot | None:
         """Take back a sequence's slot; None where it holds none."""
@@ -75,6 +116,10 @@ class SlotTable:
 
     def get(self, sequence_id: str) -> Slot | None:
         return self._slots.get(sequence_id)
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     @property
     def num_held(self) -> int:

@@ -8,20 +8,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quadriga.engine.baton.runner import BatonRunner
     from quadriga.engine.runner import NativeRunner
     from quadriga.resolve import EngineSpec
 
 __all__ = ["load_runner"]
 
 
-def load_runner(spec: EngineSpec) -> NativeRunner:
-    """Load the checkpoint's first `spec.depth` layers and return a runner for them.
+def load_runner(spec: EngineSpec) -> NativeRunner | BatonRunner:
+    """Load the checkpoint's first `spec.depth` layers and return the runner the spec names.
 
     Sets this process's torch thread count to `spec.threads`.
 
     Raises:
-        ConfigError: The checkpoint cannot be served: see `weights` and `models.config`.
+        ConfigError: The checkpoint cannot be served: see `weights` and `models.config` for the
+            native runner, `baton.loading` and `baton.probe` for the relay batch.
     """
+    if spec.runner == "baton":
+        from quadriga.engine.baton.runner import BatonRunner
+
+        return BatonRunner.load(spec)
     from quadriga.engine.runner import NativeRunner
 
     return NativeRunner.load(spec)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder, top_two
 from quadriga.engine.models.layers import Span
 from quadriga.engine.sampler import RowSampler, choose, process, sample, token_logprobs
-from quadriga.engine.skipped_kv import SkippedKVStore
+from quadriga.engine.skipped_kv import SkippedKVStore, SuspendedSkips
 from quadriga.engine.weights import load_weights
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
@@ -36,6 +37,21 @@ class _Exit:
     index: dict[int, int]
     found: Candidates
     hidden: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendedRow:
+    """A row in host memory.
+
+    Attributes:
+        kv: [num_layers, 2, num_kv_heads, tokens, head_dim], the current token included.
+        position, hidden: Of the current token, which may wait at an exit.
+    """
+
+    kv: torch.Tensor
+    position: int
+    hidden: torch.Tensor
+    skipped: SuspendedSkips | None
 
 
 class NativeRunner:
@@ -114,6 +130,11 @@ class NativeRunner:
             skipped = SkippedKVStore(spec.skipped_kv, ends, cache, config.hidden_size)
         depths = skipped.depths if skipped is not None and skipped.mode == "alias" else None
         return cls(spec, Decoder(config, weights, cache, depths), cache, skipped)
+
+    @property
+    def skipped(self) -> SkippedKVStore | None:
+        """What early tokens left behind; None without exits."""
+        return self._skipped
 
     @property
     def segment_ends(self) -> tuple[int, ...]:
@@ -217,7 +238,9 @@ class NativeRunner:
         samplers = [self._sampler(row) for row in rows]
         probs = found.probs
         if process(found.logits, samplers):
-            probs = top_two(found.logits)
+            # Of these rows alone: what a row is sure of does not depend on its company.
+            changed = [i for i, sampler in enumerate(samplers) if not sampler.is_plain]
+            probs[changed] = top_two(found.logits[changed])
         self._exit = _Exit(depth, stop - 1, {row: i for i, row in enumerate(rows)}, found, x)
         if self.spec.exits.criterion == "margin":
             confidences: list[float] = (probs[:, 0] - probs[:, 1]).tolist()
@@ -260,6 +283,60 @@ class NativeRunner:
         x = decoder.embed(token_ids, batch) if first == 0 else self._hidden[torch.tensor(rows)]
         first_layer = self._ends[first - 1] if first else 0
         return decoder.run_layers(x, batch, first_layer, self._ends[stop - 1])
+
+    @property
+    def exit_rows(self) -> list[int]:
+        """Rows at the exit of the last `advance`."""
+        return list(self._exit.index) if self._exit is not None else []
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Let passes be run for their time alone: afterwards all is as it was.
+
+        Between two segments of a token only; KV that such a pass writes is either what the real
+        pass will write again, or is marked as missing again.
+        """
+        exit_, hidden, positions = self._exit, self._hidden.clone(), self._positions.copy()
+        with self._skipped.rehearsal() if self._skipped is not None else nullcontext():
+            yield
+        self._exit, self._hidden, self._positions = exit_, hidden, positions
+
+    def held_bytes(self, rows: Sequence[int]) -> int:
+        """Bytes of KV and kept hidden states of these rows, as far as they were computed."""
+        ends = np.array([0, *self._ends])
+        layers = np.diff(ends)
+        unit = 2 * self._config.kv_size * self._hidden.element_size()
+        total = 0
+        for row in rows:
+            tokens = self._sampler(row).state.num_tokens - 1
+            if self._skipped is None:
+                total += tokens * self.num_layers * unit
+            else:
+                total += int((self._skipped.computed(row, tokens) * layers).sum()) * unit
+        return total + (0 if self._skipped is None else self._skipped.kept_bytes())
+
+    @torch.inference_mode()
+    def suspend(self, row: int) -> SuspendedRow:
+        """See `ModelRunner.suspend`."""
+        state = self._sampler(row).state
+        suspended = SuspendedRow(
+            kv=self._cache.read(row, 0, self.num_layers, 0, state.num_tokens),
+            position=int(self._positions[row]),
+            hidden=self._hidden[row].clone(),
+            skipped=None if self._skipped is None else self._skipped.suspend(row, state.num_tokens),
+        )
+        self.detach(row)
+        return suspended
+
+    @torch.inference_mode()
+    def restore(self, row: int, state: SequenceState, suspended: SuspendedRow) -> None:
+        """See `ModelRunner.restore`."""
+        self.attach(row, state)
+        self._cache.write(row, 0, 0, suspended.kv)
+        self._positions[row] = suspended.position
+        self._hidden[row] = suspended.hidden
+        if self._skipped is not None and suspended.skipped is not None:
+            self._skipped.restore(row, suspended.skipped)
 
     def read_kv(
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int

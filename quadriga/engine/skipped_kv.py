@@ -19,7 +19,9 @@ Source: mechanisms of DREX and of LayerSkip-like systems differ here and the DRE
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +37,16 @@ _COMPLETE = 255  # depth byte of a position whose every layer was computed
 MAX_LAYERS = _COMPLETE - 1
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendedSkips:
+    """One row of a `SkippedKVStore`, elsewhere."""
+
+    filled: Ints
+    base: int
+    depths: npt.NDArray[np.uint8]
+    states: torch.Tensor
 
 
 class SkippedKVStore:
@@ -79,6 +91,39 @@ class SkippedKVStore:
         end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin and self.mode not in ("alias", "copy"):
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Forget afterwards what passes inside have filled in."""
+        filled, base, counts = self._filled.copy(), self._base.copy(), self.num_filled
+        states = self._states.clone() if self.mode == "replay" else None
+        yield
+        self._filled, self._base, self.num_filled = filled, base, counts
+        if states is not None:
+            self._states.copy_(states)
+
+    def computed(self, row: int, num_tokens: int) -> Ints:
+        """Per segment, how many of a row's first `num_tokens` positions have KV there."""
+        counts: Ints = np.minimum(self._filled[row], num_tokens)
+        counts[0] = num_tokens
+        return counts
+
+    def suspend(self, row: int, num_tokens: int) -> SuspendedSkips:
+        """Copy what a row's first `num_tokens` positions left behind."""
+        kept = max(0, num_tokens - int(self._base[row]))
+        return SuspendedSkips(
+            self._filled[row].copy(),
+            int(self._base[row]),
+            self._depths[row, :num_tokens].copy(),
+            self._states[row, : 0 if self.mode in ("alias", "copy") else kept].clone(),
+        )
+
+    def restore(self, row: int, suspended: SuspendedSkips) -> None:
+        """Put a copy into a row that was just started."""
+        self._filled[row] = suspended.filled
+        self._base[row] = suspended.base
+        self._depths[row, : len(suspended.depths)] = suspended.depths
+        self._states[row, : len(suspended.states)] = suspended.states
 
     def leave(self, rows: Ints, positions: Ints, segment: int, states: torch.Tensor) -> None:
         """Keep what tokens at (rows, positions) leave behind at the end of a non-final segment.

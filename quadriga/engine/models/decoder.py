@@ -175,7 +175,7 @@ class Decoder:
             )
 
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:
-        """The head behind `depth` layers, which must be an exit: [n, hidden] → float32 [n, vocab]."""
+        """The head of the exit behind `depth` layers: [n, hidden] → float32 [n, vocab]."""
         head = self.weights.heads[depth]
         if head.norm is not None:
             x = norm(x, head.norm, self.config)

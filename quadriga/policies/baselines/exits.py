@@ -1,8 +1,8 @@
 """Batches that leave together: the policies that rebatching is measured against, and no exits.
 
-Whole batches either leave at an exit or go on; nobody waits. `eager` and `majority` let tokens leave
-below their threshold (involuntary exits, which change answers); `lazy` lets none, and so finds few
-occasions.
+Whole batches either leave at an exit or go on; nobody waits. `eager` and `majority` let tokens
+leave below their threshold (involuntary exits, which change answers); `lazy` lets none, and so
+finds few occasions.
 
 Source: DREX, §2 and its baselines (EE-LLM's and Apparate's batches).
 """
@@ -79,7 +79,9 @@ class NoExits(GroupedExits):
     """Every token runs every layer; no exit is ever tested."""
 
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
-        return Range(0, self.costs.num_segments, tests=False)
+        """See `Rebatcher.choose`; somebody waits where another row's depth limit cut a pass short."""
+        waits = (i + 1 for i, rows in enumerate(waiting) if rows.count)
+        return Range(next(waits, 0), self.costs.num_segments, tests=False)
 
     def may_leave(self, group: AtExit) -> bool:
         return False

@@ -73,7 +73,7 @@ def make_plan(
         gain: Factor by which leaving early must beat the full model.
     """
     exits = range(len(demand.left_by))
-    if must_test:
+    if must_test and exits:
         return _best_targets(costs, demand, tuple(exits))
     n = demand.running
     stay_s = costs.forecast_s(0, costs.num_segments, n, n * demand.tokens_each, tests=False)

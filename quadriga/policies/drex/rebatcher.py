@@ -57,6 +57,8 @@ class DrexRebatcher:
         self._must_go: set[int] = set()  # exits whose waiting rows go on now
         self._probe: int | None = None  # an exit outside the plan, tested this once
         self._last_front_s = 0.0
+        self._tokens_each = 0.0
+        self._is_flush = False  # the pass under way is for rows that waited, not for a whole group
 
     @property
     def left_by(self) -> tuple[float, ...]:
@@ -71,12 +73,12 @@ class DrexRebatcher:
         )
         return _GAP * full_s
 
-    _tokens_each = 0.0
-
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
-        """See `Rebatcher.choose`: the deepest stage that is due, else the front, else the fullest."""
+        """See `Rebatcher.choose`: the deepest stage due, else the front, else the fullest."""
         for exit_index in reversed(range(len(waiting))):
-            if waiting[exit_index].count and self._is_due(exit_index, waiting[exit_index], now_s):
+            if not waiting[exit_index].count:
+                self._must_go.discard(exit_index)  # all who should have gone on are gone
+            elif self._is_due(exit_index, waiting[exit_index], now_s):
                 return self._range_from(exit_index + 1)
         if front.count:
             return self._front_range(front, waiting)
@@ -87,8 +89,8 @@ class DrexRebatcher:
         """See `Rebatcher.judge`."""
         passed = sum(group.passed)
         if self._deterministic:
-            return Verdict.SPLIT
-        if not passed:
+            verdict = Verdict.SPLIT
+        elif not passed:
             # Nobody can leave. Going on at once costs nothing that waiting would save, unless the
             # stage is more efficient in a larger batch and there is time.
             verdict = self._wait_or_go(group, now_s)
@@ -96,6 +98,11 @@ class DrexRebatcher:
             verdict = self._split_or_stay(group, now_s)
         if verdict is Verdict.STAY:
             self._must_go.add(group.ran.stop - 1)
+            self._counters.stays += passed > 0
+        else:  # the realised profit is this, less what the later flush is measured to take
+            self._counters.splits += passed > 0
+            self._counters.predicted_profit_s += self.profit_s(group)
+            self._counters.realised_profit_s += self._stay_s(group) - self._overhead_s
         return verdict
 
     def observe(
@@ -105,6 +112,8 @@ class DrexRebatcher:
         self.costs.observe(ran.first, ran.stop, count, num_tokens, seconds, tests=ran.tests)
         if ran.first == 0:
             self._last_front_s = seconds
+        elif self._is_flush:
+            self._counters.realised_profit_s -= seconds
         if passed is None or ran.stop == self.costs.num_segments:
             return
         before = self._left_by[ran.first - 1] if ran.first else 0.0
@@ -126,10 +135,10 @@ class DrexRebatcher:
         if self._until_plan <= 0 or changed:
             self._replan(running, front, waiting)
         self._until_exploration -= 1
-        if self._until_exploration <= 0 and self._left_by:
-            self._until_exploration = EXPLORE_EVERY
+        if self._until_exploration <= 0:
             outside = [e for e in range(len(self._left_by)) if e not in self.plan.exits]
-            if outside:
+            if outside:  # else the next split is the one to turn round
+                self._until_exploration = EXPLORE_EVERY
                 self._counters.explored += 1
                 self._probe = self._random.choice(outside)
         first_exit = min(self._exits(), default=None)
@@ -138,6 +147,7 @@ class DrexRebatcher:
         return Range(0, first_exit + 1)
 
     def _range_from(self, segment: int) -> Range:
+        self._is_flush = segment - 1 not in self._must_go
         self._must_go.discard(segment - 1)
         stop = next((e + 1 for e in self._exits() if e >= segment), self.costs.num_segments)
         return Range(segment, stop, tests=stop < self.costs.num_segments)
@@ -189,31 +199,29 @@ class DrexRebatcher:
         if at not in self.plan.exits:  # probed: it was worth a look, the plan decides
             self._end_probe(at)
             return Verdict.STAY
-        profit_s = self.profit_s(group)
-        splits = profit_s > 0 and not self._is_late(group, now_s)
+        splits = self.profit_s(group) > 0 and not self._is_late(group, now_s)
         self._until_exploration -= 1
         if self._until_exploration <= 0:
             self._until_exploration = EXPLORE_EVERY
             self._counters.explored += 1
             splits = not splits
-        if splits:
-            self._counters.splits += 1
-            self._counters.predicted_profit_s += profit_s
-            return Verdict.SPLIT
-        self._counters.stays += 1
-        return Verdict.STAY
+        return Verdict.SPLIT if splits else Verdict.STAY
 
     def profit_s(self, group: AtExit) -> float:
         """Δ: seconds that splitting saves against carrying the whole group down."""
         at = group.ran.stop - 1
-        count, remaining = len(group.passed), group.remaining.count
+        tokens_each = group.num_tokens / len(group.passed)
+        flush_s = self._flush_share_s(at, group.remaining.count, tokens_each)
+        return self._stay_s(group) - flush_s - self._overhead_s
+
+    def _stay_s(self, group: AtExit) -> float:
+        """What carrying the whole group down costs now, beside those that wait there anyway."""
+        at = group.ran.stop - 1
         alone = group.waiting.count
-        tokens_each = group.num_tokens / count
-        both = count + alone
+        tokens_each = group.num_tokens / len(group.passed)
+        both = len(group.passed) + alone
         stay_s = self._stage_s(at, both, both * tokens_each)
-        if alone:  # who waits there goes down anyway
-            stay_s -= self._flush_share_s(at, alone, tokens_each)
-        return stay_s - self._flush_share_s(at, remaining, tokens_each) - self._overhead_s
+        return stay_s - (self._flush_share_s(at, alone, tokens_each) if alone else 0.0)
 
     def _flush_share_s(self, at: int, count: int, tokens_each: float) -> float:
         """What `count` rows cost in a flush of the planned size."""

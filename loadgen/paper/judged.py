@@ -1,0 +1,114 @@
+"""Was a decision right? Run both branches on the very state it was taken in, and compare.
+
+A split sends r rows to wait for a batch of m; a stay carries all b down at once. So at an exit the
+branches cost, for the same tokens,
+
+    stay:   t(b + w) less the share of the w rows that waited there anyway
+    split:  r / m' · t(m'),  m' the batch that the r rows go on in
+
+and each t is measured by running the passes, on the rows that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from quadriga.clock import Clock
+from quadriga.engine.runner import NativeRunner
+from quadriga.exits import ExitCounters
+from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.policies.rebatching import AtExit, Verdict
+
+_REPEATS = 5
+TIE = 0.03  # branches closer than this are equally right
+
+
+@dataclass(slots=True)
+class Decisions:
+    """Decisions that were judged.
+
+    Attributes:
+        right, ties: Of `count`; a tie counts as right.
+        regret_s, best_s: Time lost by the wrong ones, and what the better branches take.
+    """
+
+    count: int = 0
+    right: int = 0
+    ties: int = 0
+    regret_s: float = 0.0
+    best_s: float = 0.0
+
+    @property
+    def share_right(self) -> float:
+        return self.right / self.count if self.count else 1.0
+
+
+class JudgedRebatcher(DrexRebatcher):
+    """DREX whose every n-th decision is followed by running both branches.
+
+    Args:
+        every: n.
+    """
+
+    def __init__(
+        self,
+        costs: SegmentCosts,
+        *,
+        counters: ExitCounters,
+        native: NativeRunner,
+        clock: Clock,
+        every: int,
+    ) -> None:
+        super().__init__(costs, counters=counters)
+        self.decisions = Decisions()
+        self._native = native
+        self._clock = clock
+        self._every = every
+        self._seen = 0
+        self.waiting_rows: Callable[[int], list[int]] = lambda _exit: []  # set by the loop's owner
+
+    def judge(self, group: AtExit, now_s: float) -> Verdict:
+        """See `Rebatcher.judge`."""
+        explored = self._counters.explored
+        verdict = super().judge(group, now_s)
+        in_plan = group.ran.stop - 1 in self.plan.exits
+        if not any(group.passed) or not in_plan or self._counters.explored != explored:
+            return verdict  # no choice, or taken against the forecast on purpose
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self._run_both(group, verdict)
+        return verdict
+
+    def _run_both(self, group: AtExit, verdict: Verdict) -> None:
+        at = group.ran.stop - 1
+        # Only rows that have reached this exit may be passed on: the real pass repeats what a
+        # rehearsal writes for them.
+        rows = [*self._native.exit_rows, *self.waiting_rows(at)]
+        r, w = group.remaining.count, group.waiting.count
+        batch = min(max(self._target(at), r + w, 1), len(rows))
+        with self._native.rehearsal():
+            stay_s = self._time_s(at, rows)
+            alone_s = self._time_s(at, rows[:batch]) / batch
+        stay_s -= w * alone_s
+        split_s = r * alone_s + self._overhead_s
+        best_s, worst_s = sorted((stay_s, split_s))
+        took_s = split_s if verdict is Verdict.SPLIT else stay_s
+        decisions = self.decisions
+        decisions.count += 1
+        is_tie = worst_s - best_s <= TIE * abs(worst_s)
+        decisions.ties += is_tie
+        decisions.right += is_tie or took_s == best_s
+        decisions.regret_s += took_s - best_s
+        decisions.best_s += best_s
+
+    def _time_s(self, at: int, rows: Sequence[int]) -> float:
+        """Time of the stage behind exit `at` for these rows."""
+        ran = self._stage_range(at)
+        times = []
+        for _ in range(_REPEATS):
+            started_s = self._clock.now_s()
+            self._native.advance(rows, ran.first, ran.stop)
+            times.append(self._clock.now_s() - started_s)
+        return median(times)

@@ -1,0 +1,27 @@
+"""The rebatching policies by the names the configuration knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quadriga.exits import ExitCounters
+from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits, NoExits
+from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.policies.rebatching import Rebatcher
+
+_GROUPED: dict[str, Callable[[SegmentCosts], Rebatcher]] = {
+    "eager": EagerExits,
+    "lazy": LazyExits,
+    "majority": MajorityExits,
+    "off": NoExits,
+}
+POLICIES = ("drex", *_GROUPED)
+
+
+def make_rebatcher(
+    name: str, costs: SegmentCosts, counters: ExitCounters, *, deterministic: bool = False
+) -> Rebatcher:
+    """Return a policy by name, one of `POLICIES`."""
+    if name == "drex":
+        return DrexRebatcher(costs, counters=counters, deterministic=deterministic)
+    return _GROUPED[name](costs)

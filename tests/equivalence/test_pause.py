@@ -1,0 +1,142 @@
+"""A sequence that was paused to host memory and came back says what it would have said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.slots import SlotTable
+from quadriga.clock import SystemClock
+from quadriga.engine.runner import NativeRunner
+from quadriga.exits import ExitCounters, ExitParams, SkippedKV
+from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.resolve import EngineSpec
+from quadriga.types import SequenceState
+from tests.equivalence.models import build, make_spec, make_state, save, whole_prompt
+
+NUM_SEQUENCES = 6
+MAX_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save(build("llama"), tmp_path_factory.mktemp("llama"))
+    (path / "exits.json").write_text(
+        '{"kind": "shared", "layers": [1, 2], "criterion": "margin", "threshold": 0.2}'
+    )
+    return path
+
+
+def states() -> list[SequenceState]:
+    made = []
+    for i in range(NUM_SEQUENCES):
+        state = make_state([3 + 7 * i + k for k in range(4 + 3 * i)], max_tokens=MAX_TOKENS)
+        made.append(
+            replace(
+                state,
+                sequence_id=f"s{i}",
+                arrival_unix_s=float(i),
+                priority=i % 2,
+                exits=ExitParams(threshold=0.2),
+            )
+        )
+    return made
+
+
+def make_loop(spec: EngineSpec, kv_capacity_tokens: int) -> DecodeLoop:
+    runner = NativeRunner.load(spec)
+    counters = ExitCounters()
+    costs = SegmentCosts(len(runner.segment_ends), spec.num_rows)
+    return DecodeLoop(
+        runner=runner,
+        slots=SlotTable(
+            num_rows=spec.num_rows,
+            row_capacity_tokens=spec.row_capacity_tokens,
+            kv_capacity_tokens=kv_capacity_tokens,
+            reservation="used",
+        ),
+        eos_token_ids=(),
+        clock=SystemClock(),
+        rebatcher=DrexRebatcher(costs, counters=counters, deterministic=True),
+        counters=counters,
+        criterion="margin",
+    )
+
+
+def run(loop: DecodeLoop, sequences: list[SequenceState], pause_every: int = 0) -> None:
+    runner = loop._runner
+    for state in sequences:
+        slot = loop.reserve(state.sequence_id, state.max_total_tokens, len(state.prompt_ids))
+        runner.attach(slot.row, state)
+        token = runner.prefill([whole_prompt(slot.row, state)])[0]
+        assert token is not None
+        kv = runner.read_kv(slot.row, 0, runner.num_layers, 0, len(state.prompt_ids))
+        runner.detach(slot.row)
+        runner.write_kv(slot.row, 0, 0, kv)
+        state.output_ids.append(token.token_id)
+        state.exit_layers.append(token.exit_layer)
+        loop.join(state)
+    for step in range(4000):
+        if not loop.has_work:
+            return
+        loop.step()
+        loop.check()
+        if pause_every and step % pause_every == 0 and loop.running:
+            loop.pause(loop.running[step % len(loop.running)].sequence_id)
+            loop.check()
+    raise AssertionError("the sequences did not end")
+
+
+@pytest.mark.parametrize("mode", ["project", "alias", "copy", "replay"])
+@pytest.mark.parametrize("compiled", ["off", "wait"])
+def test_paused_under_memory_pressure(checkpoint: Path, mode: SkippedKV, compiled: str) -> None:
+    spec = make_spec(checkpoint, compile=compiled, skipped_kv=mode)
+    spec = replace(spec, exits=spec.checkpoint.exits)
+    plenty, scarce = states(), states()
+    run(make_loop(spec, 8 * spec.row_capacity_tokens), plenty)
+    loop = make_loop(spec, 3 * spec.row_capacity_tokens)
+    run(loop, scarce)
+    assert loop.num_pauses > 0
+    assert len({k for s in plenty for k in s.exit_layers}) > 1, "tokens leave at several exits"
+    for undisturbed, paused in zip(plenty, scarce, strict=True):
+        assert len(paused.output_ids) == MAX_TOKENS
+        assert paused.output_ids == undisturbed.output_ids
+        assert paused.exit_layers == undisturbed.exit_layers
+    assert loop.slots.reserved_tokens == 0
+    assert loop.slots.num_held == 0
+
+
+def test_paused_at_any_moment(checkpoint: Path) -> None:
+    """Also while a token waits at an exit, between two of its segments."""
+    spec = make_spec(checkpoint, compile="wait")
+    spec = replace(spec, exits=spec.checkpoint.exits)
+    undisturbed, paused = states(), states()
+    run(make_loop(spec, 8 * spec.row_capacity_tokens), undisturbed)
+    loop = make_loop(spec, 8 * spec.row_capacity_tokens)
+    run(loop, paused, pause_every=3)
+    assert loop.num_pauses > 30
+    for one, other in zip(undisturbed, paused, strict=True):
+        assert one.output_ids == other.output_ids
+        assert one.exit_layers == other.exit_layers
+
+
+def test_the_important_keep_running(checkpoint: Path) -> None:
+    spec = make_spec(checkpoint)
+    spec = replace(spec, exits=spec.checkpoint.exits)
+    loop = make_loop(spec, 3 * spec.row_capacity_tokens)
+    sequences = states()
+    ended: list[int] = []
+    original = loop.leave
+
+    def note(sequence_id: str) -> SequenceState | None:
+        ended.append(int(sequence_id[1:]))
+        return original(sequence_id)
+
+    loop.leave = note  # type: ignore[method-assign]
+    run(loop, sequences)
+    important, others = [0, 2, 4], [1, 3, 5]
+    assert max(ended.index(i) for i in important) < max(ended.index(i) for i in others)
+    assert set(ended) == set(important + others)
