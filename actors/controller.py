@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
-from ray.experimental import internal_kv
 
-from actors.calls import NAMESPACE, call, get_actor
+from actors import kept
+from actors.calls import call, get_actor
 from actors.fleet import Fleet, Key, Phase
 from actors.lifecycle import (
     end_this_actor,
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 CALL_TIMEOUT_S = 2.0
+KEEP_METRICS_S = 10.0
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
 
@@ -66,6 +67,9 @@ class Controller:
         self._clock = SystemClock()
         self._heard_s = self._clock.now_s()
         self._hub = MetricsHub()
+        self._hub_is_restored = asyncio.Event()
+        self._saving = asyncio.Lock()
+        self._kept_s = self._clock.now_s()
         self._wake = asyncio.Event()
         self._desired: Desired | None = None
         self._error: str | None = None
@@ -86,7 +90,8 @@ class Controller:
         desired = await asyncio.to_thread(_resolve, config)
         await self._is_started.wait()
         if self._desired is None or self._desired.config != desired.config:
-            await asyncio.to_thread(_save, self._app, desired.config)
+            text = json.dumps(desired.config).encode()
+            await asyncio.to_thread(kept.save, self._app, "desired", text)
         self._apply(desired)
 
     async def ingress_heartbeat(self, ingress_id: str) -> None:
@@ -98,8 +103,14 @@ class Controller:
         self._hub.push(source, families, now_s=self._clock.now_s())
 
     async def metrics(self) -> bytes:
-        """All processes' metrics as one Prometheus page."""
-        return self._hub.exposition(now_s=self._clock.now_s())
+        """All processes' metrics as one Prometheus page.
+
+        What it shows is kept first, so that no counter falls when this process dies thereafter.
+        """
+        await self._hub_is_restored.wait()
+        page = self._hub.exposition(now_s=self._clock.now_s())
+        await self._keep_metrics()
+        return page
 
     async def status(self) -> dict[str, Any]:
         """Desired and actual state, for start-up messages, health pages and tests."""
@@ -137,6 +148,7 @@ class Controller:
     async def _run(self) -> None:
         """Recover what an earlier controller knew, then keep the two states equal."""
         try:
+            await self._restore_metrics()
             await self._recover()
         finally:
             self._is_started.set()
@@ -148,6 +160,8 @@ class Controller:
             except (QuadrigaError, RayError, ValueError) as exc:
                 self._error = str(exc)
                 logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
+            if self._clock.now_s() - self._kept_s > KEEP_METRICS_S:
+                background(self._keep_metrics())
             orphan_s = self._fleet.lifecycle.orphan_timeout_s
             if self._ingress_age_s() > orphan_s:
                 await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
@@ -158,6 +172,28 @@ class Controller:
                     await self._wake.wait()
             except TimeoutError:
                 pass
+
+    async def _keep_metrics(self) -> None:
+        """Store all counters for a successor of this process, one writer at a time."""
+        async with self._saving:
+            if self._is_ending:
+                return
+            self._kept_s = self._clock.now_s()
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await asyncio.to_thread(kept.save, self._app, "metrics", self._hub.dump())
+            except (TimeoutError, RayError, RuntimeError) as exc:
+                logger.warning("the counters were not kept: %s", exc)
+
+    async def _restore_metrics(self) -> None:
+        try:
+            dump = await asyncio.to_thread(kept.load, self._app, "metrics")
+            if dump is not None:
+                self._hub.restore(dump, now_s=self._clock.now_s())
+        except (RayError, RuntimeError, ValueError) as exc:
+            logger.warning("earlier counters are lost: %s", exc)
+        finally:
+            self._hub_is_restored.set()
 
     async def _recover(self) -> None:
         names = await asyncio.to_thread(living_replicas, self._app)
@@ -172,9 +208,10 @@ class Controller:
         for name in abandoned:
             await asyncio.to_thread(remove, name, None)
             await self._fleet.tell_scheduler(name)
-        saved = await asyncio.to_thread(_load, self._app)
+        saved = await asyncio.to_thread(kept.load, self._app, "desired")
+        config = self._first_config if saved is None else json.loads(saved)
         try:
-            self._apply(await asyncio.to_thread(_resolve, saved or self._first_config))
+            self._apply(await asyncio.to_thread(_resolve, config))
         except QuadrigaError as exc:
             self._error = str(exc)
             logger.error("the configuration cannot be served: %s", exc)
@@ -234,7 +271,8 @@ class Controller:
             return
         self._is_ending = True
         logger.info("the application %s ends: %s", self._app, reason)
-        await asyncio.to_thread(_forget, self._app)
+        async with self._saving:  # a value that is still being written would stay behind
+            await asyncio.to_thread(kept.forget, self._app)
         await self._fleet.stop_all()
         try:
             await call(scheduler_name(self._app), "stop", timeout_s=CALL_TIMEOUT_S)
@@ -259,22 +297,3 @@ def _resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
         places[(spec.role, ordinals[spec.role])] = spec
         ordinals[spec.role] += 1
     return Desired(loaded.model_dump(mode="json", exclude={"auth"}), deployment, places)
-
-
-def _key(app: str) -> bytes:
-    return f"{app}:desired".encode()
-
-
-def _save(app: str, config: dict[str, Any]) -> None:
-    text = json.dumps(config).encode()
-    internal_kv._internal_kv_put(_key(app), text, overwrite=True, namespace=NAMESPACE.encode())
-
-
-def _load(app: str) -> dict[str, Any] | None:
-    text: Any = internal_kv._internal_kv_get(_key(app), namespace=NAMESPACE.encode())
-    config: dict[str, Any] | None = None if text is None else json.loads(text)
-    return config
-
-
-def _forget(app: str) -> None:
-    internal_kv._internal_kv_del(_key(app), namespace=NAMESPACE.encode())

@@ -20,17 +20,12 @@ from actors.tasks import background
 from quadriga.clock import Clock
 from quadriga.config import LifecycleConfig
 from quadriga.errors import QuadrigaError
+from quadriga.policies.liveness import patience_s, silence_limit_s
 from quadriga.resolve import ReplicaSpec
 from quadriga.types import Role
 
 logger = logging.getLogger(__name__)
 
-SILENCE_FACTOR = 10.0
-"""Heartbeat intervals without an answer before a replica counts as hung."""
-MIN_SILENCE_S = 8.0
-STALL_PATIENCE = 4.0
-"""Where half of the replicas or more are silent at once, the machine or this process is stalled
-rather than they are hung: they get this many times the time."""
 STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
@@ -158,7 +153,7 @@ class Fleet:
     async def _heartbeat_forever(self, member: Member) -> None:
         while member.name in self.members:
             interval_s = self.lifecycle.heartbeat_interval_s
-            silence_s = max(MIN_SILENCE_S, SILENCE_FACTOR * interval_s)
+            silence_s = silence_limit_s(interval_s)
             try:
                 status: ReplicaStatus = await call_handle(
                     member.name,
@@ -211,12 +206,9 @@ class Fleet:
         return None
 
     def _patience_s(self, silence_s: float) -> float:
-        """How long a silent replica is waited for; longer where it is not the only one."""
         now_s = self._clock.now_s()
         heard = [m.heard_s for m in self.members.values() if m.heard_s is not None]
-        num_silent = sum(now_s - heard_s > silence_s / 2 for heard_s in heard)
-        is_stall = num_silent > 1 and 2 * num_silent >= len(heard)
-        return silence_s * STALL_PATIENCE if is_stall else silence_s
+        return patience_s([now_s - heard_s for heard_s in heard], limit_s=silence_s)
 
     async def _gone(self, member: Member, reason: str) -> None:
         """Take a replica off the book, its process and placement group included."""

@@ -13,9 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.errors import ConfigError
+from quadriga.exits import ExitSpec, read_exits
+from quadriga.families import read_facts
 
 ASSETS = Path(__file__).parent / "assets"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request that does not say otherwise is sampled with; the defaults are neutral."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +38,10 @@ class Checkpoint:
     Attributes:
         id: What clients call it: the folder's name.
         architecture: Hugging Face class name, e.g. `LlamaForCausalLM`.
-        exit_layers: Non-final exits: number of layers run before each; ascending, may be empty.
+        exits: What `exits.json` says; no exits where there is no such file.
         max_model_len: Most positions the model was made for.
         fingerprint: Hash of config and weight index; equal fingerprints have interchangeable KV.
+        sampling: What its `generation_config.json` recommends.
     """
 
     id: str
@@ -40,8 +54,9 @@ class Checkpoint:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    exit_layers: tuple[int, ...]
+    exits: ExitSpec
     fingerprint: str
+    sampling: SamplingDefaults = SamplingDefaults()
 
     def kv_bytes_per_token(self, depth: int, bytes_per_value: int) -> int:
         """Bytes of KV cache one token takes in the first `depth` layers."""
@@ -95,12 +110,9 @@ def read_checkpoint(model: str, *, model_id: str | None = None) -> Checkpoint:
     path = locate(model)
     config = _read_json(path / "config.json")
     text = config.get("text_config", config)
+    generation = _generation_config(path)
     try:
-        num_layers = int(text["num_hidden_layers"])
-        hidden = int(text["hidden_size"])
-        heads = int(text["num_attention_heads"])
-        max_len = int(text.get("max_position_embeddings") or 2048)
-        vocab = int(text["vocab_size"])
+        facts = read_facts(config)
         architecture = str((config.get("architectures") or ["unknown"])[0])
     except (KeyError, TypeError, ValueError) as exc:
         raise ConfigError(
@@ -110,15 +122,16 @@ def read_checkpoint(model: str, *, model_id: str | None = None) -> Checkpoint:
         id=model_id or _folder_name(model, path),
         path=path,
         architecture=architecture,
-        num_layers=num_layers,
-        hidden_size=hidden,
-        num_kv_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or hidden // heads),
-        vocab_size=vocab,
-        max_model_len=max_len,
-        eos_token_ids=_eos_token_ids(path, text),
-        exit_layers=_exit_layers(path, num_layers),
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_positions,
+        eos_token_ids=_eos_token_ids(generation, text),
+        exits=read_exits(path, facts.num_layers),
         fingerprint=_fingerprint(path),
+        sampling=_sampling(path, generation),
     )
 
 
@@ -137,9 +150,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    generation = path / "generation_config.json"
-    value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    return _read_json(file) if file.is_file() else {}
+
+
+def _eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    value = generation.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")
     if value is None:
@@ -147,18 +164,37 @@ def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
 
 
-def _exit_layers(path: Path, num_layers: int) -> tuple[int, ...]:
-    file = path / "exits.json"
-    if not file.is_file():
-        return ()
-    layers = _read_json(file).get("layers", [])
-    if not all(isinstance(k, int) and 0 < k < num_layers for k in layers):
-        raise ConfigError(
-            f"model: {file} names exits {layers}; each must be a whole number in "
-            f"1..{num_layers - 1}",
-            param="model",
-        )
-    return tuple(sorted(layers))
+_SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-9, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-9, 100.0),
+}
+"""Least and greatest value of each field of a generation config."""
+
+
+def _sampling(path: Path, generation: dict[str, Any]) -> SamplingDefaults:
+    """Read the recommended sampling as `generate` of transformers would take it.
+
+    Without `do_sample` that is greedy decoding, whose only parameter is the repetition penalty;
+    with it, what is not named is neutral.
+    """
+    is_sampled = generation.get("do_sample") is True
+    given: dict[str, Any] = {} if is_sampled else {"temperature": 0.0}
+    for name, (least, most) in _SAMPLING_BOUNDS.items():
+        value = generation.get(name)
+        if value is None or (name != "repetition_penalty" and not is_sampled):
+            continue
+        kind = int if name == "top_k" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+            raise ConfigError(
+                f"model: {path / 'generation_config.json'} has {name} {value!r}; it must be a "
+                f"number from {least:g} to {most:g}",
+                param="model",
+            )
+        given[name] = max(0, value) if name == "top_k" else float(value)
+    return SamplingDefaults(**given)
 
 
 def _fingerprint(path: Path) -> str:

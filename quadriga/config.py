@@ -23,11 +23,38 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+class ExitsConfig(Section):
+    """Where a model may be left early. "auto" is what its `exits.json` says."""
+
+    layers: Literal["auto", "all", "none"] | tuple[int, ...] = Field(
+        "auto", description='Layers run before each exit; "all": after every layer (LayerSkip).'
+    )
+    kind: Literal["auto", "shared", "norm", "head"] = Field(
+        "auto",
+        description="shared: the model's own norm and head; norm: a norm per exit; head: both.",
+    )
+    criterion: Literal["auto", "margin", "top"] = Field(
+        "auto", description="margin: p1 - p2 > threshold; top: p1 >= threshold."
+    )
+    threshold: Auto | Annotated[float, Field(ge=0, le=1)] = Field(
+        "auto", description="For requests that name none; 1 never leaves early."
+    )
+    skipped_kv: Literal["project", "alias", "copy", "replay"] = Field(
+        "project", description="How KV of skipped layers is made up for when it is needed."
+    )
+
+
 class PoolConfig(Section):
     """Replicas of one model at one depth."""
 
     model: str = Field("quadriga-s", description="Bundled id, checkpoint directory, or hub id.")
     depth: int | None = Field(None, ge=1, description="Layers to load; null loads all.")
+    runner: Literal["auto", "native", "baton"] = Field(
+        "auto",
+        description="native: own layers, early exits; baton: the unmodified Hugging Face model in "
+        "a relay batch, at full depth; auto: native where the family is.",
+    )
+    exits: ExitsConfig = ExitsConfig()
     prefill_replicas: int = Field(1, ge=1, le=1024)
     decode_replicas: int = Field(2, ge=1, le=1024)
 
@@ -75,6 +102,11 @@ class DecodeConfig(Section):
     """The decode replicas' batch."""
 
     max_slots: Count = Field(32, description="Sequences in the batch at once.")
+    rebatching: Literal["drex", "eager", "lazy", "majority", "off"] = Field(
+        "off",
+        description="drex: every token leaves at its own exit; eager, lazy, majority: the batch "
+        "leaves together (baselines; eager and majority ignore thresholds); off: no early exits.",
+    )
     pace: str | None = Field(
         None, description="Pad each step to a modelled device time: a profile's name."
     )
@@ -114,6 +146,17 @@ class IngressConfig(Section):
     max_logprobs: int = Field(20, ge=0, le=100)
     max_stop_strings: int = Field(16, ge=0, le=64)
     max_stop_length: Count = Field(256, description="Characters in one stop string.")
+    default_sampling: Literal["checkpoint", "openai"] = Field(
+        "checkpoint",
+        description="For what a request does not name. checkpoint: what the model's "
+        "generation_config.json recommends (greedy where it does not sample); openai: "
+        "temperature 1, top_p 1.",
+    )
+    admission_patience_s: Seconds = Field(
+        10.0,
+        description="While no replica is known to be ready, a request is asked for again for "
+        "this long (within its deadline) before it is refused with 503.",
+    )
     poll_timeout_s: Seconds = Field(2.0, description="A poll returns at least this often.")
     orphan_request_s: Seconds = Field(
         30.0, description="Requests whose ingress is silent for this long are cancelled."
@@ -145,6 +188,11 @@ class QuadrigaConfig(Section):
     the others; `pools` describes several, and excludes them.
     """
 
+    deterministic: bool = Field(
+        False,
+        description="Take no choice that depends on load and changes an answer: greedy and seeded "
+        "output equals that of a sequence alone.",
+    )
     name: str = Field("quadriga", pattern=r"^[a-z]([a-z0-9-]{0,45}[a-z0-9])?$")
     pools: tuple[PoolConfig, ...] = Field((PoolConfig(),), min_length=1)
     engine: EngineConfig = EngineConfig()

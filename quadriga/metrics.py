@@ -3,7 +3,9 @@
 Each process owns one `Registry`, counts into it, and pushes `snapshot()` bytes to the hub (held by
 the controller) every second; an ingress that is scraped pushes its own first and then asks the hub.
 Values are cumulative and absolute, so a lost push costs nothing, and a push that arrives late is
-recognised by its sequence number: no counter ever falls from scrape to scrape.
+recognised by its sequence number: no counter ever falls from scrape to scrape. That holds over the
+hub's own death too, where its owner keeps `MetricsHub.dump` before it shows a page, and gives it to
+the successor's `restore`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,17 +66,17 @@ class Registry:
 
 def collect_families(registry: CollectorRegistry, *, seq: int = 0) -> bytes:
     """Pack the values of `registry` into bytes, without the `_created` series."""
-    families: list[list[Any]] = []
+    families: dict[str, Family] = {}
     for metric in registry.collect():
-        samples = [
-            [s.name, sorted(s.labels.items()), s.value]
+        samples = {
+            (s.name, tuple(sorted(s.labels.items()))): s.value
             for s in metric.samples
             if not s.name.endswith("_created")
-        ]
+        }
         if samples:
             name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-            families.append([name, metric.type, metric.documentation, samples])
-    return json.dumps({"seq": seq, "families": families}, separators=(",", ":")).encode()
+            families[name] = Family(metric.type, metric.documentation, samples)
+    return json.dumps(_to_tree(seq, families), separators=(",", ":")).encode()
 
 
 Labels = tuple[tuple[str, str], ...]
@@ -124,14 +127,36 @@ class MetricsHub:
             self._retire_oldest(now_s)
         return True
 
+    def dump(self) -> bytes:
+        """Pack the cumulative values of every source, for a hub that comes after this one."""
+        sources = {
+            name: _to_tree(source.seq, _cumulative(source.families))
+            for name, source in self._sources.items()
+        }
+        return zlib.compress(json.dumps(sources, separators=(",", ":")).encode())
+
+    def restore(self, data: bytes, *, now_s: float) -> None:
+        """Take over what an earlier hub dumped; harmless twice, and after newer pushes.
+
+        Raises: ValueError when the bytes are not a dump; nothing is taken then.
+        """
+        try:
+            sources = {
+                name: _from_tree(tree) for name, tree in json.loads(zlib.decompress(data)).items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as exc:
+            raise ValueError(f"not a dump of a metrics hub: {exc}") from exc
+        for name, (seq, families) in sources.items():
+            known = self._sources.get(name)
+            if known is None or known.seq < seq:
+                self._sources[name] = _Source(seq, now_s, families)
+
     def exposition(self, *, now_s: float) -> bytes:
         """Return all sources as one Prometheus text page, each series labelled `replica`."""
         present: list[tuple[str, dict[str, Family]]] = []
         for name, source in self._sources.items():
             fresh = name != RETIRED_SOURCE and now_s - source.seen_s <= GAUGE_MAX_AGE_S
-            present.append(
-                (name, {k: f for k, f in source.families.items() if fresh or f.cumulative})
-            )
+            present.append((name, source.families if fresh else _cumulative(source.families)))
         return merge(present)
 
     def _retire_oldest(self, now_s: float) -> None:
@@ -139,9 +164,8 @@ class MetricsHub:
         _, oldest = min(alive)
         gone = self._sources.pop(oldest)
         retired = self._sources.setdefault(RETIRED_SOURCE, _Source(0, now_s))
-        for name, family in gone.families.items():
-            if not family.cumulative:
-                continue
+        retired.seq += 1
+        for name, family in _cumulative(gone.families).items():
             total = retired.families.setdefault(name, Family(family.kind, family.text, {}))
             for key, value in family.samples.items():
                 total.samples[key] = total.samples.get(key, 0.0) + value
@@ -187,21 +211,37 @@ def parse_exposition(text: str) -> dict[str, float]:
 _SAMPLE = re.compile(r"^([a-zA-Z_:][^ {]*(?:\{.*\})?) (\S+)$")
 
 
+def _cumulative(families: dict[str, Family]) -> dict[str, Family]:
+    return {name: family for name, family in families.items() if family.cumulative}
+
+
+def _to_tree(seq: int, families: dict[str, Family]) -> dict[str, Any]:
+    rows = [
+        [name, f.kind, f.text, [[sample, labels, v] for (sample, labels), v in f.samples.items()]]
+        for name, f in families.items()
+    ]
+    return {"seq": seq, "families": rows}
+
+
+def _from_tree(tree: Any) -> tuple[int, dict[str, Family]]:
+    """Raises: ValueError, KeyError or TypeError where it is no tree of ours."""
+    families = {
+        name: Family(
+            kind,
+            text,
+            {
+                (sample, tuple((str(k), str(v)) for k, v in labels)): float(value)
+                for sample, labels, value in samples
+            },
+        )
+        for name, kind, text, samples in tree["families"]
+    }
+    return int(tree["seq"]), families
+
+
 def _parse(data: bytes) -> tuple[int, dict[str, Family]]:
     try:
-        tree = json.loads(data)
-        families = {
-            name: Family(
-                kind,
-                text,
-                {
-                    (sample, tuple((str(k), str(v)) for k, v in labels)): float(value)
-                    for sample, labels, value in samples
-                },
-            )
-            for name, kind, text, samples in tree["families"]
-        }
-        return int(tree["seq"]), families
+        return _from_tree(json.loads(data))
     except (ValueError, KeyError, TypeError) as exc:
         raise ValueError(f"not a metrics snapshot: {exc}") from exc
 

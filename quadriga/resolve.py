@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from quadriga.checkpoint import Checkpoint, read_checkpoint
-from quadriga.config import PoolConfig, QuadrigaConfig
+from quadriga.config import ExitsConfig, PoolConfig, QuadrigaConfig
 from quadriga.errors import ConfigError
+from quadriga.exits import ExitSpec, SkippedKV
+from quadriga.families import NATIVE_ARCHITECTURES
 from quadriga.types import DepthClass, Role
 
 CPU_KV_MEMORY_BYTES = 1 << 30
 GPU_KV_MEMORY_SHARE = 0.85
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Dtype = Literal["float32", "bfloat16", "float16"]
+Runner = Literal["native", "baton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class EngineSpec:
         num_rows: Sequences whose KV it can hold at once.
         row_capacity_tokens: Most tokens of one sequence.
         kv_capacity_tokens: Tokens of KV over all rows; at most num_rows · row_capacity_tokens.
+        exits: Early exits in use, all below `depth`; none on prefill replicas.
+        skipped_kv: How KV of skipped layers is made up for.
+        runner: Own layers, or the unmodified Hugging Face model in a relay batch.
     """
 
     checkpoint: Checkpoint
@@ -51,6 +57,9 @@ class EngineSpec:
     num_rows: int
     row_capacity_tokens: int
     kv_capacity_tokens: int
+    exits: ExitSpec = ExitSpec()
+    skipped_kv: SkippedKV = "project"
+    runner: Runner = "native"
 
     @property
     def depth_class(self) -> DepthClass:
@@ -99,6 +108,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     num_replicas = sum(p.prefill_replicas + p.decode_replicas for p in config.pools)
     for index, pool in enumerate(config.pools):
         checkpoint = read_checkpoint(pool.model)
+        checkpoint = replace(checkpoint, exits=_exits(pool.exits, index, checkpoint))
         known = checkpoints.setdefault(checkpoint.id, checkpoint)
         if known.path != checkpoint.path:
             raise ConfigError(
@@ -110,7 +120,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
             (Role.PREFILL, pool.prefill_replicas, config.prefill.max_rows),
             (Role.DECODE, pool.decode_replicas, config.decode.max_slots),
         ):
-            engine = _engine_spec(config, pool, index, checkpoint, device, rows, hardware)
+            engine = _engine_spec(config, pool, index, role, checkpoint, device, rows, hardware)
             spec = ReplicaSpec(
                 role,
                 engine,
@@ -125,6 +135,7 @@ def _engine_spec(
     config: QuadrigaConfig,
     pool: PoolConfig,
     index: int,
+    role: Role,
     checkpoint: Checkpoint,
     device: Literal["cpu", "cuda"],
     num_rows: int,
@@ -137,6 +148,7 @@ def _engine_spec(
             f"{checkpoint.id}",
             param=f"pools.{index}.depth",
         )
+    runner = _runner(pool, index, checkpoint, depth)
     engine = config.engine
     dtype: Dtype = (
         engine.dtype if engine.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
@@ -166,6 +178,10 @@ def _engine_spec(
             f"{max_len * bytes_per_token} or lower engine.max_model_len",
             param="engine.kv_memory_bytes",
         )
+    if runner == "baton" and role is Role.DECODE:
+        # Its batch is dense: a short row takes as much as the longest beside it.
+        num_rows = capacity // max_len
+        capacity = num_rows * max_len
     cache_dir = Path(engine.cache_dir or "~/.cache/quadriga").expanduser()
     return EngineSpec(
         checkpoint=checkpoint,
@@ -178,7 +194,64 @@ def _engine_spec(
         num_rows=num_rows,
         row_capacity_tokens=max_len,
         kv_capacity_tokens=capacity,
+        runner=runner,
+        exits=_exits_in_use(config, role, checkpoint, depth, runner),
+        skipped_kv=pool.exits.skipped_kv,
     )
+
+
+def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:
+    """Who runs the model. Raises: ConfigError when that runner cannot."""
+    is_native = checkpoint.architecture in NATIVE_ARCHITECTURES
+    if pool.runner == "native" and not is_native:
+        raise ConfigError(
+            f"pools.{index}.runner: {checkpoint.id} is a {checkpoint.architecture}; the native "
+            f"engine runs {', '.join(sorted(NATIVE_ARCHITECTURES))}; use 'auto' or 'baton'",
+            param=f"pools.{index}.runner",
+        )
+    if pool.runner == "native" or (pool.runner == "auto" and is_native):
+        return "native"
+    if depth < checkpoint.num_layers:
+        raise ConfigError(
+            f"pools.{index}.depth: {checkpoint.id} runs in the relay batch, which has no exits; "
+            f"leave depth away or set it to {checkpoint.num_layers}, not {depth}",
+            param=f"pools.{index}.depth",
+        )
+    return "baton"
+
+
+def _exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) -> ExitSpec:
+    """The checkpoint's exits, with what the configuration says instead."""
+    spec = checkpoint.exits
+    if config.layers == "none":
+        spec = replace(spec, layers=())
+    elif config.layers == "all":
+        spec = replace(spec, layers=tuple(range(1, checkpoint.num_layers)))
+    elif config.layers != "auto":
+        outside = [k for k in config.layers if not 0 < k < checkpoint.num_layers]
+        if outside:
+            raise ConfigError(
+                f"pools.{index}.exits.layers: {outside} are outside 1..{checkpoint.num_layers - 1},"
+                f" the inner layers of {checkpoint.id}",
+                param=f"pools.{index}.exits.layers",
+            )
+        spec = replace(spec, layers=tuple(sorted(set(config.layers))))
+    if config.kind != "auto":
+        spec = replace(spec, kind=config.kind)
+    if config.criterion != "auto":
+        spec = replace(spec, criterion=config.criterion)
+    if config.threshold != "auto":
+        spec = replace(spec, threshold=config.threshold)
+    return spec
+
+
+def _exits_in_use(
+    config: QuadrigaConfig, role: Role, checkpoint: Checkpoint, depth: int, runner: str
+) -> ExitSpec:
+    """Prefill runs the loaded depth, and unmodified models have no exits."""
+    if role is Role.PREFILL or runner != "native" or config.decode.rebatching == "off":
+        return replace(checkpoint.exits, layers=())
+    return checkpoint.exits.cut(depth)
 
 
 def _cpus(config: QuadrigaConfig, device: str, hardware: Hardware, num_replicas: int) -> float:

@@ -8,24 +8,28 @@ import secrets
 import signal
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quadriga.config import QuadrigaConfig, load_config
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError, QuadrigaError, Unavailable
 from serve_app.auth import KEY_VARIABLE, ApiKeys
 from serve_app.environment import prepare_environment
 from serve_app.launch import LOOPBACK, Addresses, LocalService
+from serve_app.quiet import QuietOutput
 from serve_app.startup import describe
 
 KEY_FILE = "api_key"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, start, wait, stop. Returns the exit status."""
     options = _parser().parse_args(argv)
-    prepare_environment(haproxy=options.haproxy)
     try:
+        prepare_environment(haproxy=options.haproxy)
         config = load_config(_arguments(options.config, options.settings))
         keys = ApiKeys.load(config.auth)
         if not keys.digests and options.host not in (LOOPBACK, "localhost", "::1"):
@@ -48,27 +52,51 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(
     config: QuadrigaConfig, keys: ApiKeys, options: argparse.Namespace, key_hint: str
 ) -> int:
-    stopped = threading.Event()
+    """Serve until a signal comes; only our own lines reach the terminal.
+
+    Raises: ConfigError, Unavailable: It cannot be started.
+    """
     addresses = Addresses(
         options.host, options.http_port, None if options.no_grpc else options.grpc_port
     )
-    print(f"starting {', '.join(pool.model for pool in config.pools)} …", flush=True)
-    with LocalService(config, keys, addresses) as service:
-        for number in (signal.SIGINT, signal.SIGTERM):  # only now: Ray installs its own
-            signal.signal(number, lambda *_: stopped.set())
-        print(
-            describe(
+    began_s = time.monotonic()
+
+    with QuietOutput() as output:
+
+        def progress(line: str) -> None:
+            say(f"  {time.monotonic() - began_s:4.0f} s  {line}")
+
+        say = partial(print, file=output.terminal, flush=True)
+        say(f"starting {', '.join(pool.model for pool in config.pools)} …")
+        service = LocalService(config, keys, addresses, progress=progress)
+        stopped = threading.Event()
+        earlier = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        try:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            service.start()
+            for number in STOP_SIGNALS:  # only now: Ray installs its own
+                signal.signal(number, lambda *_: stopped.set())
+            output.move_to(service.log_folder())
+            text = describe(
                 service.status(),
                 http_url=addresses.http_url,
                 needs_key=not keys.is_http_open,
                 grpc_address=addresses.grpc_target,
                 key_hint=key_hint,
-            ),
-            flush=True,
-        )
-        print("Ctrl-C stops everything.", flush=True)
-        stopped.wait()
-        print("stopping …", flush=True)
+            )
+            say(f"{text}\nLogs are in {output.path.parent}\nCtrl-C stops everything.")
+            stopped.wait()
+        except (KeyboardInterrupt, SystemExit):  # a signal during the start; Ray's own handler
+            pass
+        except Unavailable as exc:
+            raise Unavailable(f"{exc.message} (log: {output.path})") from exc
+        finally:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            service.stop()
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+        say("stopped")
     return 0
 
 

@@ -10,6 +10,7 @@ from quadriga.config import QuadrigaConfig, load_config
 from serve_app.auth import ApiKeys
 from serve_app.environment import haproxy_enabled
 from serve_app.ingress import Ingress
+from serve_app.ray_errors import explain_in_serve_cli
 
 GRPC_SERVICERS = (
     "serve_app.grpc_wire.add_quadriga_to_server",
@@ -26,6 +27,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     Raises:
         ConfigError: Naming every field at fault.
     """
+    explain_in_serve_cli()
     config = load_config(args)
     return application(config, ApiKeys.load(config.auth), announces=True)
 
@@ -42,6 +44,8 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
         # The desk refuses with 429 at its limit; Serve must not make anyone wait before that.
         "max_ongoing_requests": config.ingress.max_ongoing_requests + SERVE_SLACK,
         "ray_actor_options": {"num_cpus": 0},
+        # Requests are counted by door and result; a line for each costs as much as a few tokens.
+        "logging_config": {"enable_access_log": False},
         "graceful_shutdown_timeout_s": SHUTDOWN_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.5,
     }

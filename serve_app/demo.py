@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TextIO
 
 from quadriga.checkpoint import read_checkpoint
 from quadriga.client import Client
@@ -16,6 +16,7 @@ from quadriga.config import load_config
 from quadriga.training.tasks import TASKS, Example, check, make_example
 from serve_app.auth import ApiKeys
 from serve_app.launch import Addresses, LocalService, free_port
+from serve_app.quiet import QuietOutput
 
 NUM_TASKS = 40
 CONCURRENCY = 8
@@ -32,20 +33,21 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"starting {model}: 1 ingress, prefill and decode apart …", flush=True)
     started_s = time.monotonic()
     keys = ApiKeys.of([key], is_http_open=True)
-    with LocalService(config, keys, addresses, log_to_driver=False) as service:
-        print(f"ready in {time.monotonic() - started_s:.0f} s\n")
+    with QuietOutput() as output, LocalService(config, keys, addresses) as service:
+        out = output.terminal
+        print(f"ready in {time.monotonic() - started_s:.0f} s\n", file=out)
         for replica in service.status()["replicas"]:
-            print(f"  {replica['role']:<8}{replica['depth_class']:<16}{replica['name']}")
-        _ask_over_http(addresses.http_url, model)
+            print(f"  {replica['role']:<8}{replica['depth_class']:<16}{replica['name']}", file=out)
+        _ask_over_http(addresses.http_url, model, out)
         assert addresses.grpc_target is not None
         with Client(addresses.grpc_target, api_key=key, timeout_s=TIMEOUT_S) as client:
-            _ask_over_grpc(client, model)
-            is_good = _ask_many(client, model)
-        print("\nstopping …", flush=True)
+            _ask_over_grpc(client, model, out)
+            is_good = _ask_many(client, model, out)
+        print("\nstopping …", flush=True, file=out)
     return 0 if is_good else 1
 
 
-def _ask_over_http(base_url: str, model: str) -> None:
+def _ask_over_http(base_url: str, model: str, out: TextIO) -> None:
     """One streamed chat completion, printed as it comes."""
     body = {
         "model": model,
@@ -57,36 +59,36 @@ def _ask_over_http(base_url: str, model: str) -> None:
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
-    print(f"\nHTTP  {body['messages'][0]['content']}\n      ", end="")  # type: ignore[index]
+    print(f"\nHTTP  {body['messages'][0]['content']}\n      ", end="", file=out)  # type: ignore[index]
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
                 delta: dict[str, Any] = json.loads(line[6:])["choices"][0]["delta"]
-                print(delta.get("content") or "", end="", flush=True)
-    print()
+                print(delta.get("content") or "", end="", flush=True, file=out)
+    print(file=out)
 
 
-def _ask_over_grpc(client: Client, model: str) -> None:
+def _ask_over_grpc(client: Client, model: str, out: TextIO) -> None:
     """One stream through the SDK, printed as it comes."""
     prompt = "Reverse: 5 6 7 8 9"
-    print(f"\ngRPC  {prompt}\n      ", end="")
-    for piece in client.stream(prompt + "\n", model=model, max_tokens=64, temperature=0.0):
-        print(piece.text, end="", flush=True)
-    print()
+    print(f"\ngRPC  {prompt}\n      ", end="", file=out)
+    for piece in client.stream(prompt + "\n", model=model, max_tokens=64):
+        print(piece.text, end="", flush=True, file=out)
+    print(file=out)
 
 
-def _ask_many(client: Client, model: str) -> bool:
+def _ask_many(client: Client, model: str, out: TextIO) -> bool:
     """Many tasks at once, scored. Returns whether every stream ended with a finish reason."""
     names = list(TASKS)
     examples = [make_example(names[i % len(names)], seed=1, index=i) for i in range(NUM_TASKS)]
 
     def ask(example: Example) -> tuple[bool, bool, int]:
-        reply = client.generate(example.prompt, model=model, max_tokens=800, temperature=0.0)
+        reply = client.generate(example.prompt, model=model, max_tokens=800)
         choice = reply.choices[0]
         right = check(example.task, example.prompt, choice.text)
         return choice.finish_reason is not None, right, reply.usage.completion_tokens
 
-    print(f"\n{NUM_TASKS} tasks, {CONCURRENCY} at a time …", flush=True)
+    print(f"\n{NUM_TASKS} tasks, {CONCURRENCY} at a time …", flush=True, file=out)
     started_s = time.monotonic()
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         results = list(pool.map(ask, examples))
@@ -95,7 +97,8 @@ def _ask_many(client: Client, model: str) -> bool:
     print(
         f"      {sum(ended for ended, _, _ in results)} of {NUM_TASKS} streams ended well, "
         f"{sum(right for _, right, _ in results)} answers right, "
-        f"{tokens} tokens in {took_s:.1f} s ({tokens / took_s:.0f} tokens/s)"
+        f"{tokens} tokens in {took_s:.1f} s ({tokens / took_s:.0f} tokens/s)",
+        file=out,
     )
     return all(ended for ended, _, _ in results)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from serve_app.haproxy import BINARY_VARIABLE, without_splicing
+
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 
 
@@ -17,6 +19,9 @@ def prepare_environment(*, haproxy: bool = False) -> None:
 
     With several ingresses, calls with the same idempotency key must reach the same one: Serve's
     own proxy and HAProxy are each told how.
+
+    Raises:
+        ConfigError: HAProxy is wanted and cannot be had.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts workers at niceness 15: anything else on the machine would starve the service.
@@ -24,6 +29,16 @@ def prepare_environment(*, haproxy: bool = False) -> None:
     os.environ.setdefault("RAY_SERVE_SESSION_ID_HEADER_KEY", "idempotency-key")
     # Requests without the header are spread in turn.
     os.environ.setdefault("RAY_SERVE_HAPROXY_BALANCE_ALGORITHM", "hdr(idempotency-key)")
+    # Our handlers never block, so they need no thread and event loop of their own: every piece of
+    # every answer would have to change threads.
+    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
+    os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
+    # A record of every actor call, for a dashboard that shows them one by one.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+    os.environ.setdefault("RAY_enable_timeline", "0")
     if haproxy:
         os.environ[HAPROXY_VARIABLE] = "1"
         os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")
+        os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(min(4, os.cpu_count() or 1)))
+        if BINARY_VARIABLE not in os.environ:
+            os.environ[BINARY_VARIABLE] = str(without_splicing())

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from quadriga.checkpoint import read_checkpoint
 from quadriga.config import QuadrigaConfig
-from quadriga.errors import QuadrigaError, Unavailable
+from quadriga.errors import ConfigError, QuadrigaError, ReplicaDied, Unavailable
 from serve_app.auth import ApiKeys
 from serve_app.environment import prepare_environment
+from serve_app.ray_errors import LOCAL_REMEDY, explain
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 << 20
@@ -54,6 +59,7 @@ class LocalService:
 
     Args:
         keys: gRPC starts only where this holds a key.
+        progress: Called with a line whenever the start has come a step further.
         ray_options: Further arguments of `ray.init`.
     """
 
@@ -62,10 +68,13 @@ class LocalService:
         config: QuadrigaConfig,
         keys: ApiKeys,
         addresses: Addresses,
+        *,
+        progress: Callable[[str], None] = lambda line: None,
         **ray_options: Any,
     ) -> None:
         self.config = config
         self.addresses = addresses
+        self._progress = progress
         self._keys = keys
         self._ray_options = ray_options
 
@@ -73,39 +82,91 @@ class LocalService:
         """Start everything and return once all replicas serve.
 
         Raises:
-            ConfigError: The configuration cannot be served here.
-            Unavailable: It was not ready in time.
+            ConfigError: The configuration cannot be served here, or a port is taken.
+            Unavailable: Ray or Serve did not start, or the replicas were not ready in time.
         """
+        for pool in self.config.pools:
+            read_checkpoint(pool.model)  # what cannot be found is said before Ray is started
+        self._check_ports()
         prepare_environment()
-        import ray
-        from ray import serve
+        self._start_ray()
+        self._progress("Ray is up")
+        self._start_serve()
+        self._progress("front door is up")
+        self._await_ready()
 
-        from serve_app.app import GRPC_SERVICERS, application
+    def _check_ports(self) -> None:
+        host, grpc_port = self.addresses.host, self.addresses.grpc_port
+        wanted = [("--http-port", host, self.addresses.http_port)]
+        if grpc_port is not None and self._keys.digests:
+            wanted.append(("--grpc-port", "", grpc_port))  # Serve listens on every interface
+        for option, address, port in wanted:
+            try:
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((address, port))
+            except OSError as exc:
+                is_taken = exc.errno == errno.EADDRINUSE
+                reason = "is taken by another process" if is_taken else f"cannot be used: {exc}"
+                raise ConfigError(
+                    f"{option}: {port} {reason}; choose another", param=option
+                ) from exc
+
+    def _start_ray(self) -> None:
+        import ray
 
         options: dict[str, Any] = {
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "configure_logging": True,
+            "log_to_driver": False,
             "_node_ip_address": LOOPBACK,
         }
-        ray.init("local", **(options | self._ray_options))
+        began_s = time.monotonic()
+        try:
+            ray.init("local", **(options | self._ray_options))
+        except Exception as exc:  # a border: Ray has no common base for what fails here
+            waited_s = time.monotonic() - began_s
+            raise explain(
+                "starting Ray on this machine", exc, waited_s=waited_s, remedy=LOCAL_REMEDY
+            ) from exc
+
+    def _start_serve(self) -> None:
+        from ray import serve
+
+        from serve_app.app import GRPC_SERVICERS, application
+
         grpc_options = None
         if self.addresses.grpc_port is not None and self._keys.digests:
             grpc_options = {
                 "port": self.addresses.grpc_port,
                 "grpc_servicer_functions": list(GRPC_SERVICERS),
             }
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": self.addresses.host, "port": self.addresses.http_port},
-            grpc_options=grpc_options,
-        )
-        serve.run(
-            application(self.config, self._keys, announces=False),
-            name=self.config.name,
-            route_prefix="/",
-        )
-        self._await_ready()
+        began_s = time.monotonic()
+        try:
+            serve.start(
+                proxy_location="HeadOnly",
+                http_options={"host": self.addresses.host, "port": self.addresses.http_port},
+                grpc_options=grpc_options,
+            )
+            serve.run(
+                application(self.config, self._keys, announces=False),
+                name=self.config.name,
+                route_prefix="/",
+            )
+        except QuadrigaError:
+            raise
+        except Exception as exc:  # a border: Serve has no common base for what fails here
+            what = f"starting Ray Serve on {self.addresses.http_url}"
+            waited_s = time.monotonic() - began_s
+            remedy = f"the reason is in {self.log_folder()}"
+            raise explain(what, exc, waited_s=waited_s, remedy=remedy) from exc
+
+    def log_folder(self) -> Path:
+        """Where Ray keeps the logs of all processes; once Ray was started."""
+        from ray._private import worker
+
+        node: Any = worker._global_node
+        return Path(node.get_logs_dir_path())
 
     def status(self) -> dict[str, Any]:
         """What runs where, from the controller."""
@@ -133,8 +194,10 @@ class LocalService:
             serve.delete(self.config.name)
             ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
             self._await_gone(controller_name(self.config.name))
+        except ReplicaDied:
+            pass  # there is no controller, so there are no actors
         except (QuadrigaError, ray.exceptions.RayError, RuntimeError) as exc:
-            print(f"the actors did not stop in order: {exc}")
+            self._progress(f"the actors did not stop in order: {exc}")
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
@@ -157,8 +220,12 @@ class LocalService:
 
     def _await_ready(self) -> None:
         deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
+        num_ready = 0
         while True:
             status = self.status()
+            if status["num_ready"] != num_ready:
+                num_ready = status["num_ready"]
+                self._progress(f"{num_ready} of {status['num_desired']} replicas are ready")
             if status.get("is_ready") and self._is_healthy():
                 return
             if time.monotonic() > deadline_s:

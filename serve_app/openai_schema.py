@@ -16,6 +16,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 MAX_TOKENS_LIMIT = 10_000_000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+_DEFAULT = "default: what the model's generation_config.json says, unless set otherwise."
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -44,11 +45,13 @@ class GenerationFields(Body):
     )
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_LIMIT)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_LIMIT)
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT32_MAX, description="0 and -1 are off.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    temperature: float | None = Field(None, ge=0, le=2, description=f"0 is greedy; {_DEFAULT}")
+    top_p: float | None = Field(None, gt=0, le=1, description=_DEFAULT)
+    top_k: int | None = Field(
+        None, ge=-1, le=INT32_MAX, description=f"0 and -1 are off; {_DEFAULT}"
+    )
+    min_p: float | None = Field(None, ge=0, le=1, description=_DEFAULT)
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description=_DEFAULT)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Bias] | None = Field(

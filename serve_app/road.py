@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Callable
 
 from quadriga.clock import Clock
 from quadriga.config import QuadrigaConfig
-from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied, ReplicaError
-from quadriga.types import AdmitRequest, Emission
+from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied, ReplicaError, Unavailable
+from quadriga.types import Admission, AdmitRequest, Emission
 from serve_app.cluster import Cluster
 from serve_app.metrics import IngressMetrics
 from serve_app.pump import Pumps
@@ -18,6 +20,8 @@ from serve_app.view import ClusterWatch
 
 LAUNCH_ATTEMPTS = 3
 ORPHAN_GRACE_S = 2.0
+ADMISSION_PAUSE_S = 0.1
+MAX_ADMISSION_PAUSE_S = 1.0
 
 ChoiceEnded = Callable[[Session, Choice], None]
 
@@ -48,6 +52,7 @@ class Road:
         self._clock = clock
         self._on_end = on_end
         self._orphan_s = config.transport.lease_s + ORPHAN_GRACE_S
+        self._patience_s = config.ingress.admission_patience_s
         self._live: dict[str, tuple[Session, Choice]] = {}
         self.reaper = Reaper(cluster)
         self.pumps = Pumps(
@@ -155,18 +160,10 @@ class Road:
 
     async def _admit_and_submit(self, choice: Choice) -> None:
         state = choice.state
+        give_up_s = self._clock.now_s() + self._patience_s
         for attempt in range(1, LAUNCH_ATTEMPTS + 1):
-            admission = await self._watch.admit(
-                AdmitRequest(
-                    sequence_id=state.sequence_id,
-                    model=state.model,
-                    num_prompt_tokens=len(state.prompt_ids),
-                    max_tokens=state.sampling.max_tokens,
-                    priority=state.priority,
-                    deadline_unix_s=state.deadline_unix_s,
-                )
-            )
-            if choice.done:
+            admission = await self._admit(choice, give_up_s)
+            if admission is None:
                 return
             replica = choice.replica = admission.prefill_replica
             self.pumps.watch(replica, state.sequence_id)
@@ -178,6 +175,39 @@ class Road:
                 if attempt == LAUNCH_ATTEMPTS or choice.done:
                     raise
                 self._rename(choice, replica, attempt)
+
+    async def _admit(self, choice: Choice, give_up_s: float) -> Admission | None:
+        """Ask for admission until it is given; None when the choice ended meanwhile.
+
+        "Nobody is ready" is often over in a moment: after a stall of the machine every report is
+        old at once although the replicas live. So it is asked again, ever more rarely, until
+        `give_up_s` or the request's own deadline, which ends the choice.
+
+        Raises: Unavailable at `give_up_s`; Overloaded, UnknownModel and ContextTooLong at once.
+        """
+        state = choice.state
+        request = AdmitRequest(
+            sequence_id=state.sequence_id,
+            model=state.model,
+            num_prompt_tokens=len(state.prompt_ids),
+            max_tokens=state.sampling.max_tokens,
+            priority=state.priority,
+            deadline_unix_s=state.deadline_unix_s,
+        )
+        pause_s = ADMISSION_PAUSE_S
+        while True:
+            try:
+                admission = await self._watch.admit(request)
+                return None if choice.done else admission
+            except Unavailable:
+                left_s = give_up_s - self._clock.now_s()
+                if left_s <= 0:
+                    raise
+            # Spread, so that those who wait do not all come back at once.
+            await asyncio.sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
+            if choice.done:
+                return None
+            pause_s = min(2 * pause_s, MAX_ADMISSION_PAUSE_S)
 
     def _rename(self, choice: Choice, replica: str, attempt: int) -> None:
         """A submission that timed out may still have arrived: its name must not run twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from quadriga.checkpoint import SamplingDefaults
 from quadriga.config import IngressConfig
 from quadriga.errors import InvalidRequest
 from quadriga.types import SamplingParams
@@ -11,17 +12,23 @@ from serve_app.bodies import shown
 from serve_app.models import ServedModel
 from serve_app.openai_schema import INT64_MIN, GenerationFields
 
+OPENAI_DEFAULTS = SamplingDefaults()
 _EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms")
 
 
 def read_sampling(
     body: GenerationFields,
     model: ServedModel,
+    limits: IngressConfig,
     *,
     max_tokens: int,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None = None,
 ) -> SamplingParams:
+    """Check the sampling fields; what the request leaves out has the deployment's default.
+
+    Raises: InvalidRequest.
+    """
     for field in _EXIT_FIELDS:
         if getattr(body, field) is not None:
             raise InvalidRequest(
@@ -44,14 +51,16 @@ def read_sampling(
                 f"stop_token_ids.{i}: {token_id} is outside the vocabulary (0 to {vocab_size - 1})",
                 param=f"stop_token_ids.{i}",
             )
+    is_openai = limits.default_sampling == "openai"
+    defaults = OPENAI_DEFAULTS if is_openai else model.checkpoint.sampling
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        min_p=_given(body.min_p, defaults.min_p),
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),

@@ -65,7 +65,7 @@ def describe(
         "",
         f"  HTTP  {http_url}   (docs at {http_url}/docs)",
         f"""    curl {http_url}/v1/completions -H 'content-type: application/json'{header} \\
-      -d '{{"model": "{model}", "prompt": "Sort: 7 3 9 1\\n", "temperature": 0}}'""",
+      -d '{{"model": "{model}", "prompt": "Sort: 7 3 9 1\\n"}}'""",
     ]
     if grpc_address is not None:
         lines += [
@@ -73,7 +73,7 @@ def describe(
             f"  gRPC  {grpc_address}   {key_hint}",
             f"""    from quadriga.client import Client
     with Client("{grpc_address}", api_key=KEY) as client:
-        for piece in client.stream("Sort: 7 3 9 1\\n", temperature=0):
+        for piece in client.stream("Sort: 7 3 9 1\\n"):
             print(piece.text, end="")""",
         ]
     return "\n".join([*lines, ""])

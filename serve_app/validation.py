@@ -51,6 +51,7 @@ async def completion_spec(
     sampling = read_sampling(
         body,
         model,
+        limits,
         max_tokens=wanted,
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_logprobs if echo else None,
@@ -92,7 +93,7 @@ async def chat_spec(
     if wanted is None:
         wanted = max(1, model.max_model_len - len(token_ids))
     _check_context(len(token_ids), wanted, model, field)
-    sampling = read_sampling(body, model, max_tokens=wanted, num_logprobs=num_logprobs)
+    sampling = read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
     prompts = (Prompt(token_ids, text),)
     return _spec(body, model, limits, request_id, now_unix_s, prompts, n, sampling, False)
 

@@ -14,6 +14,7 @@ from actors.lookup import (
     scheduler_name,
 )
 from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.metrics import parse_exposition
 from quadriga.types import AdmitRequest
 from tests.ray.apps import App, living_groups, pids, wait_until
 from tests.ray.ingress import call
@@ -98,6 +99,36 @@ def test_death_of_controller_and_replica_together(app: App) -> None:
     app.until_ready()
     assert victim not in app.replicas("decode")
     assert len(app.replicas("decode")) == 2
+
+
+def cumulative(app: App) -> dict[str, float]:
+    """Every counter of the cluster's page."""
+    values = parse_exposition(call(controller_name(app.name), "metrics").decode())
+    kinds = ("_total", "_bucket", "_count", "_sum")
+    return {key: v for key, v in values.items() if key.split("{")[0].endswith(kinds)}
+
+
+def test_no_counter_falls_when_controller_and_replica_die(app: App) -> None:
+    """What a page has shown outlives the controller, even of a source that died with it."""
+    ingress = app.ingress()
+    streams = [ingress.submit([5 + i] * 20, 50) for i in range(4)]
+    ingress.finish(*streams)
+    victim = next(s.replica for s in streams)
+
+    def emitted() -> float:
+        values = cumulative(app).items()
+        return sum(
+            v for k, v in values if k.startswith("quadriga_emitted_tokens_total") and victim in k
+        )
+
+    wait_until(lambda: emitted() > 0, 10.0)
+    before = cumulative(app)
+    kill(app, controller_name(app.name))
+    kill(app, victim)
+    app.until_ready()
+    after = cumulative(app)
+    fallen = {k: (v, after.get(k)) for k, v in before.items() if after.get(k, -1.0) < v}
+    assert fallen == {}
 
 
 def test_death_of_the_scheduler(app: App) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import zlib
+
 import pytest
 
 from quadriga.metrics import (
@@ -72,6 +74,50 @@ def test_sources_are_bounded_and_their_sum_is_kept() -> None:
     assert len(values) <= MAX_SOURCES + 1
     assert sum(values.values()) == 2 * (MAX_SOURCES + 20)
     assert values['t_total{replica="retired"}'] > 0
+
+
+def test_a_successor_shows_what_its_predecessor_knew() -> None:
+    registry, hub = make("a")
+    registry.gauge("g", "Now.").set(7)
+    registry.histogram("h", "Spread.", buckets=(1.0,)).observe(0.5)
+    hub.push("a", registry.snapshot(), now_s=0.0)
+    for i in range(MAX_SOURCES + 3):  # "a" and others are added up under "retired"
+        other = Registry(f"s{i}")
+        other.counter("t_total", "Things.", ("kind",)).labels('x"').inc(2)
+        hub.push(other.source, other.snapshot(), now_s=float(i + 1))
+    before = page(hub, now_s=1e6)
+    successor = MetricsHub()
+    for _ in range(2):  # taking it twice changes nothing
+        successor.restore(hub.dump(), now_s=0.0)
+        assert page(successor, now_s=0.0) == before, "cumulative values all, gauges none"
+
+
+def test_a_restored_hub_takes_newer_pushes_only() -> None:
+    registry = Registry("a")
+    counter = registry.counter("t_total", "Things.")
+    counter.inc(3)
+    hub, successor = MetricsHub(), MetricsHub()
+    old = registry.snapshot()
+    hub.push("a", old, now_s=0.0)
+    dump = hub.dump()
+    counter.inc()
+    newer = registry.snapshot()
+    successor.push("a", newer, now_s=0.0)
+    successor.restore(dump, now_s=0.0)
+    assert page(successor)['t_total{replica="a"}'] == 4, "the dump is older than the push"
+    successor = MetricsHub()
+    successor.restore(dump, now_s=0.0)
+    assert not successor.push("a", old, now_s=0.0)
+    assert successor.push("a", newer, now_s=0.0)
+    assert page(successor)['t_total{replica="a"}'] == 4
+
+
+def test_a_broken_dump_takes_nothing() -> None:
+    _, hub = make("a")
+    for data in (b"", b"{}", zlib.compress(b"[]"), zlib.compress(b'{"a": {"seq": 1}}')):
+        with pytest.raises(ValueError, match="not a dump"):
+            hub.restore(data, now_s=0.0)
+    assert page(hub) == {}
 
 
 def test_garbage_is_refused() -> None:

@@ -10,6 +10,8 @@ PEERS: dict[str, tuple[str, str]] = {
     "quadriga": ("loadgen.bench.offline", "QuadrigaPeer"),
     "transformers": ("loadgen.bench.peers.hf_transformers", "TransformersPeer"),
     "openvino": ("loadgen.bench.peers.openvino", "OpenVinoPeer"),
+    "ctranslate2": ("loadgen.bench.peers.ctranslate2", "CTranslate2Peer"),
+    "vllm": ("loadgen.bench.peers.vllm_cpu", "VllmPeer"),
 }
 """Name → (module, class)."""
 
@@ -17,5 +19,7 @@ PROBES = {
     "quadriga": "torch",
     "transformers": "transformers",
     "openvino": "openvino_genai",
+    "ctranslate2": "ctranslate2",
+    "vllm": "vllm",
 }
 """Name → the module whose presence means that the peer is installed."""

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.kv_feed import MAX_JOINED_BYTES, KVFeed, KVRange, Piece, StagingBudget
+from actors.kv_feed import (
+    MAX_JOINED_BYTES,
+    MIN_PART_BYTES,
+    KVFeed,
+    KVRange,
+    LayerJoiner,
+    Piece,
+    StagingBudget,
+)
 
 
 class Copy:
@@ -87,3 +95,30 @@ async def test_a_closed_feed_keeps_no_copy() -> None:
     feed.add(span(1), Copy(60))
     assert staging.held_bytes == 0
     assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)
+
+
+def groups(start: int, stop: int) -> list[KVRange]:
+    return [KVRange(layer, 2, start, stop) for layer in (0, 2, 4)]
+
+
+def test_a_short_prompts_layers_make_one_part_and_each_chunk_its_own() -> None:
+    joiner = LayerJoiner(6, 1)
+    sent = [joiner.join("s", span) for span in (*groups(0, 64), *groups(64, 100))]
+    assert sent == [None, None, KVRange(0, 6, 0, 64), None, None, KVRange(0, 6, 64, 100)]
+
+
+def test_a_long_prompts_layers_go_as_soon_as_they_are_worth_it() -> None:
+    joiner = LayerJoiner(6, MIN_PART_BYTES // 128)
+    sent = [joiner.join("s", span) for span in groups(0, 64)]
+    assert sent == [KVRange(0, 2, 0, 64), KVRange(2, 2, 0, 64), KVRange(4, 2, 0, 64)]
+    sent = [joiner.join("s", span) for span in groups(0, 32)]
+    assert sent == [None, KVRange(0, 4, 0, 32), KVRange(4, 2, 0, 32)]
+
+
+def test_sequences_are_joined_apart_and_forgotten_with_what_waits() -> None:
+    joiner = LayerJoiner(6, 1)
+    assert joiner.join("a", KVRange(0, 2, 0, 8)) is None
+    assert joiner.join("b", KVRange(0, 2, 0, 8)) is None
+    joiner.forget("a")
+    assert joiner.join("b", KVRange(2, 4, 0, 8)) == KVRange(0, 6, 0, 8)
+    assert joiner.join("a", KVRange(0, 6, 0, 8)) == KVRange(0, 6, 0, 8)

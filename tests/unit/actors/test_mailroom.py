@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.mailroom import Mailroom
+import pytest
+
+from actors.mailroom import MAX_SPACING_S, Mailroom
 from quadriga.clock import ManualClock, SystemClock
-from quadriga.types import Emission
+from quadriga.errors import Cancelled
+from quadriga.types import Emission, FinishReason
 
 
 def token(index: int) -> Emission:
@@ -17,10 +20,10 @@ async def test_a_poll_waits_for_news_and_no_longer() -> None:
     mail = Mailroom("x", SystemClock(), 2.0)
     waiting = asyncio.create_task(mail.poll("i", 0, 10.0))
     await asyncio.sleep(0)
-    mail.put("other", token(0))
+    mail.put([("other", token(0))])
     await asyncio.sleep(0)
     assert not waiting.done()
-    mail.put("i", token(0))
+    mail.put([("i", token(0))])
     async with asyncio.timeout(20):
         reply = await waiting
     assert [e.first_index for e in reply.emissions] == [0]
@@ -30,11 +33,101 @@ async def test_a_poll_waits_for_news_and_no_longer() -> None:
 
 async def test_a_lost_reply_is_given_again_at_once() -> None:
     mail = Mailroom("x", SystemClock(), 2.0)
-    mail.put("i", token(0))
+    mail.put([("i", token(0))])
     lost = await mail.poll("i", 0, 10.0)
     async with asyncio.timeout(20):
         again = await mail.poll("i", 0, 10.0)
     assert again.emissions == lost.emissions
+
+
+def continuation(sequence_id: str, index: int) -> Emission:
+    return Emission(sequence_id, 0, first_index=index, token_ids=[index])
+
+
+async def a_reply_with_two_sequences(mail: Mailroom) -> int:
+    mail.put([("i", continuation("a", 1)), ("i", continuation("b", 1))])
+    reply = await mail.poll("i", 0, 0.0)
+    assert len(reply.emissions) == 2
+    return reply.last_seq
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_tokens_that_continue_are_gathered_while_the_ingress_is_busy() -> None:
+    clock = ManualClock()
+    mail = Mailroom("x", clock, 2.0, spacing_s=0.005)
+    ack = await a_reply_with_two_sequences(mail)
+    waiting = asyncio.create_task(mail.poll("i", ack, 10.0))
+    await settled()
+    mail.put([("i", continuation("a", 2))])
+    clock.advance(0.009)
+    mail.put([("i", continuation("a", 3))])
+    await settled()
+    assert not waiting.done()
+    clock.advance(0.002)
+    async with asyncio.timeout(20):  # the timer of the event loop lets it go
+        reply = await waiting
+    assert [e.token_ids for e in reply.emissions] == [[2, 3]]
+
+
+async def test_a_reply_that_comes_late_enough_is_not_held_back() -> None:
+    clock = ManualClock()
+    mail = Mailroom("x", clock, 2.0, spacing_s=0.005)
+    waiting = asyncio.create_task(mail.poll("i", await a_reply_with_two_sequences(mail), 10.0))
+    await settled()
+    clock.advance(0.010)
+    mail.put([("i", continuation("a", 2))])
+    await settled()
+    assert waiting.done()
+
+
+@pytest.mark.parametrize(
+    "urgent",
+    [
+        token(0),
+        Emission("a", 0, 2, [2], finish=FinishReason.LENGTH),
+        Emission("a", 0, 2, error=Cancelled("gone")),
+        Emission("a", 0, 2, moved_to="other"),
+    ],
+    ids=["first token", "finish", "error", "move"],
+)
+async def test_what_somebody_waits_for_goes_out_at_once(urgent: Emission) -> None:
+    mail = Mailroom("x", ManualClock(), 2.0, spacing_s=0.005)
+    waiting = asyncio.create_task(mail.poll("i", await a_reply_with_two_sequences(mail), 10.0))
+    await settled()
+    mail.put([("i", continuation("b", 2))])
+    await settled()
+    assert not waiting.done()
+    mail.put([("i", urgent)])
+    await settled()
+    assert waiting.done()
+    assert len((await waiting).emissions) == 2
+
+
+async def test_a_long_pause_is_cut() -> None:
+    clock = ManualClock()
+    mail = Mailroom("x", clock, 2.0, spacing_s=1.0)
+    waiting = asyncio.create_task(mail.poll("i", await a_reply_with_two_sequences(mail), 10.0))
+    await settled()
+    clock.advance(MAX_SPACING_S)
+    mail.put([("i", continuation("a", 2))])
+    await settled()
+    assert waiting.done()
+
+
+async def test_news_that_does_not_wake_goes_with_the_next() -> None:
+    mail = Mailroom("x", SystemClock(), 2.0)
+    waiting = asyncio.create_task(mail.poll("i", 0, 10.0))
+    await settled()
+    mail.put([("i", Emission("s", 0, moved_to="d"))], wakes=False)
+    await settled()
+    assert not waiting.done()
+    mail.put([("i", token(0))])
+    await settled()
+    assert len((await waiting).emissions) == 2
 
 
 async def test_closing_lets_polls_return() -> None:
@@ -66,9 +159,9 @@ async def test_silence_is_measured_by_ingress_and_over_all() -> None:
 async def test_who_drains_does_not_wait_for_the_absent() -> None:
     clock = ManualClock()
     mail = Mailroom("x", clock, 2.0)
-    mail.put("gone", token(0))
+    mail.put([("gone", token(0))])
     clock.advance(3.0)
-    mail.put("here", token(0))
+    mail.put([("here", token(0))])
     clock.advance(1.5)
     mail.drop_absent()
     assert mail.has_pending

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied, ReplicaError, Unavailable
+from quadriga.errors import (
+    Overloaded,
+    QuadrigaError,
+    ReplicaDied,
+    ReplicaError,
+    Unavailable,
+    UnknownModel,
+)
 from quadriga.metrics import parse_exposition
+from quadriga.types import Admission, AdmitRequest
 from serve_app.auth import ApiKeys
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 
@@ -79,6 +88,61 @@ async def test_refusals_keep_their_status(stand: Stand, stream: bool) -> None:
     assert reply.headers["retry-after-ms"] == "1400"
     assert "x-should-retry" not in reply.headers
     assert reply.json()["error"]["code"] == "overloaded"
+
+
+async def test_a_moment_without_replicas_is_waited_out(stand: Stand) -> None:
+    """After a stall of the machine all reports are old at once, although the replicas live."""
+    admit, refused = stand.cluster.admit, 0
+
+    async def stale(request: AdmitRequest) -> Admission:
+        nonlocal refused
+        refused += 1
+        if refused <= 3:
+            raise Unavailable("no replica is ready", retry_after_s=1.0)
+        return await admit(request)
+
+    stand.cluster.admit = stale  # type: ignore[method-assign]
+    assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
+    assert refused == 4
+    await is_idle(stand)
+
+
+async def test_waiting_for_replicas_ends(make_stand: MakeStand) -> None:
+    stand = await make_stand(config={"ingress.admission_patience_s": 0.3})
+    stand.cluster.refuse_admission = Unavailable("no replica is ready", retry_after_s=1.0)
+    asked_s = time.monotonic()
+    reply = await stand.complete()
+    assert reply.status_code == 503
+    assert reply.headers["retry-after"] == "1"
+    assert 0.3 <= time.monotonic() - asked_s < 3.0
+
+
+async def test_the_deadline_and_the_client_end_the_waiting(stand: Stand) -> None:
+    asked = 0
+
+    async def nobody(request: AdmitRequest) -> Admission:
+        nonlocal asked
+        asked += 1
+        raise Unavailable("no replica is ready", retry_after_s=1.0)
+
+    stand.cluster.admit = nobody  # type: ignore[method-assign]
+    assert (await stand.complete(deadline_ms=50)).status_code == 504
+    waiting = asyncio.ensure_future(stand.complete())
+    await until(lambda: asked >= 2)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await until(lambda: not stand.desk._road.sessions())
+    seen = asked
+    await asyncio.sleep(0.5)  # longer than the next pause would be
+    assert asked == seen, "nobody asks for those who are gone"
+
+
+async def test_what_is_no_moment_is_refused_at_once(stand: Stand) -> None:
+    stand.cluster.refuse_admission = UnknownModel("not served")
+    asked_s = time.monotonic()
+    assert (await stand.complete()).status_code == 404
+    assert time.monotonic() - asked_s < 2.0
 
 
 async def test_a_failed_submission_is_tried_elsewhere(stand: Stand) -> None:

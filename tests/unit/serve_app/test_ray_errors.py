@@ -1,0 +1,177 @@
+"""Ray that does not start or cannot be reached: one line, and nothing else on the terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from quadriga.errors import ConfigError
+from serve_app import ray_errors
+from serve_app.__main__ import main
+from serve_app.launch import free_port
+from serve_app.quiet import QuietOutput
+from serve_app.ray_errors import explain, explain_in_serve_cli
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Serve's own, of the libraries it uses
+    from ray import serve
+
+
+def start(*more: str) -> int:
+    return main(["--http-port", str(free_port()), "--no-grpc", *more])
+
+
+def the_line(capfd: pytest.CaptureFixture[str]) -> str:
+    err = capfd.readouterr().err
+    assert err.startswith("quadriga: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Exception("The current node timed out during startup. This could happen because …"),
+        ConnectionError("Could not find any running Ray instance"),
+        RuntimeError("first\nTraceback (most recent call last):\n  File x\nValueError: the end"),
+        TimeoutError(),
+    ],
+)
+def test_ray_that_does_not_start(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        os.write(2, b"noise from below\n")
+        os.write(1, b"noise from Ray\n")  # where `print` ends outside of a test
+        raise failure
+
+    monkeypatch.setattr(ray, "init", fail)
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    assert start() == 1
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    line = the_line(capfd)
+    for part in ("starting Ray on this machine failed after 0 s", "try again"):
+        assert part in line
+    assert (str(failure).splitlines() or ["TimeoutError"])[-1][:40] in line
+    log = Path(line.rsplit("(log: ", 1)[1].rstrip(")\n"))
+    assert log.read_text() == "noise from below\nnoise from Ray\n"
+    log.unlink()
+
+
+def test_serve_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the proxy did not come up")
+
+    monkeypatch.setattr(ray, "init", lambda *args, **kwargs: None)
+    monkeypatch.setattr(serve, "start", fail)
+    monkeypatch.setattr("serve_app.launch.LocalService.log_folder", lambda self: tmp_path)
+    assert start() == 1
+    line = the_line(capfd)
+    assert "starting Ray Serve on http://127.0.0.1:" in line
+    assert "the proxy did not come up; the reason is in " in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start_ends_it_quietly(
+    number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def slow(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), number)
+        threading.Event().wait(20)
+
+    monkeypatch.setattr(ray, "init", slow)
+    assert start() == 0
+    out, err = capfd.readouterr()
+    assert out.splitlines()[-1] == "stopped"
+    assert err == ""
+
+
+def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--http-port", str(port), "--no-grpc"]) == 2
+    assert f"--http-port: {port} is taken by another process" in the_line(capfd)
+
+
+def test_a_missing_model_is_said_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray, "init", lambda *args, **kwargs: pytest.fail("Ray was started"))
+    assert start("model=nonsense") == 2
+    assert "'nonsense' is neither bundled" in the_line(capfd)
+
+
+def test_only_the_terminal_stream_reaches_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with QuietOutput() as output:
+        os.write(1, b"a print of a library\n")
+        output.move_to(tmp_path)
+        os.write(1, b"native output\n")
+        subprocess.run([sys.executable, "-c", "print('a child')"], check=True)
+        print("ours", file=output.terminal)
+    print("after")
+    assert capfd.readouterr() == ("ours\nafter\n", "")
+    assert output.path.parent == tmp_path
+    assert output.path.read_text() == "a print of a library\nnative output\na child\n"
+
+
+def test_a_quiet_run_leaves_no_file() -> None:
+    with QuietOutput() as output:
+        pass
+    assert not output.path.exists()
+
+
+def test_reasons_are_short_and_one_line() -> None:
+    error = explain("starting", RuntimeError("x" * 1000 + "\ny"), waited_s=2.4, remedy="do this")
+    assert error.message.startswith("starting failed after 2 s: xxx")
+    assert error.message.endswith("x; do this")
+    assert len(error.message) < 400
+
+
+def test_serve_run_says_that_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_errors, "CONNECT_PATIENCE_S", 0.1)
+    port = free_port()
+    monkeypatch.setattr(sys, "argv", ["/bin/serve", "run", "--address", f"127.0.0.1:{port}", "x:y"])
+    with pytest.raises(SystemExit) as caught:
+        explain_in_serve_cli()
+    text = str(caught.value)
+    for part in (f"connecting to Ray at 127.0.0.1:{port} failed after", "RAY_ADDRESS"):
+        assert part in text
+
+
+def test_serve_run_explains_what_ray_init_raised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, exc, trace: earlier.append(exc))
+    monkeypatch.setattr(sys, "argv", ["python", "-m", "serve_app"])
+    explain_in_serve_cli()
+    sys.excepthook(ValueError, ValueError("not ours"), None)
+    assert len(earlier) == 1, "in other processes nothing changes"
+    monkeypatch.setattr(sys, "argv", ["/bin/serve", "run", "serve_app.app:build"])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    explain_in_serve_cli()
+    scope = {"__name__": "ray._private.worker"}
+    exec("def init():\n    raise ConnectionError('no cluster')", scope)
+    try:
+        scope["init"]()  # type: ignore[operator]
+    except ConnectionError as exc:
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+    err = capsys.readouterr().err
+    assert err.startswith("quadriga: starting Ray on this machine failed after 0 s: no cluster; ")
+    assert err.count("\n") == 1
+    sys.excepthook(ConfigError, ConfigError("elsewhere"), None)
+    assert len(earlier) == 2, "what ray.init did not raise goes to the hook before"

@@ -1,0 +1,72 @@
+"""What a checkpoint's generation config recommends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.checkpoint import Checkpoint, SamplingDefaults, read_checkpoint
+from quadriga.errors import ConfigError
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "eos_token_id": 2,
+}
+GREEDY = SamplingDefaults(temperature=0.0)
+
+
+def read(folder: Path, generation: Any) -> Checkpoint:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, GREEDY),
+        ({}, GREEDY),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, GREEDY),
+        ({"temperature": 0.6}, GREEDY),
+        ({"repetition_penalty": 1.1}, SamplingDefaults(0.0, repetition_penalty=1.1)),
+        ({"do_sample": True}, SamplingDefaults()),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05},
+            SamplingDefaults(0.6, 0.9, 20, 0.05),
+        ),
+        ({"do_sample": True, "temperature": 1, "top_p": None, "top_k": -1}, SamplingDefaults()),
+    ],
+)
+def test_what_is_recommended(tmp_path: Path, generation: Any, expected: SamplingDefaults) -> None:
+    assert read(tmp_path, generation).sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", 2.5),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_nonsense_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"generation_config\.json has {field} "):
+        read(tmp_path, {"do_sample": True, field: value})
+
+
+def test_the_end_token_of_the_generation_config_wins(tmp_path: Path) -> None:
+    assert read(tmp_path, {"eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
+    assert read(tmp_path, {}).eos_token_ids == (2,)
