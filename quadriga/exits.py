@@ -68,6 +68,10 @@ class ExitParams:
     sla_tbt_s: float = 0.0
 
 
+NO_EXITS = ExitSpec()
+FULL_DEPTH = ExitParams()
+
+
 @dataclass(slots=True)
 class ExitCounters:
     """What happened at the exits of one replica since it started.

@@ -9,7 +9,7 @@ from typing import Literal
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.config import ExitsConfig, PoolConfig, QuadrigaConfig
 from quadriga.errors import ConfigError
-from quadriga.exits import ExitSpec, SkippedKV
+from quadriga.exits import NO_EXITS, ExitSpec, SkippedKV
 from quadriga.families import NATIVE_ARCHITECTURES
 from quadriga.types import DepthClass, Role
 
@@ -57,7 +57,7 @@ class EngineSpec:
     num_rows: int
     row_capacity_tokens: int
     kv_capacity_tokens: int
-    exits: ExitSpec = ExitSpec()
+    exits: ExitSpec = NO_EXITS
     skipped_kv: SkippedKV = "project"
     runner: Runner = "native"
 
@@ -108,7 +108,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     num_replicas = sum(p.prefill_replicas + p.decode_replicas for p in config.pools)
     for index, pool in enumerate(config.pools):
         checkpoint = read_checkpoint(pool.model)
-        checkpoint = replace(checkpoint, exits=_exits(pool.exits, index, checkpoint))
+        checkpoint = replace(checkpoint, exits=configured_exits(pool.exits, index, checkpoint))
         known = checkpoints.setdefault(checkpoint.id, checkpoint)
         if known.path != checkpoint.path:
             raise ConfigError(
@@ -220,8 +220,11 @@ def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) ->
     return "baton"
 
 
-def _exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) -> ExitSpec:
-    """The checkpoint's exits, with what the configuration says instead."""
+def configured_exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) -> ExitSpec:
+    """The checkpoint's exits, with what the configuration says instead.
+
+    Raises: ConfigError: A layer is outside the model.
+    """
     spec = checkpoint.exits
     if config.layers == "none":
         spec = replace(spec, layers=())

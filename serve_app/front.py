@@ -243,6 +243,7 @@ class FrontDesk:
                     model=spec.model,
                     prompt_ids=prompt.token_ids,
                     sampling=spec.sampling,
+                    exits=spec.exits,
                     ingress_id=self.ingress_id,
                     arrival_unix_s=spec.arrival_unix_s,
                     deadline_unix_s=spec.deadline_unix_s,

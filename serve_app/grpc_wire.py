@@ -41,6 +41,10 @@ _SCALARS = (
     "priority",
     "deadline_ms",
     "user",
+    "exit_threshold",
+    "exit_policy",
+    "max_depth",
+    "sla_tbt_ms",
 )
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,

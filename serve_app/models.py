@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import UnknownModel
+from quadriga.exits import NO_EXITS, ExitSpec
+from quadriga.resolve import configured_exits
 from quadriga.text import TextTokenizer, load_tokenizer
 
 AUTO_MODEL = "quadriga-auto"
@@ -20,11 +22,15 @@ class ServedModel:
 
     Attributes:
         max_model_len: Most tokens of prompt plus answer.
+        exits: Where tokens may leave early; no layers where the deployment has none.
+        depth: Layers of the deepest replicas.
     """
 
     checkpoint: Checkpoint
     tokenizer: TextTokenizer
     max_model_len: int
+    exits: ExitSpec = NO_EXITS
+    depth: int = 0
 
     @property
     def id(self) -> str:
@@ -46,16 +52,22 @@ class ModelDirectory:
     @classmethod
     def load(cls, config: QuadrigaConfig) -> ModelDirectory:
         models: dict[str, ServedModel] = {}
-        for pool in config.pools:
+        for index, pool in enumerate(config.pools):
             checkpoint = read_checkpoint(pool.model)
+            depth = pool.depth or checkpoint.num_layers
             if checkpoint.id in models:
+                known = models[checkpoint.id]
+                models[checkpoint.id] = replace(known, depth=max(depth, known.depth))
                 continue
             limit = config.engine.max_model_len
             length = checkpoint.max_model_len
             if limit != "auto":
                 length = min(length, limit)
             tokenizer = load_tokenizer(checkpoint.path, checkpoint.id)
-            models[checkpoint.id] = ServedModel(checkpoint, tokenizer, length)
+            exits = configured_exits(pool.exits, index, checkpoint)
+            if config.decode.rebatching == "off":
+                exits = replace(exits, layers=())
+            models[checkpoint.id] = ServedModel(checkpoint, tokenizer, length, exits, depth)
         return cls(list(models.values()))
 
     def find(self, model: str) -> ServedModel:

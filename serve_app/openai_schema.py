@@ -75,10 +75,19 @@ class GenerationFields(Body):
     )
     user: str | None = Field(None, max_length=4096)
     response_format: ResponseFormat | None = None
-    exit_threshold: float | None = Field(None, description="Refused: no early exits here yet.")
-    exit_policy: str | None = Field(None, description="Refused: no early exits here yet.")
-    max_depth: int | None = Field(None, description="Refused: no early exits here yet.")
-    sla_tbt_ms: float | None = Field(None, description="Refused: no early exits here yet.")
+    exit_threshold: float | None = Field(
+        None, ge=0, le=1, description="Confidence from which a token leaves early; 1: never."
+    )
+    exit_policy: Literal["bounded", "strict"] | None = Field(
+        None,
+        description="strict: no token may leave the deepest layers there are below the threshold.",
+    )
+    max_depth: int | None = Field(
+        None, ge=1, le=INT32_MAX, description="Run no token through more layers than this."
+    )
+    sla_tbt_ms: float | None = Field(
+        None, gt=0, le=3_600_000, description="Time between two tokens that batching may plan for."
+    )
 
 
 class CompletionBody(GenerationFields):

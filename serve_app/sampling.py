@@ -13,7 +13,6 @@ from serve_app.models import ServedModel
 from serve_app.openai_schema import INT64_MIN, GenerationFields
 
 OPENAI_DEFAULTS = SamplingDefaults()
-_EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms")
 
 
 def read_sampling(
@@ -29,11 +28,6 @@ def read_sampling(
 
     Raises: InvalidRequest.
     """
-    for field in _EXIT_FIELDS:
-        if getattr(body, field) is not None:
-            raise InvalidRequest(
-                f"{field}: this deployment has no early exits; leave it out", param=field
-            )
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest(
             f"response_format: only 'text' is supported, got {shown(body.response_format.type)}",

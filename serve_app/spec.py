@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quadriga.exits import FULL_DEPTH, ExitParams
 from quadriga.types import SamplingParams
 
 
@@ -41,4 +42,5 @@ class GenerateSpec:
     priority: int
     arrival_unix_s: float
     deadline_unix_s: float
+    exits: ExitParams = FULL_DEPTH
     ignored_fields: tuple[str, ...] = ()

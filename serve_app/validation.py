@@ -9,6 +9,7 @@ from quadriga.config import IngressConfig
 from quadriga.errors import ContextTooLong, InvalidRequest
 from quadriga.types import SamplingParams
 from serve_app.bodies import ignored_fields
+from serve_app.exit_fields import read_exit_fields
 from serve_app.models import ServedModel
 from serve_app.openai_schema import ChatBody, CompletionBody, GenerationFields
 from serve_app.prompts import Encode, check_vocabulary, plain_messages, read_prompts
@@ -167,6 +168,7 @@ def _spec(
         prompts=prompts,
         n=n,
         sampling=sampling,
+        exits=read_exit_fields(body, model),
         stop=read_stops(body.stop, limits),
         echo=echo,
         priority=body.priority or 0,

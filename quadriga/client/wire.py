@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import grpc
 
@@ -49,6 +49,10 @@ class Options(TypedDict, total=False):
     echo: bool
     priority: int
     user: str
+    exit_threshold: float
+    exit_policy: Literal["bounded", "strict"]
+    max_depth: int
+    sla_tbt_ms: float
 
 
 def affinity(request_id: str) -> list[tuple[str, str]]:

@@ -145,6 +145,6 @@ def test_every_field_of_the_message_is_read() -> None:
             setattr(request, field.name, field.default_value or 1)
     for field in pb.GenerateRequest.DESCRIPTOR.fields:
         if field.containing_oneof is not None and field.containing_oneof.name.startswith("_"):
-            setattr(request, field.name, "u" if field.name == "user" else 1)
+            setattr(request, field.name, "u" if field.type == field.TYPE_STRING else 1)
     known = {*generation_fields(request), "request_id", "resume_from", "prompt_token_ids", "chat"}
     assert {f.name for f in pb.GenerateRequest.DESCRIPTOR.fields} == known

@@ -1,0 +1,91 @@
+"""What a request may ask of early exits, and what it is told where it may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from quadriga.config import load_config
+from quadriga.errors import InvalidRequest
+from quadriga.exits import ExitParams
+from serve_app.exit_fields import read_exit_fields
+from serve_app.models import ModelDirectory, ServedModel
+from serve_app.openai_schema import CompletionBody
+
+
+def served(**config: Any) -> ServedModel:
+    options = {"decode.rebatching": "drex"} | config
+    return ModelDirectory.load(load_config(options)).find("quadriga-s")
+
+
+def read(model: ServedModel, **fields: Any) -> ExitParams:
+    return read_exit_fields(CompletionBody(model="quadriga-s", prompt="a", **fields), model)
+
+
+def test_defaults_are_the_models() -> None:
+    model = served()
+    assert read(model) == ExitParams(model.exits.threshold, "bounded", 0, 0.0)
+
+
+def test_the_configuration_overrides_the_checkpoint() -> None:
+    model = served(exits={"threshold": 0.5, "layers": [3]})
+    assert read(model).threshold == 0.5
+    assert model.exits.layers == (3,)
+
+
+def test_all_fields() -> None:
+    params = read(served(), exit_threshold=0.7, exit_policy="bounded", max_depth=4, sla_tbt_ms=30)
+    assert params == ExitParams(0.7, "bounded", 4, 0.03)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"exit_threshold": -0.1},
+        {"exit_threshold": 1.1},
+        {"exit_threshold": float("nan")},
+        {"exit_policy": "sometimes"},
+        {"max_depth": 0},
+        {"max_depth": 2.5},
+        {"sla_tbt_ms": 0},
+        {"sla_tbt_ms": float("inf")},
+        {"sla_tbt_ms": 1e9},
+    ],
+)
+def test_bounds(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody(model="quadriga-s", prompt="a", **fields)
+    assert caught.value.errors()[0]["loc"] == (next(iter(fields)),)
+
+
+@pytest.mark.parametrize("max_depth", [1, 9])
+def test_a_depth_without_an_exit_is_refused_with_those_there_are(max_depth: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"2\.\.8; .* after 2, 4 or 8 layers") as caught:
+        read(served(), max_depth=max_depth)
+    assert caught.value.param == "max_depth"
+
+
+def test_strict_needs_the_whole_model() -> None:
+    assert read(served(), exit_policy="strict").policy == "strict"
+    for model, fields in ((served(), {"max_depth": 4}), (served(depth=4), {})):
+        with pytest.raises(InvalidRequest, match="4 of 8 layers") as caught:
+            read(model, exit_policy="strict", **fields)
+        assert caught.value.param == "exit_policy"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"exit_threshold": 0.9}, {"exit_policy": "strict"}, {"max_depth": 8}, {"sla_tbt_ms": 20.0}],
+)
+def test_without_exits_every_field_is_refused(fields: dict[str, Any]) -> None:
+    for model in (served(**{"decode.rebatching": "off"}), replace(served(), exits=NO_EXITS)):
+        with pytest.raises(InvalidRequest, match="no early exits") as caught:
+            read(model, **fields)
+        assert caught.value.param == next(iter(fields))
+        assert read(model).threshold == 1.0
+
+
+NO_EXITS = replace(served().exits, layers=())
