@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.replica import Replica
 from actors.status import Load
 from actors.tasks import background
+from quadriga.batching.calibration import calibrate
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.handoff import LeaseState
 from quadriga.batching.paced_runner import PacedRunner
 from quadriga.batching.slots import SlotTable
 from quadriga.engine import load_runner
 from quadriga.errors import MigrationFailed
+from quadriga.exits import ExitCounters
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.pacing import find_profile
+from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.resolve import ReplicaSpec
 from quadriga.types import ReplicaInfo, SequenceState, TransferOffer
+
+if TYPE_CHECKING:
+    from quadriga.engine.skipped_kv import SkippedKVStore
 
 
 class DecodeCore:
     """The decode loop in its host's clothing; everything but `write_kv` on the engine thread."""
 
-    def __init__(self, replica: DecodeReplica, runner: ModelRunner) -> None:
+    def __init__(
+        self, replica: DecodeReplica, runner: ModelRunner, skipped: SkippedKVStore | None
+    ) -> None:
         spec = replica.spec.engine
+        self._skipped = skipped
         self.runner = runner
         self._replica = replica
         self._num_steps = 0
+        counters = ExitCounters()
+        costs = calibrate(runner, replica.clock, max_rows=spec.num_rows)
         self.loop = DecodeLoop(
             runner=runner,
             slots=SlotTable(
@@ -38,6 +49,15 @@ class DecodeCore:
             ),
             eos_token_ids=spec.checkpoint.eos_token_ids,
             clock=replica.clock,
+            rebatcher=make_rebatcher(
+                replica.config.decode.rebatching,
+                costs,
+                counters,
+                deterministic=replica.config.deterministic,
+            ),
+            counters=counters,
+            criterion=spec.exits.criterion,
+            is_partial=spec.depth < spec.checkpoint.num_layers,
         )
 
     @property
@@ -61,12 +81,24 @@ class DecodeCore:
                 tokens_per_s=loop.tokens_per_s,
                 step_time_s=loop.step_time_s,
                 num_steps=self._num_steps,
+                exits=self._exit_counters(),
+                num_at_exits=tuple(loop.num_waiting_at_exits),
             )
         )
+
+    def _exit_counters(self) -> ExitCounters:
+        counters = self.loop.counters.copy()
+        if self._skipped is not None:
+            counters.filled_tokens = self._skipped.num_filled
+            counters.copied_bytes = self._skipped.copied_bytes
+        return counters
 
 
 class DecodeReplica(Replica[DecodeCore]):
     """Ray actor; see `Replica` for the calls that both roles answer."""
+
+    BATCHED = frozenset({"reserve", "commit"})
+    reply_spacing_s = 0.0005
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         super().__init__(name, spec, config)
@@ -81,10 +113,13 @@ class DecodeReplica(Replica[DecodeCore]):
         return self.receiver
 
     def _load_core(self) -> DecodeCore:
+        from quadriga.engine.runner import NativeRunner
+
         runner: ModelRunner = load_runner(self.spec.engine)
+        skipped = runner.skipped if isinstance(runner, NativeRunner) else None
         if self.config.decode.pace is not None:
             runner = PacedRunner(runner, find_profile(self.config.decode.pace))
-        return DecodeCore(self, runner)
+        return DecodeCore(self, runner, skipped)
 
     # RPC: the receiving side of a hand-off
 

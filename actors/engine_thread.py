@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from actors.collector import settle
 from quadriga.errors import QuadrigaError, ReplicaError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class EngineThread(Generic[Core]):
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             core = self._load()
+            settle()
             self.core = core
             core.publish()
             while not self._is_stopping:

@@ -13,6 +13,7 @@ import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from actors.batches import CallBatcher
 from actors.calls import call
 from actors.kv_transport.payload import checksum
 from actors.tasks import background
@@ -39,11 +40,17 @@ class OutgoingTransfer:
     """One transfer at its source; made by `HandoffSender.reserve`."""
 
     def __init__(
-        self, offer: TransferOffer, peer: ReplicaInfo, transport: KVTransport, deadline_s: float
+        self,
+        offer: TransferOffer,
+        peer: ReplicaInfo,
+        transport: KVTransport,
+        calls: CallBatcher,
+        deadline_s: float,
     ) -> None:
         self.offer = offer
         self.peer = peer
         self._transport = transport
+        self._calls = calls
         self._deadline_s = deadline_s
         self._checksums: list[int] = []
         self._renewing = asyncio.create_task(self._renew())
@@ -96,7 +103,14 @@ class OutgoingTransfer:
         transfer_id = self.offer.transfer_id
         while True:
             try:
-                await self._call("commit", transfer_id, state, checksums)
+                await self._calls.call(
+                    self.peer.name,
+                    "commit",
+                    transfer_id,
+                    state,
+                    checksums,
+                    timeout_s=call_timeout_s(self._deadline_s),
+                )
                 return
             except ReplicaError as exc:
                 if exc.code not in ("timeout", "unreachable"):
@@ -140,9 +154,12 @@ class OutgoingTransfer:
 class HandoffSender:
     """The source side of a replica's transfers."""
 
-    def __init__(self, me: str, transport: KVTransport, config: TransportConfig) -> None:
+    def __init__(
+        self, me: str, transport: KVTransport, calls: CallBatcher, config: TransportConfig
+    ) -> None:
         self._me = me
         self._transport = transport
+        self._calls = calls
         self._config = config
 
     async def reserve(
@@ -168,12 +185,12 @@ class HandoffSender:
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:
-            info: ReplicaInfo = await call(peer, "reserve", offer, timeout_s=timeout_s)
+            info: ReplicaInfo = await self._calls.call(peer, "reserve", offer, timeout_s=timeout_s)
         except (asyncio.CancelledError, ReplicaError):
             # The reservation may have been made: give it back without waiting for it to lapse.
             background(_abort_quietly(peer, offer.transfer_id, timeout_s))
             raise
-        return OutgoingTransfer(offer, info, self._transport, self._config.deadline_s)
+        return OutgoingTransfer(offer, info, self._transport, self._calls, self._config.deadline_s)
 
 
 async def _abort_quietly(peer: str, transfer_id: str, timeout_s: float) -> None:

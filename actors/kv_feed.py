@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+MIN_PART_BYTES = 256 << 10
 MAX_JOINED_BYTES = 1 << 20
 STAGING_BYTES = 64 << 20
 """KV copied out of the rows ahead of its sending, over all sequences of a replica."""
@@ -19,6 +20,41 @@ class KVRange:
     num_layers: int
     start: int
     stop: int
+
+
+class LayerJoiner:
+    """Makes layer groups wait for each other until they are a part worth sending.
+
+    A short prompt's KV goes as one part, a long one's group by group while the next is computed.
+    One thread calls everything.
+    """
+
+    def __init__(self, num_layers: int, bytes_per_token_layer: int) -> None:
+        self._num_layers = num_layers
+        self._bytes_per_token_layer = bytes_per_token_layer
+        self._held: dict[str, KVRange] = {}
+
+    def join(self, sequence_id: str, span: KVRange) -> KVRange | None:
+        """Take the next layers of a chunk; return what is to be sent now, or None.
+
+        Args:
+            span: Follows the one before: the next layers of the same positions, or the first
+                layers of the next positions.
+        """
+        earlier = self._held.pop(sequence_id, None)
+        if earlier is not None:
+            num_layers = earlier.num_layers + span.num_layers
+            span = KVRange(earlier.first_layer, num_layers, span.start, span.stop)
+        num_bytes = span.num_layers * (span.stop - span.start) * self._bytes_per_token_layer
+        is_last = span.first_layer + span.num_layers == self._num_layers
+        if is_last or num_bytes >= MIN_PART_BYTES:
+            return span
+        self._held[sequence_id] = span
+        return None
+
+    def forget(self, sequence_id: str) -> None:
+        """Drop what waits of a sequence; harmless when nothing does."""
+        self._held.pop(sequence_id, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from actors.batches import CallBatcher
 from actors.calls import call
 from actors.kv_feed import KVFeed, StagingBudget
 from actors.lifecycle import scheduler_name
@@ -37,6 +38,8 @@ TELL_TIMEOUT_S = 5.0
 class PrefillReplica(Replica[PrefillCore]):
     """Ray actor; see `Replica` for the calls that both roles answer."""
 
+    BATCHED = frozenset({"submit"})
+
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         from actors.handoff_sender import HandoffSender
 
@@ -46,7 +49,8 @@ class PrefillReplica(Replica[PrefillCore]):
         self._states: dict[str, SequenceState] = {}
         self._handed_off: OrderedDict[str, str] = OrderedDict()
         super().__init__(name, spec, config)
-        self.sender = HandoffSender(name, self.transport, self.config.transport)
+        self.calls = CallBatcher(call)
+        self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         self.line = Line()
         self._view: ClusterView | None = None
         # In turn: nobody counts what others place while the scheduler is away.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from actors.kv_feed import KVFeed, KVRange
+from actors.kv_feed import KVFeed, KVRange, LayerJoiner
 from actors.status import Load
 from quadriga.batching.prefill_loop import PrefillLoop
 from quadriga.batching.prefill_queue import PrefillQueue
@@ -31,6 +32,9 @@ class PrefillCore:
         value_bytes = DTYPE_BYTES[spec.dtype]
         self._bytes_per_token_layer = spec.checkpoint.kv_bytes_per_token(1, value_bytes)
         self._feeds: dict[str, KVFeed] = {}
+        self._joiner = LayerJoiner(runner.num_layers, self._bytes_per_token_layer)
+        # What a step's prompts are to tell the event loop: one wake-up for all of them.
+        self._at_end: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self.loop = PrefillLoop(
             runner=runner,
             slots=SlotTable(
@@ -57,6 +61,9 @@ class PrefillCore:
     def step(self) -> None:
         self._num_steps += self.loop.has_work
         self.loop.step()
+        if self._at_end:
+            self._replica.post(_run_all, self._at_end)
+            self._at_end = []
 
     def publish(self) -> None:
         loop = self.loop
@@ -76,6 +83,7 @@ class PrefillCore:
     def release(self, sequence_id: str) -> bool:
         """Let go of a sequence; see `PrefillLoop.release`."""
         self._feeds.pop(sequence_id, None)
+        self._joiner.forget(sequence_id)
         return self.loop.release(sequence_id)
 
     def read_kv(self, sequence_id: str, span: KVRange) -> Any:
@@ -111,12 +119,18 @@ class PrefillCore:
         feed = self._feeds.get(state.sequence_id)
         if feed is None:
             return
-        span = KVRange(first_layer, num_layers, start, stop)
+        complete = KVRange(first_layer, num_layers, start, stop)
+        span = self._joiner.join(state.sequence_id, complete)
+        if span is None:
+            return
         kv = None
         if feed.wants_copies and self._staging.has_room:
-            kv = self.runner.read_kv(row, first_layer, num_layers, start, stop)
+            kv = self.runner.read_kv(row, span.first_layer, span.num_layers, start, stop)
             self._staging.take(kv.nbytes)
-        self._replica.post(feed.add, span, kv)
+        if span.first_layer + span.num_layers == self.runner.num_layers:
+            self._at_end.append((feed.add, (span, kv)))  # the first token follows in a moment
+        else:
+            self._replica.post(feed.add, span, kv)
 
     def on_first_token(
         self,
@@ -135,8 +149,13 @@ class PrefillCore:
             finish=finish,
         )
         self._feeds.pop(state.sequence_id, None)
-        self._replica.post(self._replica.first_token, state, emission)
+        self._at_end.append((self._replica.first_token, (state, emission)))
 
     def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
         self._feeds.pop(state.sequence_id, None)
         self._replica.post(self._replica.failed, state, error)
+
+
+def _run_all(callbacks: list[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
+    for callback, args in callbacks:
+        callback(*args)

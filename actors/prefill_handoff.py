@@ -226,7 +226,8 @@ class PrefillHandoff:
                 continue
             replica.remember_peer(transfer.peer)
             moved = Emission(state.sequence_id, state.epoch, len(state.output_ids), moved_to=peer)
-            replica.emit([(state.ingress_id, moved)])
+            # Before the first token, which is on its way, this is not worth a reply of its own.
+            replica.emit([(state.ingress_id, moved)], wakes=self._prompt_done_s > 0.0)
             return transfer
 
     async def _place(self, exclude: tuple[str, ...]) -> str | None:
@@ -238,13 +239,17 @@ class PrefillHandoff:
             max_total_tokens=self._state.max_total_tokens,
             exclude=exclude,
         )
+        scheduler = scheduler_name(self._replica.config.name)
         try:
-            name: str = await call(
-                scheduler_name(self._replica.config.name),
-                "place",
-                request,
-                timeout_s=PLACE_TIMEOUT_S,
-            )
+            try:
+                name: str = await self._replica.calls.call(
+                    scheduler, "place_now", request, timeout_s=PLACE_TIMEOUT_S
+                )
+            except Overloaded:
+                if exclude:
+                    return None
+                # Now waiting pays, and must not hold up those who travel in the same call.
+                name = await call(scheduler, "place", request, timeout_s=PLACE_TIMEOUT_S)
             return name
         except (Overloaded, Unavailable):
             return None

@@ -8,10 +8,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import ray
 
+from actors.batches import BatchedCalls
 from actors.calls import call
 from actors.engine_thread import Core, EngineThread
 from actors.lifecycle import end_this_actor, fingerprint, scheduler_name
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_MIN_GAP_S = 0.05
-"""Between two reports when room became free: placement waits for that news."""
+"""Between two reports when room became free: placement and admission wait for that news."""
 REPORT_MIN_TIMEOUT_S = 1.0
 MAX_REMEMBERED = 4096
 END_DELAY_S = 0.05
@@ -47,14 +48,19 @@ FORGET_FACTOR = 10.0
 """Of `orphan_request_s`: after this long a silent ingress's mailbox is dropped."""
 
 
-class Replica(ABC, Generic[Core]):
+class Replica(BatchedCalls, ABC, Generic[Core]):
     """Base of the two replica actors; one event loop, one engine thread.
 
     Args:
         name: Ray actor name; new for every incarnation.
         spec: What to load.
         config: The whole configuration, as a plain dict.
+
+    Attributes:
+        reply_spacing_s: Pause after a poll's reply, per sequence in it; see `Mailroom`.
     """
+
+    reply_spacing_s: ClassVar[float] = 0.0
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         # Here, not above: whoever spawns a replica imports this module, and needs no torch.
@@ -67,7 +73,12 @@ class Replica(ABC, Generic[Core]):
         self._fingerprint = fingerprint(spec, config)
         self.clock = SystemClock()
         self.incarnation = uuid.uuid4().hex
-        self.mail = Mailroom(self.incarnation, self.clock, self.config.ingress.poll_timeout_s)
+        self.mail = Mailroom(
+            self.incarnation,
+            self.clock,
+            self.config.ingress.poll_timeout_s,
+            spacing_s=self.reply_spacing_s,
+        )
         self.metrics = ReplicaMetrics(name)
         self.load = Load()
         self._has_load = False
@@ -215,11 +226,10 @@ class Replica(ABC, Generic[Core]):
         if self._is_draining or self._is_ending:
             raise Unavailable(f"{self.name} is draining", code="draining")
 
-    def emit(self, emissions: Sequence[tuple[str, Emission]]) -> None:
-        """Tell ingresses something; on the event loop."""
-        for ingress_id, emission in emissions:
-            self.mail.put(ingress_id, emission)
-            self.metrics.count(emission)
+    def emit(self, emissions: Sequence[tuple[str, Emission]], *, wakes: bool = True) -> None:
+        """Tell ingresses something; on the event loop. See `Mailroom.put`."""
+        self.mail.put(emissions, wakes=wakes)
+        self.metrics.count(emissions)
 
     def publish_load(self, load: Load) -> None:
         """Called on the engine thread after every round."""

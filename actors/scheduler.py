@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from actors.batches import BatchedCalls
 from actors.lifecycle import end_this_actor
 from actors.tasks import background
 from quadriga.clock import SystemClock
@@ -42,12 +43,14 @@ class _Unseen:
     reserved_tokens: int
 
 
-class Scheduler:
+class Scheduler(BatchedCalls):
     """Ray actor, restarted without limit; everything it knows comes from reports.
 
     What it sent to a replica since that replica's last word is added to the reported load, so
     that a burst does not go to one replica.
     """
+
+    BATCHED = frozenset({"admit", "place_now"})
 
     def __init__(self, config: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -93,40 +96,46 @@ class Scheduler:
             Unavailable: No decode replica of the class is alive and taking work.
             Overloaded: None has room.
         """
-        for unseen in self._unseen.values():
-            unseen.pop(request.sequence_id, None)
         give_up_s = self._clock.now_s() + PLACE_WAIT_S
         while True:
             self._reported.clear()
-            alive = candidates(
-                self._adjusted(),
-                role=Role.DECODE,
-                depth_class=request.depth_class,
-                exclude=request.exclude,
-                now_unix_s=self._clock.unix_s(),
-                max_age_s=self._config.scheduler.snapshot_max_age_s,
-            )
-            name = self._placement.choose(request, alive)
-            if name is not None:
-                self._note_placed(name, request)
-                return name
-            left_s = give_up_s - self._clock.now_s()
-            if left_s <= 0 or request.exclude or not alive:
-                break
             try:
-                async with asyncio.timeout(left_s):
-                    await self._reported.wait()
-            except TimeoutError:
-                break
+                return await self.place_now(request)
+            except Overloaded:
+                left_s = give_up_s - self._clock.now_s()
+                if left_s <= 0 or request.exclude:
+                    raise
+                try:
+                    async with asyncio.timeout(left_s):
+                        await self._reported.wait()
+                except TimeoutError:
+                    give_up_s = 0.0  # one last look
+
+    async def place_now(self, request: PlaceRequest) -> str:
+        """As `place`, without waiting for room. Raises: Unavailable, Overloaded."""
+        for unseen in self._unseen.values():
+            unseen.pop(request.sequence_id, None)
+        alive = candidates(
+            self._adjusted(),
+            role=Role.DECODE,
+            depth_class=request.depth_class,
+            exclude=request.exclude,
+            now_unix_s=self._clock.unix_s(),
+            max_age_s=self._config.scheduler.snapshot_max_age_s,
+        )
         if not alive:
             raise Unavailable(
                 f"no decode replica of {request.depth_class} is taking work", retry_after_s=1.0
             )
-        raise Overloaded(
-            f"no decode replica of {request.depth_class} has room for "
-            f"{request.max_total_tokens} tokens",
-            retry_after_s=1.0,
-        )
+        name = self._placement.choose(request, alive)
+        if name is None:
+            raise Overloaded(
+                f"no decode replica of {request.depth_class} has room for "
+                f"{request.max_total_tokens} tokens",
+                retry_after_s=1.0,
+            )
+        self._note_placed(name, request)
+        return name
 
     async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
         """Sequences are over; forget what was noted of them."""

@@ -7,11 +7,13 @@ in `_s` is a duration.
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quadriga.errors import QuadrigaError
-from quadriga.exits import ExitParams
+from quadriga.exits import FULL_DEPTH, ExitParams
 
 
 class Role(StrEnum):
@@ -122,7 +124,7 @@ class SequenceState:
     ingress_id: str
     arrival_unix_s: float
     deadline_unix_s: float
-    exits: ExitParams = ExitParams()
+    exits: ExitParams = FULL_DEPTH
     choice: int = 0
     priority: int = 0
     epoch: int = 0
@@ -194,6 +196,29 @@ class PollReply:
     incarnation: str
     last_seq: int
     emissions: list[Emission]
+
+    def __reduce__(self) -> tuple[Callable[[str, int, bytes], PollReply], tuple[str, int, bytes]]:
+        """Travel as one block of bytes: a few microseconds an emission less than field by field."""
+        rows = [
+            (
+                e.sequence_id,
+                e.epoch,
+                e.first_index,
+                e.token_ids,
+                e.exit_layers,
+                e.logprobs,
+                e.prompt_logprobs,
+                e.finish,
+                e.error,
+                e.moved_to,
+            )
+            for e in self.emissions
+        ]
+        return _unpack_poll_reply, (self.incarnation, self.last_seq, pickle.dumps(rows, 5))
+
+
+def _unpack_poll_reply(incarnation: str, last_seq: int, rows: bytes) -> PollReply:
+    return PollReply(incarnation, last_seq, [Emission(*row) for row in pickle.loads(rows)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,17 @@ class RayCluster:
     """
 
     def __init__(self, app_name: str) -> None:
+        from actors.batches import CallBatcher
+        from actors.calls import call
+
+        self._calls = CallBatcher(call)
         self._scheduler = f"{app_name}:scheduler"
         self._controller = f"{app_name}:controller"
 
     async def admit(self, request: AdmitRequest) -> Admission:
-        reply: Admission = await self._call(self._scheduler, "admit", request)
+        reply: Admission = await self._calls.call(
+            self._scheduler, "admit", request, timeout_s=CALL_TIMEOUT_S
+        )
         return reply
 
     async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
@@ -69,7 +75,7 @@ class RayCluster:
         return view
 
     async def submit(self, replica: str, state: SequenceState) -> None:
-        await self._call(replica, "submit", state)
+        await self._calls.call(replica, "submit", state, timeout_s=CALL_TIMEOUT_S)
 
     async def cancel(self, replica: str, sequence_ids: Sequence[str]) -> None:
         await self._call(replica, "cancel", list(sequence_ids))

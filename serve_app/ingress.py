@@ -38,6 +38,7 @@ class Ingress:
         loaded = load_config(config)
         # Reading tokenizers and asking for the actors both block.
         models = await asyncio.to_thread(ModelDirectory.load, loaded)
+        from actors.collector import settle
         from actors.lookup import ensure_cluster
 
         await asyncio.to_thread(ensure_cluster, loaded)
@@ -51,6 +52,7 @@ class Ingress:
         self._grpc = GrpcDoor(self._desk)
         # Started here and not by a request: Ray cancels with a request what the request started.
         self._desk.start()
+        settle()
         if announces and serve.get_replica_context().rank.rank == 0:
             self._desk.tasks.spawn(announce_when_ready(loaded, needs_key=not keys.is_http_open))
 

@@ -7,12 +7,18 @@ import asyncio
 from quadriga.errors import ReplicaError
 from serve_app.cluster import Cluster
 
+ENDED_PAUSE_S = 0.25
+
 
 class Reaper:
-    """Collects what ended and reports it, many at a time."""
+    """Collects what ended and reports it, many at a time.
+
+    Cancellations free rows and go at once; endings are only book-keeping and wait for company.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._timer: asyncio.TimerHandle | None = None
         self._to_cancel: dict[str, list[str]] = {}
         self._ended: list[str] = []
         self._ended_tokens = 0
@@ -27,7 +33,8 @@ class Reaper:
         """A sequence is over, with this many tokens in all."""
         self._ended.append(sequence_id)
         self._ended_tokens += tokens
-        self._work.set()
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(ENDED_PAUSE_S, self._work.set)
 
     async def report_ended_sequences(self) -> None:
         """Wait for something to report, and report it."""
@@ -37,6 +44,9 @@ class Reaper:
 
     async def flush(self) -> None:
         """Report all there is. A replica that cannot be told is dead or frees by itself."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         cancels, self._to_cancel = self._to_cancel, {}
         ended, self._ended = self._ended, []
         tokens, self._ended_tokens = self._ended_tokens, 0

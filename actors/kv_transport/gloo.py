@@ -6,7 +6,8 @@ a part is
 
     header frame → verdict frame → payload bytes → verdict frame
 
-and bytes only follow a header that was accepted. A wait that times out poisons a gloo group, and
+and bytes only follow a header that was accepted; but a small part's bytes follow at once, and its
+first verdict is left out. A wait that times out poisons a gloo group, and
 a pending wait cannot be interrupted: a channel that failed, or whose transfer was aborted in
 mid-part, is abandoned to end by its own deadline, and the next use builds a new one (its
 generation counts up). Pings let a receiver that hears nothing conclude that the sender is gone.

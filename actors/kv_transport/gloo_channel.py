@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 5.0
 SILENCE_TIMEOUT_S = 4 * PING_INTERVAL_S
+MAX_EAGER_BYTES = 1 << 20
+"""A part up to this size follows its header at once: asking first would cost more than the bytes
+of a part that is refused, as its row was reserved before."""
 
 
 @dataclass(slots=True)
@@ -186,9 +189,16 @@ class SendingChannel:
 
     def _send(self, group: Any, job: Job) -> None:
         """Send one part. Raises: RuntimeError from gloo; then the group is of no more use."""
-        header = asdict(job.part) | {"kind": "part", "left_s": job.deadline_s - time.monotonic()}
+        num_eager = job.data.numel() if job.data.numel() <= MAX_EAGER_BYTES else 0
+        header = asdict(job.part) | {
+            "kind": "part",
+            "left_s": job.deadline_s - time.monotonic(),
+            "eager_bytes": num_eager,
+        }
         send_frame(group, header, _left(job))
-        verdict = receive_frame(group, 1, _left(job))
+        verdict: dict[str, Any] = {"ok": True}
+        if not num_eager:
+            verdict = receive_frame(group, 1, _left(job))
         if verdict["ok"]:
             group.send([job.data], 1, 0).wait(timedelta(seconds=_left(job)))
             verdict = receive_frame(group, 1, _left(job))
@@ -241,15 +251,24 @@ class ReceivingChannel:
         if kind != "part":
             return bool(kind == "ping")
         left_s = header.pop("left_s")
+        num_eager = header.pop("eager_bytes")
         deadline_s = time.monotonic() + left_s
         part = KVPart(**header | {"shape": tuple(header["shape"])})
+        if not 0 <= num_eager <= MAX_EAGER_BYTES:
+            raise RuntimeError(f"part {part.index} announces {num_eager} bytes unasked")
         try:
             self._sink.accept(self.offer.source, part)
             data = torch.empty(num_bytes(part), dtype=torch.uint8)
         except QuadrigaError as exc:
+            if num_eager:  # they are on the wire already
+                unwanted = torch.empty(num_eager, dtype=torch.uint8)
+                group.recv([unwanted], 0, 0).wait(timedelta(seconds=left_s))
             send_verdict(group, exc, left_s)
             return True
-        send_verdict(group, None, left_s)
+        if not num_eager:
+            send_verdict(group, None, left_s)
+        elif num_eager != data.numel():
+            raise RuntimeError(f"part {part.index} brings {num_eager} bytes, not {data.numel()}")
         left_s = max(0.001, deadline_s - time.monotonic())
         group.recv([data], 0, 0).wait(timedelta(seconds=left_s))
         error: QuadrigaError | None = None

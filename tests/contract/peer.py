@@ -10,7 +10,8 @@ from typing import Any
 import ray
 import torch
 
-from actors.calls import NAMESPACE
+from actors.batches import BatchedCalls, CallBatcher
+from actors.calls import NAMESPACE, call
 from actors.handoff_receiver import HandoffReceiver
 from actors.handoff_sender import HandoffSender, OutgoingTransfer
 from actors.kv_transport.auto import TransportHub
@@ -60,8 +61,10 @@ def make_kv(seed: int, num_tokens: int) -> torch.Tensor:
     return torch.randn(NUM_LAYERS, 2, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
 
 
-class Peer:
+class Peer(BatchedCalls):
     """Both ends of hand-offs in one actor, with the calls a replica answers."""
+
+    BATCHED = frozenset({"reserve", "commit"})
 
     def __init__(self, name: str, kind: str, lease_s: float = 10.0, deadline_s: float = 5.0):
         self._name = name
@@ -72,7 +75,7 @@ class Peer:
         self._receiver = HandoffReceiver(DEPTH_CLASS, self, SystemClock(), names)
         self.transport = TransportHub(kind, name, self._receiver, lambda _: "127.0.0.1")  # type: ignore[arg-type]
         config = TransportConfig(lease_s=lease_s, deadline_s=deadline_s)
-        self._sender = HandoffSender(name, self.transport, config)
+        self._sender = HandoffSender(name, self.transport, CallBatcher(call), config)
         self._transfers: dict[str, OutgoingTransfer] = {}
         self._is_slow = asyncio.Event()
 

@@ -196,6 +196,20 @@ def test_a_renewed_lease_does_not_lapse(pair: Pair) -> None:
     get(hasty.commit_transfer.remote(transfer, 16))
 
 
+@pytest.mark.parametrize("num_tokens", [64, 8000], ids=["sent unasked", "sent when wanted"])
+def test_a_refused_part_leaves_the_line_in_order(pair: Pair, num_tokens: int) -> None:
+    """Small parts follow their header at once: when they are not wanted, they must be drained."""
+    unwanted, next_one = new_id(), new_id()
+    transfer = get(pair.a.open.remote(pair.b_name, unwanted, num_tokens))
+    get(pair.b.cancel.remote(unwanted))
+    with pytest.raises(QuadrigaError) as refusal:
+        get(pair.a.send.remote(transfer, 1, everything(num_tokens)))
+    assert refusal.value.code == "refused"
+    get(pair.a.move.remote(pair.b_name, next_one, 5, 100))
+    assert get(pair.b.holds.remote(next_one, 5, 100))
+    assert get(pair.a.num_fallbacks.remote()) == 0
+
+
 def test_an_unknown_peer_is_refused_before_its_bytes(pair: Pair) -> None:
     """B has a lease with A for one transfer; A sends for another that was never reserved."""
     transfer = get(pair.a.open.remote(pair.b_name, new_id(), 16))

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from actors.batches import BatchedCalls
 from actors.handoff_receiver import HandoffReceiver
 from actors.kv_transport.auto import TransportHub
 from actors.kv_transport.gloo_frames import ChannelOffer
@@ -44,8 +45,10 @@ FAULTS = [
 ]
 
 
-class FaultyDecode:
+class FaultyDecode(BatchedCalls):
     """Takes transfers as a decode replica does, up to the step that `fault` names."""
+
+    BATCHED = frozenset({"reserve", "commit"})
 
     def __init__(self, name: str, depth_class: DepthClass) -> None:
         self.fault = ""
