@@ -155,6 +155,14 @@ class FakeSegmentRunner(FakeRunner):
         del self.next_segment[row]
         self._at_exit.discard(row)
 
+    def suspend(self, row: int) -> list[int]:
+        at = self.next_segment[row]
+        return [at, *super().suspend(row)]
+
+    def restore(self, row: int, state: SequenceState, suspended: list[int]) -> None:
+        super().restore(row, state, suspended[1:])
+        self.next_segment[row] = suspended[0]
+
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         assert rows and len(set(rows)) == len(rows), f"rows {rows}"
         assert 0 <= first < stop <= len(self._ends), f"segments {first}..{stop}"

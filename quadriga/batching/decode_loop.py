@@ -317,10 +317,10 @@ class DecodeLoop:
         )
         count = len(group) - remaining.count
         if verdict is Verdict.LEAVE:
-            self.counters.involuntary_exits += remaining.count
+            limited = [i for i, r in enumerate(group) if r.last_segment == exit_index]
+            self._count_breaches([group[i] for i in limited], [confidences[i] for i in limited])
+            self.counters.involuntary_exits += remaining.count - sum(not passed[i] for i in limited)
             return group, count
-        if verdict is Verdict.STAY:
-            self.counters.involuntary_stays += count
         leavers = []
         for running, confidence, may_leave in zip(group, confidences, passed, strict=True):
             if running.last_segment == exit_index:
@@ -329,6 +329,7 @@ class DecodeLoop:
             elif may_leave and verdict is Verdict.SPLIT:
                 leavers.append(running)
             else:
+                self.counters.involuntary_stays += may_leave
                 self._move(running, self._waiting[exit_index], now_s)
         self.counters.buffered += len(group) - len(leavers)
         return leavers, count

@@ -83,7 +83,11 @@ VARIANTS: dict[str, Any] = {
 def build(variant: str, *, seed: int = 0) -> PreTrainedModel:
     """A model with weights large enough that every part of it shows in the logits."""
     torch.manual_seed(seed)
-    model = AutoModel.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
+    return randomise(AutoModel.from_config(VARIANTS[variant](), attn_implementation="eager").eval())
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Draw every weight anew, from torch's own generator."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name and name.endswith("weight"):

@@ -79,7 +79,7 @@ class NoExits(GroupedExits):
     """Every token runs every layer; no exit is ever tested."""
 
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
-        """See `Rebatcher.choose`; somebody waits where another row's depth limit cut a pass short."""
+        """See `Rebatcher.choose`; rows wait where another's depth limit cut their pass short."""
         waits = (i + 1 for i, rows in enumerate(waiting) if rows.count)
         return Range(next(waits, 0), self.costs.num_segments, tests=False)
 

@@ -53,7 +53,8 @@ class DrexRebatcher:
         self._left_by = [_PRIOR] * (costs.num_segments - 1)
         self._until_plan = 0
         self._planned_for = 0
-        self._until_exploration = EXPLORE_EVERY
+        self._until_exploration = EXPLORE_EVERY  # splits
+        self._until_probe = EXPLORE_EVERY  # passes from the front; apart, or one starves the other
         self._must_go: set[int] = set()  # exits whose waiting rows go on now
         self._probe: int | None = None  # an exit outside the plan, tested this once
         self._last_front_s = 0.0
@@ -134,11 +135,11 @@ class DrexRebatcher:
         changed = abs(running - self._planned_for) > max(1, self._planned_for // 4)
         if self._until_plan <= 0 or changed:
             self._replan(running, front, waiting)
-        self._until_exploration -= 1
-        if self._until_exploration <= 0:
+        self._until_probe -= 1
+        if self._until_probe <= 0:
+            self._until_probe = EXPLORE_EVERY
             outside = [e for e in range(len(self._left_by)) if e not in self.plan.exits]
-            if outside:  # else the next split is the one to turn round
-                self._until_exploration = EXPLORE_EVERY
+            if outside:
                 self._counters.explored += 1
                 self._probe = self._random.choice(outside)
         first_exit = min(self._exits(), default=None)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quadriga.engine.baton.cache import StoreCache
 from quadriga.engine.baton.dense import DenseBatch
 from quadriga.engine.baton.geometry import CacheGeometry
-from quadriga.engine.baton.prompts import MAX_PADDED_RATIO, group_prompts
+from quadriga.engine.baton.prompts import (
+    MAX_PADDED_RATIO,
+    PromptSpan,
+    PromptStore,
+    group_prompts,
+)
 from quadriga.engine.baton.row_kv import RowKV
 from quadriga.engine.baton.rows import RelayRows
 from quadriga.errors import InvariantViolation
@@ -203,6 +209,19 @@ def test_a_step_that_cannot_be_changes_nothing() -> None:
         rows.begin_step({2: 12})
     assert rows.batch.rows == [0]
     assert rows.read(1, 0, 1, 0, 3).eq(2.0).all()
+
+
+def test_the_cache_tells_its_length_as_transformers_expects() -> None:
+    """Past before a layer's update, past and pass after it; layers apart from each other."""
+    geometry = CacheGeometry(num_layers=2, num_kv_heads=1, head_dim=1, vocab_size=0)
+    row = RowKV(geometry, torch.float32, CPU, max_tokens=20)
+    row.write(0, 0, torch.ones(2, 2, 1, 5, 1))
+    cache = StoreCache(PromptStore([PromptSpan(row, [1, 2, 3], 5)]), 2)
+    assert cache.get_mask_sizes(3, 0) == (8, 0)
+    new = torch.full((1, 1, 3, 1), 2.0)
+    keys, _ = cache.update(new, new, 0)
+    assert keys.flatten().tolist() == [1.0] * 5 + [2.0] * 3
+    assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (8, 5)
 
 
 def chunk(row: int, length: int, start: int = 0) -> PrefillChunk:

@@ -162,6 +162,18 @@ def test_kv_of_a_running_row_is_the_one_that_prefill_computes(runner: BatonRunne
     assert (got - wanted).abs().max() < 1e-5
 
 
+def test_prompts_of_one_pass_end_where_they_end(
+    runner: BatonRunner, model: PreTrainedModel
+) -> None:
+    states = [make_state(list(range(20 + i, 30 + 2 * i))) for i in (2, 0, 1)]
+    for row, state in enumerate(states):
+        runner.attach(row, state)
+    tokens = runner.prefill([whole_prompt(row, state) for row, state in enumerate(states)])
+    for state, token in zip(states, tokens, strict=True):
+        assert token is not None
+        assert [token.token_id] == generate(model, state.prompt_ids, 1)
+
+
 def test_writing_into_a_running_row(runner: BatonRunner, model: PreTrainedModel) -> None:
     """It leaves the batch, takes the write, and goes on."""
     state, other = make_state([4, 5, 6, 7, 8]), make_state([9] * 12)

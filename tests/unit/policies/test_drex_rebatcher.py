@@ -1,0 +1,255 @@
+"""One decision at a time: profit by hand, deadlines above it, and a look elsewhere now and then."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from quadriga.exits import ExitCounters
+from quadriga.policies.drex import DrexRebatcher, Plan, SegmentCosts
+from quadriga.policies.drex.rebatcher import EXPLORE_EVERY, REPLAN_EVERY
+from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
+
+OVERHEAD_S = 20e-6
+NOBODY = Waiting()
+
+
+def costs_of(base_s: float, row_s: float, *, segments: int = 2) -> SegmentCosts:
+    """Every segment takes base_s + row_s · b; heads and context nothing."""
+    costs = SegmentCosts(segments, 32)
+    for s in range(segments):
+        for b in costs.knots:
+            costs.set(s, b, base_s + row_s * b)
+            costs.set(s, b, 0.0, head=True)
+    return costs
+
+
+def policy(
+    base_s: float = 0.0, row_s: float = 1e-3, *, plan: Plan | None = None, segments: int = 2
+) -> tuple[DrexRebatcher, ExitCounters]:
+    counters = ExitCounters()
+    rebatcher = DrexRebatcher(costs_of(base_s, row_s, segments=segments), counters=counters)
+    rebatcher.plan = plan or Plan((0,), (8,))
+    return rebatcher, counters
+
+
+def group(
+    passed: int,
+    stays: int,
+    *,
+    waiting: int = 0,
+    deadline_s: float = math.inf,
+    ran: Range | None = None,
+) -> AtExit:
+    count = passed + stays
+    return AtExit(
+        ran=ran or Range(0, 1),
+        confidences=[1.0] * passed + [0.0] * stays,
+        thresholds=[0.5] * count,
+        passed=[True] * passed + [False] * stays,
+        num_tokens=10 * count,
+        waiting=Waiting(waiting, 10 * waiting) if waiting else NOBODY,
+        remaining=Waiting(stays, 10 * stays, deadline_s) if stays else NOBODY,
+    )
+
+
+def test_profit_by_hand() -> None:
+    """Stages take 4 + b ms. 10 reach the exit, 6 may leave, 3 wait there; flushes are 8 strong.
+
+    Carried down together:  t(13)           = 17 ms, of which the 3 owe 3 / 8 · t(8) = 4.5 ms
+    Split:                  4 / 8 · t(8)    =  6 ms, and 0.02 ms for the splitting
+    """
+    rebatcher, _ = policy(4e-3, 1e-3)
+    found = rebatcher.profit_s(group(6, 4, waiting=3))
+    assert found == pytest.approx(17e-3 - 4.5e-3 - 6e-3 - OVERHEAD_S)
+    # Nobody waits: t(10) − 4 / 8 · t(8) − h.
+    assert rebatcher.profit_s(group(6, 4)) == pytest.approx(14e-3 - 6e-3 - OVERHEAD_S)
+    # More stay than a flush was planned for: they are the flush.
+    assert rebatcher.profit_s(group(1, 11)) == pytest.approx(16e-3 - 15e-3 - OVERHEAD_S)
+
+
+def test_splits_where_it_pays_and_books_it() -> None:
+    rebatcher, counters = policy(4e-3, 1e-3)
+    at = group(6, 4)
+    assert rebatcher.judge(at, 0.0) is Verdict.SPLIT
+    assert (counters.splits, counters.stays) == (1, 0)
+    assert counters.predicted_profit_s == pytest.approx(rebatcher.profit_s(at))
+    assert counters.realised_profit_s == pytest.approx(14e-3 - OVERHEAD_S)
+    waiting = [Waiting(8, 80, 0.0)]
+    ran = rebatcher.choose(NOBODY, waiting, 0.0)
+    assert ran == Range(1, 2, tests=False)
+    rebatcher.observe(ran, 8, 80, 5e-3, None)
+    assert counters.realised_profit_s == pytest.approx(9e-3 - OVERHEAD_S)
+
+
+def test_stays_where_a_pass_is_flat_and_goes_on_at_once() -> None:
+    rebatcher, counters = policy(10e-3, 0.0, plan=Plan((0,), (4,)))
+    assert rebatcher.judge(group(1, 9), 0.0) is Verdict.STAY
+    assert (counters.splits, counters.stays) == (0, 1)
+    ran = rebatcher.choose(Waiting(5, 50, 9.0), [Waiting(2, 20, math.inf)], 0.0)
+    assert ran.first == 1, "the group that stayed goes before the front, full or not"
+    ran = rebatcher.choose(Waiting(5, 50, 9.0), [Waiting(2, 20, math.inf)], 0.0)
+    assert ran.first == 0, "once"
+    assert counters.realised_profit_s == 0.0
+
+
+def test_a_stay_of_rows_that_are_gone_hurries_nobody_else() -> None:
+    rebatcher, _ = policy(10e-3, 0.0)
+    rebatcher._planned_for, rebatcher._until_plan = 5, REPLAN_EVERY
+    assert rebatcher.judge(group(1, 9), 0.0) is Verdict.STAY
+    assert rebatcher.choose(Waiting(5, 50), [NOBODY], 0.0).first == 0  # cancelled meanwhile
+    assert rebatcher.choose(Waiting(5, 50), [Waiting(1, 10)], 0.0).first == 0
+
+
+@pytest.mark.parametrize(("deadline_s", "verdict"), [(1.0, "split"), (0.01, "stay")])
+def test_a_deadline_vetoes_a_split(deadline_s: float, verdict: str) -> None:
+    """4 stay, 4 more are waited for: one front pass (5 ms) and a stage of 8 (12 ms) to come."""
+    rebatcher, _ = policy(4e-3, 1e-3)
+    rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
+    at = group(6, 4, deadline_s=deadline_s)
+    assert rebatcher.profit_s(at) > 0
+    assert rebatcher.judge(at, 0.0) is Verdict(verdict)
+    # Rows that can go on at once lose nothing by the split.
+    assert rebatcher.judge(group(2, 8, deadline_s=deadline_s), 0.0) is Verdict.SPLIT
+
+
+def test_the_veto_counts_to_the_second() -> None:
+    for slack_s, verdict in ((1e-3, Verdict.SPLIT), (-1e-3, Verdict.STAY)):
+        rebatcher, _ = policy(4e-3, 1e-3)
+        rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
+        stage_s = rebatcher.costs.forecast_s(1, 2, 8, 0, tests=False)
+        deadline_s = 7.0 + 5e-3 + stage_s + slack_s
+        assert rebatcher.judge(group(6, 4, deadline_s=deadline_s), 7.0) is verdict
+
+
+@pytest.mark.parametrize(("deadline_s", "first"), [(0.100, 0), (0.009, 1)])
+def test_a_waiting_row_goes_before_it_is_late(deadline_s: float, first: int) -> None:
+    """A front pass takes 5 ms and its stage as long: with less than 10 ms it goes now."""
+    rebatcher, _ = policy(4e-3, 1e-3)
+    rebatcher.choose(Waiting(4, 40), [NOBODY], 0.0)
+    rebatcher.plan = Plan((0,), (8,))
+    rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
+    assert rebatcher.choose(Waiting(3, 30), [Waiting(1, 10, deadline_s)], 0.0).first == first
+
+
+def test_a_full_stage_goes_and_the_deepest_first() -> None:
+    rebatcher, _ = policy(segments=3, plan=Plan((0, 1), (4, 4)))
+    rebatcher._planned_for, rebatcher._until_plan = 10, 10
+    ran = rebatcher.choose(Waiting(2, 20), [Waiting(4, 40), Waiting(4, 40)], 0.0)
+    assert ran == Range(2, 3, tests=False)
+    assert rebatcher.choose(Waiting(6, 60), [Waiting(4, 40), NOBODY], 0.0) == Range(1, 2)
+    assert rebatcher.choose(Waiting(6, 60), [Waiting(3, 30), NOBODY], 0.0) == Range(0, 1)
+    # Nothing is due and nobody is at the front: the fullest goes.
+    assert rebatcher.choose(NOBODY, [Waiting(1, 10), Waiting(3, 30)], 0.0).first == 2
+
+
+def test_who_cannot_leave_waits_for_company_only_where_that_pays() -> None:
+    rebatcher, counters = policy(plan=Plan((0,), (8,)))
+    assert rebatcher.judge(group(0, 3), 0.0) is Verdict.SPLIT  # waits: 3 of 8
+    assert rebatcher.judge(group(0, 5, waiting=3), 0.0) is Verdict.STAY  # eight: go
+    assert rebatcher.judge(group(0, 3, deadline_s=1e-3), 0.0) is Verdict.STAY  # no time
+    assert counters.splits == counters.stays == counters.explored == 0
+
+
+def test_one_decision_in_so_many_is_turned_round() -> None:
+    rebatcher, counters = policy(4e-3, 1e-3)
+    verdicts = [rebatcher.judge(group(6, 4), 0.0) for _ in range(3 * EXPLORE_EVERY)]
+    assert [i for i, v in enumerate(verdicts, 1) if v is Verdict.STAY] == [
+        EXPLORE_EVERY, 2 * EXPLORE_EVERY, 3 * EXPLORE_EVERY,
+    ]  # fmt: skip
+    assert counters.explored == 3
+
+
+@pytest.mark.parametrize("judged", [1, 2])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_splits_and_exits_outside_the_plan_both_have_their_turn(judged: int, offset: int) -> None:
+    """Whatever the rhythm of passes and decisions: counted together, one would starve the other."""
+    rebatcher, counters = policy(4e-3, 1e-3, plan=Plan((0,), (8,)), segments=3)
+    rebatcher._planned_for, rebatcher._until_plan = 10, 10**6
+    probed = turned = 0
+    for _ in range(offset):
+        rebatcher.choose(Waiting(10, 100), [NOBODY] * 2, 0.0)
+    for _ in range(4 * EXPLORE_EVERY):
+        rebatcher.choose(Waiting(10, 100), [NOBODY] * 2, 0.0)
+        for _ in range(judged):
+            turned += rebatcher.judge(group(6, 4), 0.0) is Verdict.STAY
+        ran = rebatcher.choose(NOBODY, [Waiting(8, 80), NOBODY], 0.0)
+        if ran == Range(1, 2):
+            probed += 1
+            assert rebatcher.judge(group(4, 4, ran=ran), 0.0) is Verdict.STAY
+            rebatcher.choose(NOBODY, [NOBODY, Waiting(8, 80)], 0.0)
+        else:
+            assert ran == Range(1, 3, tests=False)
+    assert (probed, turned) == (4, 4 * judged)
+    assert counters.explored == 4 + 4 * judged
+
+
+def test_an_exit_outside_the_plan_is_probed_and_can_come_back() -> None:
+    """Nothing leaves, so the plan drops the exit; probes notice when that changes."""
+    rebatcher, counters = policy(row_s=1e-3)
+    for _ in range(200):
+        rebatcher.observe(Range(0, 1), 10, 100, 10e-3, 0)
+    tested = []
+    for i in range(4 * EXPLORE_EVERY):
+        ran = rebatcher.choose(Waiting(10, 100), [NOBODY], 0.0)
+        if ran.stop == 1:
+            tested.append(i)
+            assert rebatcher.judge(group(0, 10), 0.0) is Verdict.STAY
+            rebatcher.observe(ran, 10, 100, 10e-3, 0)
+            going_on = rebatcher.choose(NOBODY, [Waiting(10, 100)], 0.0)
+            assert going_on == Range(1, 2, tests=False)
+        else:
+            assert ran == Range(0, 2, tests=False)
+    assert rebatcher.plan.exits == ()
+    assert [b - a for a, b in pairwise(tested)] == [EXPLORE_EVERY] * 3
+    assert counters.explored == len(tested) == 4
+    for _ in range(30 * EXPLORE_EVERY):
+        ran = rebatcher.choose(Waiting(10, 100), [NOBODY], 0.0)
+        if ran.stop == 1:
+            rebatcher.judge(group(9, 1), 0.0)
+            rebatcher.observe(ran, 10, 100, 10e-3, 9)
+    assert rebatcher.plan.exits == (0,)
+
+
+def test_exit_rates_follow_what_passes() -> None:
+    rebatcher, _ = policy(segments=3, plan=Plan((0, 1), (0, 0)))
+    for _ in range(400):
+        rebatcher.observe(Range(0, 1), 10, 100, 1e-3, 4)  # 40 % leave at the first
+        rebatcher.observe(Range(1, 2), 6, 60, 1e-3, 3)  # half of the others at the second
+    assert rebatcher.left_by == pytest.approx((0.4, 0.7), abs=0.01)
+
+
+def test_plans_are_made_anew_when_the_batch_changes_or_time_has_passed() -> None:
+    rebatcher, _ = policy(row_s=1e-3)
+    rebatcher.choose(Waiting(16, 160), [NOBODY], 0.0)
+    marked = rebatcher.plan = Plan((0,), (2,))
+    rebatcher.choose(Waiting(15, 150), [NOBODY], 0.0)
+    assert rebatcher.plan is marked
+    rebatcher.choose(Waiting(8, 80), [NOBODY], 0.0)
+    assert rebatcher.plan is not marked
+    marked = rebatcher.plan = Plan((0,), (2,))
+    for _ in range(REPLAN_EVERY - 1):
+        rebatcher.choose(Waiting(8, 80), [NOBODY], 0.0)
+        assert rebatcher.plan is marked
+    rebatcher.choose(Waiting(8, 80), [NOBODY], 0.0)
+    assert rebatcher.plan is not marked
+
+
+def test_deterministic_takes_no_choice_by_load() -> None:
+    counters = ExitCounters()
+    rebatcher = DrexRebatcher(costs_of(10e-3, 0.0), counters=counters, deterministic=True)
+    for i in range(3 * EXPLORE_EVERY):
+        assert rebatcher.choose(Waiting(10, 100), [NOBODY], float(i)) == Range(0, 1)
+        assert rebatcher.judge(group(i % 10, 10 - i % 10, deadline_s=0.0), float(i)) is (
+            Verdict.SPLIT
+        )
+        rebatcher.observe(Range(0, 1), 10, 100, 10e-3, i % 10)
+    assert counters.explored == counters.stays == 0
+
+
+def test_the_default_gap_is_one_and_a_half_full_passes() -> None:
+    rebatcher, _ = policy(4e-3, 1e-3)
+    assert rebatcher.target_gap_s(6) == pytest.approx(1.5 * 20e-3)
+    assert rebatcher.target_gap_s(0) == rebatcher.target_gap_s(1)
