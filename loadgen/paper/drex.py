@@ -192,7 +192,9 @@ class Bench:
             for task in TASKS
         ][:count]
         random.Random(_SEED).shuffle(examples)
-        prompts = [Prompt(e, tokenizer.encode(e.prompt + "\n", add_special_tokens=False)) for e in examples]
+        prompts = [
+            Prompt(e, tokenizer.encode(e.prompt + "\n", add_special_tokens=False)) for e in examples
+        ]
         bench = cls(native, prompts, batch, args.max_tokens)
         bench._tokenizer = tokenizer
         return bench
