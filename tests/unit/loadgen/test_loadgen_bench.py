@@ -21,6 +21,7 @@ from loadgen.bench.service import started_service
 from loadgen.bench.subprocesses import python_process, read_line
 from quadriga.checkpoint import Checkpoint
 from quadriga.errors import ConfigError
+from quadriga.exits import NO_EXITS
 
 CHECKPOINT = Checkpoint(
     id="tiny",
@@ -33,7 +34,7 @@ CHECKPOINT = Checkpoint(
     vocab_size=50,
     max_model_len=64,
     eos_token_ids=(0,),
-    exit_layers=(),
+    exits=NO_EXITS,
     fingerprint="0",
 )
 
