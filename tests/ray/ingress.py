@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from actors.calls import from_ray
 from actors.lookup import controller_name, forget_actor, get_actor, scheduler_name
-from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied
 from quadriga.types import (
     Admission,
     AdmitRequest,
@@ -111,6 +111,18 @@ class Ingress:
         stream = Stream(state, admission.prefill_replica)
         self.streams[state.sequence_id] = stream
         return stream
+
+    def submit_patiently(
+        self, prompt: Sequence[int], max_tokens: int, *, timeout_s: float = 5.0
+    ) -> Stream:
+        """`submit`, again where it is refused: the scheduler's view of a queue is a report old."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.submit(prompt, max_tokens)
+            except Overloaded:
+                assert time.monotonic() < give_up, f"refused for {timeout_s} s"
+                self.poll(0.02)
 
     def cancel(self, *streams: Stream) -> None:
         """Cancel where the sequences are, as far as is known here."""

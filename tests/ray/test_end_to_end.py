@@ -117,7 +117,7 @@ def test_cancelling_every_stage_of_a_full_service(full: App) -> None:
     ingress = full.ingress()
     streams = [ingress.submit([5] * 50, 400) for _ in range(3)]
     ingress.until(lambda: all(s.first_token_s is not None for s in streams))
-    streams += [ingress.submit([5] * 50, 400) for _ in range(4)]
+    streams += [ingress.submit_patiently([5] * 50, 400) for _ in range(4)]
     ingress.until(lambda: sum(s.first_token_s is not None for s in streams) >= 5)
     loads = full.loads()
     assert sum(running for running, *_ in loads) >= 5
