@@ -233,7 +233,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     def publish_load(self, load: Load) -> None:
         """Called on the engine thread after every round."""
-        is_news = load.num_held < self.load.num_held or not self._has_load
+        # A sequence that leaves the queue for a row makes room in the queue: admission looks at it.
+        has_room = load.num_held < self.load.num_held or load.num_waiting < self.load.num_waiting
+        is_news = has_room or not self._has_load
         self.load = load
         self._has_load = True
         if is_news:

@@ -106,22 +106,22 @@ class Ingress:
         request = AdmitRequest(
             state.sequence_id, self.model, len(prompt), max_tokens, 0, state.deadline_unix_s
         )
-        admission: Admission = call(scheduler_name(self.app), "admit", request)
+        admission = self._admit(request)
         call(admission.prefill_replica, "submit", state)
         stream = Stream(state, admission.prefill_replica)
         self.streams[state.sequence_id] = stream
         return stream
 
-    def submit_patiently(
-        self, prompt: Sequence[int], max_tokens: int, *, timeout_s: float = 5.0
-    ) -> Stream:
-        """`submit`, again where it is refused: the scheduler's view of a queue is a report old."""
-        give_up = time.monotonic() + timeout_s
+    def _admit(self, request: AdmitRequest, patience_s: float = 2.5) -> Admission:
+        """Ask again where it is refused: the scheduler's view of a queue is up to a report old."""
+        give_up = time.monotonic() + patience_s
         while True:
             try:
-                return self.submit(prompt, max_tokens)
+                admission: Admission = call(scheduler_name(self.app), "admit", request)
+                return admission
             except Overloaded:
-                assert time.monotonic() < give_up, f"refused for {timeout_s} s"
+                if time.monotonic() > give_up:
+                    raise
                 self.poll(0.02)
 
     def cancel(self, *streams: Stream) -> None:

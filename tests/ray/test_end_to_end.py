@@ -117,7 +117,7 @@ def test_cancelling_every_stage_of_a_full_service(full: App) -> None:
     ingress = full.ingress()
     streams = [ingress.submit([5] * 50, 400) for _ in range(3)]
     ingress.until(lambda: all(s.first_token_s is not None for s in streams))
-    streams += [ingress.submit_patiently([5] * 50, 400) for _ in range(4)]
+    streams += [ingress.submit([5] * 50, 400) for _ in range(4)]
     ingress.until(lambda: sum(s.first_token_s is not None for s in streams) >= 5)
     loads = full.loads()
     assert sum(running for running, *_ in loads) >= 5
@@ -174,7 +174,7 @@ def test_admitted_requests_finish_under_load(full: App) -> None:
     ingress = full.ingress()
     streams = [ingress.submit([5 + i] * 30, 20) for i in range(3)]
     ingress.until(lambda: all(s.first_token_s is not None for s in streams))
-    streams += [ingress.submit_patiently([8 + i] * 30, 20) for i in range(4)]
+    streams += [ingress.submit([8 + i] * 30, 20) for i in range(4)]
     ingress.finish(*streams, timeout_s=20.0)
     assert [len(s.token_ids) for s in streams] == [20] * 7
     assert not any(s.error for s in streams)
