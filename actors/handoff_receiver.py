@@ -112,10 +112,14 @@ class HandoffReceiver:
         try:
             await self._host.join(state)
         except QuadrigaError as exc:
+            # A source that hears of a cancellation does not try elsewhere.
+            end = LeaseState.CANCELLED if exc.code == "cancelled" else LeaseState.ABORTED
             with self._lock:
-                self._table.revoke(lease.offer.transfer_id)
+                self._table.revoke(lease.offer.transfer_id, end)
             await self._host.release_row(state.sequence_id)
-            raise MigrationFailed(f"{state.sequence_id} could not join: {exc.message}") from exc
+            raise MigrationFailed(
+                f"{state.sequence_id} could not join: {exc.message}", code=end
+            ) from exc
 
     async def abort(
         self, transfer_id: str, end: LeaseState = LeaseState.ABORTED

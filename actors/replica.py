@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_MIN_GAP_S = 0.05
-"""Between two reports when room became free: placement and admission wait for that news."""
+"""Between two reports when there is news: room became free (placement and admission wait for it),
+or a sequence arrived (until told, the scheduler counts it on top of the load)."""
 REPORT_MIN_TIMEOUT_S = 1.0
 MAX_REMEMBERED = 4096
 END_DELAY_S = 0.05
@@ -87,7 +88,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._peer_nodes: OrderedDict[str, str] = OrderedDict()
         self._accepted: list[str] = []
         self._cancelled: OrderedDict[str, None] = OrderedDict()
-        self._room_freed = asyncio.Event()
+        self._news = asyncio.Event()
         self._is_draining = False
         self._is_ending = False
         self.transport = TransportHub(
@@ -187,7 +188,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             Whether all was done in time.
         """
         self._is_draining = True
-        self._room_freed.set()
+        self._news.set()
         give_up_s = self.clock.now_s() + deadline_s
         while self.load.num_held or self.mail.has_pending:
             if self.clock.now_s() >= give_up_s:
@@ -217,8 +218,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         return sequence_id in self._cancelled
 
     def accepted(self, sequence_id: str) -> None:
-        """Tell the scheduler with the next report that a sequence it sent has arrived."""
+        """Tell the scheduler soon that a sequence it sent has arrived and is in the load."""
         self._accepted.append(sequence_id)
+        self._news.set()
 
     def require_taking(self) -> None:
         """Raises: Unavailable while draining, ending or not yet loaded."""
@@ -239,7 +241,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.load = load
         self._has_load = True
         if is_news:
-            self.post(self._room_freed.set)
+            self.post(self._news.set)
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
         """Run a callback on the event loop, from any thread; dropped once the loop is closed."""
@@ -271,7 +273,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         )
 
     async def _report_forever(self) -> None:
-        """Tell the scheduler the load: at every interval, and when room became free."""
+        """Tell the scheduler the load: at every interval, and when there is news."""
         interval_s = self.config.scheduler.snapshot_interval_s
         while not self._is_ending:
             if self.engine.is_ready:
@@ -279,10 +281,10 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             await asyncio.sleep(REPORT_MIN_GAP_S)
             try:
                 async with asyncio.timeout(interval_s - REPORT_MIN_GAP_S):
-                    await self._room_freed.wait()
+                    await self._news.wait()
             except TimeoutError:
                 pass
-            self._room_freed.clear()
+            self._news.clear()
 
     async def _report(self, timeout_s: float) -> None:
         accepted, self._accepted = self._accepted[-MAX_REMEMBERED:], []

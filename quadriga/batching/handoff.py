@@ -236,9 +236,13 @@ class LeaseTable:
         _remember(self._epochs, lease.offer.sequence_id, lease.offer.epoch)
         return lease
 
-    def revoke(self, transfer_id: str) -> None:
-        """Take a commit back: the replica could not make the sequence its own after all."""
-        _remember(self._ended, transfer_id, LeaseState.ABORTED)
+    def revoke(self, transfer_id: str, state: LeaseState = LeaseState.ABORTED) -> None:
+        """Take a commit back: the replica could not make the sequence its own after all.
+
+        Args:
+            state: What the transfer ended as: ABORTED or CANCELLED.
+        """
+        _remember(self._ended, transfer_id, state)
 
     def abort(self, transfer_id: str, state: LeaseState = LeaseState.ABORTED) -> Lease | None:
         """End a transfer; repeated, or for one that never was, it does no harm.

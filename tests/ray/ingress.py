@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from actors.calls import from_ray
 from actors.lookup import controller_name, forget_actor, get_actor, scheduler_name
+from actors.replica import REPORT_MIN_GAP_S
 from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied
 from quadriga.types import (
     Admission,
@@ -25,6 +26,7 @@ from quadriga.types import (
 )
 
 RPC_TIMEOUT_S = 45.0
+ADMIT_PATIENCE_S = 5 * REPORT_MIN_GAP_S
 
 
 def call(name: str, method: str, *args: Any, timeout_s: float = RPC_TIMEOUT_S) -> Any:
@@ -112,9 +114,9 @@ class Ingress:
         self.streams[state.sequence_id] = stream
         return stream
 
-    def _admit(self, request: AdmitRequest, patience_s: float = 2.5) -> Admission:
-        """Ask again where it is refused: the scheduler's view of a queue is up to a report old."""
-        give_up = time.monotonic() + patience_s
+    def _admit(self, request: AdmitRequest) -> Admission:
+        """Ask again where it is refused: the scheduler's view of a queue is a report old."""
+        give_up = time.monotonic() + ADMIT_PATIENCE_S
         while True:
             try:
                 admission: Admission = call(scheduler_name(self.app), "admit", request)
