@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 LOG_NAME = "serve_app.log"
@@ -38,12 +37,7 @@ class QuietOutput:
         self._turn_to(descriptor)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         self.terminal.close()

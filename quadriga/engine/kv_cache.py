@@ -111,10 +111,8 @@ class RowKVCache:
         self._check(row, first_layer, num_layers, start, stop)
         _, _, heads, _, head_dim = self._shape
         kv = torch.empty((num_layers, 2, heads, stop - start, head_dim), dtype=self.keys[0].dtype)
-        for block, slots, tokens in _blocks(start, stop):
-            for i in range(num_layers):
-                kv[i, 0, :, tokens] = self.keys[first_layer + i][row, block, :, slots]
-                kv[i, 1, :, tokens] = self.values[first_layer + i][row, block, :, slots]
+        for ours, theirs in self._pieces(row, first_layer, kv, start):
+            theirs.copy_(ours)
         return kv
 
     def write(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
@@ -126,10 +124,21 @@ class RowKVCache:
                 f"KV of shape {tuple(kv.shape)} does not fit [layers, 2, {heads}, n, {head_dim}]"
             )
         self._check(row, first_layer, num_layers, start, start + num_tokens)
-        for block, slots, tokens in _blocks(start, start + num_tokens):
-            for i in range(num_layers):
-                self.keys[first_layer + i][row, block, :, slots] = kv[i, 0, :, tokens]
-                self.values[first_layer + i][row, block, :, slots] = kv[i, 1, :, tokens]
+        for ours, theirs in self._pieces(row, first_layer, kv, start):
+            ours.copy_(theirs)
+
+    def _pieces(
+        self, row: int, first_layer: int, kv: torch.Tensor, start: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views on the same positions of the row and of `kv`: [heads, blocks, slots, head_dim]."""
+        spans = list(_spans(start, start + kv.shape[3]))
+        for i, layer_kv in enumerate(kv):
+            for buffer, side_kv in zip(
+                (self.keys[first_layer + i], self.values[first_layer + i]), layer_kv, strict=True
+            ):
+                for blocks, slots, tokens in spans:
+                    ours = buffer[row, blocks, :, slots].transpose(0, 1)
+                    yield ours, side_kv[:, tokens].unflatten(1, (ours.shape[1], ours.shape[2]))
 
     def release(self, row: int) -> None:
         """See `KVCache.release`; keeps the pages for the next sequence if all rows fit anyway."""
@@ -166,12 +175,21 @@ class RowKVCache:
             )
 
 
-def _blocks(start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """Split positions [start, stop) at block borders: (block, slots in it, offsets from start)."""
+def _spans(start: int, stop: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Split positions [start, stop) into runs of like blocks: at most three.
+
+    Yields:
+        Blocks, slots in each of them, offsets from `start`.
+    """
     at = start
     while at < stop:
-        block = at // KV_BLOCK
-        end = min(stop, (block + 1) * KV_BLOCK)
-        first = at - block * KV_BLOCK
-        yield block, slice(first, first + end - at), slice(at - start, end - start)
+        block, slot = divmod(at, KV_BLOCK)
+        num_whole = (stop - at) // KV_BLOCK if slot == 0 else 0
+        if num_whole:
+            end = at + num_whole * KV_BLOCK
+            blocks, slots = slice(block, block + num_whole), slice(0, KV_BLOCK)
+        else:
+            end = min(stop, (block + 1) * KV_BLOCK)
+            blocks, slots = slice(block, block + 1), slice(slot, slot + end - at)
+        yield blocks, slots, slice(at - start, end - start)
         at = end
