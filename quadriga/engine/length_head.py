@@ -1,0 +1,95 @@
+"""Predict how many tokens a sequence will still generate, from the state its last token left with.
+
+Source: ARES, prediction from the serving model's own hidden states; see `quadriga.length_heads`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from quadriga.errors import ConfigError
+from quadriga.length_heads import LENGTH_WEIGHTS, LengthHeadSpec, read_length_heads
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class LengthHeads:
+    """The length heads of a model loaded to some depth; one small MLP per exit, in float32."""
+
+    def __init__(self, spec: LengthHeadSpec, heads: dict[int, Layers]) -> None:
+        self.spec = spec
+        self._heads = heads
+
+    @classmethod
+    def load(cls, folder: Path, hidden_size: int, depth: int) -> LengthHeads | None:
+        """Read the heads of exits up to `depth`; None where the checkpoint has none of them.
+
+        Raises:
+            ConfigError: A tensor is missing or misshapen.
+        """
+        spec = read_length_heads(folder)
+        if spec is None or spec.depths[0] > depth:
+            return None
+        file = folder / LENGTH_WEIGHTS
+        try:
+            tensors = load_file(file)
+        except (OSError, SafetensorError) as exc:
+            raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
+        heads: dict[int, Layers] = {}
+        for k in (k for k in spec.depths if k <= depth):
+            layers: Layers = []
+            width = hidden_size
+            for i in range(spec.num_layers):
+                weight = tensors.get(f"length.{k}.{i}.weight")
+                bias = tensors.get(f"length.{k}.{i}.bias")
+                is_last = i == spec.num_layers - 1
+                if (
+                    weight is None
+                    or bias is None
+                    or weight.ndim != 2
+                    or weight.shape[1] != width
+                    or bias.shape != weight.shape[:1]
+                    or (is_last and weight.shape[0] != spec.num_outputs)
+                ):
+                    raise ConfigError(
+                        f"model: {file}: layer {i} of the head behind {k} layers is missing or "
+                        f"misshapen; it takes {width} numbers"
+                        + (f" and makes {spec.num_outputs}" if is_last else ""),
+                        param="model",
+                    )
+                layers.append((weight.float(), bias.float()))
+                width = weight.shape[0]
+            heads[k] = layers
+        return cls(spec, heads)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Exits, by layers run, that have a head here."""
+        return tuple(self._heads)
+
+    @torch.inference_mode()
+    def predict(self, hidden: torch.Tensor, depth: int) -> torch.Tensor:
+        """Tokens still to come after the one that each state is about to make.
+
+        Args:
+            hidden: [n, hidden], as it left the last layer run, before any norm.
+            depth: Layers run; one of `depths`.
+
+        Returns:
+            float32 [n, 1 + quantiles], at least 0: the mean, then the quantiles, which do not
+            cross.
+        """
+        x = hidden.float()
+        layers = self._heads[depth]
+        for i, (weight, bias) in enumerate(layers):
+            x = F.linear(x, weight, bias)
+            if i < len(layers) - 1:
+                x = F.relu(x)
+        tokens = torch.expm1(x.clamp(0.0, 20.0))
+        tokens[:, 1:] = torch.cummax(tokens[:, 1:], dim=1).values
+        return tokens

@@ -1,0 +1,297 @@
+"""Train a checkpoint's length heads on what the model really generates.
+
+Answers are generated greedily from task prompts no other measurement uses; one more pass over
+prompt and answer gives the states that the service would see. Requests, not samples, are split into
+training, validation and test, so that no request is on both sides.
+
+Source: ARES: samples every 20 tokens, 70/15/15 by request, AdamW, early stopping after 10 epochs
+without gain. Ours: log(1 + remaining) as scale, a mean and quantiles as targets, an MLP scaled to
+the model's width, one head per exit.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from quadriga.length_heads import LENGTH_FILE, LENGTH_WEIGHTS, LengthHeadSpec, to_json
+from quadriga.training.data import EncodedExample, group_rows, pack
+from quadriga.training.generate import greedy
+from quadriga.training.model import EarlyExitLlama
+from quadriga.training.tasks import TASKS, make_example
+from quadriga.training.tokenizer import END_ID
+
+DATA_SEED = 99_000
+SAMPLE_EVERY = 20
+QUANTILES = (0.1, 0.5, 0.9)
+SPLIT = (0.70, 0.15, 0.15)
+MAX_NEW_TOKENS = 700
+WIDTHS = (4 / 3, 1 / 3, 1 / 6)  # of the model's width
+PATIENCE = 10
+MAX_EPOCHS = 200
+BATCH = 512
+_ROWS = 64
+_TOKENS_PER_PASS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LengthData:
+    """States and what came after them.
+
+    Attributes:
+        depths: Layers run at each exit, the full depth last.
+        states: Per exit, float32 [num_samples, hidden], as they left the exit's last layer.
+        generated: int64 [num_samples], tokens generated before the one this state makes.
+        remaining: int64 [num_samples], tokens generated after it, the end token included.
+        prompt_lengths: int64 [num_samples].
+        requests: int64 [num_samples], index of the request.
+        token_ids: Per request, prompt and answer; what an auxiliary model would read.
+    """
+
+    depths: tuple[int, ...]
+    states: list[Tensor]
+    generated: Tensor
+    remaining: Tensor
+    prompt_lengths: Tensor
+    requests: Tensor
+    token_ids: list[tuple[list[int], list[int]]]
+
+    def split(self, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample indices of training, validation and test; requests are never divided."""
+        num_requests = len(self.token_ids)
+        order = torch.randperm(num_requests, generator=torch.Generator().manual_seed(seed))
+        part = torch.empty(num_requests, dtype=torch.long)
+        first = round(SPLIT[0] * num_requests)
+        second = first + round(SPLIT[1] * num_requests)
+        part[order[:first]], part[order[first:second]], part[order[second:]] = 0, 1, 2
+        of_sample = part[self.requests]
+        train, validation, test = (torch.nonzero(of_sample == i).flatten() for i in range(3))
+        return train, validation, test
+
+
+def collect(
+    model: EarlyExitLlama,
+    tokenizer: Tokenizer,
+    *,
+    requests_per_task: int,
+    seed: int = DATA_SEED,
+    every: int = SAMPLE_EVERY,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    advance: Callable[[int], None] = lambda _: None,
+) -> LengthData:
+    """Generate answers and gather states.
+
+    Args:
+        every: Distance of samples inside an answer; the state of the prompt's last token is one.
+        advance: Called with the number of requests done.
+    """
+    examples = [
+        make_example(task, seed=seed, index=i) for task in TASKS for i in range(requests_per_task)
+    ]
+    prompts = [e.ids for e in tokenizer.encode_batch([x.prompt + "\n" for x in examples])]
+    # By expected length: rows that end early would idle beside long ones.
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].answer))
+    answers: list[list[int]] = [[] for _ in prompts]
+    for start in range(0, len(order), _ROWS):
+        chosen = order[start : start + _ROWS]
+        made = greedy(model, [prompts[i] for i in chosen], max_new_tokens=max_new_tokens)
+        for i, answer in zip(chosen, made, strict=True):
+            answers[i] = answer if len(answer) == max_new_tokens else [*answer, END_ID]
+        advance(len(chosen))
+    return _gather(model, prompts, answers, every)
+
+
+@torch.no_grad()
+def _gather(
+    model: EarlyExitLlama, prompts: list[list[int]], answers: list[list[int]], every: int
+) -> LengthData:
+    rows = [EncodedExample(p, a) for p, a in zip(prompts, answers, strict=True)]
+    sizes = [len(r.prompt) + len(r.answer) - 1 for r in rows]
+    states: list[list[Tensor]] = [[] for _ in model.exits]
+    generated: list[Tensor] = []
+    requests: list[Tensor] = []
+    for group in group_rows(sizes):
+        per_pass = max(1, _TOKENS_PER_PASS // sizes[group[0]])
+        for start in range(0, len(group), per_pass):
+            chosen = group[start : start + per_pass]
+            batch = pack([rows[i] for i in chosen], end_weight=1.0, num_tokens=0, next_index=0)
+            # One group, so the answers' states come back in the order of `chosen`, longest first
+            # or as given where equal: `pack` sorts as `group_rows` does.
+            inner = [j for g in group_rows([sizes[i] for i in chosen]) for j in g]
+            offsets = torch.cat([torch.arange(len(answers[chosen[j]])) for j in inner])
+            owners = torch.cat([torch.full((len(answers[chosen[j]]),), chosen[j]) for j in inner])
+            keep = offsets % every == 0
+            found = model(batch.tokens, batch.positions, batch.groups, batch.answers[keep])
+            for store, state in zip(states, found, strict=True):
+                store.append(state.float())
+            generated.append(offsets[keep])
+            requests.append(owners[keep])
+    at, owner = torch.cat(generated), torch.cat(requests)
+    lengths = torch.tensor([len(a) for a in answers])
+    return LengthData(
+        depths=model.exits,
+        states=[torch.cat(store) for store in states],
+        generated=at,
+        remaining=lengths[owner] - 1 - at,
+        prompt_lengths=torch.tensor([len(p) for p in prompts])[owner],
+        requests=owner,
+        token_ids=list(zip(prompts, answers, strict=True)),
+    )
+
+
+def train_heads(
+    data: LengthData, *, seed: int = 0, report: Callable[[str], None] = lambda _: None
+) -> tuple[LengthHeadSpec, dict[str, Tensor], dict[str, Any]]:
+    """Train one head per exit.
+
+    Returns:
+        What to store: the spec, the tensors by name; and the figures on the test part.
+    """
+    train, validation, test = data.split(seed=seed)
+    tensors: dict[str, Tensor] = {}
+    figures: dict[str, Any] = {}
+    num_layers = len(WIDTHS) + 1
+    for depth, states in zip(data.depths, data.states, strict=True):
+        head = train_head(
+            states[train],
+            data.remaining[train],
+            states[validation],
+            data.remaining[validation],
+            seed=seed,
+        )
+        tensors |= {f"length.{depth}.{name}": value for name, value in head.items()}
+        outputs = apply(head, states[test])
+        figures[str(depth)] = measure(outputs, data.generated[test], data.remaining[test])
+        report(
+            f"behind {depth} layers: MAE {figures[str(depth)]['mae']:.2f} tokens on the test part"
+        )
+    return LengthHeadSpec(data.depths, num_layers, QUANTILES), tensors, figures
+
+
+def train_head(
+    states: Tensor, remaining: Tensor, val_states: Tensor, val_remaining: Tensor, *, seed: int
+) -> dict[str, Tensor]:
+    """Train one MLP [hidden → 1 + quantiles]; returns its tensors, `{layer}.weight` and `.bias`.
+
+    The inputs' mean and deviation are folded into the first layer.
+    """
+    torch.manual_seed(seed)
+    hidden = states.shape[1]
+    mean, deviation = states.mean(0), states.std(0).clamp(min=1e-4)
+    sizes = [hidden, *(max(16, round(hidden * w)) for w in WIDTHS), 1 + len(QUANTILES)]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    modules = [m for layer in layers for m in (layer, nn.ReLU())][:-1]
+    network = nn.Sequential(*modules)
+    with torch.no_grad():
+        layers[-1].bias.fill_(float(torch.log1p(remaining.float()).mean()))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=1e-2)
+    x, target = (states - mean) / deviation, torch.log1p(remaining.float())
+    val_x, val_target = (val_states - mean) / deviation, torch.log1p(val_remaining.float())
+    best, best_loss, since = _copy(layers), float("inf"), 0
+    for _ in range(MAX_EPOCHS):
+        order = torch.randperm(len(x))
+        network.train()
+        for start in range(0, len(x), BATCH):
+            chosen = order[start : start + BATCH]
+            loss = _loss(network(x[chosen]), target[chosen])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+        network.eval()
+        with torch.no_grad():
+            val_loss = float(_loss(network(val_x), val_target))
+        since += 1
+        if val_loss < best_loss:
+            best, best_loss, since = _copy(layers), val_loss, 0
+        elif since >= PATIENCE // 2:  # twice before giving up: a smaller step may still gain
+            for group in optimizer.param_groups:
+                group["lr"] = max(1e-4, 0.5 * group["lr"])
+        if since >= PATIENCE:
+            break
+    weight = best["0.weight"] / deviation
+    return best | {"0.weight": weight, "0.bias": best["0.bias"] - weight @ mean}
+
+
+def _copy(layers: list[nn.Linear]) -> dict[str, Tensor]:
+    return {
+        f"{i}.{name}": value.detach().clone()
+        for i, layer in enumerate(layers)
+        for name, value in layer.named_parameters()
+    }
+
+
+def _loss(outputs: Tensor, target: Tensor) -> Tensor:
+    """Pinball loss of the quantiles and Gamma deviance of the mean, on log(1 + tokens)."""
+    mean = outputs[:, 0].clamp(-1.0, 12.0)
+    # y/μ + log μ is least, in expectation, where μ is the mean of y, however skewed y is.
+    deviance = torch.exp((target - mean).clamp(max=6.0)) + mean - target - 1.0
+    levels = torch.tensor(QUANTILES)
+    error = target[:, None] - outputs[:, 1:]
+    pinball = torch.maximum(levels * error, (levels - 1.0) * error)
+    return pinball.sum(1).mean() + 0.2 * deviance.mean()
+
+
+@torch.no_grad()
+def apply(head: dict[str, Tensor], states: Tensor) -> Tensor:
+    """Run a head: [n, hidden] → tokens, float32 [n, 1 + quantiles]."""
+    x = states
+    count = len(head) // 2
+    for i in range(count):
+        x = F.linear(x, head[f"{i}.weight"], head[f"{i}.bias"])
+        x = F.relu(x) if i < count - 1 else x
+    tokens = torch.expm1(x.clamp(0.0, 20.0))
+    tokens[:, 1:] = torch.cummax(tokens[:, 1:], dim=1).values
+    return tokens
+
+
+def measure(outputs: Tensor, generated: Tensor, remaining: Tensor) -> dict[str, Any]:
+    """What a head's outputs [n, 1 + quantiles] are worth.
+
+    Returns:
+        `mae` of the median, in tokens; `bias` of the mean; `mae_by_generated`: (from, to, samples,
+        MAE) by tokens generated; `calibration`: (level, share of truths at or below it).
+    """
+    truth = remaining.float()
+    median = outputs[:, 1 + QUANTILES.index(0.5)]
+    error = (median - truth).abs()
+    edges = [0, 1, 21, 61, 121, 241, 481, MAX_NEW_TOKENS + 1]
+    by_generated = []
+    for first, stop in itertools.pairwise(edges):
+        inside = (generated >= first) & (generated < stop)
+        if bool(inside.any()):
+            by_generated.append(
+                [first, stop - 1, int(inside.sum()), round(float(error[inside].mean()), 3)]
+            )
+    return {
+        "samples": len(truth),
+        "mae": round(float(error.mean()), 4),
+        "bias": round(float((outputs[:, 0] - truth).mean()), 4),
+        "mean_remaining": round(float(truth.mean()), 3),
+        "mae_by_generated": by_generated,
+        "calibration": [
+            [level, round(float((truth <= outputs[:, 1 + i] + 0.5).float().mean()), 4)]
+            for i, level in enumerate(QUANTILES)
+        ],
+    }
+
+
+def save_heads(folder: Path, spec: LengthHeadSpec, tensors: dict[str, Tensor]) -> None:
+    """Store the heads beside a checkpoint's weights, in fp16; each file is replaced as a whole."""
+    halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in tensors.items()}
+    partial = folder / f".{LENGTH_WEIGHTS}.partial"
+    save_file(halves, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    os.replace(partial, folder / LENGTH_WEIGHTS)
+    partial = folder / f".{LENGTH_FILE}.partial"
+    partial.write_text(json.dumps(to_json(spec), indent=2) + "\n")
+    os.replace(partial, folder / LENGTH_FILE)

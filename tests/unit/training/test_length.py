@@ -1,0 +1,144 @@
+"""Length heads: what they learn from, what is stored, and what the engine makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.engine.length_head import LengthHeads
+from quadriga.errors import ConfigError
+from quadriga.length_heads import LENGTH_FILE, LengthHeadSpec, read_length_heads
+from quadriga.training.length import (
+    QUANTILES,
+    LengthData,
+    apply,
+    collect,
+    measure,
+    save_heads,
+    train_head,
+    train_heads,
+)
+from quadriga.training.model import EarlyExitLlama
+from tests.unit.training.test_training import SHAPE, TOKENIZER, toy_model
+
+HIDDEN = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These products are small: a second thread would cost more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> EarlyExitLlama:
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def data(model: EarlyExitLlama) -> LengthData:
+    return collect(model, TOKENIZER, requests_per_task=2, every=7, max_new_tokens=40)
+
+
+def test_states_are_those_of_their_own_token(model: EarlyExitLlama, data: LengthData) -> None:
+    """Against one pass per request, alone."""
+    for request, (prompt, answer) in enumerate(data.token_ids):
+        mine = torch.nonzero(data.requests == request).flatten()
+        offsets = data.generated[mine]
+        assert offsets.sort().values.tolist() == list(range(0, len(answer), 7))
+        assert torch.equal(data.remaining[mine], len(answer) - 1 - offsets)
+        tokens = torch.tensor(prompt + answer[:-1])
+        with torch.no_grad():
+            alone = model(
+                tokens,
+                torch.arange(len(tokens)),
+                [(1, len(tokens))],
+                len(prompt) - 1 + offsets,
+            )
+        for gathered, expected in zip(data.states, alone, strict=True):
+            torch.testing.assert_close(gathered[mine], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_request_is_on_two_sides(data: LengthData) -> None:
+    parts = data.split(seed=3)
+    owners = [set(data.requests[part].tolist()) for part in parts]
+    assert sum(len(part) for part in parts) == len(data.remaining)
+    assert not owners[0] & owners[1] and not owners[0] & owners[2] and not owners[1] & owners[2]
+
+
+def test_a_head_learns_what_its_input_tells() -> None:
+    generator = torch.Generator().manual_seed(1)
+    remaining = torch.randint(0, 300, (1500,), generator=generator)
+    states = torch.randn(1500, HIDDEN, generator=generator)
+    states[:, 3] = 0.5 * torch.log1p(remaining.float()) - 2.0
+    head = train_head(states[:1200], remaining[:1200], states[1200:], remaining[1200:], seed=0)
+    outputs = apply(head, states[1200:])
+    figures = measure(outputs, torch.zeros(300, dtype=torch.long), remaining[1200:])
+    blind = (remaining[1200:] - remaining[:1200].median()).abs().float().mean()
+    assert figures["mae"] < 0.25 * float(blind)
+    assert bool((outputs[:, 1:].diff(dim=1) >= 0).all()), "quantiles cross"
+
+
+def test_calibration_counts_truths_below_each_quantile() -> None:
+    outputs = torch.tensor([[5.0, 1.0, 5.0, 9.0]] * 10)
+    figures = measure(outputs, torch.zeros(10, dtype=torch.long), torch.arange(10))
+    assert [level for level, _ in figures["calibration"]] == list(QUANTILES)
+    assert [share for _, share in figures["calibration"]] == [0.2, 0.6, 1.0]
+    assert figures["mae"] == 2.5
+
+
+def test_the_engine_says_what_was_trained(data: LengthData, tmp_path: Path) -> None:
+    spec, tensors, figures = train_heads(data, seed=0)
+    save_heads(tmp_path, spec, tensors)
+    assert read_length_heads(tmp_path) == spec
+    assert set(figures) == {str(depth) for depth in (*SHAPE.exits, SHAPE.layers)}
+    heads = LengthHeads.load(tmp_path, SHAPE.hidden, SHAPE.layers)
+    assert heads is not None and heads.depths == (*SHAPE.exits, SHAPE.layers)
+    for depth, states in zip(data.depths, data.states, strict=True):
+        prefix = f"length.{depth}."
+        head = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        torch.testing.assert_close(
+            heads.predict(states[:9], depth), apply(head, states[:9]), rtol=0.05, atol=0.5
+        )
+
+
+def test_a_partial_model_has_the_heads_of_its_depth(data: LengthData, tmp_path: Path) -> None:
+    spec, tensors, _ = train_heads(data, seed=0)
+    save_heads(tmp_path, spec, tensors)
+    heads = LengthHeads.load(tmp_path, SHAPE.hidden, 2)
+    assert heads is not None and heads.depths == (1, 2)
+
+
+def test_a_checkpoint_without_heads_has_none(tmp_path: Path) -> None:
+    assert LengthHeads.load(tmp_path, HIDDEN, 4) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[",
+        json.dumps({"depths": [2, 1], "num_layers": 2, "quantiles": [0.5]}),
+        json.dumps({"depths": [1], "num_layers": 2, "quantiles": [0.5, 1.5]}),
+        json.dumps({"depths": [1], "num_layers": 99, "quantiles": [0.5]}),
+    ],
+)
+def test_a_file_that_cannot_be_right_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / LENGTH_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=r"length_heads\.json"):
+        read_length_heads(tmp_path)
+
+
+def test_misshapen_tensors_are_refused(tmp_path: Path) -> None:
+    spec = LengthHeadSpec((2,), 1, (0.5,))
+    tensors = {"length.2.0.weight": torch.zeros(2, HIDDEN + 1), "length.2.0.bias": torch.zeros(2)}
+    save_heads(tmp_path, spec, tensors)
+    with pytest.raises(ConfigError, match="layer 0 of the head behind 2 layers"):
+        LengthHeads.load(tmp_path, HIDDEN, 4)
