@@ -202,14 +202,14 @@ def train_head(
         network.train()
         for start in range(0, len(x), BATCH):
             chosen = order[start : start + BATCH]
-            loss = _loss(network(x[chosen]), target[chosen])
+            loss = loss_of(network(x[chosen]), target[chosen])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
         network.eval()
         with torch.no_grad():
-            val_loss = float(_loss(network(val_x), val_target))
+            val_loss = float(loss_of(network(val_x), val_target))
         since += 1
         if val_loss < best_loss:
             best, best_loss, since = _copy(layers), val_loss, 0
@@ -230,7 +230,7 @@ def _copy(layers: list[nn.Linear]) -> dict[str, Tensor]:
     }
 
 
-def _loss(outputs: Tensor, target: Tensor) -> Tensor:
+def loss_of(outputs: Tensor, target: Tensor) -> Tensor:
     """Pinball loss of the quantiles and Gamma deviance of the mean, on log(1 + tokens)."""
     mean = outputs[:, 0].clamp(-1.0, 12.0)
     # y/μ + log μ is least, in expectation, where μ is the mean of y, however skewed y is.
@@ -249,7 +249,12 @@ def apply(head: dict[str, Tensor], states: Tensor) -> Tensor:
     for i in range(count):
         x = F.linear(x, head[f"{i}.weight"], head[f"{i}.bias"])
         x = F.relu(x) if i < count - 1 else x
-    tokens = torch.expm1(x.clamp(0.0, 20.0))
+    return to_tokens(x)
+
+
+def to_tokens(outputs: Tensor) -> Tensor:
+    """Raw outputs [n, 1 + quantiles] → tokens, at least 0; the quantiles do not cross."""
+    tokens = torch.expm1(outputs.clamp(0.0, 20.0))
     tokens[:, 1:] = torch.cummax(tokens[:, 1:], dim=1).values
     return tokens
 

@@ -1,0 +1,344 @@
+"""`paper ares-predictor`: remaining length from the model's own states, against other predictors.
+
+Source: ARES, Table 1 (error, parameters, latency), figure 7 (error by tokens generated), §5.3 (how
+often to predict). Every predictor sees the same requests, really generated, divided into training,
+validation and test by request; the auxiliary encoder is the best on validation of a sweep of sizes,
+each trained as long as it gains, or until its time is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from loadgen.paper.length_encoder import (
+    EncoderSize,
+    LengthEncoder,
+    predict,
+    texts,
+    train_encoder,
+)
+from loadgen.paper.results import publish
+from quadriga.training.checkpoint_io import load_checkpoint
+from quadriga.training.length import (
+    QUANTILES,
+    SAMPLE_EVERY,
+    LengthData,
+    apply,
+    collect,
+    measure,
+    train_head,
+)
+from quadriga.training.tasks import TASKS
+from quadriga.training.tokenizer import build_tokenizer
+
+SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128), EncoderSize(4, 128), EncoderSize(4, 256))
+QUICK_SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128))
+INTERVALS = (20, 40, 80, 160, 320)
+BATCHES = (1, 10)
+_MEDIAN = 1 + QUANTILES.index(0.5)
+_ASSETS = Path(__file__).resolve().parents[2] / "quadriga" / "assets"
+
+
+@dataclass(slots=True)
+class Predictor:
+    """One line of the table.
+
+    Attributes:
+        outputs: Tokens still to come on the test samples, [n, 1 + quantiles].
+        latency_s: By batch size; None where nothing is computed.
+    """
+
+    name: str
+    outputs: torch.Tensor
+    parameters: int
+    latency_s: dict[int, float] | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--checkpoint", type=Path, default=_ASSETS / "quadriga-l", help="model")
+    parser.add_argument("--requests", type=int, default=300, help="per task")
+    parser.add_argument("--encoder-s", type=float, default=240.0, help="limit of training one size")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--quick", action="store_true", help="fewer requests and sizes: 5 minutes")
+    parser.add_argument("--out", type=Path, default=Path("results/paper"), help="folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the experiment and print its tables; returns the exit status."""
+    torch.set_num_threads(args.threads)
+    requests = min(args.requests, 40) if args.quick else args.requests
+    budget_s = min(args.encoder_s, 45.0) if args.quick else args.encoder_s
+    sizes = QUICK_SWEEP if args.quick else SWEEP
+    console = Console()
+    data = _collect(args.checkpoint, requests)
+    train, validation, test = data.split(seed=args.seed)
+    samples, count = len(data.remaining), len(data.token_ids)
+    console.print(f"{args.checkpoint.name}: {samples:,} samples of {count:,} requests")
+    predictors, encoder_losses = _contestants(
+        data, (train, validation, test), sizes, budget_s, args.seed
+    )
+    rows = [_row(p, data, test) for p in predictors]
+    intervals = _by_interval(predictors[0], data, test)
+    _print(rows, encoder_losses, intervals, console)
+    ours = rows[0]
+    auxiliary = next(r for r in rows if r["name"].startswith("auxiliary"))
+    headline = {
+        "mae_reduction_vs_best_auxiliary": round(1 - ours["mae"] / auxiliary["mae"], 4),
+        "parameter_reduction": round(1 - ours["parameters"] / auxiliary["parameters"], 4),
+        "latency_ratio": round(ours["latency_ms"]["10"] / auxiliary["latency_ms"]["10"], 4),
+        "step_overhead": _step_overhead(args.checkpoint, ours["latency_ms"]["10"] / 1e3),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    _plot(rows, intervals, args.out / "ares-predictor.png")
+    publish("ares-predictor", headline, [*rows, {"intervals": intervals}], args.out)
+    return 0
+
+
+def _collect(checkpoint: Path, requests: int) -> LengthData:
+    columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("requests", total=requests * len(TASKS))
+        return collect(
+            load_checkpoint(checkpoint),
+            build_tokenizer(),
+            requests_per_task=requests,
+            advance=lambda done: bar.advance(task, done),
+        )
+
+
+def _contestants(
+    data: LengthData,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sizes: tuple[EncoderSize, ...],
+    budget_s: float,
+    seed: int,
+) -> tuple[list[Predictor], dict[str, float]]:
+    """Train what is trained; ours first. Also the encoders' losses on validation."""
+    train, validation, test = parts
+    states = data.states[-1]
+    head = train_head(
+        states[train],
+        data.remaining[train],
+        states[validation],
+        data.remaining[validation],
+        seed=seed,
+    )
+    found = [
+        Predictor(
+            "head, again every 20 tokens",
+            apply(head, states[test]),
+            sum(t.numel() for t in head.values()),
+            {n: _time(lambda n=n: apply(head, states[:n])) for n in BATCHES},  # type: ignore[misc]
+        )
+    ]
+    once = apply(head, states)
+    found.append(Predictor("head, once", _once(once, data, test), found[0].parameters))
+    losses: dict[str, float] = {}
+    best: tuple[float, LengthEncoder, EncoderSize] | None = None
+    vocab_size = build_tokenizer().get_vocab_size()
+    for size in sizes:
+        encoder, loss = train_encoder(
+            size, vocab_size, data, train, validation, seed=seed, budget_s=budget_s
+        )
+        losses[size.name] = loss
+        if best is None or loss < best[0]:
+            best = (loss, encoder, size)
+    assert best is not None
+    rows = texts(data, test)
+    typical = sorted(rows, key=len)[len(rows) // 2 :]
+    found.append(
+        Predictor(
+            f"auxiliary encoder {best[2].name}",
+            predict(best[1], rows),
+            best[1].num_parameters,
+            {n: _time(lambda n=n: predict(best[1], typical[:n])) for n in BATCHES},  # type: ignore[misc]
+        )
+    )
+    found.append(Predictor("prompt length", _by_prompt(data, train, test), 0))
+    total = (data.generated + data.remaining)[train].float().mean()
+    left = (total - data.generated[test]).clamp(min=0.0)
+    found.append(Predictor("mean", _same(left), 0))
+    found.append(Predictor("oracle", _same(data.remaining[test].float()), 0))
+    return found, losses
+
+
+def _same(tokens: torch.Tensor) -> torch.Tensor:
+    """A point estimate as every output."""
+    return tokens[:, None].expand(-1, 1 + len(QUANTILES)).clone()
+
+
+def _once(outputs: torch.Tensor, data: LengthData, test: torch.Tensor) -> torch.Tensor:
+    """The prediction after the prompt, less what was generated since."""
+    at_start = torch.zeros(len(data.token_ids), outputs.shape[1])
+    first = data.generated == 0
+    at_start[data.requests[first]] = outputs[first]
+    since = data.generated[test, None]
+    return (at_start[data.requests[test]] - since).clamp(min=0.0)
+
+
+def _by_prompt(data: LengthData, train: torch.Tensor, test: torch.Tensor) -> torch.Tensor:
+    """Median total length of the training requests with prompts most alike in length."""
+    first = train[data.generated[train] == 0]
+    lengths, order = data.prompt_lengths[first].sort()
+    totals = data.remaining[first][order].float()
+    at = torch.searchsorted(lengths, data.prompt_lengths[test])
+    reach = max(8, len(first) // 40)
+    total = torch.stack(
+        [totals[max(0, i - reach) : i + reach].median() for i in at.clamp(max=len(first) - 1)]
+    )
+    return _same((total - data.generated[test]).clamp(min=0.0))
+
+
+def _time(work: Callable[[], object], *, rounds: int = 30) -> float:
+    """Median seconds of a call."""
+    work()
+    took = []
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - start_s)
+    return statistics.median(took)
+
+
+def _by_interval(ours: Predictor, data: LengthData, test: torch.Tensor) -> list[dict[str, Any]]:
+    """Error where the head is asked only every k tokens, and counted down in between."""
+    at = {
+        (int(r), int(g)): i
+        for i, (r, g) in enumerate(zip(data.requests[test], data.generated[test], strict=True))
+    }
+    truth = data.remaining[test].float()
+    found = []
+    for k in INTERVALS:
+        asked = data.generated[test] // k * k
+        index = torch.tensor(
+            [at[int(r), int(g)] for r, g in zip(data.requests[test], asked, strict=True)]
+        )
+        left = (ours.outputs[index, _MEDIAN] - (data.generated[test] - asked)).clamp(min=0.0)
+        found.append({"k": k, "mae": round(float((left - truth).abs().mean()), 3)})
+    return found
+
+
+def _row(predictor: Predictor, data: LengthData, test: torch.Tensor) -> dict[str, Any]:
+    figures = measure(predictor.outputs, data.generated[test], data.remaining[test])
+    latency = predictor.latency_s
+    return {
+        "name": predictor.name,
+        "parameters": predictor.parameters,
+        "latency_ms": {str(n): round(1e3 * s, 4) for n, s in (latency or {}).items()},
+    } | figures
+
+
+def _step_overhead(checkpoint: Path, predict_s: float) -> float:
+    """Share of decode time: one batched prediction in every 20 steps of ten sequences."""
+    step_s = _step_s(checkpoint, batch=10)
+    return round(predict_s / (SAMPLE_EVERY * step_s), 5)
+
+
+def _step_s(checkpoint: Path, *, batch: int) -> float:
+    """Median time of a full-depth decode step of the engine, with 100 tokens of context."""
+    from loadgen.bench.offline import engine_spec
+    from quadriga.checkpoint import read_checkpoint
+    from quadriga.engine.runner import NativeRunner
+    from quadriga.interfaces import PrefillChunk
+    from quadriga.types import SamplingParams, SequenceState
+
+    spec = engine_spec(
+        read_checkpoint(str(checkpoint)),
+        threads=torch.get_num_threads(),
+        num_rows=batch,
+        row_capacity_tokens=256,
+    )
+    runner = NativeRunner.load(spec)
+    runner.wait_compiled(120.0)
+    states = []
+    for row in range(batch):
+        state = SequenceState(
+            sequence_id=str(row),
+            request_id=str(row),
+            model=checkpoint.name,
+            prompt_ids=[5 + row] * 100,
+            sampling=SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True),
+            ingress_id="",
+            arrival_unix_s=0.0,
+            deadline_unix_s=1e12,
+        )
+        runner.attach(row, state)
+        runner.prefill([PrefillChunk(row, state.prompt_ids, 0, True)])
+        state.output_ids.append(5)
+        states.append(state)
+
+    def step() -> None:
+        for state, token in zip(states, runner.decode(list(range(batch))), strict=True):
+            state.output_ids.append(token.token_id)
+
+    return _time(step)
+
+
+def _print(
+    rows: list[dict[str, Any]],
+    losses: dict[str, float],
+    intervals: list[dict[str, Any]],
+    console: Console,
+) -> None:
+    table = Table(title="Remaining tokens, on requests nobody was trained on")
+    for name in ("predictor", "MAE", "parameters", "ms, batch 1", "ms, batch 10", "below q90"):
+        table.add_column(name, justify="left" if name == "predictor" else "right")
+    for row in rows:
+        latency = row["latency_ms"]
+        table.add_row(
+            row["name"],
+            f"{row['mae']:.2f}",
+            f"{row['parameters']:,}",
+            *(f"{latency[str(n)]:.3f}" if latency else "–" for n in BATCHES),
+            f"{row['calibration'][-1][1]:.2f}",
+        )
+    console.print(table)
+    sweep = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
+    console.print(f"auxiliary encoders, loss on validation: {sweep}")
+    console.print("asked every k tokens: " + ", ".join(f"{i['k']}: {i['mae']}" for i in intervals))
+
+
+def _plot(rows: list[dict[str, Any]], intervals: list[dict[str, Any]], file: Path) -> None:
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2))
+    for row in rows:
+        if row["name"] == "oracle":
+            continue
+        bins = row["mae_by_generated"]
+        left.plot(
+            range(len(bins)),
+            [mae for *_, mae in bins],
+            marker="o",
+            label=row["name"],
+            linewidth=1.5,
+        )
+    labels = [f"{a}–{b}" for a, b, *_ in rows[0]["mae_by_generated"]]
+    left.set_xticks(range(len(labels)), labels, rotation=30)
+    left.set(xlabel="tokens generated", ylabel="mean absolute error, tokens", yscale="log")
+    left.legend(fontsize=7)
+    middle.plot([i["k"] for i in intervals], [i["mae"] for i in intervals], marker="o")
+    middle.set(xlabel="asked every k tokens", ylabel="mean absolute error, tokens")
+    ours = rows[0]["calibration"]
+    right.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+    right.plot([level for level, _ in ours], [share for _, share in ours], marker="o")
+    right.set(xlabel="quantile predicted", ylabel="share of truths at or below it")
+    figure.suptitle("Remaining length: error by tokens generated, by interval; calibration")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
