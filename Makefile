@@ -7,7 +7,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-ray test-e2e check format bench bench-engine bench-serve protos evaluate clean
+.PHONY: help setup serve demo test test-fast test-ray test-e2e check format bench bench-engine bench-serve bench-scheduler protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -46,13 +46,16 @@ format: setup ## Fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-engine bench-serve ## All benchmarks
+bench: bench-engine bench-serve bench-scheduler ## All benchmarks
 
 bench-engine: setup ## Engine tokens/s against transformers and other installed engines
 	$(BIN)/python -m loadgen bench engine --suite $(ARGS)
 
 bench-serve: setup ## The service's tokens/s over HTTP and gRPC against its own engine's
 	$(BIN)/python -m loadgen bench serve $(ARGS)
+
+bench-scheduler: setup ## Time of one rescheduling decision, 8 to 1,024 replicas
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m loadgen bench scheduler $(ARGS)
 
 evaluate: setup ## What the bundled models can do: exact match, exits, agreement
 	$(BIN)/python -m quadriga.training evaluate $(ARGS)

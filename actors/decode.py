@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from actors.idle_check import IdleCheck, Leaks
 from actors.replica import Replica
 from actors.status import Load
 from actors.tasks import background
@@ -15,15 +16,20 @@ from quadriga.batching.handoff import LeaseState
 from quadriga.batching.paced_runner import PacedRunner
 from quadriga.batching.slots import SlotTable
 from quadriga.engine import load_runner
+from quadriga.engine_spec import DTYPE_BYTES
 from quadriga.errors import MigrationFailed
 from quadriga.exits import ExitCounters
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.pacing import find_profile
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.resolve import ReplicaSpec
-from quadriga.types import ReplicaInfo, SequenceState, TransferOffer
+from quadriga.types import RelayMemory, ReplicaInfo, SequenceState, TransferOffer
+
+LOOK_EVERY_S = 0.5
+"""Between two looks at the relay batch's memory."""
 
 if TYPE_CHECKING:
+    from quadriga.engine.baton.runner import BatonRunner
     from quadriga.engine.skipped_kv import SkippedKVStore
 
 
@@ -31,7 +37,11 @@ class DecodeCore:
     """The decode loop in its host's clothing; everything but `write_kv` on the engine thread."""
 
     def __init__(
-        self, replica: DecodeReplica, runner: ModelRunner, skipped: SkippedKVStore | None
+        self,
+        replica: DecodeReplica,
+        runner: ModelRunner,
+        skipped: SkippedKVStore | None,
+        relay: BatonRunner | None,
     ) -> None:
         spec = replica.spec.engine
         self._skipped = skipped
@@ -46,6 +56,7 @@ class DecodeCore:
                 num_rows=spec.num_rows,
                 row_capacity_tokens=spec.row_capacity_tokens,
                 kv_capacity_tokens=spec.kv_capacity_tokens,
+                reservation=replica.config.decode.reservation,
             ),
             eos_token_ids=spec.checkpoint.eos_token_ids,
             clock=replica.clock,
@@ -60,13 +71,31 @@ class DecodeCore:
             is_partial=spec.depth < spec.checkpoint.num_layers,
         )
 
+        self._bytes_per_token = spec.checkpoint.kv_bytes_per_token(
+            spec.depth, DTYPE_BYTES[spec.dtype]
+        )
+        self._relay = relay
+        self._relay_memory: RelayMemory | None = None
+        self._looked_s = 0.0
+        self._leaks = Leaks()
+        self._idle_check = IdleCheck(self._check, replica.clock)
+
     @property
     def has_work(self) -> bool:
         return self.loop.has_work
 
+    def _check(self) -> bool:
+        """Verify the books; a slot must belong to a running sequence or to a transfer."""
+        loop = self.loop
+        loop.check()
+        claimed = self._replica.receiver.sequences()
+        claimed.update(state.sequence_id for state in loop.running)
+        return self._leaks.check(loop.slots.holders, claimed, now_s=self._replica.clock.now_s())
+
     def step(self) -> None:
         self._num_steps += self.loop.has_work
         emissions = self.loop.step()
+        self._idle_check.step(is_idle=not self.loop.has_work)
         if emissions:
             self._replica.post(self._replica.emit, emissions)
 
@@ -75,7 +104,7 @@ class DecodeCore:
         self._replica.publish_load(
             Load(
                 num_running=loop.num_running,
-                num_waiting=loop.num_reserved,
+                num_waiting=loop.num_reserved + loop.num_paused,
                 used_tokens=loop.used_tokens,
                 reserved_tokens=loop.slots.reserved_tokens,
                 tokens_per_s=loop.tokens_per_s,
@@ -83,8 +112,22 @@ class DecodeCore:
                 num_steps=self._num_steps,
                 exits=self._exit_counters(),
                 num_at_exits=tuple(loop.num_waiting_at_exits),
+                num_paused=loop.num_paused,
+                paused_bytes=loop.paused_tokens * self._bytes_per_token,
+                num_pauses=loop.num_pauses,
+                num_resumes=loop.num_resumes,
+                least_priority=loop.least_priority,
+                relay=self._relay_figures(),
             )
         )
+
+    def _relay_figures(self) -> RelayMemory | None:
+        """What the relay batch holds; looked at now and then, as it takes a lock and a sum."""
+        now_s = self._replica.clock.now_s()
+        if self._relay is not None and now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._relay_memory = self._relay.memory()
+        return self._relay_memory
 
     def _exit_counters(self) -> ExitCounters:
         counters = self.loop.counters.copy()
@@ -115,11 +158,18 @@ class DecodeReplica(Replica[DecodeCore]):
     def _load_core(self) -> DecodeCore:
         from quadriga.engine.runner import NativeRunner
 
-        runner: ModelRunner = load_runner(self.spec.engine)
-        skipped = runner.skipped if isinstance(runner, NativeRunner) else None
+        loaded = load_runner(self.spec.engine)
+        self.loaded(loaded.spec)
+        runner: ModelRunner = loaded
+        skipped = loaded.skipped if isinstance(loaded, NativeRunner) else None
+        relay = None
+        if self.spec.engine.runner == "baton":  # its import takes seconds
+            from quadriga.engine.baton.runner import BatonRunner
+
+            relay = runner if isinstance(runner, BatonRunner) else None
         if self.config.decode.pace is not None:
             runner = PacedRunner(runner, find_profile(self.config.decode.pace))
-        return DecodeCore(self, runner, skipped)
+        return DecodeCore(self, runner, skipped, relay)
 
     # RPC: the receiving side of a hand-off
 
@@ -158,8 +208,12 @@ class DecodeReplica(Replica[DecodeCore]):
 
     # RowHost
 
-    async def reserve_row(self, sequence_id: str, max_total_tokens: int) -> int:
-        slot = await self.engine.call(lambda core: core.loop.reserve(sequence_id, max_total_tokens))
+    async def reserve_row(
+        self, sequence_id: str, max_total_tokens: int, num_tokens: int, priority: int
+    ) -> int:
+        slot = await self.engine.call(
+            lambda core: core.loop.reserve(sequence_id, max_total_tokens, num_tokens, priority)
+        )
         return slot.row
 
     async def release_row(self, sequence_id: str) -> None:

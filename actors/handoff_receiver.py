@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 class RowHost(Protocol):
     """What the receiving side asks of the engine that owns the rows."""
 
-    async def reserve_row(self, sequence_id: str, max_total_tokens: int) -> int:
-        """Promise a row. Raises: KVCacheExhausted, ContextTooLong."""
+    async def reserve_row(
+        self, sequence_id: str, max_total_tokens: int, num_tokens: int, priority: int
+    ) -> int:
+        """Promise a row; see `DecodeLoop.reserve`. Raises: KVCacheExhausted, ContextTooLong."""
 
     async def release_row(self, sequence_id: str) -> None:
         """Give a promised row back."""
@@ -75,7 +77,9 @@ class HandoffReceiver:
             rivals = self._table.check_offer(offer)
         for transfer_id in rivals:
             await self.abort(transfer_id)
-        row = await self._host.reserve_row(offer.sequence_id, offer.max_total_tokens)
+        row = await self._host.reserve_row(
+            offer.sequence_id, offer.max_total_tokens, offer.num_tokens, offer.priority
+        )
         try:
             with self._lock:
                 self._table.open(offer, row, now_s=self._clock.now_s())
@@ -164,6 +168,11 @@ class HandoffReceiver:
     def num_open(self) -> int:
         with self._lock:
             return self._table.num_open
+
+    def sequences(self) -> set[str]:
+        """Ids of sequences whose row a transfer holds; from any thread."""
+        with self._lock:
+            return self._table.sequences()
 
     def knows(self, source: str) -> bool:
         with self._lock:

@@ -182,6 +182,7 @@ class HandoffSender:
             max_total_tokens=state.max_total_tokens,
             transport=self._transport.name,
             lease_s=self._config.lease_s,
+            priority=state.priority,
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:

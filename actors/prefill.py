@@ -167,7 +167,9 @@ class PrefillReplica(Replica[PrefillCore]):
         return None
 
     def _load_core(self) -> PrefillCore:
-        return PrefillCore(self, load_runner(self.spec.engine))
+        runner = load_runner(self.spec.engine)
+        self.loaded(runner.spec)
+        return PrefillCore(self, runner)
 
     async def _cancel(self, sequence_ids: Sequence[str]) -> None:
         for sequence_id in sequence_ids:

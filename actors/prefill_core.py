@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from actors.idle_check import IdleCheck
 from actors.kv_feed import KVFeed, KVRange, LayerJoiner
 from actors.status import Load
 from quadriga.batching.prefill_loop import PrefillLoop
@@ -54,13 +55,20 @@ class PrefillCore:
             clock=replica.clock,
         )
 
+        self._idle_check = IdleCheck(self._check, replica.clock)
+
     @property
     def has_work(self) -> bool:
         return self.loop.has_work
 
+    def _check(self) -> bool:
+        self.loop.check()
+        return False
+
     def step(self) -> None:
         self._num_steps += self.loop.has_work
         self.loop.step()
+        self._idle_check.step(is_idle=not self.loop.has_work)
         if self._at_end:
             self._replica.post(_run_all, self._at_end)
             self._at_end = []

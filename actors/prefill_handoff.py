@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from actors.calls import call
@@ -38,27 +42,37 @@ MAX_PAUSE_S = 0.5
 
 
 class Line:
-    """Whoever finds no room on any decode replica waits in one line, first come first served."""
+    """Whoever finds no room on any decode replica waits in one line.
+
+    The most important are served first, then first come first served; whoever comes to the head
+    while a less important one is being served is served beside it.
+    """
 
     def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self._num_waiting = 0
+        self._waiting: list[tuple[int, int, asyncio.Event]] = []  # a heap
+        self._counter = itertools.count()
 
-    @property
-    def is_empty(self) -> bool:
-        return self._num_waiting == 0
+    def is_free_for(self, priority: int) -> bool:
+        """Whether nobody at least as important waits."""
+        return not self._waiting or self._waiting[0][0] > priority
 
-    async def __aenter__(self) -> None:
-        self._num_waiting += 1
+    @asynccontextmanager
+    async def turn(self, priority: int) -> AsyncIterator[None]:
+        """Wait for one's turn; it lasts as long as the context."""
+        entry = (priority, next(self._counter), asyncio.Event())
+        heapq.heappush(self._waiting, entry)
+        self._call_head()
         try:
-            await self._lock.acquire()
-        except BaseException:
-            self._num_waiting -= 1
-            raise
+            await entry[2].wait()
+            yield
+        finally:
+            self._waiting.remove(entry)
+            heapq.heapify(self._waiting)
+            self._call_head()
 
-    async def __aexit__(self, *_: object) -> None:
-        self._num_waiting -= 1
-        self._lock.release()
+    def _call_head(self) -> None:
+        if self._waiting:
+            self._waiting[0][2].set()
 
 
 class PrefillHandoff:
@@ -184,12 +198,12 @@ class PrefillHandoff:
 
     async def _reserve(self) -> OutgoingTransfer:
         """Find a replica with room and reserve there; wait in line when there is none."""
-        line = self._replica.line
-        if line.is_empty:
+        line, priority = self._replica.line, self._state.priority
+        if line.is_free_for(priority):
             transfer = await self._try_once()
             if transfer is not None:
                 return transfer
-        async with line:
+        async with line.turn(priority):
             pause_s = MIN_PAUSE_S
             while True:
                 transfer = await self._try_once()
@@ -238,6 +252,7 @@ class PrefillHandoff:
             num_tokens=self._state.num_tokens,
             max_total_tokens=self._state.max_total_tokens,
             exclude=exclude,
+            priority=self._state.priority,
         )
         scheduler = scheduler_name(self._replica.config.name)
         try:

@@ -8,6 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import ray
@@ -22,7 +23,14 @@ from actors.status import Load, ReplicaStatus
 from actors.tasks import background
 from quadriga.clock import SystemClock
 from quadriga.config import QuadrigaConfig
-from quadriga.errors import Cancelled, QuadrigaError, ReplicaError, Unavailable
+from quadriga.engine_spec import EngineSpec
+from quadriga.errors import (
+    Cancelled,
+    InvariantViolation,
+    QuadrigaError,
+    ReplicaError,
+    Unavailable,
+)
 from quadriga.interfaces import KVSink
 from quadriga.resolve import ReplicaSpec
 from quadriga.types import (
@@ -31,6 +39,7 @@ from quadriga.types import (
     PollReply,
     ReplicaInfo,
     ReplicaSnapshot,
+    Role,
     SequenceState,
 )
 
@@ -80,7 +89,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self.config.ingress.poll_timeout_s,
             spacing_s=self.reply_spacing_s,
         )
-        self.metrics = ReplicaMetrics(name)
+        self.metrics = ReplicaMetrics(name, spec.engine.depth_class.model)
         self.load = Load()
         self._has_load = False
         self._node_id: str = ray.get_runtime_context().get_node_id()
@@ -103,11 +112,20 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_slots=spec.engine.num_rows,
             kv_capacity_tokens=spec.engine.kv_capacity_tokens,
             transports=self.transport.names,
+            reservation=self.config.decode.reservation if spec.role is Role.DECODE else "longest",
         )
         self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed)
         self.engine.start()
         for coroutine in (self._report_forever(), self._watch_ingresses()):
             background(self._never_ending(coroutine))
+
+    def loaded(self, engine: EngineSpec) -> None:
+        """Note what was loaded: on a GPU, the KV capacity is known only then.
+
+        On the engine's thread, before the core is there: nobody asks for a capacity earlier.
+        """
+        self.spec = replace(self.spec, engine=engine)
+        self.info_record = replace(self.info_record, kv_capacity_tokens=engine.kv_capacity_tokens)
 
     # What differs between the two roles.
 
@@ -270,6 +288,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             tokens_per_s=load.tokens_per_s,
             step_time_s=load.step_time_s,
             draining=self._is_draining,
+            num_paused=load.num_paused,
+            least_priority=load.least_priority,
         )
 
     async def _report_forever(self) -> None:
@@ -334,6 +354,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     def _engine_failed(self, error: QuadrigaError) -> None:
         """On the event loop: the engine is over, so this process is of no more use."""
         self._is_draining = True
+        if isinstance(error, InvariantViolation):
+            self.metrics.violated()
+            background(self.metrics.push(self.config.name))
         background(self._end_after_failure(error))
 
     async def _end_after_failure(self, error: QuadrigaError) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from actors.calls import call
 from actors.exit_metrics import ExitMetrics
 from actors.lifecycle import controller_name
+from actors.memory_metrics import PauseMetrics, RelayMetrics
 from quadriga.errors import QuadrigaError
 from quadriga.metrics import SIZE_BUCKETS_BYTES, Registry
 from quadriga.types import Emission
@@ -24,7 +25,7 @@ PUSH_TIMEOUT_S = 1.0
 class ReplicaMetrics:
     """Counters and gauges of one replica; the label `replica` is added by the hub."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, model: str) -> None:
         registry = Registry(name)
         self._registry = registry
         self._tokens = registry.counter("quadriga_emitted_tokens_total", "Tokens emitted.")
@@ -56,7 +57,13 @@ class ReplicaMetrics:
             "quadriga_kv_reserved_tokens", "Tokens promised to the sequences held."
         )
         self._step = registry.gauge("quadriga_step_seconds", "Mean time of a step, recent first.")
+        self._violations = registry.counter(
+            "quadriga_integrity_violations_total",
+            "Engines given up because their books contradicted themselves; 0 by promise.",
+        )
         self._exits = ExitMetrics(registry)
+        self._pauses = PauseMetrics(registry, model)
+        self._relay: RelayMetrics | None = None
 
     def count(self, emissions: Sequence[tuple[str, Emission]]) -> None:
         """Count what (ingress id, emission) pairs carry."""
@@ -73,6 +80,10 @@ class ReplicaMetrics:
     def handoff_failed(self, code: str) -> None:
         self._handoffs.labels(result=code).inc()
 
+    def violated(self) -> None:
+        """The engine's books contradict themselves."""
+        self._violations.inc()
+
     def gauges(self, load: Load, num_fallbacks: int) -> None:
         """Set what describes the present."""
         self._running.set(load.num_running)
@@ -85,6 +96,11 @@ class ReplicaMetrics:
         self._fallbacks.set(num_fallbacks)
         if load.exits is not None:
             self._exits.update(load.exits, load.num_at_exits)
+        self._pauses.update(load.num_paused, load.paused_bytes, load.num_pauses, load.num_resumes)
+        if load.relay is not None:
+            if self._relay is None:
+                self._relay = RelayMetrics(self._registry)
+            self._relay.update(load.relay)
 
     async def push(self, app: str) -> None:
         """Send all values to the hub; a lost push costs nothing, the next one has them too."""

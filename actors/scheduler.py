@@ -16,7 +16,7 @@ from quadriga.config import QuadrigaConfig
 from quadriga.errors import Overloaded, Unavailable, UnknownModel
 from quadriga.policies.admission import admit
 from quadriga.policies.baselines.placement import make_placement
-from quadriga.policies.load import candidates
+from quadriga.policies.load import candidates, tokens_wanted
 from quadriga.types import (
     Admission,
     AdmitRequest,
@@ -210,7 +210,7 @@ class Scheduler(BatchedCalls):
         raise UnknownModel(f"model {model!r} is not served; served: {served}", param="model")
 
     def _note_placed(self, name: str, request: PlaceRequest) -> None:
-        unseen = _Unseen(self._clock.now_s(), 0, request.max_total_tokens)
+        unseen = _Unseen(self._clock.now_s(), 0, tokens_wanted(self._snapshots[name], request))
         self._unseen.setdefault(name, {})[request.sequence_id] = unseen
         self._num_placed[name] = self._num_placed.get(name, 0) + 1
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quadriga.errors import QuadrigaError
 from quadriga.exits import ExitCounters
-from quadriga.types import ReplicaInfo
+from quadriga.types import RelayMemory, ReplicaInfo
 
 
 @dataclass(slots=True)
@@ -23,6 +23,12 @@ class Load:
     num_steps: int = 0
     exits: ExitCounters | None = None
     num_at_exits: tuple[int, ...] = ()
+    num_paused: int = 0
+    paused_bytes: int = 0
+    num_pauses: int = 0
+    num_resumes: int = 0
+    least_priority: int | None = None
+    relay: RelayMemory | None = None
 
     @property
     def num_held(self) -> int:

@@ -41,6 +41,14 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("bench", "engine"): Command("loadgen.bench.engine", "offline generation speed, against peers"),
     ("bench", "serve"): Command("loadgen.bench.serve", "the service's speed over the engine's"),
     ("paper", "drex"): Command("loadgen.paper.drex", "rebatching against grouped and no exits"),
+    ("paper", "baton"): Command("loadgen.paper.baton", "relay batch against other batches"),
+    ("bench", "scheduler"): Command("loadgen.bench.scheduler", "time of a rescheduling decision"),
+    ("bench", "profile"): Command("loadgen.bench.profile", "a cost profile for the simulator"),
+    ("simulate",): Command("loadgen.simulate", "a trace on a simulated cluster, same policies"),
+    ("paper", "ares-predictor"): Command(
+        "loadgen.paper.ares_predictor", "length heads against other predictors"
+    ),
+    ("paper", "ares"): Command("loadgen.paper.ares", "rescheduling against its baselines"),
     ("bench", "generator"): Command("loadgen.bench.generator", "the load generator's own limit"),
 }
 

@@ -39,8 +39,10 @@ class ExitsConfig(Section):
     threshold: Auto | Annotated[float, Field(ge=0, le=1)] = Field(
         "auto", description="For requests that name none; 1 never leaves early."
     )
-    skipped_kv: Literal["project", "alias", "copy", "replay"] = Field(
-        "project", description="How KV of skipped layers is made up for when it is needed."
+    skipped_kv: Literal["auto", "linear", "project", "alias", "copy", "replay"] = Field(
+        "auto",
+        description="How KV of skipped layers is made up for when it is needed; linear: by maps "
+        "fitted to the model; auto: linear where the checkpoint has maps, else project.",
     )
 
 
@@ -69,8 +71,8 @@ class EngineConfig(Section):
     threads: Count = Field(1, description="Torch threads per replica on CPUs.")
     compile: Literal["auto", "off", "wait"] = Field(
         "auto",
-        description="auto: start eager, swap compiled steps in when they are ready; "
-        "wait: compile before serving; off: stay eager.",
+        description="Compiled kernels on CPUs, CUDA graphs on GPUs. auto: start eager, swap "
+        "compiled steps in when they are ready; wait: compile before serving; off: stay eager.",
     )
     cache_dir: str | None = Field(
         None, description="Where compiled steps are kept; null: ~/.cache/quadriga."
@@ -79,7 +81,20 @@ class EngineConfig(Section):
         "auto", description="Most tokens of one sequence; auto: what the checkpoint allows."
     )
     kv_memory_bytes: int | Auto = Field(
-        "auto", description="KV cache per replica; auto: 1 GiB on CPUs, 0.85 of free GPU memory."
+        "auto",
+        description="KV cache per replica; auto: 1 GiB on CPUs, on GPUs what gpu_memory_share "
+        "leaves beside the weights.",
+    )
+    gpu_memory_share: float = Field(
+        0.85,
+        gt=0.0,
+        le=1.0,
+        description="Share of a GPU's memory that weights and KV may take together.",
+    )
+    attention: Literal["auto", "flash", "triton", "torch"] = Field(
+        "auto",
+        description="Attention on GPUs. auto: flash-attn where it is installed and fits dtype and "
+        "heads, else the Triton kernel, else plain torch.",
     )
     resources_cpus: float | Auto = Field("auto", description="Ray CPUs a replica reserves.")
     resources_gpus: float | Auto = Field("auto", description="Ray GPUs a replica reserves.")
@@ -106,6 +121,12 @@ class DecodeConfig(Section):
         "off",
         description="drex: every token leaves at its own exit; eager, lazy, majority: the batch "
         "leaves together (baselines; eager and majority ignore thresholds); off: no early exits.",
+    )
+    reservation: Literal["longest", "used"] = Field(
+        "longest",
+        description="longest: a sequence reserves all it can grow to, nobody is ever paused; used: "
+        "it reserves what it has and grows, more fit, and where memory fills the least important "
+        "are paused to host memory.",
     )
     pace: str | None = Field(
         None, description="Pad each step to a modelled device time: a profile's name."

@@ -16,10 +16,15 @@ from quadriga.errors import ConfigError
 ExitKind = Literal["shared", "norm", "head"]
 Criterion = Literal["margin", "top"]
 ExitPolicy = Literal["bounded", "strict"]
-SkippedKV = Literal["project", "alias", "copy", "replay"]
+SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
 
 EXITS_FILE = "exits.json"
 EXITS_WEIGHTS = "exits.safetensors"
+SKIPPED_KV_WEIGHTS = "skipped_kv.safetensors"
+"""Fitted linear maps, `exits.{depth}.kv.{layer}.weight` and `.bias`: from the hidden state at an
+exit, scaled to unit mean square, to K and V (before rotation) of a layer (from 0) behind it."""
+MAX_LAYERS = 254
+"""Of a model with early exits: a position's depth is kept in a byte."""
 DEFAULT_THRESHOLD = 0.9
 NEVER = 1.0
 """A threshold that no confidence passes: the full model, token for token."""

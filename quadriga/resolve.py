@@ -4,66 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.config import ExitsConfig, PoolConfig, QuadrigaConfig
+from quadriga.engine_spec import DTYPE_BYTES, Device, Dtype, EngineSpec, Runner
 from quadriga.errors import ConfigError
-from quadriga.exits import NO_EXITS, ExitSpec, SkippedKV
+from quadriga.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS, ExitSpec, SkippedKV
 from quadriga.families import NATIVE_ARCHITECTURES
-from quadriga.types import DepthClass, Role
+from quadriga.types import Role
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Deployment",
+    "EngineSpec",
+    "Hardware",
+    "ReplicaSpec",
+    "configured_exits",
+    "resolve",
+]
 
 CPU_KV_MEMORY_BYTES = 1 << 30
-GPU_KV_MEMORY_SHARE = 0.85
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-Dtype = Literal["float32", "bfloat16", "float16"]
-Runner = Literal["native", "baton"]
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the cluster has; `Hardware.local` in a process without Ray.
-
-    Attributes:
-        gpu_memory_bytes: Free memory of the smallest GPU; 0 without GPUs.
-    """
+    """What the cluster has."""
 
     num_cpus: float
     num_gpus: float = 0
-    gpu_memory_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """All an engine needs to start; nothing in here is "auto".
-
-    Attributes:
-        depth: Layers 1..depth are loaded.
-        num_rows: Sequences whose KV it can hold at once.
-        row_capacity_tokens: Most tokens of one sequence.
-        kv_capacity_tokens: Tokens of KV over all rows; at most num_rows · row_capacity_tokens.
-        exits: Early exits in use, all below `depth`; none on prefill replicas.
-        skipped_kv: How KV of skipped layers is made up for.
-        runner: Own layers, or the unmodified Hugging Face model in a relay batch.
-    """
-
-    checkpoint: Checkpoint
-    depth: int
-    device: Literal["cpu", "cuda"]
-    dtype: Dtype
-    threads: int
-    compile: Literal["auto", "off", "wait"]
-    cache_dir: Path
-    num_rows: int
-    row_capacity_tokens: int
-    kv_capacity_tokens: int
-    exits: ExitSpec = NO_EXITS
-    skipped_kv: SkippedKV = "project"
-    runner: Runner = "native"
-
-    @property
-    def depth_class(self) -> DepthClass:
-        return DepthClass(self.checkpoint.id, self.depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +88,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
             (Role.PREFILL, pool.prefill_replicas, config.prefill.max_rows),
             (Role.DECODE, pool.decode_replicas, config.decode.max_slots),
         ):
-            engine = _engine_spec(config, pool, index, role, checkpoint, device, rows, hardware)
+            engine = _engine_spec(config, pool, index, role, checkpoint, device, rows)
             spec = ReplicaSpec(
                 role,
                 engine,
@@ -137,9 +105,8 @@ def _engine_spec(
     index: int,
     role: Role,
     checkpoint: Checkpoint,
-    device: Literal["cpu", "cuda"],
+    device: Device,
     num_rows: int,
-    hardware: Hardware,
 ) -> EngineSpec:
     depth = pool.depth or checkpoint.num_layers
     if depth > checkpoint.num_layers:
@@ -162,22 +129,9 @@ def _engine_spec(
                 param="engine.max_model_len",
             )
         max_len = engine.max_model_len
-    memory = engine.kv_memory_bytes
-    if memory == "auto":
-        memory = (
-            CPU_KV_MEMORY_BYTES
-            if device == "cpu"
-            else int(hardware.gpu_memory_bytes * GPU_KV_MEMORY_SHARE)
-        )
-    bytes_per_token = checkpoint.kv_bytes_per_token(depth, DTYPE_BYTES[dtype])
-    capacity = min(memory // bytes_per_token, num_rows * max_len)
-    if capacity < max_len:
-        raise ConfigError(
-            f"engine.kv_memory_bytes: {memory} bytes hold {capacity} tokens of "
-            f"{checkpoint.id} at depth {depth}, less than one sequence of {max_len}; raise it to "
-            f"{max_len * bytes_per_token} or lower engine.max_model_len",
-            param="engine.kv_memory_bytes",
-        )
+    capacity, fits_to_gpu = _kv_capacity(
+        config, checkpoint, depth, device, dtype, num_rows, max_len
+    )
     if runner == "baton" and role is Role.DECODE:
         # Its batch is dense: a short row takes as much as the longest beside it.
         num_rows = capacity // max_len
@@ -195,9 +149,44 @@ def _engine_spec(
         row_capacity_tokens=max_len,
         kv_capacity_tokens=capacity,
         runner=runner,
-        exits=_exits_in_use(config, role, checkpoint, depth, runner),
-        skipped_kv=pool.exits.skipped_kv,
+        exits=_exits_in_use(config, index, role, checkpoint, depth, runner),
+        skipped_kv=_skipped_kv(pool, index, checkpoint),
+        attention=engine.attention,
+        gpu_memory_share=engine.gpu_memory_share if fits_to_gpu else None,
     )
+
+
+def _kv_capacity(
+    config: QuadrigaConfig,
+    checkpoint: Checkpoint,
+    depth: int,
+    device: Device,
+    dtype: Dtype,
+    num_rows: int,
+    max_len: int,
+) -> tuple[int, bool]:
+    """Tokens of KV, and whether that is a ceiling that the replica lowers to what its GPU holds.
+
+    A GPU's memory is known to the process that has it alone, once the weights are in it.
+
+    Raises:
+        ConfigError: The memory named holds not even one sequence.
+    """
+    memory = config.engine.kv_memory_bytes
+    if memory == "auto":
+        if device == "cuda":
+            return num_rows * max_len, True
+        memory = CPU_KV_MEMORY_BYTES
+    bytes_per_token = checkpoint.kv_bytes_per_token(depth, DTYPE_BYTES[dtype])
+    capacity = min(memory // bytes_per_token, num_rows * max_len)
+    if capacity < max_len:
+        raise ConfigError(
+            f"engine.kv_memory_bytes: {memory} bytes hold {capacity} tokens of "
+            f"{checkpoint.id} at depth {depth}, less than one sequence of {max_len}; raise it to "
+            f"{max_len * bytes_per_token} or lower engine.max_model_len",
+            param="engine.kv_memory_bytes",
+        )
+    return capacity, False
 
 
 def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:
@@ -249,12 +238,42 @@ def configured_exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) ->
 
 
 def _exits_in_use(
-    config: QuadrigaConfig, role: Role, checkpoint: Checkpoint, depth: int, runner: str
+    config: QuadrigaConfig,
+    index: int,
+    role: Role,
+    checkpoint: Checkpoint,
+    depth: int,
+    runner: str,
 ) -> ExitSpec:
-    """Prefill runs the loaded depth, and unmodified models have no exits."""
+    """Prefill runs the loaded depth, and unmodified models have no exits.
+
+    Raises: ConfigError: The model is too deep for early exits.
+    """
     if role is Role.PREFILL or runner != "native" or config.decode.rebatching == "off":
         return replace(checkpoint.exits, layers=())
-    return checkpoint.exits.cut(depth)
+    exits = checkpoint.exits.cut(depth)
+    if exits.layers and depth > MAX_LAYERS:
+        raise ConfigError(
+            f"pools.{index}.exits.layers: {checkpoint.id} at depth {depth} is too deep for early "
+            f"exits, the most are {MAX_LAYERS} layers; set it to 'none' or load less depth",
+            param=f"pools.{index}.exits.layers",
+        )
+    return exits
+
+
+def _skipped_kv(pool: PoolConfig, index: int, checkpoint: Checkpoint) -> SkippedKV:
+    """How skipped KV is made up for. Raises: ConfigError: Maps are asked for that are not there."""
+    wanted = pool.exits.skipped_kv
+    has_maps = (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file()
+    if wanted == "auto":
+        return "linear" if has_maps else "project"
+    if wanted == "linear" and not has_maps:
+        raise ConfigError(
+            f"pools.{index}.exits.skipped_kv: {checkpoint.id} has no {SKIPPED_KV_WEIGHTS}; use "
+            "'project', or fit one",
+            param=f"pools.{index}.exits.skipped_kv",
+        )
+    return wanted
 
 
 def _cpus(config: QuadrigaConfig, device: str, hardware: Hardware, num_replicas: int) -> float:

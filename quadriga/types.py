@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from quadriga.errors import QuadrigaError
 from quadriga.exits import FULL_DEPTH, ExitParams
@@ -221,6 +222,11 @@ def _unpack_poll_reply(incarnation: str, last_seq: int, rows: bytes) -> PollRepl
     return PollReply(incarnation, last_seq, [Emission(*row) for row in pickle.loads(rows)])
 
 
+Reservation = Literal["longest", "used"]
+"""How a decode replica promises memory: for the longest that a sequence can become, so that nobody
+is ever paused; or for what it has, so that more fit and some are paused where memory fills."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """Who a replica is; fixed for the life of its process.
@@ -239,6 +245,108 @@ class ReplicaInfo:
     num_slots: int
     kv_capacity_tokens: int
     transports: tuple[str, ...] = ()
+    reservation: Reservation = "longest"
+
+
+@dataclass(frozen=True, slots=True)
+class RelayMemory:
+    """What a relay batch holds, and how much of its work was idle.
+
+    Attributes:
+        num_batch_rows: Rows of the dense batch.
+        width: Its columns.
+        batch_bytes: K/V memory of the dense batch, room to grow included.
+        row_bytes: K/V of rows outside it.
+        padding_cells: (row, column) pairs of the batch that are padding now.
+        attended_cells: (row, column) pairs that decode steps have worked on so far.
+        idle_cells: Those of them that were padding.
+    """
+
+    num_batch_rows: int
+    width: int
+    batch_bytes: int
+    row_bytes: int
+    padding_cells: int
+    attended_cells: int
+    idle_cells: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """K/V memory on the device."""
+        return self.batch_bytes + self.row_bytes
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the cells attended to that were padding; 0 before the first step."""
+        return self.idle_cells / self.attended_cells if self.attended_cells else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPrediction:
+    """How many more tokens a sequence is expected to generate.
+
+    Attributes:
+        mean: Best guess.
+        lower, upper: Quantiles around it (10 % and 90 % where nothing else is said).
+    """
+
+    mean: float
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadForecast:
+    """What a decode replica expects of its sequences, packed; part of its snapshot.
+
+    Little-endian float32 throughout. The columns of `rows` and the grid are those of
+    `quadriga.policies.ares.forecast`; one row is 96 bytes, and there are never more rows than the
+    replica has slots plus sequences reserved or paused.
+
+    Attributes:
+        grid_s: Horizon points, seconds from now; the first is now (0.0). One grid a depth class.
+        sequence_ids: [num_rows]; the sequences the replica holds, is promised, or has paused.
+        rows: [num_rows, forecast.NUM_COLUMNS].
+        load_s: [num_points]; what the sequences add to a step, at each point.
+        tokens: [num_points]; KV tokens they hold, at each point.
+        base_s: What a step costs without sequences.
+        has_predictions: False where no length head is at hand: only the first point means much.
+    """
+
+    grid_s: tuple[float, ...]
+    sequence_ids: tuple[str, ...]
+    rows: bytes
+    load_s: bytes
+    tokens: bytes
+    base_s: float
+    has_predictions: bool = True
+
+
+class MigrationCause(StrEnum):
+    """Why the scheduler moves a running sequence."""
+
+    BALANCE = "balance"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationOrder:
+    """The scheduler asks a source replica to hand a running sequence over, live.
+
+    Attributes:
+        gain: Share of the class's weighted variance that the move removes.
+        num_tokens: KV tokens to move, as last reported.
+        remaining_tokens: Predicted tokens still to come; 0 where nothing was predicted.
+    """
+
+    sequence_id: str
+    depth_class: DepthClass
+    source: str
+    destination: str
+    cause: MigrationCause
+    gain: float
+    num_tokens: int
+    remaining_tokens: float
 
 
 @dataclass(slots=True)
@@ -246,13 +354,17 @@ class ReplicaSnapshot:
     """A replica's load, reported every second and used by placement and admission.
 
     Attributes:
-        num_waiting: Sequences queued (prefill) or reserved but not yet joined (decode).
+        num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode).
         waiting_tokens: Prompt tokens in the prefill queue.
         used_tokens: Tokens whose KV is held.
-        reserved_tokens: Tokens promised to the sequences held, at their longest.
+        reserved_tokens: Tokens promised to the sequences held; see `Reservation`.
         tokens_per_s: Recent rate: prefilled (prefill) or emitted (decode).
         step_time_s: EWMA of the decode step, or seconds per prefill chunk.
         draining: Takes nothing new.
+        forecast: Decode only; None until the replica can forecast.
+        num_paused: Sequences in host memory; they come back before new ones of their priority.
+        least_priority: Of the running sequences, where one may be paused for a more important
+            newcomer; else None.
     """
 
     info: ReplicaInfo
@@ -265,6 +377,9 @@ class ReplicaSnapshot:
     tokens_per_s: float = 0.0
     step_time_s: float = 0.0
     draining: bool = False
+    forecast: LoadForecast | None = None
+    num_paused: int = 0
+    least_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +408,8 @@ class PlaceRequest:
 
     Attributes:
         exclude: Replicas that already refused or failed this sequence.
+        prediction: Tokens still to come, by the length head after prefill.
+        waited_s: How long it has looked for a replica already.
     """
 
     sequence_id: str
@@ -300,6 +417,9 @@ class PlaceRequest:
     num_tokens: int
     max_total_tokens: int
     exclude: tuple[str, ...] = ()
+    prediction: LengthPrediction | None = None
+    priority: int = 0
+    waited_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -318,8 +438,9 @@ class TransferOffer:
         transfer_id: Unique; names the lease.
         epoch: The sequence's epoch after the hand-off.
         num_tokens: Tokens whose KV will be sent.
-        max_total_tokens: Room to reserve.
+        max_total_tokens: The longest it can become.
         lease_s: The reservation lapses when nothing is heard for this long.
+        priority: Of the sequence; who is less important may be paused for it.
     """
 
     transfer_id: str
@@ -331,6 +452,7 @@ class TransferOffer:
     max_total_tokens: int
     transport: str
     lease_s: float
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from loadgen.bench.peers.base import Generation
 from loadgen.bench.workloads import Request, Workload
 from quadriga.checkpoint import Checkpoint, read_checkpoint
+from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.resolve import EngineSpec
 from quadriga.types import SamplingParams, SequenceState
 
 PREFILL_TOKENS = 512

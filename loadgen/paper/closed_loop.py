@@ -1,35 +1,36 @@
-"""One decode replica's loop, driven directly: as many sequences as it has slots, always.
+"""One decode replica's loop, driven directly: as many sequences as it has slots.
 
-Prompts are computed outside the clock, as a prefill replica would; what is timed is decoding alone.
+Prompts are computed outside the clock, as a prefill replica would; what is timed is decoding alone,
+and only while all slots are taken, from when as many sequences have ended as there are slots: until
+then policies learn. The last sequences are decoded to their end for their answers.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from loadgen.paper.judged import JudgedRebatcher
+from loadgen.paper.task_suite import Prompt
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint import Checkpoint
 from quadriga.clock import Clock
 from quadriga.engine.runner import NativeRunner
-from quadriga.exits import Criterion, ExitCounters, ExitParams
+from quadriga.engine_spec import EngineSpec
+from quadriga.errors import ConfigError
+from quadriga.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.policies.rebatching import Rebatcher
-from quadriga.training.tasks import Example
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.types import SampledToken, SamplingParams, SequenceState
 
+ROW_CAPACITY_TOKENS = 1024
+COMPILE_TIMEOUT_S = 300.0
 _BYTES_EVERY = 16  # steps between two looks at the memory held
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A task prompt as token ids, its prefill done once for all settings."""
-
-    example: Example
-    token_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -37,24 +38,101 @@ class Outcome:
     """What a run of the loop gave.
 
     Attributes:
-        seconds: Decoding time.
-        gaps_s: Every time between two tokens of a sequence.
-        request_s: Per prompt, from joining to its last token.
+        tokens, seconds, steps: Tokens, decoding time and passes with all slots taken.
+        at_exit: Layers run → tokens, of these.
+        gaps_s: Every time between two tokens of a sequence, of these.
+        request_s: Per prompt that was done by then, from joining to its last token.
         outputs: Per prompt, output token ids.
+        exit_layers: Per prompt, the layers run for each output token.
         peak_bytes: Most KV and kept hidden states at a time.
+        filled_tokens: Positions × segments whose skipped KV was filled in.
+        copied_bytes: Hidden states kept for that.
     """
 
     tokens: int = 0
     seconds: float = 0.0
+    steps: int = 0
+    at_exit: dict[int, int] = field(default_factory=dict)
     gaps_s: list[float] = field(default_factory=list)
     request_s: list[float] = field(default_factory=list)
     outputs: dict[int, list[int]] = field(default_factory=dict)
+    exit_layers: dict[int, list[int]] = field(default_factory=dict)
     counters: ExitCounters = field(default_factory=ExitCounters)
     peak_bytes: int = 0
+    filled_tokens: int = 0
+    copied_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+    def early_share(self, num_layers: int) -> float:
+        """Share of the tokens that left before layer `num_layers`."""
+        tokens = self.at_exit
+        return 1.0 - tokens.get(num_layers, 0) / max(1, sum(tokens.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt's first token, and its KV at full depth."""
+
+    token: SampledToken
+    kv: Any
+
+
+class ProcessorClock:
+    """Processor time of the calling thread: what a machine in use does to others is not in it."""
+
+    def now_s(self) -> float:
+        return time.thread_time()
+
+    def unix_s(self) -> float:
+        return time.time()
+
+
+class StopWatch:
+    """A clock that stands still while the experiment does what is no part of the service."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._stopped_s = 0.0
+
+    def now_s(self) -> float:
+        return self._clock.now_s() - self._stopped_s
+
+    def unix_s(self) -> float:
+        return self._clock.unix_s()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let no time pass inside."""
+        before_s = self._clock.now_s()
+        yield
+        self._stopped_s += self._clock.now_s() - before_s
+
+
+def load_runner(
+    checkpoint: Checkpoint, *, num_rows: int, threads: int, skipped_kv: SkippedKV
+) -> NativeRunner:
+    """Load a bundled or other native model at full depth, with its exits, on the CPU's kernels."""
+    native = NativeRunner.load(
+        EngineSpec(
+            checkpoint=checkpoint,
+            depth=checkpoint.num_layers,
+            device="cpu",
+            dtype="float32",
+            threads=threads,
+            compile="wait",
+            cache_dir=Path("~/.cache/quadriga").expanduser(),
+            num_rows=num_rows,
+            row_capacity_tokens=ROW_CAPACITY_TOKENS,
+            kv_capacity_tokens=num_rows * ROW_CAPACITY_TOKENS,
+            exits=checkpoint.exits,
+            skipped_kv=skipped_kv,
+        )
+    )
+    native.wait_compiled(COMPILE_TIMEOUT_S)
+    return native
 
 
 def run_closed_loop(
@@ -65,18 +143,30 @@ def run_closed_loop(
     clock: Clock,
     make_rebatcher: Callable[[ExitCounters], Rebatcher | None],
     slots: int,
-    threshold: float,
+    exits: ExitParams,
     max_tokens: int,
-    criterion: Criterion,
+    prefilled: MutableMapping[int, Prefilled] | None = None,
+    on_loop: Callable[[DecodeLoop], None] | None = None,
 ) -> Outcome:
     """Decode every prompt with `slots` of them in flight.
 
     Args:
         runner: What the loop calls; `native` itself or something around it.
+        prefilled: By the number of the prompt; what is missing is computed and added.
+        on_loop: Called with the loop before its first step.
+
+    Raises:
+        ConfigError: There are too few prompts to fill the slots.
     """
+    if len(prompts) < 3 * slots:
+        raise ConfigError(
+            f"{len(prompts)} prompts are too few for {slots} slots; take {3 * slots} or more"
+        )
     outcome = Outcome()
-    rebatcher = make_rebatcher(outcome.counters)
-    eos = native.spec.checkpoint.eos_token_ids
+    watch = StopWatch(clock)
+    known = {} if prefilled is None else prefilled
+    skipped = native.skipped
+    before = (skipped.num_filled, skipped.copied_bytes) if skipped is not None else (0, 0)
     loop = DecodeLoop(
         runner=runner,
         slots=SlotTable(
@@ -84,81 +174,104 @@ def run_closed_loop(
             row_capacity_tokens=native.row_capacity_tokens,
             kv_capacity_tokens=slots * native.row_capacity_tokens,
         ),
-        eos_token_ids=eos,
-        clock=clock,
-        rebatcher=rebatcher,
+        eos_token_ids=native.spec.checkpoint.eos_token_ids,
+        clock=watch,
+        rebatcher=make_rebatcher(outcome.counters),
         counters=outcome.counters,
-        criterion=criterion,
+        criterion=native.spec.exits.criterion,
     )
-    if isinstance(rebatcher, JudgedRebatcher):
-        rebatcher.waiting_rows = loop.rows_waiting_at
+    if on_loop is not None:
+        on_loop(loop)
     queue = deque(enumerate(prompts))
     joined_s: dict[str, float] = {}
     last_s: dict[str, float] = {}
-    started_s, paused_s, steps = clock.now_s(), 0.0, 0
+    started_s, is_full, num_ended, warm_up = watch.now_s(), True, 0, dict[int, int]()
     while queue or loop.has_work:
-        if queue and loop.num_running < slots:
-            before_s = clock.now_s()
+        with watch.stopped():
             while queue and loop.num_running < slots:
                 index, prompt = queue.popleft()
-                _join(loop, runner, native, index, prompt, threshold, max_tokens, outcome, eos)
-            spent_s = clock.now_s() - before_s
-            paused_s += spent_s
-            for state in loop.running:  # nobody waited for a token meanwhile: the clock stood
-                key = state.sequence_id
-                last_s[key] = last_s.get(key, before_s) + spent_s
-                joined_s[key] = joined_s.get(key, before_s) + spent_s
-        if steps % _BYTES_EVERY == 0:
-            outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(loop.rows))
+                if index not in known:
+                    known[index] = _prefill(loop, native, prompt)
+                _join(loop, native, index, prompt, exits, max_tokens, known[index], outcome)
+                joined_s[str(index)] = last_s[str(index)] = watch.now_s()
+            if is_full and loop.num_running < slots:
+                is_full, outcome.seconds = False, watch.now_s() - started_s
+                tokens = outcome.counters.tokens
+                outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
+            if outcome.steps % _BYTES_EVERY == 0:
+                outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(loop.rows))
         emissions = loop.step()
-        steps += 1
-        now_s = clock.now_s()
+        now_s = watch.now_s()
+        outcome.steps += is_full
         for _, emission in emissions:
             key = emission.sequence_id
-            outcome.gaps_s.append(now_s - last_s[key])
-            last_s[key] = now_s
             outcome.outputs[int(key)].extend(emission.token_ids)
-            outcome.tokens += len(emission.token_ids)
-            if emission.finish is not None:
-                outcome.request_s.append(now_s - joined_s[key])
-    outcome.seconds = clock.now_s() - started_s - paused_s
+            outcome.exit_layers[int(key)].extend(emission.exit_layers)
+            if is_full:
+                outcome.tokens += len(emission.token_ids)
+                outcome.gaps_s.append(now_s - last_s[key])
+                if emission.finish is not None:
+                    outcome.request_s.append(now_s - joined_s[key])
+            last_s[key] = now_s
+            num_ended += emission.finish is not None
+        if num_ended >= slots and not warm_up:
+            outcome.tokens = outcome.steps = 0
+            outcome.gaps_s, outcome.request_s = [], []
+            started_s, warm_up = now_s, dict(outcome.counters.tokens)
     loop.check()
+    if skipped is not None:
+        outcome.filled_tokens = skipped.num_filled - before[0]
+        outcome.copied_bytes = skipped.copied_bytes - before[1]
     return outcome
+
+
+def _prefill(loop: DecodeLoop, native: NativeRunner, prompt: Prompt) -> Prefilled:
+    """Compute a prompt in a row that is free just now."""
+    state = _state("prefill", native, prompt, ExitParams(), 1)
+    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
+    native.attach(slot.row, state)
+    token = native.prefill([PrefillChunk(slot.row, prompt.token_ids, 0, True)])[0]
+    assert token is not None
+    kv = native.read_kv(slot.row, 0, native.num_layers, 0, len(prompt.token_ids))
+    native.detach(slot.row)
+    loop.leave(state.sequence_id)
+    return Prefilled(token, kv)
 
 
 def _join(
     loop: DecodeLoop,
-    runner: ModelRunner,
     native: NativeRunner,
     index: int,
     prompt: Prompt,
-    threshold: float,
+    exits: ExitParams,
     max_tokens: int,
+    prefilled: Prefilled,
     outcome: Outcome,
-    eos: tuple[int, ...],
 ) -> None:
-    state = SequenceState(
-        sequence_id=str(index),
-        request_id=str(index),
+    state = _state(str(index), native, prompt, exits, max_tokens)
+    first = prefilled.token
+    state.output_ids.append(first.token_id)
+    state.exit_layers.append(first.exit_layer)
+    outcome.outputs[index] = [first.token_id]
+    outcome.exit_layers[index] = [first.exit_layer]
+    if first.token_id in native.spec.checkpoint.eos_token_ids:
+        return
+    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
+    native.write_kv(slot.row, 0, 0, prefilled.kv)
+    loop.join(state)
+
+
+def _state(
+    name: str, native: NativeRunner, prompt: Prompt, exits: ExitParams, max_tokens: int
+) -> SequenceState:
+    return SequenceState(
+        sequence_id=name,
+        request_id=name,
         model=native.spec.checkpoint.id,
         prompt_ids=prompt.token_ids,
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
         ingress_id="",
         arrival_unix_s=time.time(),
         deadline_unix_s=float("inf"),
-        exits=ExitParams(threshold),
+        exits=exits,
     )
-    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
-    runner.attach(slot.row, state)
-    token = runner.prefill([PrefillChunk(slot.row, prompt.token_ids, 0, True)])[0]
-    assert token is not None
-    kv = runner.read_kv(slot.row, 0, runner.num_layers, 0, len(prompt.token_ids))
-    runner.detach(slot.row)
-    state.output_ids.append(token.token_id)
-    state.exit_layers.append(token.exit_layer)
-    outcome.outputs[index] = [token.token_id]
-    if token.token_id in eos:
-        loop.leave(state.sequence_id)
-        return
-    runner.write_kv(slot.row, 0, 0, kv)
-    loop.join(state)

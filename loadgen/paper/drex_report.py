@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from loadgen.paper.drex import Measured
+from loadgen.paper.drex_bench import CPU, NO_EXITS, Measured, Setting
+from loadgen.paper.judged import Decisions
 
 _GROUPED = ("eager", "lazy", "majority")
 _SAME_ANSWERS = 0.01  # exact match within a point of the full model
 _CEILING_FLOOR = 1.15  # settings below it leave nothing to win
+
+
+def plain(row: Measured) -> dict[str, Any]:
+    """A row for JSON."""
+    shown = asdict(row)
+    shown = shown.pop("setting") | shown
+    if row.decisions is not None:
+        shown["decisions"]["share_right"] = row.decisions.share_right
+    return shown
+
+
+def read_rows(path: Path) -> list[Measured]:
+    """Rows that an earlier run left in a JSON file; none where there is no file."""
+    if not path.is_file():
+        return []
+    rows = []
+    for shown in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        setting = Setting(**{f.name: shown.pop(f.name) for f in fields(Setting)})
+        decisions = shown.pop("decisions")
+        if decisions is not None:
+            decisions.pop("share_right")
+            decisions = Decisions(**decisions)
+        rows.append(Measured(setting, **shown, decisions=decisions))
+    return rows
 
 
 def print_table(rows: Sequence[Measured], console: Console) -> None:
@@ -27,7 +53,7 @@ def print_table(rows: Sequence[Measured], console: Console) -> None:
     ):  # fmt: skip
         table.add_column(name, justify="left" if name in ("model", "time", "policy") else "right")
     for row in rows:
-        base = _other(rows, row, "off")
+        base = _other(rows, row, NO_EXITS)
         ratio = row.tokens_per_s / base.tokens_per_s if base else None
         s = row.setting
         share = ratio / row.ceiling if ratio and row.ceiling else None
@@ -44,9 +70,9 @@ def print_table(rows: Sequence[Measured], console: Console) -> None:
 
 def headline(rows: Sequence[Measured]) -> dict[str, Any]:
     """Return the figures that the experiment stands for, all of them on the real machine."""
-    real = [r for r in rows if r.setting.device == "cpu"]
+    real = [r for r in rows if r.setting.device == CPU]
     drex = [r for r in real if r.setting.policy == "drex"]
-    pairs = [(r, base) for r in drex if (base := _other(rows, r, "off")) is not None]
+    pairs = [(r, base) for r in drex if (base := _other(rows, r, NO_EXITS)) is not None]
     ratios = [r.tokens_per_s / base.tokens_per_s for r, base in pairs]
     shares = [
         ratio / r.ceiling

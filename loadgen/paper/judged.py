@@ -6,7 +6,8 @@ branches cost, for the same tokens,
     stay:   t(b + w) less the share of the w rows that waited there anyway
     split:  r / m' · t(m'),  m' the batch that the r rows go on in
 
-and each t is measured by running the passes, on the rows that are there.
+and each t is measured by running the passes, on the rows that are there, plus what a pass costs
+beside the runner.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatching import AtExit, Verdict
 
 _REPEATS = 5
+ENOUGH = 300
 TIE = 0.03  # branches closer than this are equally right
 
 
@@ -46,10 +48,12 @@ class Decisions:
 
 
 class JudgedRebatcher(DrexRebatcher):
-    """DREX whose every n-th decision is followed by running both branches.
+    """DREX whose decisions are followed by running both branches, until enough were judged.
 
     Args:
-        every: n.
+        decisions: Where the judgements go.
+        native: The engine below the loop, in whatever state the decision found it.
+        waiting_rows: Rows of the loop that wait at an exit.
     """
 
     def __init__(
@@ -57,17 +61,16 @@ class JudgedRebatcher(DrexRebatcher):
         costs: SegmentCosts,
         *,
         counters: ExitCounters,
+        decisions: Decisions,
         native: NativeRunner,
         clock: Clock,
-        every: int,
+        waiting_rows: Callable[[int], list[int]],
     ) -> None:
         super().__init__(costs, counters=counters)
-        self.decisions = Decisions()
+        self._decisions = decisions
         self._native = native
         self._clock = clock
-        self._every = every
-        self._seen = 0
-        self.waiting_rows: Callable[[int], list[int]] = lambda _exit: []  # set by the loop's owner
+        self._waiting_rows = waiting_rows
 
     def judge(self, group: AtExit, now_s: float) -> Verdict:
         """See `Rebatcher.judge`."""
@@ -76,26 +79,26 @@ class JudgedRebatcher(DrexRebatcher):
         in_plan = group.ran.stop - 1 in self.plan.exits
         if not any(group.passed) or not in_plan or self._counters.explored != explored:
             return verdict  # no choice, or taken against the forecast on purpose
-        self._seen += 1
-        if self._seen % self._every == 0:
-            self._run_both(group, verdict)
+        if self._decisions.count == ENOUGH:
+            return verdict
+        self._run_both(group, verdict)
         return verdict
 
     def _run_both(self, group: AtExit, verdict: Verdict) -> None:
         at = group.ran.stop - 1
         # Only rows that have reached this exit may be passed on: the real pass repeats what a
         # rehearsal writes for them.
-        rows = [*self._native.exit_rows, *self.waiting_rows(at)]
+        rows = [*self._native.exit_rows, *self._waiting_rows(at)]
         r, w = group.remaining.count, group.waiting.count
-        batch = min(max(self._target(at), r + w, 1), len(rows))
+        batch = min(self.flush_batch(at, r + w), len(rows))
         with self._native.rehearsal():
             stay_s = self._time_s(at, rows)
             alone_s = self._time_s(at, rows[:batch]) / batch
         stay_s -= w * alone_s
-        split_s = r * alone_s + self._overhead_s
+        split_s = r * alone_s + self.overhead_s
         best_s, worst_s = sorted((stay_s, split_s))
         took_s = split_s if verdict is Verdict.SPLIT else stay_s
-        decisions = self.decisions
+        decisions = self._decisions
         decisions.count += 1
         is_tie = worst_s - best_s <= TIE * abs(worst_s)
         decisions.ties += is_tie

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quadriga.types import FinishReason, SampledToken, SequenceState
 
 
@@ -11,22 +13,44 @@ def append_token(state: SequenceState, token: SampledToken) -> None:
     state.exit_layers.append(token.exit_layer)
 
 
-def finish_reason(
-    state: SequenceState, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int
-) -> FinishReason | None:
-    """Why the sequence is over with its last output token, or None while it goes on.
+@dataclass(frozen=True, slots=True)
+class FinishRule:
+    """When one sequence is over, worked out once, for it is asked after every token.
 
     The end token, or the stop id, that ended the sequence stays in `output_ids`: it was
     generated and is counted; the ingress does not render it.
+
+    Attributes:
+        ends: Tokens that end it, from `min_tokens` output tokens on.
+        max_tokens: Output tokens at which it is over in any case.
     """
-    params = state.sampling
-    num_output = len(state.output_ids)
-    if num_output and num_output >= params.min_tokens:
-        last = state.output_ids[-1]
-        if last in params.stop_token_ids:
+
+    ends: frozenset[int]
+    min_tokens: int
+    max_tokens: int
+
+    @classmethod
+    def of(
+        cls, state: SequenceState, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int
+    ) -> FinishRule:
+        params = state.sampling
+        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+        most = min(params.max_tokens, row_capacity_tokens - len(state.prompt_ids))
+        return cls(frozenset(ends), params.min_tokens, most)
+
+    def reason(self, output_ids: list[int]) -> FinishReason | None:
+        """Why the sequence is over with its last output token, or None while it goes on."""
+        count = len(output_ids)
+        if count and output_ids[-1] in self.ends and count >= self.min_tokens:
             return FinishReason.STOP
-        if not params.ignore_eos and last in eos_token_ids:
-            return FinishReason.STOP
-    if num_output >= params.max_tokens or state.num_tokens >= row_capacity_tokens:
-        return FinishReason.LENGTH
-    return None
+        return FinishReason.LENGTH if count >= self.max_tokens else None
+
+
+def finish_reason(
+    state: SequenceState, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int
+) -> FinishReason | None:
+    """Why the sequence is over with its last output token, or None while it goes on."""
+    rule = FinishRule.of(
+        state, eos_token_ids=eos_token_ids, row_capacity_tokens=row_capacity_tokens
+    )
+    return rule.reason(state.output_ids)

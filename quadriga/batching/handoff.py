@@ -277,6 +277,11 @@ class LeaseTable:
         """Ids of all open transfers."""
         return list(self._open)
 
+    def sequences(self) -> set[str]:
+        """Ids of sequences whose row a transfer holds, or a thread still writes."""
+        leases = [*self._open.values(), *self._storing.values()]
+        return {lease.offer.sequence_id for lease in leases}
+
     @property
     def num_open(self) -> int:
         return len(self._open)

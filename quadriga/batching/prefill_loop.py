@@ -10,7 +10,7 @@ from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.rates import Ewma, RateMeter
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import Clock
-from quadriga.errors import DeadlineExceeded, KVCacheExhausted, QuadrigaError
+from quadriga.errors import DeadlineExceeded, InvariantViolation, KVCacheExhausted, QuadrigaError
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.types import FinishReason, SampledToken, SequenceState, TokenLogprob
 
@@ -216,6 +216,19 @@ class PrefillLoop:
         if finish is not None:
             self.release(state.sequence_id)
         self._events.on_first_token(state, logprobs, token.prompt_logprobs, finish)
+
+    def check(self) -> None:
+        """Verify who holds a slot against who is being computed or handed off.
+
+        Raises: InvariantViolation.
+        """
+        self.slots.check()
+        known = sorted([*(job.state.sequence_id for job in self._active), *self._computed])
+        if sorted(self.slots.holders) != known:
+            raise InvariantViolation(
+                f"slots are held for {sorted(self.slots.holders)}; {known} are being computed or "
+                "handed off"
+            )
 
     @property
     def num_waiting(self) -> int:

@@ -8,11 +8,9 @@ more sequences fit, and when the memory fills, whoever owns the table pauses som
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from quadriga.errors import ContextTooLong, InvariantViolation, KVCacheExhausted
-
-Reservation = Literal["longest", "used"]
+from quadriga.types import Reservation
 
 BLOCK_TOKENS = 16
 """Reservations are rounded up to blocks of this many tokens."""
@@ -65,14 +63,7 @@ class SlotTable:
         """
         if sequence_id in self._slots:
             raise InvariantViolation(f"sequence {sequence_id} already holds a slot")
-        if max_total_tokens > self.row_capacity_tokens:
-            raise ContextTooLong(
-                f"{max_total_tokens} tokens are more than the {self.row_capacity_tokens} one "
-                "sequence may have here; shorten the prompt or lower max_tokens",
-                param="max_tokens",
-            )
-        is_used = self.reservation == "used" and num_tokens is not None
-        tokens = self._rounded(num_tokens + 1 if is_used and num_tokens else max_total_tokens)
+        tokens = self.tokens_wanted(max_total_tokens, num_tokens)
         if not self._free_rows or self._reserved_tokens + tokens > self.kv_capacity_tokens:
             raise KVCacheExhausted(
                 f"no room for {tokens} tokens: {len(self._free_rows)} of {self.num_rows} rows and "
@@ -83,6 +74,21 @@ class SlotTable:
         self._slots[sequence_id] = slot
         self._reserved_tokens += tokens
         return slot
+
+    def tokens_wanted(self, max_total_tokens: int, num_tokens: int | None = None) -> int:
+        """What `reserve` would promise.
+
+        Raises:
+            ContextTooLong: More than one row holds; no waiting helps.
+        """
+        if max_total_tokens > self.row_capacity_tokens:
+            raise ContextTooLong(
+                f"{max_total_tokens} tokens are more than the {self.row_capacity_tokens} one "
+                "sequence may have here; shorten the prompt or lower max_tokens",
+                param="max_tokens",
+            )
+        is_used = self.reservation == "used" and num_tokens is not None
+        return self._rounded(num_tokens + 1 if is_used and num_tokens else max_total_tokens)
 
     def grow(self, sequence_id: str, num_tokens: int) -> bool:
         """Promise a sequence room for `num_tokens`; False where no block is free.
@@ -116,6 +122,11 @@ class SlotTable:
 
     def get(self, sequence_id: str) -> Slot | None:
         return self._slots.get(sequence_id)
+
+    @property
+    def holders(self) -> list[str]:
+        """Sequences that hold a slot."""
+        return list(self._slots)
 
     @property
     def num_free_rows(self) -> int:

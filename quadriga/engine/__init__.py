@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quadriga.engine.baton.runner import BatonRunner
     from quadriga.engine.runner import NativeRunner
-    from quadriga.resolve import EngineSpec
+    from quadriga.engine_spec import EngineSpec
 
 __all__ = ["load_runner"]
 

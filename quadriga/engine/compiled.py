@@ -23,6 +23,7 @@ from quadriga.engine.kernels.build import BuildUnavailable, build_library, cache
 from quadriga.engine.kernels.library import (
     CAffine,
     CHead,
+    CKVMap,
     CLayer,
     CModel,
     KernelLibrary,
@@ -32,8 +33,8 @@ from quadriga.engine.kv_cache import KV_BLOCK
 from quadriga.engine.models.decoder import Candidates, Decoder
 from quadriga.engine.models.layers import Span
 from quadriga.engine.weights import Head
+from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
-from quadriga.resolve import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,12 @@ class CompiledDecoder:
         weakref.finalize(self, library.pool_free, self._pool)
         self._layers = (CLayer * eager.num_layers)(*_layers(eager))
         self._model = _model(eager, self._layers)
+        self._kv_maps = {
+            depth: (CKVMap * len(maps))(
+                *(CKVMap(CAffine.of(m.norm), CAffine.of(m.kv)) for m in maps)
+            )
+            for depth, maps in eager.weights.kv_maps.items()
+        }
         self._heads = {depth: _head(eager, h) for depth, h in eager.weights.heads.items()}
         self._scratch = torch.empty(0)
         self._head_scratch = torch.empty(0)
@@ -85,7 +92,7 @@ class CompiledDecoder:
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> KernelPass:
         """See `Decoder.plan_tokens`."""
-        return KernelPass(np.ascontiguousarray(rows), np.ascontiguousarray(positions))
+        return KernelPass(rows, positions)
 
     def plan(self, spans: Sequence[Span]) -> KernelPass:
         """See `Decoder.plan`."""
@@ -102,39 +109,38 @@ class CompiledDecoder:
     def embed(self, token_ids: Sequence[int], batch: KernelPass) -> torch.Tensor:
         """See `Decoder.embed`."""
         w = self._eager.weights
-        x = w.embed[torch.tensor(token_ids)]
+        x = w.embed.index_select(0, torch.from_numpy(np.array(token_ids, dtype=np.int64)))
         if w.project_in is not None:
             x = F.linear(x, w.project_in)
         return x if w.positions is None else x + w.positions[torch.from_numpy(batch.positions)]
 
     def run_layers(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> torch.Tensor:
         """See `Decoder.run_layers`; works in place."""
-        self._library.layers(
-            self._pool,
-            self._model,
-            first,
-            stop,
-            x.shape[0],
-            x.data_ptr(),
-            batch.rows.ctypes.data,
-            batch.positions.ctypes.data,
-            self._scratch_for(x.shape[0]),
-        )
+        self._library.layers(self._pool, self._model, *self._over(x, batch, first, stop))
         return x
 
-    def project_kv(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> None:
+    def project_kv(
+        self, x: torch.Tensor, batch: KernelPass, first: int, stop: int, depth: int
+    ) -> None:
         """See `Decoder.project_kv`."""
         x = x.contiguous()
         self._library.project_kv(
-            self._pool,
-            self._model,
+            self._pool, self._model, self._kv_maps[depth], *self._over(x, batch, first, stop)
+        )
+
+    def _over(
+        self, x: torch.Tensor, batch: KernelPass, first: int, stop: int
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Layers, tokens and scratch memory, as every kernel over layers takes them."""
+        count = x.shape[0]
+        return (
             first,
             stop,
-            x.shape[0],
+            count,
             x.data_ptr(),
             batch.rows.ctypes.data,
             batch.positions.ctypes.data,
-            self._scratch_for(x.shape[0]),
+            self._scratch_for(count),
         )
 
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:

@@ -18,6 +18,8 @@ import mmap
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quadriga.engine.memory import reserve
@@ -53,6 +55,16 @@ class KVCache(Protocol):
 
     def write(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
         """Store what `read` returned, from position `start` on."""
+
+    def copy_layers(
+        self,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        source: int,
+        first: int,
+        stop: int,
+    ) -> None:
+        """Copy K and V at (rows, positions) from layer `source` into layers [first, stop)."""
 
     def release(self, row: int) -> None:
         """The row's content is garbage from now on; its memory may be given back."""
@@ -108,7 +120,7 @@ class RowKVCache:
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int
     ) -> torch.Tensor:
         """See `KVCache.read`. Raises: InvariantViolation when out of range."""
-        self._check(row, first_layer, num_layers, start, stop)
+        check_range(self, row, first_layer, num_layers, start, stop)
         _, _, heads, _, head_dim = self._shape
         kv = torch.empty((num_layers, 2, heads, stop - start, head_dim), dtype=self.keys[0].dtype)
         for ours, theirs in self._pieces(row, first_layer, kv, start):
@@ -118,12 +130,8 @@ class RowKVCache:
     def write(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
         """See `KVCache.write`. Raises: InvariantViolation when out of range or misshapen."""
         _, _, heads, _, head_dim = self._shape
-        num_layers, num_tokens = kv.shape[0], kv.shape[3]
-        if tuple(kv.shape) != (num_layers, 2, heads, num_tokens, head_dim):
-            raise InvariantViolation(
-                f"KV of shape {tuple(kv.shape)} does not fit [layers, 2, {heads}, n, {head_dim}]"
-            )
-        self._check(row, first_layer, num_layers, start, start + num_tokens)
+        check_shape(kv, heads, head_dim)
+        check_range(self, row, first_layer, kv.shape[0], start, start + kv.shape[3])
         for ours, theirs in self._pieces(row, first_layer, kv, start):
             ours.copy_(theirs)
 
@@ -139,6 +147,25 @@ class RowKVCache:
                 for blocks, slots, tokens in spans:
                     ours = buffer[row, blocks, :, slots].transpose(0, 1)
                     yield ours, side_kv[:, tokens].unflatten(1, (ours.shape[1], ours.shape[2]))
+
+    def copy_layers(
+        self,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        source: int,
+        first: int,
+        stop: int,
+    ) -> None:
+        """See `KVCache.copy_layers`."""
+        at = torch.from_numpy(rows)
+        block, slot = (
+            torch.from_numpy(positions // KV_BLOCK),
+            torch.from_numpy(positions % KV_BLOCK),
+        )
+        for buffers in (self.keys, self.values):
+            copied = buffers[source][at, block, :, slot]
+            for layer in range(first, stop):
+                buffers[layer][at, block, :, slot] = copied
 
     def release(self, row: int) -> None:
         """See `KVCache.release`; keeps the pages for the next sequence if all rows fit anyway."""
@@ -162,17 +189,29 @@ class RowKVCache:
         self._maps.append(buffer)
         return memory.view(dtype).view(self._shape)
 
-    def _check(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> None:
-        rows, capacity = self.num_rows, self._capacity
-        if not (
-            0 <= row < rows
-            and 0 <= first_layer <= first_layer + num_layers <= self.num_layers
-            and 0 <= start <= stop <= capacity
-        ):
-            raise InvariantViolation(
-                f"row {row}, layers {first_layer}+{num_layers}, positions {start}..{stop} are "
-                f"outside {rows} rows, {self.num_layers} layers, {capacity} positions"
-            )
+
+def check_range(
+    cache: KVCache, row: int, first_layer: int, num_layers: int, start: int, stop: int
+) -> None:
+    """Raises: InvariantViolation: Not all of it lies in the cache."""
+    if not (
+        0 <= row < cache.num_rows
+        and 0 <= first_layer <= first_layer + num_layers <= cache.num_layers
+        and 0 <= start <= stop <= cache.capacity
+    ):
+        raise InvariantViolation(
+            f"row {row}, layers {first_layer}+{num_layers}, positions {start}..{stop} are "
+            f"outside {cache.num_rows} rows, {cache.num_layers} layers, {cache.capacity} positions"
+        )
+
+
+def check_shape(kv: torch.Tensor, num_kv_heads: int, head_dim: int) -> None:
+    """Raises: InvariantViolation: It is nothing that `KVCache.read` returns."""
+    fits = kv.dim() == 5 and kv.shape[1:3] == (2, num_kv_heads) and kv.shape[4] == head_dim
+    if not fits:
+        raise InvariantViolation(
+            f"KV of shape {tuple(kv.shape)} does not fit [layers, 2, {num_kv_heads}, n, {head_dim}]"
+        )
 
 
 def _spans(start: int, stop: int) -> Iterator[tuple[slice, slice, slice]]:

@@ -58,3 +58,14 @@ class Arena:
             _, self._free = reserve(max(padded, _SLAB_BYTES), huge=True)
         taken, self._free = self._free[:num_bytes], self._free[padded:]
         return taken.view(dtype).view(shape)
+
+
+class DeviceArena:
+    """The same on a GPU, whose allocator needs no help."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of anything."""
+        return torch.empty(shape, dtype=dtype, device=self._device)

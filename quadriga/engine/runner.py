@@ -10,16 +10,19 @@ import numpy as np
 import torch
 
 from quadriga.engine.compiled import KernelSwap
-from quadriga.engine.kv_cache import RowKVCache
+from quadriga.engine.cuda.decoder import PagedDecoder
+from quadriga.engine.cuda.loading import find_gpu, load_paged
+from quadriga.engine.kv_cache import KVCache, RowKVCache
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder, top_two
 from quadriga.engine.models.layers import Span
+from quadriga.engine.row_states import MappedStates
 from quadriga.engine.sampler import RowSampler, choose, process, sample, token_logprobs
 from quadriga.engine.skipped_kv import SkippedKVStore, SuspendedSkips
 from quadriga.engine.weights import load_weights
+from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.resolve import EngineSpec
 from quadriga.types import SampledToken, SequenceState, TokenLogprob
 
 
@@ -28,7 +31,9 @@ class _Exit:
     """The exit that was run last, until the next pass.
 
     Attributes:
-        index: Row → its place in `found` and `hidden`.
+        index: Row → its place in `found`, `samplers` and `hidden`.
+        samplers: Of the rows.
+        is_plain: All of the samplers are.
         hidden: [n, hidden], as the rows reached the exit.
     """
 
@@ -36,6 +41,8 @@ class _Exit:
     segment: int
     index: dict[int, int]
     found: Candidates
+    samplers: list[RowSampler]
+    is_plain: bool
     hidden: torch.Tensor
 
 
@@ -44,11 +51,12 @@ class SuspendedRow:
     """A row in host memory.
 
     Attributes:
-        kv: [num_layers, 2, num_kv_heads, tokens, head_dim], the current token included.
+        kv: Each segment's, as far as it was computed, the current token included:
+            [layers, 2, num_kv_heads, tokens, head_dim].
         position, hidden: Of the current token, which may wait at an exit.
     """
 
-    kv: torch.Tensor
+    kv: list[torch.Tensor]
     position: int
     hidden: torch.Tensor
     skipped: SuspendedSkips | None
@@ -64,14 +72,14 @@ class NativeRunner:
     def __init__(
         self,
         spec: EngineSpec,
-        decoder: Decoder,
-        cache: RowKVCache,
+        decoder: Decoder | PagedDecoder,
+        cache: KVCache,
         skipped: SkippedKVStore | None = None,
     ) -> None:
         self.spec = spec
         self._config = decoder.config
         self._decoder: AnyDecoder = decoder
-        self._swap: KernelSwap | None = KernelSwap(spec, decoder)
+        self._swap = KernelSwap(spec, decoder) if isinstance(decoder, Decoder) else None
         self._cache = cache
         self._samplers: list[RowSampler | None] = [None] * cache.num_rows
         self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
@@ -80,8 +88,10 @@ class NativeRunner:
         # Each row's current token: where it is, and the hidden state with which it left its last
         # segment. Nothing moves when a token waits: whoever runs it next finds it by its row.
         self._positions = np.zeros(cache.num_rows, dtype=np.int64)
+        embed = decoder.weights.embed
+        self._device = embed.device
         self._hidden = torch.zeros(
-            cache.num_rows, decoder.config.hidden_size, dtype=decoder.weights.embed.dtype
+            cache.num_rows, decoder.config.hidden_size, dtype=embed.dtype, device=embed.device
         )
         self._exit: _Exit | None = None
 
@@ -92,14 +102,7 @@ class NativeRunner:
         Raises:
             ConfigError: The checkpoint or the spec cannot be served.
         """
-        if spec.device != "cpu":
-            raise ConfigError(
-                f"engine.device: {spec.device!r} is not supported by this version's engine; "
-                "use 'cpu'",
-                param="engine.device",
-            )
         torch.set_num_threads(spec.threads)
-        dtype: torch.dtype = getattr(torch, spec.dtype)
         config = read_model_config(spec.checkpoint.path)
         if config.rope is None and spec.row_capacity_tokens > config.max_positions:
             raise ConfigError(
@@ -107,6 +110,10 @@ class NativeRunner:
                 f"{config.max_positions} learned positions of {spec.checkpoint.id}",
                 param="engine.max_model_len",
             )
+        if spec.device == "cuda":
+            engine = load_paged(spec, config, find_gpu())
+            return cls(engine.spec, engine.decoder, engine.cache, engine.skipped)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
         weights = load_weights(
             spec.checkpoint.path,
             config,
@@ -114,6 +121,7 @@ class NativeRunner:
             dtype,
             spec.row_capacity_tokens,
             spec.checkpoint.exits,
+            fitted_maps=spec.skipped_kv == "linear",
         )
         cache = RowKVCache(
             num_layers=spec.depth,
@@ -127,7 +135,8 @@ class NativeRunner:
         skipped = None
         if spec.exits.layers:
             ends = (*spec.exits.layers, spec.depth)
-            skipped = SkippedKVStore(spec.skipped_kv, ends, cache, config.hidden_size)
+            states = MappedStates(spec.num_rows, cache.capacity, config.hidden_size, dtype)
+            skipped = SkippedKVStore(spec.skipped_kv, ends, cache, states)
         depths = skipped.depths if skipped is not None and skipped.mode == "alias" else None
         return cls(spec, Decoder(config, weights, cache, depths), cache, skipped)
 
@@ -155,7 +164,9 @@ class NativeRunner:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the next pass runs on the compiled kernels."""
+        """Whether the next pass runs on the compiled kernels; on GPUs, as a graph."""
+        if isinstance(self._decoder, PagedDecoder):
+            return self._decoder.graphs is not None
         return self._swap is None or self._swap.take() is not None
 
     def wait_compiled(self, timeout_s: float) -> bool:
@@ -219,8 +230,8 @@ class NativeRunner:
         """See `ModelRunner.decode`."""
         if not rows:
             return []
-        x = self._pass(rows, 0, len(self._ends))
-        samplers = [self._sampler(row) for row in rows]
+        samplers = self._samplers_of(rows)
+        x = self._pass(rows, samplers, 0, len(self._ends))
         if all(s.is_plain for s in samplers):
             return [
                 SampledToken(t, self.num_layers) for t in self._decoder.best(x, self.num_layers)
@@ -230,18 +241,18 @@ class NativeRunner:
     @torch.inference_mode()
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         """See `ModelRunner.advance`."""
-        x = self._pass(rows, first, stop)
+        samplers = self._samplers_of(rows)
+        x = self._pass(rows, samplers, first, stop)
         depth = self._ends[stop - 1]
-        if depth < self.num_layers:
-            self._hidden[torch.tensor(rows)] = x
         found = self._decoder.candidates(x, depth)
-        samplers = [self._sampler(row) for row in rows]
         probs = found.probs
-        if process(found.logits, samplers):
+        is_plain = all(s.is_plain for s in samplers)
+        if not is_plain and process(found.logits, samplers):
             # Of these rows alone: what a row is sure of does not depend on its company.
             changed = [i for i, sampler in enumerate(samplers) if not sampler.is_plain]
             probs[changed] = top_two(found.logits[changed])
-        self._exit = _Exit(depth, stop - 1, {row: i for i, row in enumerate(rows)}, found, x)
+        index = dict(zip(rows, range(len(rows)), strict=True))
+        self._exit = _Exit(depth, stop - 1, index, found, samplers, is_plain, x)
         if self.spec.exits.criterion == "margin":
             confidences: list[float] = (probs[:, 0] - probs[:, 1]).tolist()
         else:
@@ -252,37 +263,49 @@ class NativeRunner:
     def emit(self, rows: Sequence[int]) -> list[SampledToken]:
         """See `ModelRunner.emit`. Raises: InvariantViolation for a row that is not at the exit."""
         at = self._exit
-        if at is None or not at.index.keys() >= set(rows):
+        try:
+            chosen = [at.index[row] for row in rows] if at is not None else None
+        except KeyError:
+            chosen = None
+        if at is None or chosen is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the exit just run")
-        chosen = [at.index[row] for row in rows]
-        samplers = [self._sampler(row) for row in rows]
+        some = np.array(chosen, dtype=np.int64)
         if self._skipped is not None and at.depth < self.num_layers:
             indices = np.array(rows, dtype=np.int64)
-            self._skipped.leave(indices, self._positions[indices], at.segment, at.hidden[chosen])
-        if all(s.is_plain for s in samplers):
-            best = at.found.best
-            return [SampledToken(int(best[i]), at.depth) for i in chosen]
-        return choose(at.found.logits[chosen], samplers, at.depth)
+            places = torch.from_numpy(some).to(self._device, non_blocking=True)
+            states = at.hidden.index_select(0, places)
+            self._skipped.leave(indices, self._positions[indices], at.segment, states)
+        if at.is_plain:
+            return [SampledToken(token, at.depth) for token in at.found.best[some].tolist()]
+        return choose(at.found.logits[chosen], [at.samplers[i] for i in chosen], at.depth)
 
-    def _pass(self, rows: Sequence[int], first: int, stop: int) -> torch.Tensor:
+    def _pass(
+        self, rows: Sequence[int], samplers: Sequence[RowSampler], first: int, stop: int
+    ) -> torch.Tensor:
         """Run segments [first, stop) for the current token of each row: [n, hidden]."""
         decoder = self._fastest()
         indices = np.array(rows, dtype=np.int64)
+        at_rows = torch.from_numpy(indices).to(self._device, non_blocking=True)
         if first == 0:
             token_ids = []
             positions = []
-            for row in rows:
-                state = self._sampler(row).state
+            for sampler in samplers:
+                state = sampler.state
                 token_ids.append((state.output_ids or state.prompt_ids)[-1])
-                positions.append(state.num_tokens - 1)
-            self._positions[indices] = positions
-        where = self._positions[indices]
+                positions.append(len(state.prompt_ids) + len(state.output_ids) - 1)
+            where = np.array(positions, dtype=np.int64)
+            self._positions[indices] = where
+        else:
+            where = self._positions[indices]
         if self._skipped is not None:
             self._skipped.enter(decoder, indices, where, first, stop)
         batch = decoder.plan_tokens(indices, where)
-        x = decoder.embed(token_ids, batch) if first == 0 else self._hidden[torch.tensor(rows)]
+        x = decoder.embed(token_ids, batch) if not first else self._hidden.index_select(0, at_rows)
         first_layer = self._ends[first - 1] if first else 0
-        return decoder.run_layers(x, batch, first_layer, self._ends[stop - 1])
+        x = decoder.run_layers(x, batch, first_layer, self._ends[stop - 1])
+        if stop < len(self._ends):
+            self._hidden.index_copy_(0, at_rows, x)
+        return x
 
     @property
     def exit_rows(self) -> list[int]:
@@ -302,7 +325,7 @@ class NativeRunner:
         self._exit, self._hidden, self._positions = exit_, hidden, positions
 
     def held_bytes(self, rows: Sequence[int]) -> int:
-        """Bytes of KV and kept hidden states of these rows, as far as they were computed."""
+        """Bytes of KV, of hidden states that wait and of kept ones, as far as they are in use."""
         ends = np.array([0, *self._ends])
         layers = np.diff(ends)
         unit = 2 * self._config.kv_size * self._hidden.element_size()
@@ -313,16 +336,22 @@ class NativeRunner:
                 total += tokens * self.num_layers * unit
             else:
                 total += int((self._skipped.computed(row, tokens) * layers).sum()) * unit
-        return total + (0 if self._skipped is None else self._skipped.kept_bytes())
+        if self._skipped is None:
+            return total
+        staged = len(rows) * self._hidden.shape[1] * self._hidden.element_size()
+        return total + staged + self._skipped.kept_bytes()
 
     @torch.inference_mode()
     def suspend(self, row: int) -> SuspendedRow:
         """See `ModelRunner.suspend`."""
         state = self._sampler(row).state
         suspended = SuspendedRow(
-            kv=self._cache.read(row, 0, self.num_layers, 0, state.num_tokens),
+            kv=[
+                self._cache.read(row, begin, end - begin, 0, tokens).cpu()
+                for begin, end, tokens in self._computed(row, state.num_tokens)
+            ],
             position=int(self._positions[row]),
-            hidden=self._hidden[row].clone(),
+            hidden=self._hidden[row].to("cpu", copy=True),
             skipped=None if self._skipped is None else self._skipped.suspend(row, state.num_tokens),
         )
         self.detach(row)
@@ -332,7 +361,9 @@ class NativeRunner:
     def restore(self, row: int, state: SequenceState, suspended: SuspendedRow) -> None:
         """See `ModelRunner.restore`."""
         self.attach(row, state)
-        self._cache.write(row, 0, 0, suspended.kv)
+        begins = (0, *self._ends[:-1])
+        for begin, kv in zip(begins, suspended.kv, strict=True):
+            self._cache.write(row, begin, 0, kv)
         self._positions[row] = suspended.position
         self._hidden[row] = suspended.hidden
         if self._skipped is not None and suspended.skipped is not None:
@@ -347,6 +378,18 @@ class NativeRunner:
     def write_kv(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
         """See `ModelRunner.write_kv`."""
         self._cache.write(row, first_layer, start, kv)
+
+    def close(self) -> None:
+        """Give the device memory that is not tensors' back; the runner is of no use afterwards."""
+        if isinstance(self._decoder, PagedDecoder):
+            self._decoder.close()
+
+    def _computed(self, row: int, num_tokens: int) -> list[tuple[int, int, int]]:
+        """Per segment its first layer, one past its last, and how many positions have KV there."""
+        tokens = [num_tokens] * len(self._ends)
+        if self._skipped is not None:
+            tokens = self._skipped.computed(row, num_tokens).tolist()
+        return list(zip((0, *self._ends[:-1]), self._ends, tokens, strict=True))
 
     def _fastest(self) -> AnyDecoder:
         """The compiled decoder from the step after it became ready, until then the eager one."""
@@ -384,6 +427,15 @@ class NativeRunner:
         if targets:
             logits = self._decoder.logits(x[: len(targets)], self.num_layers)
             report.extend(token_logprobs(logits, targets, num_top))
+
+    def _samplers_of(self, rows: Sequence[int]) -> list[RowSampler]:
+        """The rows' samplers. Raises: InvariantViolation for a row without a sequence."""
+        found = self._samplers
+        samplers = [s for row in rows if (s := found[row]) is not None]
+        if len(samplers) < len(rows):
+            missing = [row for row in rows if found[row] is None]
+            raise InvariantViolation(f"row {missing[0]} has no sequence attached")
+        return samplers
 
     def _sampler(self, row: int) -> RowSampler:
         sampler = self._samplers[row]

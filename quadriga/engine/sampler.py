@@ -66,10 +66,13 @@ class RowSampler:
             logits[self.banned] = float("-inf")
         if self._output_counts is None or self._prompt_seen is None:
             return
-        self._count_new_tokens(self._output_counts)
-        counts = self._output_counts.to(logits.device)
+        if self._output_counts.device != logits.device:  # the first time; they stay there
+            self._prompt_seen = self._prompt_seen.to(logits.device)
+            self._output_counts = self._output_counts.to(logits.device)
+        counts = self._output_counts
+        self._count_new_tokens(counts)
         if p.repetition_penalty != 1.0:
-            seen = (self._prompt_seen | (self._output_counts > 0)).to(logits.device)
+            seen = self._prompt_seen | (counts > 0)
             shrunk = torch.where(
                 logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty
             )
@@ -107,12 +110,12 @@ def process(logits: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
 
 def choose(logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int) -> list[SampledToken]:
     """`sample` for logits that are already processed; keeps them."""
-    chosen: list[int] = logits.argmax(dim=-1).tolist()
+    best = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         subset = logits if len(drawn) == len(rows) else logits[drawn]
-        for i, token_id in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
-            chosen[i] = token_id
+        best[drawn] = _draw(subset, [rows[i] for i in drawn])
+    chosen: list[int] = best.tolist()  # waits for the device
     sampled = [SampledToken(token_id, exit_layer) for token_id in chosen]
     for i, row in enumerate(rows):
         if row.params.num_logprobs is not None:
@@ -143,20 +146,26 @@ def token_logprobs(
     ]
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
-    """Draw one token per row from its truncated distribution; `logits` [n, vocab] is kept."""
+def _draw(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+    """Draw one token per row from its truncated distribution; `logits` [n, vocab] is kept.
+
+    Returns:
+        int64 [n], on the logits' device, which is not waited for.
+    """
     device = logits.device
     temperature = torch.tensor([r.params.temperature for r in rows], device=device)[:, None]
     # The maximum goes first, so that a tiny temperature gives -inf, not inf - inf.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
     scaled = _truncate(scaled, rows)
-    probs = torch.softmax(scaled, dim=-1).double().cpu().numpy()
+    probs = torch.softmax(scaled, dim=-1).double()
     u = uniforms(
         [r.params.seed for r in rows],
         [r.state.choice for r in rows],
         [r.state.num_tokens for r in rows],
     )
-    return invert_cdf(probs, u)
+    if device.type == "cpu":
+        return torch.tensor(invert_cdf(probs.numpy(), u))
+    return invert_cdf_on_device(probs, torch.from_numpy(u).to(device, non_blocking=True))
 
 
 def invert_cdf(probs: npt.NDArray[np.float64], u: npt.NDArray[np.float64]) -> list[int]:
@@ -173,6 +182,18 @@ def invert_cdf(probs: npt.NDArray[np.float64], u: npt.NDArray[np.float64]) -> li
         # Rounding may carry `target` to the total; the last id with probability is meant then.
         chosen.append(min(index, int(np.searchsorted(row, row[-1], side="left"))))
     return chosen
+
+
+def invert_cdf_on_device(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """`invert_cdf` where the probabilities are: float64 [n, vocab] and [n] → int64 [n].
+
+    A device sums in another order: where a target lies within rounding, 1e-16 or so, of a border,
+    it may choose the neighbour.
+    """
+    cumulative = probs.cumsum(dim=1)
+    total = cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, u[:, None] * total, right=True)
+    return torch.minimum(found, torch.searchsorted(cumulative, total))[:, 0]
 
 
 def _truncate(scaled: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:

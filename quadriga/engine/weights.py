@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quadriga.engine.memory import Arena
+from quadriga.engine.memory import Arena, DeviceArena
 from quadriga.engine.models.config import ModelConfig
 from quadriga.errors import ConfigError
-from quadriga.exits import EXITS_WEIGHTS, ExitSpec
+from quadriga.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -58,6 +59,19 @@ class LayerWeights:
 
 
 @dataclass(slots=True)
+class KVMap:
+    """What turns a hidden state that skips a layer into K and V of that layer.
+
+    Attributes:
+        norm: Unused where the family norms behind its layers.
+        kv: [2 · kv_size, hidden], keys first, before their norm and rotation.
+    """
+
+    norm: Affine
+    kv: Affine
+
+
+@dataclass(slots=True)
 class Head:
     """What turns a hidden state into logits, at the end of the model or at an exit.
 
@@ -82,6 +96,8 @@ class ModelWeights:
         positions: Learned positions, OPT only: [max_positions, hidden].
         project_in: [hidden, embed_size] where embed_size differs from hidden_size.
         heads: Layers run → head, for every exit that is loaded, the deepest layer included.
+        kv_maps: Layers run at a non-final exit → for every layer, how its K and V are made of the
+            hidden state at that exit; what lies before the exit is never asked for.
     """
 
     embed: torch.Tensor
@@ -89,19 +105,28 @@ class ModelWeights:
     positions: torch.Tensor | None = None
     project_in: torch.Tensor | None = None
     layers: list[LayerWeights] = field(default_factory=list)
+    kv_maps: dict[int, list[KVMap]] = field(default_factory=dict)
 
 
 class TensorFiles:
     """The safetensors files of one checkpoint, opened on demand; a context manager.
 
+    Tensors go to `device` one by one: the host holds one of them at a time.
+
     Raises:
         ConfigError: No safetensors, a shard is missing or damaged.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, single_file: str = SINGLE_FILE) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        single_file: str = SINGLE_FILE,
+        device: torch.device = CPU,
+    ) -> None:
         self._path = path
         self._dtype = dtype
-        self._arena = Arena()
+        self._arena = Arena() if device.type == "cpu" else DeviceArena(device)
         self._open: dict[str, Any] = {}
         self._names: dict[str, str] = {}
         if single_file == SINGLE_FILE and (path / INDEX_FILE).is_file():
@@ -212,6 +237,9 @@ def load_weights(
     dtype: torch.dtype,
     num_positions: int,
     exits: ExitSpec | None = None,
+    *,
+    fitted_maps: bool = False,
+    device: torch.device = CPU,
 ) -> ModelWeights:
     """Read embedding, layers 1..depth, and the heads of all exits up to there, from `path`.
 
@@ -221,6 +249,9 @@ def load_weights(
     Args:
         num_positions: Learned positions to keep, for the families that have them.
         exits: None where the model has none.
+        fitted_maps: Make K and V of skipped layers by the fitted maps where the checkpoint has
+            some, instead of the layers' own projections.
+        device: Where they go, tensor by tensor.
 
     Raises:
         ConfigError: `depth` is beyond the model, or the files do not fit `config`.
@@ -231,19 +262,45 @@ def load_weights(
             param="depth",
         )
     load = _load_opt if config.family == "opt" else _load_rope_family
-    with TensorFiles(path, dtype) as files:
+    with TensorFiles(path, dtype, device=device) as files:
         weights, final = load(files, config, depth, num_positions)
     at = [k for k in exits.layers if k <= depth] if exits is not None else []
     weights.heads[depth] = final
     if exits is None or not at:
         return weights
+    own = [_own_map(layer, config) for layer in weights.layers]
+    weights.kv_maps = {k: list(own) for k in at}
+    if fitted_maps and (path / SKIPPED_KV_WEIGHTS).is_file():
+        _read_fitted(path, config, weights)
     if exits.kind == "shared":
         weights.heads.update(dict.fromkeys(at, final))
         return weights
-    with TensorFiles(path, dtype, EXITS_WEIGHTS) as files:
+    with TensorFiles(path, dtype, EXITS_WEIGHTS, device) as files:
         for layer in at:
             weights.heads[layer] = _exit_head(files, config, exits, layer, final)
     return weights
+
+
+def _own_map(layer: LayerWeights, config: ModelConfig) -> KVMap:
+    """The layer's own norm and projections."""
+    assert layer.qkv.weight is not None
+    bias = None if layer.qkv.bias is None else layer.qkv.bias[config.q_size :]
+    return KVMap(layer.attn_norm, Affine(layer.qkv.weight[config.q_size :], bias))
+
+
+def _read_fitted(path: Path, config: ModelConfig, weights: ModelWeights) -> None:
+    """Put fitted maps in the place of own ones, for the exits and layers that have some."""
+    size, width = config.hidden_size, 2 * config.kv_size
+    dtype, device = weights.embed.dtype, weights.embed.device
+    unit = Affine(torch.ones(size, dtype=dtype, device=device))
+    if config.norm == "layer":
+        unit.bias = torch.zeros(size, dtype=dtype, device=device)
+    with TensorFiles(path, dtype, SKIPPED_KV_WEIGHTS, device) as files:
+        for depth, maps in weights.kv_maps.items():
+            for layer in range(depth, len(maps)):
+                name = f"exits.{depth}.kv.{layer}"
+                if f"{name}.weight" in files:
+                    maps[layer] = KVMap(unit, _linear(files, name, width, size, True))
 
 
 def _exit_head(

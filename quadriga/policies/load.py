@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quadriga.types import DepthClass, ReplicaSnapshot, Role
+from quadriga.types import DepthClass, PlaceRequest, ReplicaSnapshot, Role
+
+LOW_WATERMARK = 0.75
+"""Where memory is promised by what is used, newcomers are let in up to this share of it."""
 
 
 def candidates(
@@ -30,13 +33,27 @@ def candidates(
     ]
 
 
-def has_room(snapshot: ReplicaSnapshot, max_total_tokens: int) -> bool:
-    """Whether a decode replica could reserve a sequence of this size, by its last report."""
+def tokens_wanted(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:
+    """What a decode replica would promise the sequence."""
+    is_used = snapshot.info.reservation == "used"
+    return request.num_tokens + 1 if is_used else request.max_total_tokens
+
+
+def has_room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
+    """Whether a decode replica could take the sequence, by its last report.
+
+    Where memory is promised by what is used, paused sequences come before new ones, and a more
+    important one takes the place of the least important.
+    """
+    info = snapshot.info
     held = snapshot.num_running + snapshot.num_waiting
-    return (
-        held < snapshot.info.num_slots
-        and snapshot.reserved_tokens + max_total_tokens <= snapshot.info.kv_capacity_tokens
-    )
+    tokens = snapshot.reserved_tokens + tokens_wanted(snapshot, request)
+    if info.reservation == "longest":
+        return held < info.num_slots and tokens <= info.kv_capacity_tokens
+    is_below = held == 0 or tokens <= LOW_WATERMARK * info.kv_capacity_tokens
+    if held < info.num_slots and is_below and not snapshot.num_paused:
+        return True
+    return snapshot.least_priority is not None and request.priority < snapshot.least_priority
 
 
 def decode_pressure(snapshot: ReplicaSnapshot) -> float:

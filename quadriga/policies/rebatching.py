@@ -91,6 +91,7 @@ class Rebatcher(Protocol):
         """A range was run over `count` rows with `num_tokens` of context.
 
         Args:
+            seconds: The runner's own time.
             passed: Rows that may leave at the exit behind it; None where it was not tested.
         """
 

@@ -55,6 +55,19 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--figures", type=Path, help="JSON of `evaluate`, for the model card")
     export.set_defaults(run=_export)
 
+    fit = commands.add_parser("fit-kv", help="fit the stand-ins for skipped layers' K and V anew")
+    fit.add_argument("--models", nargs="+", type=Path, help="default: the bundled family")
+    fit.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    fit.set_defaults(run=_fit_kv)
+
+    length = commands.add_parser("length", help="train the length heads on real generation runs")
+    length.add_argument("--models", nargs="+", type=Path, help="default: the bundled family")
+    length.add_argument("--requests", type=int, default=400, help="per task (default: 400)")
+    length.add_argument("--seed", type=int, default=0)
+    length.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    length.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    length.set_defaults(run=_length)
+
     evaluate = commands.add_parser("evaluate", help="measure the stored checkpoints")
     evaluate.add_argument("--models", nargs="+", type=Path, help="default: the bundled family")
     evaluate.add_argument("--examples", type=int, default=200, help="per task (default: 200)")
@@ -97,6 +110,56 @@ def _export(args: argparse.Namespace) -> int:
     folder = args.to or ASSETS / args.model
     save_checkpoint(model, member, folder, facts=facts)
     print(f"{args.model} at step {progress['step']} → {folder}")
+    _fit(folder)
+    return 0
+
+
+def _fit_kv(args: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(args.threads)
+    for folder in args.models or [ASSETS / name for name in FAMILY]:
+        _fit(folder)
+    return 0
+
+
+def _fit(folder: Path) -> None:
+    from quadriga.training.skipped_kv import fit_folder
+
+    print(f"maps for skipped K and V → {folder}; variance left unexplained:")
+    for name, share in fit_folder(folder).items():
+        print(f"  {name}  {share:.3f}")
+
+
+def _length(args: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from quadriga.training.checkpoint_io import load_checkpoint
+    from quadriga.training.length import collect, save_heads, train_heads
+    from quadriga.training.tasks import TASKS
+    from quadriga.training.tokenizer import build_tokenizer
+
+    torch.set_num_threads(args.threads)
+    report: dict[str, Any] = {}
+    columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    for folder in args.models or [ASSETS / name for name in FAMILY]:
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("requests", total=args.requests * len(TASKS))
+            data = collect(
+                load_checkpoint(folder),
+                build_tokenizer(),
+                requests_per_task=args.requests,
+                advance=lambda done, bar=bar, task=task: bar.advance(task, done),  # type: ignore[misc]
+            )
+        print(f"{folder.name}: {len(data.remaining)} samples of {len(data.token_ids)} requests")
+        spec, tensors, figures = train_heads(data, seed=args.seed, report=print)
+        save_heads(folder, spec, tensors)
+        report[folder.name] = figures
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

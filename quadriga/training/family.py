@@ -1,6 +1,6 @@
 """The two members of the bundled family: shapes, exits, training recipe."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from quadriga.training.tasks import TASKS
@@ -56,7 +56,7 @@ class Member:
     name: Literal["quadriga-s", "quadriga-l"]
     shape: ModelShape
     recipe: Recipe
-    exit_threshold: float = field(default=0.9)
+    exit_threshold: float = 0.98
 
 
 def _mix(**weights: float) -> dict[str, float]:
@@ -76,11 +76,11 @@ FAMILY: dict[str, Member] = {
                 count=1.2,
                 repeat=0.5,
                 copy=1.8,
-                reverse=5.0,
+                reverse=1.8,
                 sort=6.0,
                 transform=1.2,
                 add=0.8,
-                story=0.8,
+                story=0.4,
             ),
             tokens_per_step=4096,
             curriculum=((0, 0.2), (800_000, 0.5), (2_400_000, 1.0)),
@@ -96,10 +96,10 @@ FAMILY: dict[str, Member] = {
                 repeat=0.4,
                 copy=2.0,
                 reverse=1.8,
-                sort=8.0,
+                sort=6.0,
                 transform=1.4,
                 add=0.8,
-                story=0.6,
+                story=0.5,
             ),
             tokens_per_step=4096,
             curriculum=((0, 0.2), (500_000, 0.5), (1_300_000, 1.0)),

@@ -12,9 +12,11 @@ PURE = [
     "quadriga.batching.outbox",
     "quadriga.batching.prefill_loop",
     "quadriga.policies.admission",
+    "quadriga.policies.ares",
     "quadriga.policies.baselines.placement",
     "quadriga.resolve",
-    "quadriga.sim",
+    "quadriga.sim.cluster",
+    "quadriga.sim.recorder",
     "quadriga.text",
     "quadriga.training.tasks",
 ]
@@ -42,7 +44,10 @@ def test_the_engine_loads_no_ray(module: str) -> None:
     assert "ray" not in loaded_by(module)
 
 
-@pytest.mark.parametrize("module", ["loadgen", "loadgen.traces", "loadgen.checker"])
+@pytest.mark.parametrize(
+    "module",
+    ["loadgen", "loadgen.traces", "loadgen.checker", "loadgen.simulate", "loadgen.paper.ares"],
+)
 def test_the_load_generator_is_a_client(module: str) -> None:
     assert not loaded_by(module) & {"torch", "ray"}
 

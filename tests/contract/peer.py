@@ -104,7 +104,9 @@ class Peer(BatchedCalls):
 
     # RowHost
 
-    async def reserve_row(self, sequence_id: str, max_total_tokens: int) -> int:
+    async def reserve_row(
+        self, sequence_id: str, max_total_tokens: int, num_tokens: int, priority: int
+    ) -> int:
         free = set(range(NUM_ROWS)) - set(self._held.values())
         if not free:
             raise KVCacheExhausted("no row is free")

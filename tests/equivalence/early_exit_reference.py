@@ -23,7 +23,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTCo
 from transformers import PreTrainedModel as Model
 
 from quadriga.engine.random import uniforms
-from quadriga.exits import EXITS_FILE, EXITS_WEIGHTS, NEVER, ExitSpec, SkippedKV
+from quadriga.exits import (
+    EXITS_FILE,
+    EXITS_WEIGHTS,
+    NEVER,
+    SKIPPED_KV_WEIGHTS,
+    ExitSpec,
+    SkippedKV,
+)
 from quadriga.types import SamplingParams, SequenceState
 from tests.equivalence.models import GATED, SIZES, randomise
 
@@ -51,7 +58,10 @@ def build_deep(variant: str, *, seed: int = 0) -> Model:
 
 
 def save_with_exits(model: Model, path: Path, exits: ExitSpec, *, all_layers: bool = False) -> Path:
-    """Write a checkpoint folder with random exit norms and heads, as its kind wants them."""
+    """Write a checkpoint folder with random exit norms and heads, as its kind wants them.
+
+    It has maps for skipped K and V as well, for all pairs of exit and layer but some.
+    """
     model.save_pretrained(path)
     about = {
         "layers": "all" if all_layers else list(exits.layers),
@@ -60,10 +70,20 @@ def save_with_exits(model: Model, path: Path, exits: ExitSpec, *, all_layers: bo
         "threshold": exits.threshold,
     }
     (path / EXITS_FILE).write_text(json.dumps(about), encoding="utf-8")
+    generator = torch.Generator().manual_seed(12)
+    hidden = model.config.hidden_size
+    maps = {}
+    for layer in exits.layers:
+        for at in range(layer + 1, model.config.num_hidden_layers - 1):
+            width = 2 * _kv_size(model)
+            maps[f"exits.{layer}.kv.{at}.weight"] = 0.2 * torch.randn(
+                width, hidden, generator=generator
+            )
+            maps[f"exits.{layer}.kv.{at}.bias"] = 0.1 * torch.randn(width, generator=generator)
+    save_file(maps, path / SKIPPED_KV_WEIGHTS)
     if exits.kind == "shared":
         return path
     generator = torch.Generator().manual_seed(11)
-    hidden = model.config.hidden_size
     tensors = {}
     for layer in exits.layers:
         at = f"exits.{layer}"
@@ -75,6 +95,11 @@ def save_with_exits(model: Model, path: Path, exits: ExitSpec, *, all_layers: bo
             tensors[f"{at}.head.weight"] = 0.25 * torch.randn(*size, generator=generator)
     save_file(tensors, path / EXITS_WEIGHTS)
     return path
+
+
+def _kv_size(model: Model) -> int:
+    inner = model.model.decoder if model.config.model_type == "opt" else model.model
+    return int(inner.layers[0].self_attn.k_proj.out_features)
 
 
 @dataclass(slots=True)
@@ -112,6 +137,7 @@ class EarlyExitReference:
         self._total = len(self._inner.layers)
         self._depth = depth or self._total
         self._own = exits.kind != "shared"
+        self._maps = load_file(path / SKIPPED_KV_WEIGHTS) if mode == "linear" else {}
         self._tensors: dict[str, torch.Tensor] = {}
         if self._own:
             self._tensors = load_file(path / EXITS_WEIGHTS)
@@ -201,6 +227,16 @@ class EarlyExitReference:
                 assert self._passes(confidence + 1e-6, state.exits.threshold), "left below"
         return ties
 
+    def _mapped(self, x: torch.Tensor, depth: int, layer: int) -> torch.Tensor:
+        """K, before norm and rotation, and V of a layer, by the map from an exit."""
+        config = self._model.config
+        if config.model_type != "opt":
+            x = x * torch.rsqrt(x.pow(2).mean() + config.rms_norm_eps)
+        elif config.do_layer_norm_before:
+            x = torch.nn.functional.layer_norm(x, x.shape)
+        name = f"exits.{depth}.kv.{layer}"
+        return self._maps[f"{name}.weight"] @ x + self._maps[f"{name}.bias"]
+
     def _limit(self, max_depth: int) -> int:
         """The deepest exit within a request's limit; the shallowest there is, at least."""
         exits = [*(k for k in self._exits.layers if k < self._depth), self._depth]
@@ -275,6 +311,17 @@ class EarlyExitReference:
 
             return hook
 
+        def after_own(name: str, layer: int) -> Any:
+            def hook(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+                result = output.clone()
+                for position, depth in enumerate(depths):
+                    if depth < layer and f"exits.{depth}.kv.{layer}.weight" in self._maps:
+                        made = self._mapped(seen[depth - 1][position], depth, layer)
+                        result[0, position] = made.chunk(2)[0 if name == "k" else 1]
+                return result
+
+            return hook
+
         for index, layer in enumerate(self._inner.layers):
             handles.append(layer.register_forward_hook(after_layer(index)))
             if self._mode in ("copy", "alias"):
@@ -283,6 +330,10 @@ class EarlyExitReference:
                 handles.append(key.register_forward_hook(after_projection("k", index)))
                 value = attention.v_proj
                 handles.append(value.register_forward_hook(after_projection("v", index)))
+            elif self._mode == "linear":
+                for name in ("k", "v"):
+                    module = getattr(layer.self_attn, f"{name}_proj")
+                    handles.append(module.register_forward_hook(after_own(name, index)))
         try:
             yield seen
         finally:

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from quadriga.checkpoint import read_checkpoint
+from quadriga.engine_spec import EngineSpec
 from quadriga.interfaces import PrefillChunk
-from quadriga.resolve import EngineSpec
 from quadriga.types import SamplingParams, SequenceState
 
 VOCAB = 130

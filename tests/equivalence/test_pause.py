@@ -11,9 +11,9 @@ from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import SystemClock
 from quadriga.engine.runner import NativeRunner
+from quadriga.engine_spec import EngineSpec
 from quadriga.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.resolve import EngineSpec
 from quadriga.types import SequenceState
 from tests.equivalence.models import build, make_spec, make_state, save, whole_prompt
 

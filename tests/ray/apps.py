@@ -12,6 +12,7 @@ import ray
 
 from actors.lookup import NAMESPACE, controller_name, ensure_cluster, forget_actor, scheduler_name
 from quadriga.errors import QuadrigaError
+from quadriga.metrics import parse_exposition
 from quadriga.types import ReplicaSnapshot
 from tests.ray.ingress import Ingress, call
 
@@ -81,6 +82,11 @@ class App:
             (s.num_running, s.num_waiting, s.waiting_tokens, s.used_tokens, s.reserved_tokens)
             for s in self.snapshots()
         ]
+
+    def metric(self, name: str) -> float:
+        """A metric as the controller's page has it, its series added up."""
+        values = parse_exposition(call(controller_name(self.name), "metrics").decode())
+        return sum(value for key, value in values.items() if key.split("{")[0] == name)
 
     def until_idle(self, timeout_s: float = 1.0) -> None:
         """Wait until no replica holds anything: the base line."""

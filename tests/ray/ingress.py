@@ -90,7 +90,13 @@ class Ingress:
         self._beat_s = 0.0
 
     def submit(
-        self, prompt: Sequence[int], max_tokens: int, *, deadline_s: float = 60.0, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        deadline_s: float = 60.0,
+        priority: int = 0,
+        **sampling: Any,
     ) -> Stream:
         """Admit and submit one sequence; greedy, end tokens ignored, unless told otherwise."""
         now = time.time()
@@ -104,9 +110,10 @@ class Ingress:
             ingress_id=self.ingress_id,
             arrival_unix_s=now,
             deadline_unix_s=now + deadline_s,
+            priority=priority,
         )
         request = AdmitRequest(
-            state.sequence_id, self.model, len(prompt), max_tokens, 0, state.deadline_unix_s
+            state.sequence_id, self.model, len(prompt), max_tokens, priority, state.deadline_unix_s
         )
         admission = self._admit(request)
         call(admission.prefill_replica, "submit", state)

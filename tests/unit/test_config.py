@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError
+from quadriga.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS
 from quadriga.resolve import Hardware, resolve
 from quadriga.types import Role
 
@@ -124,3 +126,26 @@ def test_a_garbled_checkpoint_is_refused(
 def test_a_model_that_is_nowhere() -> None:
     with pytest.raises(ConfigError, match="neither bundled"):
         resolve(load_config({"model": "nowhere"}), CPU)
+
+
+def skipped_kv_of(checkpoint: Path, **exits: Any) -> str:
+    config = load_config({"model": str(checkpoint), "exits": exits, "decode.rebatching": "drex"})
+    return resolve(config, CPU).replicas[-1].engine.skipped_kv
+
+
+def test_skipped_kv_is_linear_where_there_are_maps(checkpoint: Path) -> None:
+    assert skipped_kv_of(checkpoint) == "project"
+    with pytest.raises(ConfigError, match=r"exits\.skipped_kv: tiny has no skipped_kv"):
+        skipped_kv_of(checkpoint, skipped_kv="linear")
+    (checkpoint / SKIPPED_KV_WEIGHTS).touch()
+    assert skipped_kv_of(checkpoint) == skipped_kv_of(checkpoint, skipped_kv="linear") == "linear"
+    assert skipped_kv_of(checkpoint, skipped_kv="replay") == "replay"
+
+
+def test_models_too_deep_for_early_exits_are_refused(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    deep = config | {"num_hidden_layers": MAX_LAYERS + 1}
+    (checkpoint / "config.json").write_text(json.dumps(deep))
+    with pytest.raises(ConfigError, match=r"exits\.layers: tiny at depth 255 is too deep"):
+        skipped_kv_of(checkpoint, layers=[2])
+    assert skipped_kv_of(checkpoint, layers="none") == "project"

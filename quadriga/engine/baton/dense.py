@@ -185,9 +185,10 @@ class DenseBatch:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVStore.append`; the step's column is part of the rows only after `end_step`."""
         count, end = len(self._rows), self._end
-        self._keys[layer][:count, :, end : end + 1] = keys
-        self._values[layer][:count, :, end : end + 1] = values
-        span = slice(self._begin, end + 1)
+        stop = end + keys.shape[2]
+        self._keys[layer][:count, :, end:stop] = keys
+        self._values[layer][:count, :, end:stop] = values
+        span = slice(self._begin, stop)
         return self._keys[layer][:count, :, span], self._values[layer][:count, :, span]
 
     def end_step(self) -> None:

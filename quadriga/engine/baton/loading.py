@@ -20,8 +20,8 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from quadriga.engine.weights import INDEX_FILE, SINGLE_FILE
+from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
-from quadriga.resolve import EngineSpec
 
 ATTENTION = ("sdpa", "eager")
 FOREIGN_ERRORS = (

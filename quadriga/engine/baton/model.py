@@ -36,6 +36,12 @@ class CausalModel:
         device: torch.device = self._model.device
         return device
 
+    @property
+    def unwrapped(self) -> PreTrainedModel:
+        """The model of `transformers` itself."""
+        model: PreTrainedModel = self._model
+        return model
+
     def to(self, device: torch.device) -> None:
         self._model.to(device)
 

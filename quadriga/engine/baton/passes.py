@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quadriga.engine.baton.cache import StoreCache
-from quadriga.engine.baton.dense import DenseBatch, StepInputs
+from quadriga.engine.baton.cache import KVStore, StoreCache
+from quadriga.engine.baton.dense import StepInputs
 from quadriga.engine.baton.model import CausalModel
 from quadriga.engine.baton.prompts import PromptSpan, PromptStore
 
@@ -47,7 +47,7 @@ def prompt_pass(
 def decode_step(
     model: CausalModel,
     num_layers: int,
-    batch: DenseBatch,
+    batch: KVStore,
     inputs: StepInputs,
     token_ids: Sequence[int],
 ) -> torch.Tensor:

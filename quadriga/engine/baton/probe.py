@@ -18,8 +18,8 @@ from quadriga.engine.baton.model import CausalModel
 from quadriga.engine.baton.passes import decode_step, prompt_pass
 from quadriga.engine.baton.prompts import PromptSpan
 from quadriga.engine.baton.row_kv import RowKV
+from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
-from quadriga.resolve import EngineSpec
 
 PROBE_TOKENS = 10
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}

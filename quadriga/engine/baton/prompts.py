@@ -18,6 +18,9 @@ from quadriga.interfaces import PrefillChunk
 
 MAX_PADDED_RATIO = 1.25
 """A pass computes at most this many positions for every token in it."""
+PASS_TOKENS = {"cpu": 16, "cuda": 512}
+"""More padding than this for one prompt costs more than a pass of its own. (On CPUs a pass takes
+about as long as 30 tokens of the small models there; for GPUs it is an estimate.)"""
 
 
 def group_prompts(chunks: Sequence[PrefillChunk], *, max_padding: int) -> list[list[int]]:

@@ -10,7 +10,6 @@ Source: BATON §4.2 (prefilled queries wait outside the batch), §4.3 (preemptio
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 import torch
 
@@ -18,41 +17,9 @@ from quadriga.engine.baton.dense import DenseBatch, StepInputs
 from quadriga.engine.baton.geometry import CacheGeometry
 from quadriga.engine.baton.row_kv import RowKV
 from quadriga.errors import InvariantViolation
+from quadriga.types import RelayMemory
 
 HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class RelayMemory:
-    """What the relay batch holds, and how much of its work was idle.
-
-    Attributes:
-        num_batch_rows: Rows of the dense batch.
-        width: Its columns.
-        batch_bytes: K/V memory of the dense batch, room to grow included.
-        row_bytes: K/V of rows outside it.
-        padding_cells: (row, column) pairs of the batch that are padding now.
-        attended_cells: (row, column) pairs that decode steps have worked on so far.
-        idle_cells: Those of them that were padding.
-    """
-
-    num_batch_rows: int
-    width: int
-    batch_bytes: int
-    row_bytes: int
-    padding_cells: int
-    attended_cells: int
-    idle_cells: int
-
-    @property
-    def kv_bytes(self) -> int:
-        """K/V memory on the device."""
-        return self.batch_bytes + self.row_bytes
-
-    @property
-    def idle_share(self) -> float:
-        """Share of the cells attended to that were padding; 0 before the first step."""
-        return self.idle_cells / self.attended_cells if self.attended_cells else 0.0
 
 
 class RelayRows:

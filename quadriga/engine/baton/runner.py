@@ -12,14 +12,14 @@ from quadriga.engine.baton.loading import load_model
 from quadriga.engine.baton.model import CausalModel
 from quadriga.engine.baton.passes import decode_step, prompt_pass
 from quadriga.engine.baton.probe import probe
-from quadriga.engine.baton.prompts import PromptSpan, group_prompts
+from quadriga.engine.baton.prompts import PASS_TOKENS, PromptSpan, group_prompts
 from quadriga.engine.baton.row_kv import RowKV
-from quadriga.engine.baton.rows import RelayMemory, RelayRows
+from quadriga.engine.baton.rows import RelayRows
 from quadriga.engine.sampler import RowSampler, choose, process, sample, token_logprobs
+from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.resolve import EngineSpec
-from quadriga.types import SampledToken, SequenceState, TokenLogprob
+from quadriga.types import RelayMemory, SampledToken, SequenceState, TokenLogprob
 
 
 class BatonRunner:
@@ -31,6 +31,9 @@ class BatonRunner:
 
     Args:
         release_columns: Padding columns in front of all rows that are worth a release.
+
+    Attributes:
+        max_padding: Most padding columns behind a prompt that shares a pass.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class BatonRunner:
             row_capacity_tokens=spec.row_capacity_tokens,
             release_columns=release_columns,
         )
+        self.max_padding = min(model.max_padding, PASS_TOKENS[model.device.type])
         self._samplers: list[RowSampler | None] = [None] * spec.num_rows
         self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         self._at_end: tuple[dict[int, int], torch.Tensor] | None = None
@@ -78,6 +82,11 @@ class BatonRunner:
         model, geometry = probe(spec, load_model(spec))
         model.to(torch.device(spec.device))
         return cls(spec, model, geometry, release_columns=release_columns)
+
+    @property
+    def model(self) -> CausalModel:
+        """The model itself, for experiments that drive it otherwise."""
+        return self._model
 
     @property
     def num_layers(self) -> int:
@@ -132,7 +141,7 @@ class BatonRunner:
         """
         results: list[SampledToken | None] = [None] * len(chunks)
         spans = [self._span(chunk) for chunk in chunks]
-        groups = group_prompts(chunks, max_padding=self._model.max_padding)
+        groups = group_prompts(chunks, max_padding=self.max_padding)
         ended: list[tuple[int, torch.Tensor]] = []
         for group in groups:
             announce = on_layers if group is groups[-1] else None

@@ -315,21 +315,18 @@ void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int6
   }
 }
 
-void quadriga_project_kv(void* pool, const QuadrigaModel* model, int64_t first, int64_t stop,
-                         int64_t tokens, const float* x, const int64_t* rows,
-                         const int64_t* positions, float* scratch) {
+void quadriga_project_kv(void* pool, const QuadrigaModel* model, const QuadrigaKVMap* maps,
+                         int64_t first, int64_t stop, int64_t tokens, const float* x,
+                         const int64_t* rows, const int64_t* positions, float* scratch) {
   const QuadrigaModel& m = *model;
   quadriga::PassRunner pass(*static_cast<quadriga::Pool*>(pool), m, tokens);
-  const int64_t q = m.heads * m.head_dim, width = 2 * m.kv_heads * m.head_dim;
+  const int64_t width = 2 * m.kv_heads * m.head_dim;
   float* h = scratch;                 // [tokens, hidden]
   float* kv = h + tokens * m.hidden;  // [tokens, width]
   for (int64_t i = first; i < stop; ++i) {
-    const QuadrigaLayer& layer = m.layers[i];
-    const QuadrigaAffine part = {layer.qkv.weight + q * m.hidden,
-                                 layer.qkv.bias ? layer.qkv.bias + q : nullptr};
-    if (m.pre_norm) pass.normalise(x, layer.attn_norm, h);
-    pass.project(m.pre_norm ? h : x, m.hidden, part, width, kv);
-    pass.place_heads(kv, 0, layer, rows, positions);
+    if (m.pre_norm) pass.normalise(x, maps[i].norm, h);
+    pass.project(m.pre_norm ? h : x, m.hidden, maps[i].kv, width, kv);
+    pass.place_heads(kv, 0, m.layers[i], rows, positions);
   }
 }
 

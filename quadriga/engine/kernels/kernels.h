@@ -43,6 +43,12 @@ struct QuadrigaHead {
   const float* weight;   // [vocab, embed]
 };
 
+// How K and V of a layer are made of a hidden state that skips it.
+struct QuadrigaKVMap {
+  QuadrigaAffine norm;
+  QuadrigaAffine kv;  // [2 * kv_heads * head_dim, hidden]
+};
+
 // Null when the threads cannot be started.
 void* quadriga_pool_new(int64_t threads);
 void quadriga_pool_free(void* pool);
@@ -56,11 +62,11 @@ void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int6
                      int64_t tokens, float* x, const int64_t* rows, const int64_t* positions,
                      float* scratch);
 
-// Store K and V of tokens that skipped layers [first, stop): each layer's norm, projection and
-// rotation of the hidden states x [tokens, hidden] with which they left.
-void quadriga_project_kv(void* pool, const QuadrigaModel* model, int64_t first, int64_t stop,
-                         int64_t tokens, const float* x, const int64_t* rows,
-                         const int64_t* positions, float* scratch);
+// Store K and V of tokens that skipped layers [first, stop), by the map of each layer (`maps` has one
+// for every layer of the model) from the hidden states x [tokens, hidden] with which they left.
+void quadriga_project_kv(void* pool, const QuadrigaModel* model, const QuadrigaKVMap* maps,
+                         int64_t first, int64_t stop, int64_t tokens, const float* x,
+                         const int64_t* rows, const int64_t* positions, float* scratch);
 
 // Norm and head over x [tokens, hidden]: logits [tokens, vocab]; into `best` the first index of each
 // row's maximum, into `probs` [tokens, 2] the two largest probabilities; either may be null.

@@ -64,6 +64,12 @@ class CModel(Structure):
     )
 
 
+class CKVMap(Structure):
+    """Mirror of `QuadrigaKVMap`."""
+
+    _fields_ = (("norm", CAffine), ("kv", CAffine))
+
+
 class CHead(Structure):
     """Mirror of `QuadrigaHead`."""
 
@@ -113,5 +119,7 @@ class KernelLibrary:
         ]  # fmt: skip
         self.head.restype = None
         self.project_kv = library.quadriga_project_kv
-        self.project_kv.argtypes = self.layers.argtypes
+        self.project_kv.argtypes = [
+            c_void_p, POINTER(CModel), POINTER(CKVMap), *self.layers.argtypes[2:],
+        ]  # fmt: skip
         self.project_kv.restype = None

@@ -13,7 +13,14 @@ from torch.nn import functional as F
 
 from quadriga.engine.kv_cache import RowKVCache
 from quadriga.engine.models.config import ModelConfig
-from quadriga.engine.models.layers import Pass, Span, layer_forward, norm, project_kv
+from quadriga.engine.models.layers import (
+    Pass,
+    Span,
+    apply_head,
+    embed,
+    layer_forward,
+    project_kv,
+)
 from quadriga.engine.models.rope import rope_table
 from quadriga.engine.weights import ModelWeights
 
@@ -63,7 +70,9 @@ class AnyDecoder(Protocol):
 
     def run_layers(self, x: torch.Tensor, batch: Any, first: int, stop: int) -> torch.Tensor: ...
 
-    def project_kv(self, x: torch.Tensor, batch: Any, first: int, stop: int) -> None: ...
+    def project_kv(
+        self, x: torch.Tensor, batch: Any, first: int, stop: int, depth: int
+    ) -> None: ...
 
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor: ...
 
@@ -138,11 +147,7 @@ class Decoder:
 
     def embed(self, token_ids: Sequence[int], batch: Pass) -> torch.Tensor:
         """Token ids, T of them → hidden states [T, hidden]."""
-        w = self.weights
-        x = w.embed[torch.tensor(token_ids)]
-        if w.project_in is not None:
-            x = F.linear(x, w.project_in)
-        return x if w.positions is None else x + w.positions[batch.positions]
+        return embed(self.weights, torch.tensor(token_ids), batch.positions)
 
     def run_layers(self, x: torch.Tensor, batch: Pass, first: int, stop: int) -> torch.Tensor:
         """Run layers [first, stop) on hidden states [T, hidden], storing their K and V."""
@@ -158,15 +163,16 @@ class Decoder:
             )
         return x
 
-    def project_kv(self, x: torch.Tensor, batch: Pass, first: int, stop: int) -> None:
+    def project_kv(self, x: torch.Tensor, batch: Pass, first: int, stop: int, depth: int) -> None:
         """Store K and V of tokens that skipped layers [first, stop).
 
-        Each layer's own norm and projections are applied to the hidden states [T, hidden] with
-        which the tokens left.
+        They are made of the hidden states [T, hidden] with which the tokens left after `depth`
+        layers, by that exit's map to each layer.
         """
         for i in range(first, stop):
             project_kv(
                 x,
+                self.weights.kv_maps[depth][i],
                 self.weights.layers[i],
                 self.cache.keys[i],
                 self.cache.values[i],
@@ -176,12 +182,7 @@ class Decoder:
 
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:
         """The head of the exit behind `depth` layers: [n, hidden] → float32 [n, vocab]."""
-        head = self.weights.heads[depth]
-        if head.norm is not None:
-            x = norm(x, head.norm, self.config)
-        if head.project is not None:
-            x = F.linear(x, head.project)
-        return F.linear(x, head.weight).float()
+        return apply_head(x, self.weights.heads[depth], self.config)
 
     def best(self, x: torch.Tensor, depth: int) -> list[int]:
         """Ids of the largest logits: [n, hidden] → n ids; the first of equals."""

@@ -6,6 +6,7 @@ prefill chunks and decode steps alike, and any range of layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from quadriga.engine.kv_cache import KV_BLOCK
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.rope import rotate
-from quadriga.engine.weights import Affine, LayerWeights
+from quadriga.engine.weights import Affine, Head, KVMap, LayerWeights, ModelWeights
 
 
 @dataclass(slots=True)
@@ -81,6 +82,27 @@ def activate(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     return gate if up is None else gate * up
 
 
+def run_layer(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    config: ModelConfig,
+    attend: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """One layer: [T, hidden] → [T, hidden].
+
+    Args:
+        attend: From the normed hidden states to the mixed values of all heads, [T, q_size]; where
+            KV lies and who reads it is its business.
+    """
+    mixed = attend(norm(x, layer.attn_norm, config) if config.pre_norm else x)
+    x = x + _linear(mixed, layer.out)
+    if not config.pre_norm:
+        x = norm(x, layer.attn_norm, config)
+    h = norm(x, layer.mlp_norm, config) if config.pre_norm else x
+    x = x + _linear(activate(_linear(h, layer.up), config), layer.down)
+    return x if config.pre_norm else norm(x, layer.mlp_norm, config)
+
+
 def layer_forward(
     x: torch.Tensor,
     layer: LayerWeights,
@@ -96,16 +118,31 @@ def layer_forward(
         keys, values: This layer's buffers, [rows, blocks, num_kv_heads, KV_BLOCK, head_dim].
         window: Positions a token sees, itself included; 0 is all.
     """
-    h = norm(x, layer.attn_norm, config) if config.pre_norm else x
-    q = _project_qkv(h, layer, keys, values, batch, config)
-    attend = _attend_decode if batch.is_decode else _attend_spans
-    h = attend(q, keys, values, batch, window)
-    x = x + _linear(h, layer.out)
-    if not config.pre_norm:
-        x = norm(x, layer.attn_norm, config)
-    h = norm(x, layer.mlp_norm, config) if config.pre_norm else x
-    x = x + _linear(activate(_linear(h, layer.up), config), layer.down)
-    return x if config.pre_norm else norm(x, layer.mlp_norm, config)
+
+    def attend(h: torch.Tensor) -> torch.Tensor:
+        q, k, v = project_qkv(h, layer, batch.cos, batch.sin, config)
+        _store(keys, values, batch, k, v)
+        form = _attend_decode if batch.is_decode else _attend_spans
+        return form(by_group(q, config), keys, values, batch, window)
+
+    return run_layer(x, layer, config, attend)
+
+
+def embed(weights: ModelWeights, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Token ids and their positions, T of each → hidden states [T, hidden]."""
+    x = weights.embed[ids]
+    if weights.project_in is not None:
+        x = F.linear(x, weights.project_in)
+    return x if weights.positions is None else x + weights.positions[positions]
+
+
+def apply_head(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor:
+    """The head of an exit: [n, hidden] → float32 [n, vocab]."""
+    if head.norm is not None:
+        x = norm(x, head.norm, config)
+    if head.project is not None:
+        x = F.linear(x, head.project)
+    return F.linear(x, head.weight).float()
 
 
 def _linear(x: torch.Tensor, affine: Affine) -> torch.Tensor:
@@ -113,15 +150,18 @@ def _linear(x: torch.Tensor, affine: Affine) -> torch.Tensor:
     return F.linear(x, affine.weight, affine.bias)
 
 
-def _project_qkv(
+def project_qkv(
     h: torch.Tensor,
     layer: LayerWeights,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: Pass,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     config: ModelConfig,
-) -> torch.Tensor:
-    """Project, rotate, store K and V; return Q, scaled: [T, kv_heads, group, head_dim]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q, K and V of normed hidden states [T, hidden], rotated: [T, heads, head_dim] each.
+
+    Args:
+        cos, sin: [T, 1, head_dim / 2]; None without RoPE.
+    """
     c = config
     num_tokens = h.shape[0]
     q, k, v = torch.split(_linear(h, layer.qkv), [c.q_size, c.kv_size, c.kv_size], dim=-1)
@@ -131,16 +171,40 @@ def _project_qkv(
     if layer.q_norm is not None and layer.k_norm is not None:
         q = rms_norm(q, layer.q_norm, c.norm_eps)
         k = rms_norm(k, layer.k_norm, c.norm_eps)
-    if batch.cos is not None and batch.sin is not None:
-        q = rotate(q, batch.cos, batch.sin)
-        k = rotate(k, batch.cos, batch.sin)
-    _store(keys, values, batch, k, v)
+    if cos is not None and sin is not None:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return q, k, v
+
+
+def by_group(q: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Q beside the KV head it reads, and scaled: [T, kv_heads, group, head_dim]."""
+    c = config
     group = c.num_heads // c.num_kv_heads
-    return q.view(num_tokens, c.num_kv_heads, group, c.head_dim).mul(c.head_dim**-0.5)
+    return q.reshape(q.shape[0], c.num_kv_heads, group, c.head_dim).mul(c.head_dim**-0.5)
+
+
+def mapped_kv(
+    x: torch.Tensor,
+    kv_map: KVMap,
+    layer: LayerWeights,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    config: ModelConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer's K and V of hidden states [T, hidden] that skip it: [T, kv_heads, head_dim]."""
+    c = config
+    h = norm(x, kv_map.norm, c) if c.pre_norm else x
+    k, v = _linear(h, kv_map.kv).view(x.shape[0], 2, c.num_kv_heads, c.head_dim).unbind(1)
+    if layer.k_norm is not None:
+        k = rms_norm(k, layer.k_norm, c.norm_eps)
+    if cos is not None and sin is not None:
+        k = rotate(k, cos, sin)
+    return k, v
 
 
 def project_kv(
     x: torch.Tensor,
+    kv_map: KVMap,
     layer: LayerWeights,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -148,17 +212,7 @@ def project_kv(
     config: ModelConfig,
 ) -> None:
     """Store one layer's K and V of hidden states [T, hidden] that skip the layer itself."""
-    c = config
-    h = norm(x, layer.attn_norm, c) if c.pre_norm else x
-    assert layer.qkv.weight is not None
-    bias = None if layer.qkv.bias is None else layer.qkv.bias[c.q_size :]
-    kv = F.linear(h, layer.qkv.weight[c.q_size :], bias)
-    k, v = kv.view(x.shape[0], 2, c.num_kv_heads, c.head_dim).unbind(1)
-    if layer.k_norm is not None:
-        k = rms_norm(k, layer.k_norm, c.norm_eps)
-    if batch.cos is not None and batch.sin is not None:
-        k = rotate(k, batch.cos, batch.sin)
-    _store(keys, values, batch, k, v)
+    _store(keys, values, batch, *mapped_kv(x, kv_map, layer, batch.cos, batch.sin, config))
 
 
 def _store(
@@ -170,24 +224,69 @@ def _store(
     values[batch.rows, blocks, :, slots] = v
 
 
-def _attend_decode(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Pass, window: int
+def attend_each(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """One query per sequence. KV heads are not repeated: a group of queries shares each."""
-    rows, context = batch.rows, batch.context
-    num_blocks = -(-context // KV_BLOCK)
-    # [T, num_blocks, kv_heads, KV_BLOCK, head_dim] → [T, kv_heads, context, head_dim]
-    k = _by_head(keys[:, :num_blocks].index_select(0, rows))[:, :, :context]
-    v = _by_head(values[:, :num_blocks].index_select(0, rows))[:, :, :context]
+    """One query per sequence. KV heads are not repeated: a group of queries shares each.
+
+    Args:
+        q: Scaled, [T, kv_heads, group, head_dim].
+        k, v: Positions 0… of each query's sequence: [T, kv_heads, context, head_dim].
+        positions: Of the queries, [T].
+
+    Returns:
+        [T, kv_heads, group, head_dim]
+    """
     scores = torch.matmul(q, k.transpose(-1, -2))  # [T, kv_heads, group, context]
-    at = torch.arange(context, device=q.device)
-    last = batch.positions[:, None]
+    at = torch.arange(k.shape[-2], device=q.device)
+    last = positions[:, None]
     hidden = at > last
     if window:
         hidden = hidden | (at <= last - window)
     scores = scores.masked_fill(hidden[:, None, None, :], float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(weights, v).reshape(q.shape[0], -1)
+    return torch.matmul(weights, v)
+
+
+def attend_run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, first: int, window: int
+) -> torch.Tensor:
+    """A run of queries of one sequence.
+
+    Args:
+        q: Scaled, [count, kv_heads, group, head_dim], at positions start….
+        k, v: Positions [first, start + count): [kv_heads, context, head_dim].
+
+    Returns:
+        [count, kv_heads, group, head_dim]
+    """
+    count = q.shape[0]
+    scores = torch.matmul(q.permute(1, 2, 0, 3), k[:, None].transpose(-1, -2))
+    at = torch.arange(first, start + count, device=q.device)
+    last = torch.arange(start, start + count, device=q.device)[:, None]
+    hidden = at > last
+    if window:
+        hidden = hidden | (at <= last - window)
+    scores = scores.masked_fill(hidden, float("-inf"))  # [kv_heads, group, count, context]
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3)
+
+
+def first_visible(start: int, window: int) -> int:
+    """The first position that a query at `start` sees."""
+    return max(0, start + 1 - window) if window else 0
+
+
+def _attend_decode(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Pass, window: int
+) -> torch.Tensor:
+    """One query per sequence, over the batch's rows."""
+    rows, context = batch.rows, batch.context
+    num_blocks = -(-context // KV_BLOCK)
+    # [T, num_blocks, kv_heads, KV_BLOCK, head_dim] → [T, kv_heads, context, head_dim]
+    k = _by_head(keys[:, :num_blocks].index_select(0, rows))[:, :, :context]
+    v = _by_head(values[:, :num_blocks].index_select(0, rows))[:, :, :context]
+    return attend_each(q, k, v, batch.positions, window).reshape(q.shape[0], -1)
 
 
 def _by_head(blocks: torch.Tensor) -> torch.Tensor:
@@ -199,24 +298,11 @@ def _attend_spans(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Pass, window: int
 ) -> torch.Tensor:
     """Runs of queries, sequence by sequence, each over its own row."""
-    num_tokens, kv_heads, group, head_dim = q.shape
     out = torch.empty_like(q)
     for s in batch.spans:
-        first = max(0, s.start + 1 - window) if window else 0
+        first = first_visible(s.start, window)
         num_blocks = -(-s.stop // KV_BLOCK)
         k = _by_head(keys[s.row, :num_blocks])[:, first : s.stop]  # [kv_heads, context, head_dim]
         v = _by_head(values[s.row, :num_blocks])[:, first : s.stop]
-        count = s.end - s.begin
-        queries = q[s.begin : s.end].permute(1, 2, 0, 3)  # [kv_heads, group, count, head_dim]
-        scores = torch.matmul(queries, k[:, None].transpose(-1, -2))
-        at = torch.arange(first, s.stop, device=q.device)
-        last = torch.arange(s.start, s.stop, device=q.device)[:, None]
-        hidden = at > last
-        if window:
-            hidden = hidden | (at <= last - window)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        mixed = torch.matmul(weights, v[:, None])  # [kv_heads, group, count, head_dim]
-        out[s.begin : s.end] = mixed.permute(2, 0, 1, 3)
-        assert mixed.shape == (kv_heads, group, count, head_dim)
-    return out.view(num_tokens, -1)
+        out[s.begin : s.end] = attend_run(q[s.begin : s.end], k, v, s.start, first, window)
+    return out.view(q.shape[0], -1)

@@ -9,6 +9,7 @@ Source: DREX, §2 and its baselines (EE-LLM's and Apparate's batches).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import median
 
@@ -18,7 +19,7 @@ from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
 _GAP = 1.5
 
 
-class GroupedExits:
+class GroupedExits(ABC):
     """The frame of the grouped policies: every exit is tested, and the batch stays a batch."""
 
     def __init__(self, costs: SegmentCosts) -> None:
@@ -37,9 +38,9 @@ class GroupedExits:
         """See `Rebatcher.judge`."""
         return Verdict.LEAVE if self.may_leave(group) else Verdict.STAY
 
+    @abstractmethod
     def may_leave(self, group: AtExit) -> bool:
         """Whether the whole group leaves."""
-        raise NotImplementedError
 
     def observe(
         self, ran: Range, count: int, num_tokens: int, seconds: float, passed: int | None

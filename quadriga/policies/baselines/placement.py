@@ -26,7 +26,7 @@ class RoundRobin:
         self._last = ""
 
     def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
-        names = sorted(s.info.name for s in snapshots if has_room(s, request.max_total_tokens))
+        names = sorted(s.info.name for s in snapshots if has_room(s, request))
         if not names:
             return None
         self._last = next((name for name in names if name > self._last), names[0])
@@ -40,7 +40,7 @@ class CurrentLoad:
     """
 
     def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
-        able = [s for s in snapshots if has_room(s, request.max_total_tokens)]
+        able = [s for s in snapshots if has_room(s, request)]
         if not able:
             return None
         best = min(able, key=lambda s: (s.used_tokens, decode_pressure(s), s.info.name))

@@ -10,12 +10,17 @@ from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.policies.drex.plan import Demand, Plan, make_plan
 from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
 
-EXPLORE_EVERY = 64
-REPLAN_EVERY = 48  # passes from the front
-_RATE = 0.05  # of the moving average of exit rates
+EXPLORE_EVERY = 64  # decisions, and passes from the front, at the least
+EXPLORE_SHARE = 0.005  # of the time, that splits turned round may cost at the most
+REPLAN_EVERY = 48  # passes from the front between two looks whether the plan still fits
+REPLAN_LATEST = 16  # looks
+_DRIFT = 0.04  # relative change of a time, or change of a share, that calls for a new plan
+_RATE = 0.05  # of the moving averages
 _PRIOR = 0.5  # exit rate that is believed until one was seen
+_FIRST_LOOKS = 3  # at every exit, before its rate is believed
 _GAP = 1.5  # times a full pass: what a token may take by default
-_CAUTION = 0.85  # share of the allowed gap that a plan may use up
+_LEEWAY = 1.05  # of a plan's gaps, which are played, not measured
+_LONGEST_OVERHEAD_S = 2e-3  # between two passes; beyond it the replica was idle or disturbed
 
 
 class DrexRebatcher:
@@ -26,13 +31,15 @@ class DrexRebatcher:
 
         Δ = t_d(b) − (r / m) · t_d(m) − h > 0
 
-    (b rows reached the exit, r of them must go on, m is the batch they will go on in), unless the
-    wait would break a deadline. Otherwise the whole group goes down at once, together with whoever
-    waits there.
+    (b rows reached the exit, r of them must go on, m is the batch they will go on in). Otherwise
+    the whole group goes down at once, together with whoever waits there. A deadline that leaves no
+    time to wait for m does not stop a split: who leaves, leaves, and those that stay go on in a
+    smaller batch before they are late.
 
     Args:
         deterministic: Take no choice that depends on load and changes an answer: every exit is
             tested for every token, and whoever passes leaves.
+        overhead_s: First guess of what a pass costs beside the runner's own time.
     """
 
     def __init__(
@@ -46,19 +53,30 @@ class DrexRebatcher:
     ) -> None:
         self.costs = costs
         self.plan = Plan()
+        self.overhead_s = overhead_s
         self._counters = counters
         self._deterministic = deterministic
-        self._overhead_s = overhead_s
         self._random = Random(seed)
-        self._left_by = [_PRIOR] * (costs.num_segments - 1)
-        self._until_plan = 0
+        num_exits = costs.num_segments - 1
+        self._left_by = [_PRIOR] * num_exits
+        self._times_seen = [0] * num_exits
+        self._flush_rows = [0.0] * num_exits  # recent size of the batches behind each exit
+        self._until_look = 0
+        self._looks = 0
+        self._patience = 1  # looks
+        self._plans: dict[int, Plan] = {}  # by the number of sequences, for the same reasons
         self._planned_for = 0
+        self._basis: tuple[float, ...] = ()  # what the plan was made of
         self._until_exploration = EXPLORE_EVERY  # splits
         self._until_probe = EXPLORE_EVERY  # passes from the front; apart, or one starves the other
+        self._busy_s = self._turned_s = 0.0
         self._must_go: set[int] = set()  # exits whose waiting rows go on now
         self._probe: int | None = None  # an exit outside the plan, tested this once
         self._last_front_s = 0.0
+        self._idle_since_s: float | None = None  # when the last pass was over
+        self._pass_from_s = 0.0
         self._tokens_each = 0.0
+        self._gaps: dict[int, float] = {}
         self._is_flush = False  # the pass under way is for rows that waited, not for a whole group
 
     @property
@@ -68,15 +86,15 @@ class DrexRebatcher:
 
     def target_gap_s(self, running: int) -> float:
         """See `Rebatcher.target_gap_s`: one and a half full passes over everybody."""
-        n = max(1, running)
-        full_s = self.costs.forecast_s(
-            0, self.costs.num_segments, n, n * self._tokens_each, tests=False
-        )
-        return _GAP * full_s
+        gap_s = self._gaps.get(running)
+        if gap_s is None:
+            gap_s = self._gaps[running] = _GAP * self._full_s(max(1, running))
+        return gap_s
 
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
         """See `Rebatcher.choose`: the deepest stage due, else the front, else the fullest."""
-        for exit_index in reversed(range(len(waiting))):
+        self._note_overhead(now_s)
+        for exit_index in range(len(waiting) - 1, -1, -1):
             if not waiting[exit_index].count:
                 self._must_go.discard(exit_index)  # all who should have gone on are gone
             elif self._is_due(exit_index, waiting[exit_index], now_s):
@@ -88,64 +106,97 @@ class DrexRebatcher:
 
     def judge(self, group: AtExit, now_s: float) -> Verdict:
         """See `Rebatcher.judge`."""
-        passed = sum(group.passed)
-        if self._deterministic:
-            verdict = Verdict.SPLIT
-        elif not passed:
-            # Nobody can leave. Going on at once costs nothing that waiting would save, unless the
-            # stage is more efficient in a larger batch and there is time.
-            verdict = self._wait_or_go(group, now_s)
+        at = group.ran.stop - 1
+        may_leave = len(group.passed) - group.remaining.count
+        is_planned = self._deterministic or at in self.plan.exits
+        if self._probe == at:
+            self._probe = None
+        stay_s = profit_s = 0.0
+        if is_planned:
+            stay_s, flush_s = self._branches_s(group)
+            profit_s = stay_s - flush_s - self.overhead_s
+        if not is_planned:
+            splits = False  # probed: it was worth a look, the plan decides
+        elif self._deterministic or not may_leave:
+            splits = True  # whoever stays goes on when its stage is due
         else:
-            verdict = self._split_or_stay(group, now_s)
-        if verdict is Verdict.STAY:
-            self._must_go.add(group.ran.stop - 1)
-            self._counters.stays += passed > 0
-        else:  # the realised profit is this, less what the later flush is measured to take
-            self._counters.splits += passed > 0
-            self._counters.predicted_profit_s += self.profit_s(group)
-            self._counters.realised_profit_s += self._stay_s(group) - self._overhead_s
-        return verdict
+            splits = (profit_s > 0) is not self._turns_round(abs(profit_s))
+        if not splits:
+            self._must_go.add(at)
+            self._counters.stays += may_leave > 0
+            return Verdict.STAY
+        # The realised profit is this, less what the later flush is measured to take.
+        self._counters.splits += may_leave > 0
+        self._counters.predicted_profit_s += profit_s
+        self._counters.realised_profit_s += stay_s - self.overhead_s
+        return Verdict.SPLIT
 
     def observe(
         self, ran: Range, count: int, num_tokens: int, seconds: float, passed: int | None
     ) -> None:
         """See `Rebatcher.observe`."""
         self.costs.observe(ran.first, ran.stop, count, num_tokens, seconds, tests=ran.tests)
+        self._busy_s += seconds
+        self._idle_since_s = self._pass_from_s + seconds
         if ran.first == 0:
             self._last_front_s = seconds
         elif self._is_flush:
             self._counters.realised_profit_s -= seconds
+            rows = self._flush_rows[ran.first - 1]
+            self._flush_rows[ran.first - 1] += (_RATE if rows else 1.0) * (count - rows)
         if passed is None or ran.stop == self.costs.num_segments:
             return
+        at = ran.stop - 1
         before = self._left_by[ran.first - 1] if ran.first else 0.0
         seen = before + (1.0 - before) * passed / count
-        at = ran.stop - 1
-        self._left_by[at] += _RATE * (seen - self._left_by[at])
+        self._times_seen[at] += 1
+        self._left_by[at] += max(_RATE, 1.0 / self._times_seen[at]) * (seen - self._left_by[at])
+
+    def _note_overhead(self, now_s: float) -> None:
+        """Learn what a pass costs beside the runner's time, from one pass to the next."""
+        if self._idle_since_s is not None:
+            between_s = now_s - self._idle_since_s
+            if 0.0 <= between_s < _LONGEST_OVERHEAD_S:
+                self.overhead_s += _RATE * (between_s - self.overhead_s)
+            self._idle_since_s = None
+        self._pass_from_s = now_s
 
     def _is_due(self, exit_index: int, waiting: Waiting, now_s: float) -> bool:
         if exit_index in self._must_go or waiting.count >= self._target(exit_index):
             return True
         # Another pass from the front may come before it: is there time for both?
-        stage_s = self._stage_s(exit_index, waiting.count, waiting.num_tokens)
-        return now_s + self._last_front_s + stage_s > waiting.least_deadline_s
+        stage_s = self.costs.forecast_s(
+            exit_index + 1, self.costs.num_segments, waiting.count, waiting.num_tokens, tests=False
+        )
+        return now_s + self._last_front_s + stage_s + self.overhead_s > waiting.least_deadline_s
 
     def _front_range(self, front: Waiting, waiting: Sequence[Waiting]) -> Range:
-        self._until_plan -= 1
-        running = front.count + sum(w.count for w in waiting)
+        self._until_look -= 1
+        running = front.count + sum([w.count for w in waiting])
         changed = abs(running - self._planned_for) > max(1, self._planned_for // 4)
-        if self._until_plan <= 0 or changed:
-            self._replan(running, front, waiting)
-        self._until_probe -= 1
-        if self._until_probe <= 0:
-            self._until_probe = EXPLORE_EVERY
-            outside = [e for e in range(len(self._left_by)) if e not in self.plan.exits]
-            if outside:
-                self._counters.explored += 1
-                self._probe = self._random.choice(outside)
+        if self._until_look <= 0 or changed:
+            self._look(running, front, waiting, must_plan=changed)
+        if not self._deterministic:
+            self._choose_probe()
         first_exit = min(self._exits(), default=None)
         if first_exit is None:
             return Range(0, self.costs.num_segments, tests=False)
         return Range(0, first_exit + 1)
+
+    def _choose_probe(self) -> None:
+        """Look at an exit outside the plan now and then, at first until each was seen."""
+        self._until_probe -= 1
+        outside = [e for e in range(len(self._left_by)) if e not in self.plan.exits]
+        unseen = [e for e in outside if self._times_seen[e] < _FIRST_LOOKS]
+        if unseen:
+            self._probe = unseen[0]
+            self._until_look = min(self._until_look, 1)
+        elif outside and self._until_probe <= 0:
+            self._until_probe = EXPLORE_EVERY
+            self._probe = self._random.choice(outside)
+        else:
+            return
+        self._counters.explored += 1
 
     def _range_from(self, segment: int) -> Range:
         self._is_flush = segment - 1 not in self._must_go
@@ -153,28 +204,58 @@ class DrexRebatcher:
         stop = next((e + 1 for e in self._exits() if e >= segment), self.costs.num_segments)
         return Range(segment, stop, tests=stop < self.costs.num_segments)
 
-    def _exits(self) -> list[int]:
+    def _exits(self) -> tuple[int, ...]:
         """Exits of the plan and the one that is being probed, ascending."""
-        probe = () if self._probe is None else (self._probe,)
-        return sorted({*self.plan.exits, *probe})
+        if self._probe is None:
+            return self.plan.exits
+        return tuple(sorted({*self.plan.exits, self._probe}))
 
-    def _replan(self, running: int, front: Waiting, waiting: Sequence[Waiting]) -> None:
-        tokens = front.num_tokens + sum(w.num_tokens for w in waiting)
+    def _look(
+        self, running: int, front: Waiting, waiting: Sequence[Waiting], *, must_plan: bool
+    ) -> None:
+        """Make a new plan where the old one's reasons no longer hold."""
+        self._until_look = REPLAN_EVERY
+        self._looks += 1
+        tokens = front.num_tokens + sum([w.num_tokens for w in waiting])
         self._tokens_each = tokens / max(1, running)
+        self._gaps.clear()
+        shares = [max(self._left_by[: i + 1]) for i in range(len(self._left_by))]
+        full_s = self._full_s(running)
+        parts = [self._stage_s(e, max(1, running // 8), 0.0) / full_s for e in range(len(shares))]
+        basis = (*shares, *parts, self.overhead_s / full_s)
+        drift = max(
+            (abs(a - b) for a, b in zip(basis, self._basis, strict=False)), default=float("inf")
+        )
+        is_time = drift > _DRIFT and self._looks >= self._patience
+        if not must_plan and not is_time and self._looks < REPLAN_LATEST:
+            return
+        if must_plan and drift <= _DRIFT and running in self._plans:
+            self.plan, self._planned_for = self._plans[running], running
+            return
+        self._basis, self._looks, self._planned_for = basis, 0, running
         demand = Demand(
             running=running,
             tokens_each=self._tokens_each,
-            left_by=[max(self._left_by[: i + 1]) for i in range(len(self._left_by))],
-            overhead_s=self._overhead_s,
-            max_gap_s=_CAUTION * self.target_gap_s(running),
+            left_by=shares,
+            overhead_s=self.overhead_s,
+            max_gap_s=_LEEWAY * self.target_gap_s(running),
         )
         self.plan = make_plan(self.costs, demand, must_test=self._deterministic)
-        self._planned_for = running
-        self._until_plan = REPLAN_EVERY
+        if drift > _DRIFT:
+            self._plans.clear()
+        self._plans[running] = self.plan
+        # Planning takes as long as some passes: the longer the replica runs, the rarer it is.
+        self._patience = min(2 * self._patience, REPLAN_LATEST)
+
+    def _full_s(self, count: int) -> float:
+        return self.costs.forecast_s(
+            0, self.costs.num_segments, count, count * self._tokens_each, tests=False
+        )
 
     def _target(self, exit_index: int) -> int:
-        if exit_index in self.plan.exits:
-            return max(1, self.plan.targets[self.plan.exits.index(exit_index)])
+        plan = self.plan
+        if exit_index in plan.exits:
+            return plan.targets[plan.exits.index(exit_index)]
         return 1  # rows at an exit the plan has dropped wait for nobody
 
     def _stage_s(self, exit_index: int, count: float, num_tokens: float) -> float:
@@ -186,61 +267,44 @@ class DrexRebatcher:
         stop = next((e + 1 for e in self.plan.exits if e >= first), self.costs.num_segments)
         return Range(first, stop, tests=stop < self.costs.num_segments)
 
-    def _wait_or_go(self, group: AtExit, now_s: float) -> Verdict:
-        at = group.ran.stop - 1
-        is_probe = at not in self.plan.exits
-        self._end_probe(at)
-        waiting = group.waiting.count + group.remaining.count
-        if is_probe or waiting >= self._target(at) or self._is_late(group, now_s):
-            return Verdict.STAY
-        return Verdict.SPLIT
-
-    def _split_or_stay(self, group: AtExit, now_s: float) -> Verdict:
-        at = group.ran.stop - 1
-        if at not in self.plan.exits:  # probed: it was worth a look, the plan decides
-            self._end_probe(at)
-            return Verdict.STAY
-        splits = self.profit_s(group) > 0 and not self._is_late(group, now_s)
-        self._until_exploration -= 1
-        if self._until_exploration <= 0:
-            self._until_exploration = EXPLORE_EVERY
-            self._counters.explored += 1
-            splits = not splits
-        return Verdict.SPLIT if splits else Verdict.STAY
-
     def profit_s(self, group: AtExit) -> float:
         """Δ: seconds that splitting saves against carrying the whole group down."""
-        at = group.ran.stop - 1
-        tokens_each = group.num_tokens / len(group.passed)
-        flush_s = self._flush_share_s(at, group.remaining.count, tokens_each)
-        return self._stay_s(group) - flush_s - self._overhead_s
+        stay_s, flush_s = self._branches_s(group)
+        return stay_s - flush_s - self.overhead_s
 
-    def _stay_s(self, group: AtExit) -> float:
-        """What carrying the whole group down costs now, beside those that wait there anyway."""
+    def flush_batch(self, at: int, count: int) -> int:
+        """The batch in which `count` rows at an exit will go on: as planned, or as of late."""
+        expected = self._flush_rows[at] or self._target(at)
+        return max(count, min(self._target(at), round(expected)), 1)
+
+    def _branches_s(self, group: AtExit) -> tuple[float, float]:
+        """What carrying the whole group down costs now, and what the flush of those that must go.
+
+        Whoever waits there anyway would go down with the whole group; that much is not its cost.
+        """
         at = group.ran.stop - 1
         alone = group.waiting.count
         tokens_each = group.num_tokens / len(group.passed)
         both = len(group.passed) + alone
         stay_s = self._stage_s(at, both, both * tokens_each)
-        return stay_s - (self._flush_share_s(at, alone, tokens_each) if alone else 0.0)
+        stay_s -= self._flush_share_s(at, alone, tokens_each)
+        return stay_s, self._flush_share_s(at, group.remaining.count, tokens_each)
 
     def _flush_share_s(self, at: int, count: int, tokens_each: float) -> float:
-        """What `count` rows cost in a flush of the planned size."""
-        batch = max(self._target(at), count)
+        """What `count` rows cost in the flush they will be in."""
+        if not count:
+            return 0.0
+        batch = self.flush_batch(at, count)
         return count / batch * self._stage_s(at, batch, batch * tokens_each)
 
-    def _is_late(self, group: AtExit, now_s: float) -> bool:
-        """Whether waiting for the target would break a deadline of those that must go on."""
-        at = group.ran.stop - 1
-        deadline_s = min(group.remaining.least_deadline_s, group.waiting.least_deadline_s)
-        missing = self._target(at) - group.waiting.count - group.remaining.count
-        if missing <= 0:
-            return False  # they go on at once
-        arriving = max(0.25, group.remaining.count)
-        wait_s = missing / arriving * self._last_front_s
-        batch = self._target(at)
-        return now_s + wait_s + self._stage_s(at, batch, batch * self._tokens_each) > deadline_s
-
-    def _end_probe(self, at: int) -> None:
-        if self._probe == at:
-            self._probe = None
+    def _turns_round(self, price_s: float) -> bool:
+        """Whether this decision is taken against the forecast, so that all times stay fresh."""
+        self._until_exploration -= 1
+        if self._until_exploration > 0:
+            return False
+        if self._turned_s + price_s > EXPLORE_SHARE * self._busy_s:
+            return False  # as soon as it can be afforded
+        self._until_exploration = EXPLORE_EVERY
+        self._turned_s += price_s
+        self._counters.explored += 1
+        return True

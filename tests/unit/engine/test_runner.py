@@ -155,6 +155,7 @@ def test_prompt_logprobs_over_chunks(checkpoint: Path) -> None:
     assert plain.prompt_logprobs is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_a_gpu_is_not_promised(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.device"):
         load_runner(make_spec(checkpoint, device="cuda"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quadriga.config import PrefillConfig, SchedulerConfig
@@ -33,6 +35,32 @@ def snapshot(name: str, role: Role = Role.DECODE, **load: object) -> ReplicaSnap
 
 def place(tokens: int = 10) -> PlaceRequest:
     return PlaceRequest("s", CLASS, num_tokens=tokens, max_total_tokens=tokens)
+
+
+def used(name: str, **load: object) -> ReplicaSnapshot:
+    """A replica that promises memory by what is used: newcomers are let in up to 750 tokens."""
+    out = snapshot(name, **load)
+    out.info = replace(out.info, reservation="used")
+    return out
+
+
+def test_memory_promised_by_what_is_used() -> None:
+    """The same request fits where its length counts, not where its longest does."""
+    short_now = PlaceRequest("s", CLASS, num_tokens=20, max_total_tokens=900)
+    choose = CurrentLoad().choose
+    assert choose(short_now, [snapshot("a", num_running=1, reserved_tokens=200)]) is None
+    assert choose(short_now, [used("a", num_running=1, reserved_tokens=200)]) == "a"
+    assert choose(short_now, [used("a", num_running=1, reserved_tokens=740)]) is None
+    assert choose(short_now, [used("a", num_running=1, num_paused=1)]) is None
+
+
+@pytest.mark.parametrize(("priority", "is_taken"), [(2, True), (3, False), (4, False)])
+def test_the_important_may_go_where_somebody_less_important_runs(
+    priority: int, is_taken: bool
+) -> None:
+    replica = used("a", num_running=4, num_paused=1, reserved_tokens=900, least_priority=3)
+    wanted = replace(place(), priority=priority)
+    assert (CurrentLoad().choose(wanted, [replica]) == "a") is is_taken
 
 
 def request(tokens: int = 10, max_tokens: int = 10, model: str = "m") -> AdmitRequest:

@@ -9,7 +9,12 @@ import pytest
 
 from quadriga.exits import ExitCounters
 from quadriga.policies.drex import DrexRebatcher, Plan, SegmentCosts
-from quadriga.policies.drex.rebatcher import EXPLORE_EVERY, REPLAN_EVERY
+from quadriga.policies.drex.rebatcher import (
+    EXPLORE_EVERY,
+    EXPLORE_SHARE,
+    REPLAN_EVERY,
+    REPLAN_LATEST,
+)
 from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
 
 OVERHEAD_S = 20e-6
@@ -32,6 +37,7 @@ def policy(
     counters = ExitCounters()
     rebatcher = DrexRebatcher(costs_of(base_s, row_s, segments=segments), counters=counters)
     rebatcher.plan = plan or Plan((0,), (8,))
+    rebatcher._times_seen = [9] * (segments - 1)
     return rebatcher, counters
 
 
@@ -97,31 +103,32 @@ def test_stays_where_a_pass_is_flat_and_goes_on_at_once() -> None:
 
 def test_a_stay_of_rows_that_are_gone_hurries_nobody_else() -> None:
     rebatcher, _ = policy(10e-3, 0.0)
-    rebatcher._planned_for, rebatcher._until_plan = 5, REPLAN_EVERY
+    rebatcher._planned_for, rebatcher._until_look = 5, REPLAN_EVERY
     assert rebatcher.judge(group(1, 9), 0.0) is Verdict.STAY
     assert rebatcher.choose(Waiting(5, 50), [NOBODY], 0.0).first == 0  # cancelled meanwhile
     assert rebatcher.choose(Waiting(5, 50), [Waiting(1, 10)], 0.0).first == 0
 
 
-@pytest.mark.parametrize(("deadline_s", "verdict"), [(1.0, "split"), (0.01, "stay")])
-def test_a_deadline_vetoes_a_split(deadline_s: float, verdict: str) -> None:
-    """4 stay, 4 more are waited for: one front pass (5 ms) and a stage of 8 (12 ms) to come."""
+def test_a_deadline_makes_a_small_flush_not_a_stay() -> None:
+    """4 stay and 4 more are waited for, but there is no time: who may leave still leaves."""
     rebatcher, _ = policy(4e-3, 1e-3)
+    rebatcher._planned_for, rebatcher._until_look = 10, 10
     rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
-    at = group(6, 4, deadline_s=deadline_s)
-    assert rebatcher.profit_s(at) > 0
-    assert rebatcher.judge(at, 0.0) is Verdict(verdict)
-    # Rows that can go on at once lose nothing by the split.
-    assert rebatcher.judge(group(2, 8, deadline_s=deadline_s), 0.0) is Verdict.SPLIT
+    assert rebatcher.judge(group(6, 4, deadline_s=0.01), 0.0) is Verdict.SPLIT
+    waits = Waiting(4, 40, 0.01)
+    assert rebatcher.choose(Waiting(6, 60), [waits], 0.0) == Range(1, 2, tests=False)
+    assert rebatcher.choose(Waiting(6, 60), [Waiting(4, 40, 1.0)], 0.0) == Range(0, 1)
 
 
-def test_the_veto_counts_to_the_second() -> None:
-    for slack_s, verdict in ((1e-3, Verdict.SPLIT), (-1e-3, Verdict.STAY)):
-        rebatcher, _ = policy(4e-3, 1e-3)
-        rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
-        stage_s = rebatcher.costs.forecast_s(1, 2, 8, 0, tests=False)
-        deadline_s = 7.0 + 5e-3 + stage_s + slack_s
-        assert rebatcher.judge(group(6, 4, deadline_s=deadline_s), 7.0) is verdict
+def test_time_is_left_for_all_stages_to_come() -> None:
+    """Behind exit 0 lie two stages of 5 ms each, and a front pass of 5 ms may come before."""
+    rebatcher, _ = policy(4e-3, 1e-3, segments=3, plan=Plan((0, 1), (8, 8)))
+    rebatcher._planned_for, rebatcher._until_look = 5, 10
+    rebatcher._times_seen = [9, 9]
+    rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
+    for deadline_s, first in ((0.0149, 1), (0.0152, 0)):
+        waiting = [Waiting(1, 10, deadline_s), NOBODY]
+        assert rebatcher.choose(Waiting(4, 40), waiting, 0.0).first == first
 
 
 @pytest.mark.parametrize(("deadline_s", "first"), [(0.100, 0), (0.009, 1)])
@@ -136,7 +143,7 @@ def test_a_waiting_row_goes_before_it_is_late(deadline_s: float, first: int) -> 
 
 def test_a_full_stage_goes_and_the_deepest_first() -> None:
     rebatcher, _ = policy(segments=3, plan=Plan((0, 1), (4, 4)))
-    rebatcher._planned_for, rebatcher._until_plan = 10, 10
+    rebatcher._planned_for, rebatcher._until_look = 10, 10
     ran = rebatcher.choose(Waiting(2, 20), [Waiting(4, 40), Waiting(4, 40)], 0.0)
     assert ran == Range(2, 3, tests=False)
     assert rebatcher.choose(Waiting(6, 60), [Waiting(4, 40), NOBODY], 0.0) == Range(1, 2)
@@ -145,21 +152,45 @@ def test_a_full_stage_goes_and_the_deepest_first() -> None:
     assert rebatcher.choose(NOBODY, [Waiting(1, 10), Waiting(3, 30)], 0.0).first == 2
 
 
-def test_who_cannot_leave_waits_for_company_only_where_that_pays() -> None:
+def test_who_cannot_leave_goes_on_when_the_stage_is_due() -> None:
     rebatcher, counters = policy(plan=Plan((0,), (8,)))
-    assert rebatcher.judge(group(0, 3), 0.0) is Verdict.SPLIT  # waits: 3 of 8
-    assert rebatcher.judge(group(0, 5, waiting=3), 0.0) is Verdict.STAY  # eight: go
-    assert rebatcher.judge(group(0, 3, deadline_s=1e-3), 0.0) is Verdict.STAY  # no time
+    rebatcher._planned_for, rebatcher._until_look = 10, 10
+    assert rebatcher.judge(group(0, 3), 0.0) is Verdict.SPLIT
+    assert rebatcher.choose(Waiting(5, 50), [Waiting(3, 30)], 0.0).first == 0  # 3 of 8: wait
+    assert rebatcher.choose(Waiting(5, 50), [Waiting(8, 80)], 0.0).first == 1  # eight: go
     assert counters.splits == counters.stays == counters.explored == 0
 
 
 def test_one_decision_in_so_many_is_turned_round() -> None:
     rebatcher, counters = policy(4e-3, 1e-3)
-    verdicts = [rebatcher.judge(group(6, 4), 0.0) for _ in range(3 * EXPLORE_EVERY)]
+    verdicts = []
+    for _ in range(3 * EXPLORE_EVERY):
+        verdicts.append(rebatcher.judge(group(6, 4), 0.0))
+        rebatcher._busy_s += 1.0
     assert [i for i, v in enumerate(verdicts, 1) if v is Verdict.STAY] == [
         EXPLORE_EVERY, 2 * EXPLORE_EVERY, 3 * EXPLORE_EVERY,
     ]  # fmt: skip
     assert counters.explored == 3
+
+
+def test_turning_round_costs_no_more_than_its_share_of_the_time() -> None:
+    rebatcher, counters = policy(4e-3, 1e-3)
+    price_s = rebatcher.profit_s(group(6, 4))
+    for _ in range(100 * EXPLORE_EVERY):
+        rebatcher.judge(group(6, 4), 0.0)
+        rebatcher.observe(Range(0, 1), 10, 100, 14e-3, None)
+    busy_s = 100 * EXPLORE_EVERY * 14e-3
+    assert 0.9 * EXPLORE_SHARE * busy_s < counters.explored * price_s <= EXPLORE_SHARE * busy_s
+
+
+def test_what_a_pass_costs_beside_the_runner_is_learned() -> None:
+    rebatcher, _ = policy(4e-3, 1e-3)
+    now_s = 0.0
+    for i in range(400):
+        rebatcher.choose(Waiting(10, 100), [NOBODY], now_s)
+        rebatcher.observe(Range(0, 1), 10, 100, 14e-3, 5)
+        now_s += 14e-3 + (0.3e-3 if i % 50 else 5.0)  # and now and then nobody is here
+    assert rebatcher.overhead_s == pytest.approx(0.3e-3, rel=0.01)
 
 
 @pytest.mark.parametrize("judged", [1, 2])
@@ -167,7 +198,7 @@ def test_one_decision_in_so_many_is_turned_round() -> None:
 def test_splits_and_exits_outside_the_plan_both_have_their_turn(judged: int, offset: int) -> None:
     """Whatever the rhythm of passes and decisions: counted together, one would starve the other."""
     rebatcher, counters = policy(4e-3, 1e-3, plan=Plan((0,), (8,)), segments=3)
-    rebatcher._planned_for, rebatcher._until_plan = 10, 10**6
+    rebatcher._planned_for, rebatcher._until_look = 10, 10**6
     probed = turned = 0
     for _ in range(offset):
         rebatcher.choose(Waiting(10, 100), [NOBODY] * 2, 0.0)
@@ -175,6 +206,7 @@ def test_splits_and_exits_outside_the_plan_both_have_their_turn(judged: int, off
         rebatcher.choose(Waiting(10, 100), [NOBODY] * 2, 0.0)
         for _ in range(judged):
             turned += rebatcher.judge(group(6, 4), 0.0) is Verdict.STAY
+            rebatcher._busy_s += 1.0
         ran = rebatcher.choose(NOBODY, [Waiting(8, 80), NOBODY], 0.0)
         if ran == Range(1, 2):
             probed += 1
@@ -230,10 +262,23 @@ def test_plans_are_made_anew_when_the_batch_changes_or_time_has_passed() -> None
     rebatcher.choose(Waiting(8, 80), [NOBODY], 0.0)
     assert rebatcher.plan is not marked
     marked = rebatcher.plan = Plan((0,), (2,))
-    for _ in range(REPLAN_EVERY - 1):
+    for _ in range(REPLAN_EVERY * REPLAN_LATEST - 1):
         rebatcher.choose(Waiting(8, 80), [NOBODY], 0.0)
         assert rebatcher.plan is marked
     rebatcher.choose(Waiting(8, 80), [NOBODY], 0.0)
+    assert rebatcher.plan is not marked
+
+
+def test_plans_are_made_anew_when_their_reasons_are_gone() -> None:
+    rebatcher, _ = policy(row_s=1e-3)
+    rebatcher.choose(Waiting(16, 160), [NOBODY], 0.0)
+    marked = rebatcher.plan = Plan((0,), (2,))
+    for _ in range(100):
+        rebatcher.observe(Range(0, 1), 16, 160, 16e-3, 2)  # far fewer leave than was thought
+    for _ in range(2 * REPLAN_EVERY - 1):  # the second plan comes later than the first
+        rebatcher.choose(Waiting(16, 160), [NOBODY], 0.0)
+        assert rebatcher.plan is marked
+    rebatcher.choose(Waiting(16, 160), [NOBODY], 0.0)
     assert rebatcher.plan is not marked
 
 

@@ -1,0 +1,172 @@
+"""`python -m loadgen bench profile`: a cost profile of this machine for the simulator.
+
+Times decode steps over batch sizes and contexts, and prefill passes over lengths, on the real
+engine with one thread, and fits `base + per sequence · b + per token · n` (steps of two sequences
+and more) and `base + per token · n + per pair · n²` (prefill). Processor time of the engine's
+thread counts, so that a busy machine does not spoil the fit. The numbers go into
+`quadriga.sim.profiles`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from loadgen import provenance
+from loadgen.options import whole
+from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.types import SamplingParams, SequenceState
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (16, 128, 384)
+PROMPTS = (16, 64, 128, 256, 448)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Coefficients, none negative, and the mean of |fitted / measured − 1|."""
+
+    coefficients: tuple[float, ...]
+    mean_error: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--model", default="quadriga-l", help="bundled id, directory, or hub id")
+    parser.add_argument("--repeats", type=whole(1), default=5)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and fit; prints a table and one JSON line."""
+    from loadgen.bench.offline import engine_spec
+    from quadriga.checkpoint import read_checkpoint
+    from quadriga.engine import load_runner
+
+    checkpoint = read_checkpoint(args.model)
+    rows = min(512, checkpoint.max_model_len)
+    runner = load_runner(
+        engine_spec(checkpoint, threads=1, num_rows=max(BATCHES), row_capacity_tokens=rows)
+    )
+    steps = [
+        (b, b * n, decode_step_s(runner, b, n, args.repeats))
+        for b in BATCHES
+        for n in CONTEXTS
+        if n < rows
+    ]
+    prefills = [(n, prefill_s(runner, n, args.repeats)) for n in PROMPTS if n < rows]
+    batched = [s for s in steps if s[0] > 1]  # one sequence alone goes through other kernels
+    step = fit(np.array([(1.0, b, n) for b, n, _ in batched]), np.array([s for *_, s in batched]))
+    prefill = fit(
+        np.array([(1.0, n, n * n) for n, _ in prefills]), np.array([s for _, s in prefills])
+    )
+    _print(steps, prefills, step, prefill)
+    line = {
+        "bench": "profile",
+        "model": checkpoint.id,
+        "step": dict(zip(("base_s", "per_sequence_s", "per_token_s"), step.coefficients,
+                         strict=True)),
+        "prefill": dict(zip(("base_s", "per_token_s", "per_pair_s"), prefill.coefficients,
+                            strict=True)),
+        "mean_error": {"step": step.mean_error, "prefill": prefill.mean_error},
+        "steps": steps,
+        "prefills": prefills,
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+    }  # fmt: skip
+    print(json.dumps(line))
+    return 0
+
+
+def decode_step_s(runner: ModelRunner, batch: int, context: int, repeats: int) -> float:
+    """Median processor seconds of one decode step of `batch` rows with `context` tokens each."""
+    states = [_state(row, context) for row in range(batch)]
+    for row, state in enumerate(states):
+        runner.attach(row, state)
+    try:
+        return _median_s(lambda: runner.decode(list(range(batch))), repeats)
+    finally:
+        for row in range(batch):
+            runner.detach(row)
+
+
+def prefill_s(runner: ModelRunner, num_tokens: int, repeats: int) -> float:
+    """Median processor seconds of one prompt's prefill."""
+    state = _state(0, num_tokens + 1)
+    runner.attach(0, state)
+    try:
+        chunk = PrefillChunk(0, state.prompt_ids, 0, True)
+        return _median_s(lambda: runner.prefill([chunk]), repeats)
+    finally:
+        runner.detach(0)
+
+
+def _median_s(work: Callable[[], object], repeats: int) -> float:
+    times = []
+    for repeat in range(-2, repeats):
+        started_s = time.thread_time()
+        work()
+        if repeat >= 0:
+            times.append(time.thread_time() - started_s)
+    return statistics.median(times)
+
+
+def _state(row: int, num_tokens: int) -> SequenceState:
+    """A sequence of which all but the last token are prompt; what is computed is garbage."""
+    return SequenceState(
+        sequence_id=f"profile-{row}",
+        request_id="profile",
+        model="",
+        prompt_ids=[1] * (num_tokens - 1),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        ingress_id="",
+        arrival_unix_s=0.0,
+        deadline_unix_s=float("inf"),
+        output_ids=[1],
+    )
+
+
+def fit(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> Fit:
+    """Least squares on relative errors, with no coefficient below 0.
+
+    Args:
+        terms: [num_points, num_coefficients].
+        seconds: [num_points].
+    """
+    weighted = terms / seconds[:, None]
+    kept = list(range(terms.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(weighted[:, kept], np.ones(len(seconds)), rcond=None)
+        if (found >= 0.0).all():
+            break
+        kept.pop(int(np.argmin(found)))
+    coefficients = np.zeros(terms.shape[1])
+    coefficients[kept] = found
+    error = np.abs(terms @ coefficients / seconds - 1.0).mean()
+    return Fit(tuple(float(f"{c:.4g}") for c in coefficients), float(round(error, 4)))
+
+
+def _print(
+    steps: list[tuple[int, int, float]],
+    prefills: list[tuple[int, float]],
+    step: Fit,
+    prefill: Fit,
+) -> None:
+    table = Table(title="processor time of one thread, ms: measured / fitted")
+    for column in ("sequences", "context tokens", "measured", "fitted"):
+        table.add_column(column, justify="right")
+    for b, n, seconds in steps:
+        fitted = float(np.dot((1.0, b, n), step.coefficients))
+        table.add_row(str(b), str(n), f"{1e3 * seconds:.2f}", f"{1e3 * fitted:.2f}")
+    for n, seconds in prefills:
+        fitted = float(np.dot((1.0, n, n * n), prefill.coefficients))
+        table.add_row("prefill", str(n), f"{1e3 * seconds:.2f}", f"{1e3 * fitted:.2f}")
+    Console().print(table)

@@ -1,0 +1,78 @@
+"""Length distributions that are published as figures only, drawn from small quantile tables.
+
+ARES (Table 2) ran DeepSeek-R1-Distill-Qwen-7B with a cap of 32K tokens on the prompts of ShareGPT
+and Alpaca, and gives mean, standard deviation, P50, P90 and P95 of both lengths. The tables below
+are our fit to those figures and to the shares in its text, not its data:
+
+    workload            mean (paper)     std (paper)       P50     P90      P95
+    ShareGPT  input     301 (305)        1,047 (1,053)     36      920      1,609
+              output    7,546 (7,542)    11,727 (12,008)   1,536   32,670   32,679
+    Alpaca    input     11 (11)          4 (4)             10      15       18
+              output    8,590 (8,596)    13,244 (13,354)   987     32,690   32,691
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quadriga.errors import ConfigError
+
+Table = tuple[tuple[float, float], ...]
+"""(u, tokens), u ascending from 0 to 1; between two points the length is linear in u."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A workload's two lengths, drawn independently."""
+
+    name: str
+    input: Table
+    output: Table
+
+    def draw(self, num_requests: int, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return input and output tokens, each [num_requests]."""
+        rng = np.random.default_rng([seed, 0x1E57])
+        uniform = rng.random((2, num_requests))
+        return _drawn(self.input, uniform[0]), _drawn(self.output, uniform[1])
+
+
+def _drawn(table: Table, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+    at, tokens = zip(*table, strict=True)
+    drawn: NDArray[np.float64] = np.rint(np.interp(uniform, at, tokens))
+    return np.maximum(drawn, 1.0).astype(np.int64)
+
+
+SHAREGPT = Lengths(
+    name="sharegpt",
+    input=(
+        (0.0, 4), (0.25, 12), (0.5, 36), (0.8, 80), (0.87, 400), (0.9, 920), (0.95, 1_609),
+        (0.99, 3_000), (0.999, 11_500), (1.0, 24_500),
+    ),
+    output=(
+        (0.0, 20), (0.292, 1_000), (0.5, 1_536), (0.78, 5_600), (0.82, 12_000), (0.827, 30_000),
+        (0.84, 32_600), (0.9, 32_670), (0.95, 32_679), (1.0, 32_768),
+    ),
+)  # fmt: skip
+ALPACA = Lengths(
+    name="alpaca",
+    input=((0.0, 5), (0.1, 7), (0.5, 10), (0.9, 15), (0.95, 18), (1.0, 26)),
+    output=(
+        (0.0, 20), (0.25, 420), (0.5, 987), (0.7, 2_900), (0.76, 8_000), (0.772, 28_000),
+        (0.7815, 32_600), (0.9, 32_690), (0.95, 32_691), (1.0, 32_768),
+    ),
+)  # fmt: skip
+
+WORKLOADS: dict[str, Lengths] = {w.name: w for w in (SHAREGPT, ALPACA)}
+
+
+def find_workload(name: str) -> Lengths:
+    """Return a workload by name. Raises: ConfigError where there is none of it."""
+    workload = WORKLOADS.get(name)
+    if workload is None:
+        raise ConfigError(
+            f"--lengths: {name!r} is not known; use one of {', '.join(WORKLOADS)}", param="lengths"
+        )
+    return workload

@@ -1,0 +1,129 @@
+"""Where the running sequences of a decode replica are: at the front, or waiting at an exit.
+
+Nothing moves when a sequence changes its place: hidden state and KV stay in its row, and a place is
+a set of row numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quadriga.batching.finish import FinishRule
+from quadriga.batching.slots import SlotTable
+from quadriga.errors import InvariantViolation
+from quadriga.policies.rebatching import Waiting
+from quadriga.types import SequenceState
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A running sequence.
+
+    Attributes:
+        place: The set of rows it is in: the front, or those waiting at an exit.
+        threshold: What its request asks of a token that leaves early.
+        bar: Confidence from which its token may leave early; infinite for never.
+        last_segment: The segment behind which it leaves whatever its confidence.
+        gap_s: Longest time between two tokens to plan for; 0 is the policy's default.
+        since_s: When it came to its place.
+        deadline_s: When its next token should be out.
+    """
+
+    row: int
+    state: SequenceState
+    place: dict[int, Running]
+    finish: FinishRule
+    threshold: float
+    bar: float
+    last_segment: int
+    gap_s: float
+    num_tokens: int
+    since_s: float
+    deadline_s: float = math.inf
+
+
+Place = dict[int, Running]
+"""Rows in one place, in the order they came."""
+
+
+class Places:
+    """Running sequences by row, by name and by place; the owner of all three.
+
+    Attributes:
+        front: Rows ready for their next token.
+        waiting: Per exit but the last, rows whose token waits there.
+        running: All of them, in order of joining.
+        rows: Sequence id → row.
+        num_limited: Running sequences with a depth limit of their own.
+    """
+
+    def __init__(self, num_segments: int, slots: SlotTable) -> None:
+        self._slots = slots
+        self._last = num_segments - 1
+        self.front: Place = {}
+        self.waiting: list[Place] = [{} for _ in range(self._last)]
+        self.running: Place = {}
+        self.rows: dict[str, int] = {}
+        self.num_limited = 0
+
+    def add(self, running: Running) -> None:
+        """Take a sequence into its place."""
+        self.running[running.row] = running.place[running.row] = running
+        self.rows[running.state.sequence_id] = running.row
+        self.num_limited += running.last_segment < self._last
+
+    def remove(self, row: int) -> Running:
+        """Take a sequence out of its place and give its slot back."""
+        running = self.running.pop(row)
+        sequence_id = running.state.sequence_id
+        del self.rows[sequence_id]
+        del running.place[row]
+        self.num_limited -= running.last_segment < self._last
+        slot = self._slots.release(sequence_id)
+        if slot is None or slot.row != row:
+            raise InvariantViolation(f"{sequence_id} ran in row {row} but holds {slot}")
+        return running
+
+    def move(self, running: Running, place: Place, now_s: float) -> None:
+        """Change a sequence's place."""
+        del running.place[running.row]
+        place[running.row] = running
+        running.place = place
+        running.since_s = now_s
+
+    def before(self, segment: int) -> Place:
+        """Rows that a pass from this segment on runs."""
+        return self.waiting[segment - 1] if segment else self.front
+
+    def exit_of(self, place: Place) -> int | None:
+        """The exit a place is at; None for the front."""
+        return next((i for i, waiting in enumerate(self.waiting) if waiting is place), None)
+
+    def check(self) -> None:
+        """Verify the places against each other and the slots. Raises: InvariantViolation."""
+        self._slots.check()
+        places = [self.front, *self.waiting]
+        placed = sorted(row for place in places for row in place)
+        if placed != sorted(self.running) or sorted(self.rows.values()) != placed:
+            raise InvariantViolation(
+                f"rows {sorted(self.running)} run, rows {placed} have a place, and "
+                f"{sorted(self.rows.values())} have a sequence"
+            )
+        for place in places:
+            for row, running in place.items():
+                slot = self._slots.get(running.state.sequence_id)
+                if running.place is not place or slot is None or slot.row != row:
+                    raise InvariantViolation(f"row {row} is not where its sequence thinks it is")
+
+
+def summary(rows: Iterable[Running]) -> Waiting:
+    """What a policy is told of rows in one place."""
+    count, num_tokens, least_s = 0, 0, math.inf
+    for running in rows:
+        count += 1
+        num_tokens += running.num_tokens
+        if running.deadline_s < least_s:
+            least_s = running.deadline_s
+    return Waiting(count, num_tokens, least_s)

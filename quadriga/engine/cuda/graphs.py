@@ -1,0 +1,213 @@
+"""Decode passes as graphs: recorded once per range of segments and batch size, then replayed.
+
+On a GPU a decode pass of a small model is a few hundred launches of a few microseconds each; a
+graph is one. It repeats what was recorded to the letter: the same kernels on the same addresses.
+So a pass's inputs are copied into buffers that stay; a batch is padded to the next size (1, 2, 4,
+8, … and the most) with tokens of a row that belongs to no sequence; and where the tokens lie is
+looked up inside the graph, in the device's page table.
+
+All graphs share one memory pool. They may, because they run one after the other on one stream and
+leave nothing in it: the result is copied to a buffer outside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 256
+
+RunEach = Callable[[torch.Tensor, torch.Tensor, int, int, int], torch.Tensor]
+"""`PagedDecoder.run_each`."""
+
+
+class Recorder(Protocol):
+    """Records work on fixed addresses."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run the work, record it, and return what repeats it."""
+
+    def close(self) -> None:
+        """Release everything recorded."""
+
+
+class CudaRecorder:
+    """CUDA graphs.
+
+    The first run, on the stream that records afterwards, compiles kernels and lets libraries make
+    their handles and workspaces, which is not allowed under recording. `thread_local`: other
+    threads, which copy KV, may allocate meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See `Recorder.record`. Raises: RuntimeError: CUDA or torch would not."""
+        current = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                work()
+            current.wait_stream(self._stream)
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
+        finally:
+            torch.cuda.set_stream(current)  # torch stays on the other one when a capture fails
+        self._graphs.append(graph)
+        return graph.replay
+
+    def close(self) -> None:
+        """See `Recorder.close`."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+
+
+class DecodeGraphs:
+    """Recorded passes of single tokens, and the buffers they work on.
+
+    Args:
+        run_each: Runs layers on (hidden, where, first, stop, longest); reads and writes nothing
+            but device memory that stays where it is.
+        segment_ends: Passes start and stop at these layers (or start at 0); others are not covered.
+        capacity: Most positions a token sees: a graph has to assume them.
+        padding_row: Row of the tokens that fill a batch up.
+    """
+
+    def __init__(
+        self,
+        run_each: RunEach,
+        recorder: Recorder,
+        *,
+        segment_ends: Sequence[int],
+        max_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: int,
+        padding_row: int,
+    ) -> None:
+        self._run_each = run_each
+        self._recorder = recorder
+        self._borders = frozenset((0, *segment_ends))
+        self._sizes = batch_sizes(max_rows)
+        self._capacity = capacity
+        self._padding_row = padding_row
+        # The input is the output too: a pass may begin where the one before it ended.
+        self._hidden = torch.zeros(max_rows, hidden_size, dtype=dtype, device=device)
+        self._where = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        self._where[0] = padding_row
+        self._replays: dict[tuple[int, int, int], Callable[[], None]] = {}
+        self._may_record = True
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._replays)
+
+    def covers(self, first: int, stop: int, count: int) -> bool:
+        """Whether a pass of `count` tokens through layers [first, stop) can run here."""
+        if not 0 < count <= self._sizes[-1]:
+            return False
+        if first not in self._borders or stop not in self._borders:
+            return False
+        if (first, stop, self._size_for(count)) in self._replays:
+            return True
+        return self._may_record and len(self._replays) < MAX_GRAPHS
+
+    def run(self, x: torch.Tensor, where: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Run a pass that `covers`; the tokens' pages are there and in the device's table.
+
+        The first of its kind is recorded, which takes about as long as a hundred others.
+
+        Args:
+            x: [n, hidden]
+            where: Rows and positions, int64 [2, n].
+
+        Returns:
+            [n, hidden], the caller's to keep.
+        """
+        count = len(x)
+        size = self._size_for(count)
+        self._hidden[:count] = x
+        self._where[:, :count] = where
+        if count < size:
+            self._hidden[count:size] = 0
+            self._where[0, count:size] = self._padding_row
+            self._where[1, count:size] = 0
+        key = (first, stop, size)
+        replay = self._replays.get(key)
+        if replay is None:
+            replay = self._record(first, stop, size, count, x)
+        if replay is None:
+            return self._run_each(x, where, first, stop, self._capacity)
+        replay()
+        return self._hidden[:count].clone()
+
+    def record_all(self) -> None:
+        """Record every segment, and the whole, at every size: nothing is left for later."""
+        borders = sorted(self._borders)
+        ranges = {*pairwise(borders), (borders[0], borders[-1])}
+        for first, stop in sorted(ranges):
+            for size in self._sizes:
+                if self.covers(first, stop, size):
+                    nobody = torch.zeros_like(self._where[:, :size])
+                    nobody[0] = self._padding_row
+                    self.run(torch.zeros_like(self._hidden[:size]), nobody, first, stop)
+
+    def close(self) -> None:
+        """Release the graphs; passes run without from now on."""
+        self._may_record = False
+        self._replays.clear()
+        self._recorder.close()
+
+    def _record(
+        self, first: int, stop: int, size: int, count: int, x: torch.Tensor
+    ) -> Callable[[], None] | None:
+        """Record a pass on the inputs that are in the buffers; None, and never again, if it fails.
+
+        A GPU that cannot record serves all the same, slower; the log says why.
+        """
+        hidden, where = self._hidden[:size], self._where[:, :size]
+
+        def work() -> None:
+            hidden.copy_(self._run_each(hidden, where, first, stop, self._capacity))
+
+        try:
+            replay = self._recorder.record(work)
+        except RuntimeError as exc:  # what torch raises for all that CUDA refuses
+            self._may_record = False
+            logger.warning(
+                "no more graphs: layers %d..%d for %d tokens could not be recorded: %s",
+                first + 1, stop, size, exc,
+            )  # fmt: skip
+            return None
+        # Recording ran the pass once, over its own input. What it stored of K and V will be stored
+        # again, the same.
+        hidden[:count] = x
+        hidden[count:] = 0
+        self._replays[first, stop, size] = replay
+        logger.debug("recorded layers %d..%d for %d tokens", first + 1, stop, size)
+        return replay
+
+    def _size_for(self, count: int) -> int:
+        return next(size for size in self._sizes if size >= count)
+
+
+def batch_sizes(max_rows: int) -> tuple[int, ...]:
+    """Sizes that batches are padded to: powers of two, and the most."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_rows:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes) if max_rows == 1 else (*sizes, max_rows)

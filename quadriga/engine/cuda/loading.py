@@ -1,0 +1,197 @@
+"""Put an engine on a device: weights, as much KV as fits, attention, graphs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from quadriga.engine.cuda.attention import choose_attention
+from quadriga.engine.cuda.decoder import PagedDecoder
+from quadriga.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
+from quadriga.engine.cuda.paged_cache import PagedKVCache
+from quadriga.engine.cuda.paged_states import PagedStates
+from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
+from quadriga.engine.models.config import ModelConfig
+from quadriga.engine.skipped_kv import SkippedKVStore
+from quadriga.engine.weights import ModelWeights, load_weights
+from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedEngine:
+    """What a runner is made of.
+
+    Attributes:
+        spec: With the KV capacity that the device's memory allows.
+    """
+
+    spec: EngineSpec
+    decoder: PagedDecoder
+    cache: PagedKVCache
+    skipped: SkippedKVStore | None
+
+
+def find_gpu() -> torch.device:
+    """The GPU of this process. Raises: ConfigError: There is none."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.device: 'cuda' was asked for but torch sees no GPU; use 'cpu'",
+            param="engine.device",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def load_paged(
+    spec: EngineSpec,
+    config: ModelConfig,
+    device: torch.device,
+    recorder: Recorder | None = None,
+    page_tokens: int = PAGE_TOKENS,
+) -> PagedEngine:
+    """Load weights and reserve memory.
+
+    Args:
+        device: Any; on one that is no GPU `spec.gpu_memory_share` means nothing.
+        recorder: What records decode passes; None: CUDA graphs on GPUs, if `spec.compile` wants
+            them and attention can take part, else nothing.
+
+    Raises:
+        ConfigError: Weights or KV do not fit, or the attention asked for cannot be had.
+    """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    attention = choose_attention(spec.attention, config, dtype, device)
+    weights = _load_weights(spec, config, dtype, device)
+    if device.type == "cuda":
+        spec = _fit(spec, config, device)
+    ends = (*spec.exits.layers, spec.depth)
+    cache = PagedKVCache(
+        segment_ends=ends,
+        num_rows=spec.num_rows,
+        num_kv_heads=config.num_kv_heads,
+        capacity=spec.row_capacity_tokens,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        budget_tokens=spec.kv_capacity_tokens,
+        device=device,
+        page_tokens=page_tokens,
+    )
+    skipped = None
+    if spec.exits.layers:
+        states = PagedStates(
+            num_rows=spec.num_rows,
+            capacity=spec.row_capacity_tokens,
+            hidden_size=config.hidden_size,
+            budget_tokens=spec.kv_capacity_tokens if _keeps_states(spec) else 0,
+            dtype=dtype,
+            device=device,
+            page_tokens=page_tokens,
+        )
+        skipped = SkippedKVStore(spec.skipped_kv, ends, cache, states)
+    decoder = PagedDecoder(config, weights, cache, attention)
+    if recorder is None and device.type == "cuda" and spec.compile != "off":
+        if attention.in_graphs:
+            recorder = CudaRecorder(device)
+        else:
+            logger.info("no CUDA graphs: %s attention would read whole rows", attention.name)
+    if recorder is not None:
+        decoder.graphs = DecodeGraphs(
+            decoder.run_each,
+            recorder,
+            segment_ends=ends,
+            max_rows=spec.num_rows,
+            hidden_size=config.hidden_size,
+            dtype=dtype,
+            device=device,
+            capacity=spec.row_capacity_tokens,
+            padding_row=cache.padding_row,
+        )
+        if spec.compile == "wait":
+            with torch.inference_mode():
+                decoder.graphs.record_all()
+    return PagedEngine(spec, decoder, cache, skipped)
+
+
+def _load_weights(
+    spec: EngineSpec, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> ModelWeights:
+    try:
+        return load_weights(
+            spec.checkpoint.path,
+            config,
+            spec.depth,
+            dtype,
+            spec.row_capacity_tokens,
+            spec.checkpoint.exits,
+            fitted_maps=spec.skipped_kv == "linear",
+            device=device,
+        )
+    except torch.OutOfMemoryError as exc:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(
+            f"model: {spec.checkpoint.id} at depth {spec.depth} in {spec.dtype} does not fit: of "
+            f"the GPU's {total} bytes {free} were free when {torch.cuda.memory_allocated(device)} "
+            "were loaded; load less depth, or use a larger GPU",
+            param="model",
+        ) from exc
+
+
+def _keeps_states(spec: EngineSpec) -> bool:
+    return bool(spec.exits.layers) and spec.skipped_kv not in ("alias", "copy")
+
+
+def bytes_per_token(spec: EngineSpec, config: ModelConfig) -> int:
+    """KV of one token in every layer, and the hidden state kept for those it skips."""
+    values = spec.depth * 2 * config.kv_size
+    return DTYPE_BYTES[spec.dtype] * (values + (config.hidden_size if _keeps_states(spec) else 0))
+
+
+def tokens_that_fit(
+    available_bytes: int, token_bytes: int, num_rows: int, row_capacity_tokens: int
+) -> int:
+    """The most tokens over all rows whose pages, one of which is nobody's, fit into memory."""
+    num_pages = available_bytes // (token_bytes * PAGE_TOKENS) - 1
+    if num_pages >= num_rows * -(-row_capacity_tokens // PAGE_TOKENS):
+        return num_rows * row_capacity_tokens
+    return max(0, num_pages - num_rows) * PAGE_TOKENS
+
+
+def _fit(spec: EngineSpec, config: ModelConfig, device: torch.device) -> EngineSpec:
+    """The spec with the capacity that fits beside the weights, which are loaded.
+
+    Raises:
+        ConfigError: Not even one sequence fits, or not what was asked for.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    token_bytes = bytes_per_token(spec, config)
+    if spec.gpu_memory_share is None:
+        pages = pages_per_layer(spec.kv_capacity_tokens, spec.num_rows, spec.row_capacity_tokens)
+        needed = (pages + 1) * PAGE_TOKENS * token_bytes
+        if needed > free:
+            raise ConfigError(
+                f"engine.kv_memory_bytes: {spec.kv_capacity_tokens} tokens of {spec.checkpoint.id} "
+                f"take {needed} bytes in pages of {PAGE_TOKENS} tokens over {spec.num_rows} rows, "
+                f"and {free} of the GPU's {total} are free; lower it, or leave it to 'auto'",
+                param="engine.kv_memory_bytes",
+            )
+        return spec
+    mine = torch.cuda.memory_reserved(device)
+    available = min(free, int(spec.gpu_memory_share * total) - mine)
+    fitting = tokens_that_fit(available, token_bytes, spec.num_rows, spec.row_capacity_tokens)
+    if fitting < spec.row_capacity_tokens:
+        raise ConfigError(
+            f"engine.gpu_memory_share: {spec.gpu_memory_share} of the GPU's {total} bytes, less "
+            f"{mine} of weights, and {free} that are free leave {max(0, available)} for KV; "
+            f"{spec.num_rows} rows of {spec.checkpoint.id} hold {fitting} tokens in that, less "
+            f"than one sequence of {spec.row_capacity_tokens} ({token_bytes} bytes a token); "
+            "lower engine.max_model_len, the number of rows or the depth",
+            param="engine.gpu_memory_share",
+        )
+    capacity = min(spec.kv_capacity_tokens, fitting)
+    logger.info("KV: %d tokens, %d bytes each", capacity, token_bytes)
+    return replace(spec, kv_capacity_tokens=capacity)

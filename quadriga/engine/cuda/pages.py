@@ -1,0 +1,170 @@
+"""Who owns which page of KV. Plain arrays: no torch, no device.
+
+A page holds K and V of 256 positions of one sequence in one layer. A row takes pages
+segment by segment (the layers between two exits): one page for each layer of the segment, when its
+tokens first reach it. So a sequence whose tokens all leave early holds no page of a deep layer, and
+all segments share one pool.
+
+        table [num_layers, num_rows + 1, num_blocks]   page of each (layer, row, block of positions)
+
+Page 0 belongs to nobody: table entries that are not in use name it, and so does the whole of the
+last row, which pads batches to a fixed size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quadriga.errors import InvariantViolation, KVCacheExhausted
+
+PAGE_TOKENS = 256
+"""The least that flash-attn's paged kernels take: multiples of 256. Tests use smaller pages."""
+
+Ints = npt.NDArray[np.int64]
+
+
+def pages_per_layer(
+    budget_tokens: int, num_rows: int, capacity: int, page_tokens: int = PAGE_TOKENS
+) -> int:
+    """Pages with which `budget_tokens` over all rows never run out.
+
+    A row of t tokens takes ceil(t / page) < t / page + 1 pages, so all rows together take fewer
+    than budget / page + rows, and no row more than its capacity.
+    """
+    return min(-(-budget_tokens // page_tokens) + num_rows, num_rows * -(-capacity // page_tokens))
+
+
+class PageTable:
+    """Pages of all rows, handed out from one free list.
+
+    Not thread-safe: `PagedKVCache` calls it under its lock.
+
+    Args:
+        segment_ends: Layers run at the end of each segment, ascending; the last is all of them.
+        num_pages: Over all layers, page 0 not counted.
+    """
+
+    def __init__(
+        self,
+        *,
+        segment_ends: Sequence[int],
+        num_rows: int,
+        capacity: int,
+        num_pages: int,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        # A multiple of 4 entries, 16 bytes: wherever a row of the table begins, kernels find it
+        # aligned alike, and are compiled once.
+        num_blocks = -(-capacity // (4 * page_tokens)) * 4
+        self.table = np.zeros((segment_ends[-1], num_rows + 1, num_blocks), dtype=np.int32)
+        self._begins = (0, *segment_ends[:-1])
+        self._ends = tuple(segment_ends)
+        self._free = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack; its top is at the end
+        self._num_free = num_pages
+        self._blocks = np.zeros((num_rows, len(self._ends)), dtype=np.int64)  # held of a segment
+        self._changes: list[tuple[int, int, int, int, int]] = []
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def segments(self, first_layer: int, stop_layer: int) -> range:
+        """Segments that layers [first, stop) touch."""
+        touched = [
+            i
+            for i, (begin, end) in enumerate(zip(self._begins, self._ends, strict=True))
+            if begin < stop_layer and first_layer < end
+        ]
+        return range(touched[0], touched[-1] + 1) if touched else range(0)
+
+    def ensure(self, rows: Ints, num_tokens: Ints, segments: range) -> None:
+        """Give rows the pages of their first `num_tokens` positions in some segments.
+
+        A row may be named more than once.
+
+        Raises:
+            KVCacheExhausted: There are not enough; the rows before keep what they got. It cannot
+                happen while rows hold no more tokens than `pages_per_layer` was asked for.
+        """
+        wanted = -(-num_tokens // self.page_tokens)
+        for segment in segments:
+            short = np.flatnonzero(self._blocks[rows, segment] < wanted)
+            for i in short.tolist():
+                self._extend(int(rows[i]), segment, int(wanted[i]))
+
+    def _extend(self, row: int, segment: int, wanted: int) -> None:
+        held = int(self._blocks[row, segment])
+        begin, end = self._begins[segment], self._ends[segment]
+        count = (end - begin) * (wanted - held)
+        if count <= 0:
+            return
+        if count > self._num_free:
+            raise KVCacheExhausted(
+                f"{count} pages of KV are needed for row {row} at layers {begin + 1}..{end}, "
+                f"{self._num_free} of {self.num_pages} are free"
+            )
+        taken = self._free[self._num_free - count : self._num_free][::-1]
+        self.table[begin:end, row, held:wanted] = taken.reshape(wanted - held, end - begin).T
+        self._num_free -= count
+        self._blocks[row, segment] = wanted
+        self._changes.append((begin, end, row, held, wanted))
+
+    def release(self, row: int) -> None:
+        """Take back all pages of a row; a row without pages may be released again."""
+        for segment, held in enumerate(self._blocks[row].tolist()):
+            if not held:
+                continue
+            entries = self.table[self._begins[segment] : self._ends[segment], row, :held]
+            pages = entries.T.ravel()[::-1]
+            self._free[self._num_free : self._num_free + pages.size] = pages
+            self._num_free += pages.size
+            entries[:] = 0
+            self._blocks[row, segment] = 0
+
+    def take_changes(self) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """What was handed out since the last call, for a copy of the table elsewhere.
+
+        Entries that went back to page 0 are not told: nobody reads them before they are handed out
+        again.
+
+        Returns:
+            Indices into the flat table, and the pages there.
+        """
+        _, num_rows, num_blocks = self.table.shape
+        parts = [
+            (
+                np.arange(a, b)[:, None] * (num_rows * num_blocks)
+                + (row * num_blocks + np.arange(c, d))
+            ).ravel()
+            for a, b, row, c, d in self._changes
+        ]
+        self._changes.clear()
+        indices = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return indices, self.table.ravel()[indices]
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._changes)
+
+    def held_pages(self, row: int) -> int:
+        """Pages of a row, over all layers."""
+        layers = np.diff((0, *self._ends))
+        return int((self._blocks[row] * layers).sum())
+
+    def check(self) -> None:
+        """Verify that every page has one owner. Raises: InvariantViolation."""
+        held = self.table[self.table > 0]
+        owned = np.concatenate([held, self._free[: self._num_free]])
+        rows = sum(self.held_pages(row) for row in range(self._blocks.shape[0]))
+        if rows != held.size or not np.array_equal(
+            np.sort(owned), np.arange(1, self.num_pages + 1, dtype=np.int32)
+        ):
+            raise InvariantViolation(
+                f"page table is inconsistent: {held.size} pages in it, {rows} on the books, "
+                f"{self._num_free} free, {self.num_pages} in all"
+            )

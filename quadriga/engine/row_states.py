@@ -1,0 +1,73 @@
+"""Hidden states that tokens left behind, per KV row: state s of a row is at (row, s)."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quadriga.engine.memory import reserve
+
+Ints = npt.NDArray[np.int64]
+
+
+class RowStates(Protocol):
+    """Where `SkippedKVStore` keeps hidden states; one thread calls it."""
+
+    @property
+    def state_bytes(self) -> int: ...
+
+    def put(self, rows: Ints, slots: Ints, states: torch.Tensor) -> None:
+        """Keep states [n, hidden] at (rows, slots)."""
+
+    def take(self, rows: Ints, slots: Ints) -> torch.Tensor:
+        """Copy of the states at (rows, slots): [n, hidden]."""
+
+    def release(self, row: int) -> None:
+        """The row's states are garbage from now on; their memory may be given back."""
+
+    def snapshot(self) -> torch.Tensor:
+        """Copy of all there is."""
+
+    def reset(self, snapshot: torch.Tensor) -> None:
+        """Put a copy of all there was back."""
+
+
+class MappedStates:
+    """The CPU form: dense rows, committed by the first write."""
+
+    def __init__(self, num_rows: int, capacity: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self._capacity = capacity
+        self._row_bytes = capacity * hidden_size * dtype.itemsize
+        self._map, memory = reserve(num_rows * self._row_bytes, huge=False)
+        self._states = memory.view(dtype).view(-1, hidden_size)  # [num_rows · capacity, hidden]
+
+    @property
+    def state_bytes(self) -> int:
+        return self._row_bytes // self._capacity
+
+    def put(self, rows: Ints, slots: Ints, states: torch.Tensor) -> None:
+        """See `RowStates.put`."""
+        self._states.index_copy_(0, torch.from_numpy(rows * self._capacity + slots), states)
+
+    def take(self, rows: Ints, slots: Ints) -> torch.Tensor:
+        """See `RowStates.take`."""
+        return self._states.index_select(0, torch.from_numpy(rows * self._capacity + slots))
+
+    def release(self, row: int) -> None:
+        """See `RowStates.release`."""
+        begin = -(-row * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def snapshot(self) -> torch.Tensor:
+        """See `RowStates.snapshot`."""
+        return self._states.clone()
+
+    def reset(self, snapshot: torch.Tensor) -> None:
+        """See `RowStates.reset`."""
+        self._states.copy_(snapshot)

@@ -1,0 +1,135 @@
+"""The replicas of one depth class and their sequences, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quadriga.policies.ares.forecast import NUM_COLUMNS, NUM_LOADS, check_forecast
+from quadriga.types import DepthClass, ReplicaSnapshot
+
+_WIRE = np.dtype("<f4")
+
+
+@dataclass(slots=True)
+class ClusterForecast:
+    """n replicas and the R sequences they hold, in the order of the replicas' names.
+
+    Attributes:
+        names: [n], ascending.
+        grid_s: [17], seconds; the first is now.
+        load_s: [n, 17], what the sequences add to a step.
+        tokens: [n, 17], KV tokens held.
+        base_s: [n], a step without sequences.
+        step_s: [n], a step as lately measured.
+        capacity_tokens: [n].
+        free_slots: [n], sequences that still fit; 0 for a replica that drains.
+        rows: [R, NUM_COLUMNS], see `forecast`.
+        owner: [R], index of the replica that holds the row, ascending.
+        sequence_ids: [R].
+        has_predictions: False where any replica has none.
+    """
+
+    names: list[str]
+    grid_s: NDArray[np.float64]
+    load_s: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    base_s: NDArray[np.float64]
+    step_s: NDArray[np.float64]
+    capacity_tokens: NDArray[np.float64]
+    free_slots: NDArray[np.int64]
+    rows: NDArray[np.float32]
+    owner: NDArray[np.int64]
+    sequence_ids: Sequence[str]
+    has_predictions: bool
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+WhoseRows = Callable[[ClusterForecast], NDArray[np.int64]]
+"""Asked with the replicas' own figures: the indices of the replicas whose rows are wanted."""
+
+
+def unpack(
+    snapshots: Sequence[ReplicaSnapshot], whose_rows: WhoseRows | None = None
+) -> ClusterForecast | None:
+    """Put the packed snapshots of one depth class together.
+
+    Replicas without a forecast, and those whose grid is not the grid of the most, are left out:
+    they can neither give nor take.
+
+    Args:
+        whose_rows: Rows are most of the bytes; those of other replicas are left packed. None: all.
+
+    Returns:
+        None where fewer than two replicas can be compared.
+
+    Raises:
+        ConfigError: A forecast is malformed.
+    """
+    grid = common_grid(snapshots)
+    able = [s for s in snapshots if s.forecast is not None and s.forecast.grid_s == grid]
+    if grid is None or len(able) < 2:
+        return None
+    able.sort(key=lambda s: s.info.name)
+    forecasts = [s.forecast for s in able if s.forecast is not None]
+    for forecast in forecasts:
+        check_forecast(forecast)
+    free = [0 if s.draining else s.info.num_slots - s.num_running - s.num_waiting for s in able]
+    cluster = ClusterForecast(
+        names=[s.info.name for s in able],
+        grid_s=np.array(grid),
+        load_s=_stacked([f.load_s for f in forecasts], NUM_LOADS).astype(np.float64),
+        tokens=_stacked([f.tokens for f in forecasts], NUM_LOADS).astype(np.float64),
+        base_s=np.array([f.base_s for f in forecasts]),
+        step_s=np.array([max(s.step_time_s, 1e-9) for s in able]),
+        capacity_tokens=np.array([s.info.kv_capacity_tokens for s in able], dtype=np.float64),
+        free_slots=np.array(free, dtype=np.int64),
+        rows=np.empty((0, NUM_COLUMNS), dtype=np.float32),
+        owner=np.empty(0, dtype=np.int64),
+        sequence_ids=(),
+        has_predictions=all(f.has_predictions for f in forecasts),
+    )
+    wanted = np.arange(len(able)) if whose_rows is None else whose_rows(cluster)
+    mine = [forecasts[i] for i in wanted.tolist()]
+    cluster.rows = _stacked([f.rows for f in mine], NUM_COLUMNS)
+    cluster.owner = np.repeat(wanted, [len(f.sequence_ids) for f in mine])
+    cluster.sequence_ids = list(chain.from_iterable(f.sequence_ids for f in mine))
+    return cluster
+
+
+def no_rows(cluster: ClusterForecast) -> NDArray[np.int64]:
+    """For who wants the replicas' own figures alone."""
+    return np.empty(0, dtype=np.int64)
+
+
+def _stacked(parts: list[bytes], columns: int) -> NDArray[np.float32]:
+    return np.frombuffer(b"".join(parts), dtype=_WIRE).reshape(-1, columns)
+
+
+def common_grid(snapshots: Sequence[ReplicaSnapshot]) -> tuple[float, ...] | None:
+    """The grid most replicas use; the smallest among equals."""
+    counts: dict[tuple[float, ...], int] = {}
+    for snapshot in snapshots:
+        if snapshot.forecast is not None:
+            grid = snapshot.forecast.grid_s
+            counts[grid] = counts.get(grid, 0) + 1
+    return min(counts, key=lambda grid: (-counts[grid], grid), default=None)
+
+
+def by_class(snapshots: Sequence[ReplicaSnapshot]) -> dict[DepthClass, list[ReplicaSnapshot]]:
+    """Snapshots by depth class; sequences move freely only inside one."""
+    classes: dict[DepthClass, list[ReplicaSnapshot]] = {}
+    last: DepthClass | None = None
+    members: list[ReplicaSnapshot] = []
+    for snapshot in snapshots:
+        depth_class = snapshot.info.depth_class
+        if depth_class is not last:  # a class is hashed once for a run of replicas
+            last, members = depth_class, classes.setdefault(depth_class, [])
+        members.append(snapshot)
+    return classes

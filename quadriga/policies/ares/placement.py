@@ -1,0 +1,99 @@
+"""Where a prefilled sequence decodes: the replica whose balance and memory it hurts least.
+
+Source: ARES §3 ("according to its input length, predicted output length, and the current load");
+the rule is ours: putting load x(t) on replica t raises the variance at each point by
+`(2/n) · x · (L_t − L̄)` and a term that is the same for all, so the least `Σ ω x L_t` is the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quadriga.policies.ares.cluster import ClusterForecast, no_rows, unpack
+from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
+from quadriga.policies.ares.settings import AresSettings, num_memory_points
+from quadriga.policies.baselines.placement import CurrentLoad
+from quadriga.policies.load import has_room
+from quadriga.types import PlaceRequest, ReplicaSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What a sequence adds to a decode step of the class."""
+
+    per_sequence_s: float
+    per_token_s: float
+
+
+def best_replica(
+    cluster: ClusterForecast,
+    request: PlaceRequest,
+    able: NDArray[np.bool_],
+    settings: AresSettings,
+    costs: StepCosts,
+) -> int | None:
+    """Index of the replica to take the sequence, or None where it shall wait or is unforeseen.
+
+    Where its upper forecast fits no replica's memory it waits for room, so that what runs is not
+    preempted for it; but only for a share of the time it would run itself. Then the one with the
+    most room at the tightest point takes it: rescheduling has time to help.
+
+    Args:
+        able: [n], those with room now.
+    """
+    if request.prediction is None or not able.any():
+        return None
+    tokens = np.array([float(request.num_tokens)])
+    ahead = tokens_ahead(cluster.grid_s, cluster.step_s)
+    mean_ahead = tokens_ahead(cluster.grid_s, cluster.step_s.mean())
+    x = load_rows(
+        tokens,
+        np.array([request.prediction.mean]),
+        mean_ahead[None, :],
+        per_sequence_s=costs.per_sequence_s,
+        per_token_s=costs.per_token_s,
+    )[0]
+    n = len(cluster)
+    upper = np.full(n, request.prediction.upper)
+    held = memory_rows(np.repeat(tokens, n), upper, ahead)
+    limit = settings.memory_limit * cluster.capacity_tokens
+    points = num_memory_points(settings, cluster.grid_s)
+    room = (limit[:, None] - cluster.tokens - held)[:, :points].min(axis=1)
+    fits = able & (room >= 0.0)
+    if not fits.any():
+        patience_s = settings.hold_share * request.prediction.mean * cluster.step_s.mean()
+        if request.waited_s < patience_s:
+            return None
+        return int(np.argmax(np.where(able, room, -np.inf)))
+    cost = cluster.load_s @ (settings.omega * x)
+    return int(np.argmin(np.where(fits, cost, np.inf)))
+
+
+class AresPlacement:
+    """Placement by forecast; by current load where there is no prediction or no forecast.
+
+    Args:
+        load_only: Asked at each placement: predictions are not to be believed now.
+    """
+
+    def __init__(self, costs: StepCosts, settings: AresSettings | None = None) -> None:
+        self._costs = costs
+        self._settings = settings or AresSettings()
+        self._current = CurrentLoad()
+        self.load_only = False
+
+    def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
+        """See `Placement.choose`; the snapshots are of one depth class."""
+        cluster = None
+        if request.prediction is not None and not self.load_only:
+            cluster = unpack(snapshots, no_rows)
+        if cluster is None or len(cluster) != len(snapshots) or not cluster.has_predictions:
+            return self._current.choose(request, snapshots)
+        by_name = {s.info.name: s for s in snapshots}
+        able = np.array([has_room(by_name[n], request) for n in cluster.names])
+        index = best_replica(cluster, request, able, self._settings, self._costs)
+        return None if index is None else cluster.names[index]

@@ -1,0 +1,89 @@
+"""Who is overloaded, who is not, and what counts how much.
+
+Source: ARES §5.2, Algorithm 1, phase 1; differs: 𝒰 by the weighted load as 𝒪 is, and sources whose
+own memory will run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quadriga.policies.ares.cluster import ClusterForecast
+from quadriga.policies.ares.forecast import NUM_LOADS
+from quadriga.policies.ares.settings import AresSettings, num_memory_points
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What counts how much.
+
+    Attributes:
+        variance: ω, [17]: weights of the variance at each point.
+        load: [17]: weights of a replica's weighted load w.
+        is_load_only: Only the present counts; predictions are not looked at.
+    """
+
+    variance: NDArray[np.float64]
+    load: NDArray[np.float64]
+    is_load_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Who gives and who takes; indices of replicas.
+
+    Attributes:
+        sources: 𝒪, ascending.
+        destinations: 𝒰, ascending.
+        is_rescue: [n]: sources whose own memory is forecast to run out.
+    """
+
+    sources: NDArray[np.int64]
+    destinations: NDArray[np.int64]
+    is_rescue: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One move: indices into the cluster, and the share of the variance it removes."""
+
+    row: int
+    source: int
+    destination: int
+    gain: float
+    is_rescue: bool
+
+
+def weights(settings: AresSettings, *, load_only: bool) -> Weights:
+    """Return the weights of a mode."""
+    if load_only:
+        now = np.zeros(NUM_LOADS)
+        now[0] = 1.0
+        return Weights(now, now, True)
+    return Weights(settings.omega, np.concatenate(([0.0], settings.beta)), False)
+
+
+def classify(
+    cluster: ClusterForecast, settings: AresSettings, weigh: Weights, busy: Set[str]
+) -> Roles:
+    """Tell overloaded and underloaded replicas by their weighted load.
+
+    Args:
+        busy: Replicas with a move under way; they neither give nor take.
+    """
+    w = cluster.load_s @ weigh.load
+    free = np.array([name not in busy for name in cluster.names])
+    points = 1 if weigh.is_load_only else num_memory_points(settings, cluster.grid_s)
+    tokens = cluster.tokens[:, :points].max(axis=1)
+    is_rescue = tokens > settings.rescue_limit * cluster.capacity_tokens
+    over = (w > (1.0 + settings.theta) * w.mean()) | is_rescue
+    able = free & (cluster.free_slots > 0)
+    under = able & (w < (1.0 - settings.theta) * w.mean())
+    if not under.any() and able.any():
+        under = np.zeros_like(able)
+        under[np.flatnonzero(able)[np.argmin(w[able])]] = True
+    return Roles(np.flatnonzero(over & free), np.flatnonzero(under), is_rescue)

@@ -1,0 +1,80 @@
+"""Which sequence to move, from which replica to which: exact, without trying them all.
+
+Moving load x(t) from replica s to replica t changes the variance over n replicas at each point by
+`(2/n) · x · (x + L_t − L_s)`, so the weighted variance that a move removes is a row's own term
+minus one matrix product of all rows with all destinations. The conditions (memory, ping-pong,
+gain over cost) are looked at only for rows that can still win: rows come in the order of their
+best conceivable gain, and the search ends where no unseen row can beat the best one seen.
+
+A move between two replicas changes no other pair's gain, so several moves of one tick, between
+disjoint replicas, add up exactly.
+
+Source: ARES §5.2, Algorithm 1; differs: closed form instead of simulation per candidate, 𝒰 by the
+weighted load, memory at the forecast peak with the migrant's own cache, several moves a tick.
+
+Against ping-pong: a move may turn the difference of a pair's weighted loads round, but not to
+more than (1 − θ) of what it was. (It need not shrink by θ otherwise: among many small sequences
+no single move could.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quadriga.policies.ares.cluster import ClusterForecast
+from quadriga.policies.ares.forecast import MOVABLE, MOVES, REMAINING, SINCE_MOVE_S, TOKENS
+from quadriga.policies.ares.roles import Choice, Roles, Weights, classify
+from quadriga.policies.ares.search import Search
+from quadriga.policies.ares.settings import AresSettings, TransferCosts
+
+
+def select(
+    cluster: ClusterForecast,
+    settings: AresSettings,
+    costs: TransferCosts,
+    weigh: Weights,
+    *,
+    busy: Set[str] = frozenset(),
+) -> list[Choice]:
+    """Choose the moves of one tick, the best first; each replica takes part in one at most.
+
+    Ties go to fewer KV tokens, then the longer remaining, then the smallest ids.
+    """
+    roles = classify(cluster, settings, weigh, busy)
+    variance = float(cluster.load_s.var(axis=0) @ weigh.variance)
+    if not len(roles.sources) or not len(roles.destinations) or variance <= 0.0:
+        return []
+    rows = candidate_rows(cluster, settings, costs, weigh, roles)
+    if not len(rows):
+        return []
+    search = Search(cluster, settings, costs, weigh, roles, variance, rows)
+    most = max(1, round(settings.moves_share * len(cluster)))
+    choices: list[Choice] = []
+    while len(choices) < most and (choice := search.next()) is not None:
+        choices.append(choice)
+    return choices
+
+
+def candidate_rows(
+    cluster: ClusterForecast,
+    settings: AresSettings,
+    costs: TransferCosts,
+    weigh: Weights,
+    roles: Roles,
+) -> NDArray[np.int64]:
+    """Rows of overloaded replicas that may move at all, and last long enough to be worth it."""
+    is_source = np.zeros(len(cluster), dtype=bool)
+    is_source[roles.sources] = True
+    rows = np.flatnonzero(is_source[cluster.owner])
+    held = cluster.rows[rows, TOKENS:]
+    ok = held[:, MOVABLE - TOKENS] > 0
+    ok &= held[:, MOVES - TOKENS] < settings.max_moves
+    ok &= held[:, SINCE_MOVE_S - TOKENS] >= settings.cooldown_s
+    if not weigh.is_load_only:
+        cost_s = costs.seconds(held[:, 0].astype(np.float64))
+        least = settings.remaining_factor * cost_s / cluster.step_s.mean()
+        ok &= held[:, REMAINING - TOKENS] > least
+    return rows[ok]

@@ -1,0 +1,133 @@
+"""The constants of rescheduling, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from quadriga.errors import ConfigError
+
+NUM_POINTS = 16
+FIRST_POINT_TOKENS = 20.0
+POINT_RATIO = 1.64
+"""Points of the horizon: 20 · 1.64^i tokens ahead, 20 … 33,000, at the class's reference step."""
+
+PAPER_REPLICAS = 3
+"""Decode replicas of the cluster that the acceptance share is stated for."""
+
+
+def horizon_s(reference_step_s: float) -> tuple[float, ...]:
+    """Return the grid of a depth class: now, then 16 points ahead, in seconds.
+
+    All replicas of a class must use one grid, or their forecasts cannot be compared; a slow
+    replica is fewer tokens ahead at the same point.
+
+    Args:
+        reference_step_s: A typical decode step of the class; the same on every replica.
+    """
+    if not 0.0 < reference_step_s < 1e3:
+        raise ConfigError(
+            f"reference_step_s: {reference_step_s} must lie in 0..1000 s", param="reference_step_s"
+        )
+    ahead = (FIRST_POINT_TOKENS * POINT_RATIO**i for i in range(NUM_POINTS))
+    return (0.0, *(tokens * reference_step_s for tokens in ahead))
+
+
+@dataclass(frozen=True, slots=True)
+class AresSettings:
+    """How rescheduling decides.
+
+    Attributes:
+        theta: A replica is overloaded above (1 + θ) times the mean, underloaded below (1 − θ).
+        decay: β of a horizon point over the β of the point before it.
+        min_gain: Least share of the variance that a move must remove, for 3 replicas; of n it is
+            asked 3/n of it, as one move among many can remove no more.
+        memory_limit: Share of a destination's KV memory that its forecast peak may reach.
+        memory_horizon_s: Peaks further ahead than this are left to later ticks.
+        rescue_limit: A source whose own peak is forecast above this share is relieved whatever
+            the balance says.
+        cooldown_s: A sequence is left where it is for this long after a move.
+        max_moves: Moves of one sequence in its life.
+        moves_share: Moves in one tick, as a share of the replicas; at least one.
+        cost_factor: The lower-bound gain must be this many times the cost of the move.
+        hold_share: A prefilled sequence whose forecast fits no replica waits for room, at most for
+            this share of the time it is predicted to decode.
+        remaining_factor: Remaining time must exceed this many times the cost of the move.
+    """
+
+    theta: float = 0.15
+    decay: float = 0.8
+    min_gain: float = 0.05
+    memory_limit: float = 0.9
+    memory_horizon_s: float = 100.0
+    rescue_limit: float = 0.9
+    cooldown_s: float = 5.0
+    max_moves: int = 2
+    moves_share: float = 1 / 32
+    cost_factor: float = 1.0
+    remaining_factor: float = 2.0
+    hold_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        _in_range("theta", self.theta, 0.0, 1.0)
+        _in_range("decay", self.decay, 0.0, 1.0)
+        _in_range("min_gain", self.min_gain, 0.0, 1.0)
+        _in_range("memory_limit", self.memory_limit, 0.0, 1.0)
+        _in_range("memory_horizon_s", self.memory_horizon_s, 0.0, 1e6)
+        _in_range("rescue_limit", self.rescue_limit, 0.0, 1.0)
+        _in_range("cooldown_s", self.cooldown_s, 0.0, 3600.0)
+        _in_range("max_moves", self.max_moves, 0, 1000)
+        _in_range("moves_share", self.moves_share, 0.0, 1.0)
+        _in_range("cost_factor", self.cost_factor, 0.0, 1e3)
+        _in_range("remaining_factor", self.remaining_factor, 0.0, 1e3)
+        _in_range("hold_share", self.hold_share, 0.0, 10.0)
+
+    @property
+    def beta(self) -> NDArray[np.float64]:
+        """Weights of the horizon points, falling, together 1: [NUM_POINTS]."""
+        raw = np.power(self.decay, np.arange(NUM_POINTS, dtype=np.float64))
+        return np.asarray(raw / raw.sum())
+
+    @property
+    def omega(self) -> NDArray[np.float64]:
+        """Weights of the variance: 1 for now, then β: [NUM_POINTS + 1].
+
+        Source: ARES §5.2, Eq. 4.
+        """
+        return np.concatenate(([1.0], self.beta))
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCosts:
+    """What moving a sequence costs in one depth class.
+
+    Attributes:
+        bytes_per_token: KV of one token, all loaded layers.
+        bandwidth_bytes_per_s: Between two decode replicas.
+        round_trip_s: Reserve, commit and acknowledge.
+    """
+
+    bytes_per_token: float
+    bandwidth_bytes_per_s: float
+    round_trip_s: float = 0.01
+
+    @overload
+    def seconds(self, num_tokens: float) -> float: ...
+    @overload
+    def seconds(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]: ...
+    def seconds(self, num_tokens: float | NDArray[np.float64]) -> float | NDArray[np.float64]:
+        """C_mig: bytes over bandwidth, and the round trip. Source: ARES §5.2."""
+        return num_tokens * self.bytes_per_token / self.bandwidth_bytes_per_s + self.round_trip_s
+
+
+def num_memory_points(settings: AresSettings, grid_s: ArrayLike) -> int:
+    """Points of the grid at which memory is looked at: now, and those inside the horizon."""
+    return int(np.searchsorted(np.asarray(grid_s), settings.memory_horizon_s, side="right"))
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: {value} must lie in {low:g}..{high:g}", param=name)

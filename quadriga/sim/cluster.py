@@ -1,0 +1,355 @@
+"""The simulated cluster: an event queue, and the road of a request through it.
+
+    arrival → admission → prefill queue → prefill pass → placement → KV transfer → decode batch
+                                  ↑                          ↑ no room: waits         │ ↑
+                                  └── rebuilt after a death ──────────── tick: move ──┘ └ full
+
+Admission, prefill queue, placement, rescheduling and the choice of victims are the cluster's own
+code; only the time that work takes is modelled.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quadriga.config import SchedulerConfig
+from quadriga.errors import QuadrigaError
+from quadriga.policies.admission import admit
+from quadriga.sim.board import NOWHERE, Board
+from quadriga.sim.config import DEPTH_CLASS, MODEL, Failure, SimConfig
+from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.moving import Moving
+from quadriga.sim.placing import Placing
+from quadriga.sim.policies import PolicySet
+from quadriga.sim.prediction import Predictor
+from quadriga.sim.prefill import PrefillReplica
+from quadriga.sim.records import Gaps, Happened, Sequence
+from quadriga.sim.results import Run, Sample
+from quadriga.types import AdmitRequest, ReplicaInfo, ReplicaSnapshot, Role
+
+_SCHEDULER = SchedulerConfig()
+_MOST_ASKED = 16
+"""Of those who wait for a decode replica, so many are looked at each time."""
+
+
+class Simulation:
+    """One run of one load under one policy.
+
+    Args:
+        arrivals_s: [num_requests], ascending.
+        input_tokens, output_tokens: [num_requests].
+        predictor: In place of the policy's own; policies that do not foresee ask none.
+        on_tick: Called at each tick with the time and the number of open requests.
+        on_decision: Called with (now, cluster, busy, load_only, orders) of each decision, for
+            recordings.
+        make_replica: Makes the decode replicas; tests put a plain one here.
+    """
+
+    def __init__(
+        self,
+        config: SimConfig,
+        policy: PolicySet,
+        arrivals_s: NDArray[np.float64],
+        input_tokens: NDArray[np.int64],
+        output_tokens: NDArray[np.int64],
+        *,
+        predictor: Predictor | None = None,
+        on_tick: Callable[[float, int], None] | None = None,
+        on_decision: Callable[..., None] | None = None,
+        make_replica: Callable[..., DecodeReplica] = DecodeReplica,
+    ) -> None:
+        self._config, self._policy = config, policy
+        self._arrivals_s = arrivals_s
+        self._input, self._output = input_tokens.tolist(), output_tokens.tolist()
+        self._on_tick, self._on_decision = on_tick, on_decision
+        self._run = run = Run(len(arrivals_s))
+        profile = config.profile
+        names = [f"decode-{i:04}" for i in range(config.num_decode)]
+        self._decode = [make_replica(n, profile, config.memory, run.gaps.append) for n in names]
+        self._board = Board(names, profile, input_tokens, output_tokens)
+        self._placing = Placing(config, policy, self._board, output_tokens, predictor)
+        self._moving = Moving(
+            config, self._board, self._decode, run, changed=self._changed, at=self._at
+        )
+        self._prefill = {
+            name: PrefillReplica(name, profile, config.prefill)
+            for name in (f"prefill-{i:04}" for i in range(config.num_prefill))
+        }
+        self._prefill_snapshots = [_prefill_snapshot(name) for name in self._prefill]
+        self._roomless: deque[int] = deque()
+        self._still_roomless: list[int] = []
+        self._rebuilt: dict[int, int] = {}  # KV tokens of the sequences that prefill makes anew
+        self._halted_s: dict[int, float] = {}
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_events = 0
+        self._versions = [0] * config.num_decode
+        self._num_open = len(arrivals_s)
+
+    # Events
+
+    def run(self) -> Run:
+        """Simulate until every request is finished or failed, or time is up."""
+        for index, at_s in enumerate(self._arrivals_s.tolist()):
+            self._at(at_s, self._arrive, index)
+        for failure in self._config.failures:
+            self._at(failure.at_s, self._fail, failure)
+        self._at(0.0, self._tick)
+        now_s = 0.0
+        while self._events and self._num_open:
+            now_s, _, action, arguments = heapq.heappop(self._events)
+            if now_s > self._config.limit_s:
+                break
+            action(now_s, *arguments)
+        self._run.end(min(now_s, self._config.limit_s))
+        return self._run
+
+    def _at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Call `action(at_s, *arguments)` at a time; equal times in the order of the asking."""
+        self._num_events += 1
+        heapq.heappush(self._events, (at_s, self._num_events, action, arguments))
+
+    # Admission and prefill
+
+    def _arrive(self, now_s: float, index: int) -> None:
+        replicas = self._prefill.values()
+        for snapshot, replica in zip(self._prefill_snapshots, replicas, strict=True):
+            snapshot.num_waiting = replica.num_waiting
+            snapshot.waiting_tokens = replica.waiting_tokens
+            snapshot.tokens_per_s = replica.tokens_per_s
+        request = AdmitRequest(
+            sequence_id=str(index),
+            model=MODEL,
+            num_prompt_tokens=self._input[index],
+            max_tokens=max(self._output[index], self._config.profile.max_tokens),
+            priority=0,
+            deadline_unix_s=math.inf,
+        )
+        try:
+            admission = admit(
+                request,
+                [*self._prefill_snapshots, self._placing.any_snapshot],
+                now_unix_s=0.0,
+                scheduler=_SCHEDULER,
+                prefill=self._config.prefill,
+            )
+            self._to_prefill(now_s, index, self._input[index], admission.prefill_replica)
+        except QuadrigaError as exc:
+            self._close(now_s, index, failure=exc.code)
+
+    def _to_prefill(self, now_s: float, index: int, num_tokens: int, name: str) -> None:
+        """Queue a prompt, or a sequence to be rebuilt. Raises: Overloaded."""
+        replica = self._prefill[name]
+        replica.push(index, num_tokens, float(self._arrivals_s[index]), now_s=now_s)
+        if not replica.is_busy:
+            self._next_pass(now_s, replica)
+
+    def _next_pass(self, now_s: float, replica: PrefillReplica) -> None:
+        rows = self._config.prefill.max_rows * len(self._prefill)
+        if len(self._roomless) >= rows:
+            return  # all rows hold sequences that wait for a decode replica
+        pass_s = replica.start_pass(now_s=now_s)
+        if pass_s is not None:
+            self._at(now_s + pass_s, self._prefilled, replica)
+
+    def _prefilled(self, now_s: float, replica: PrefillReplica) -> None:
+        """A pass is over: its sequences have their first token, and look for a decode replica."""
+        for index in replica.in_pass:
+            if index not in self._rebuilt:
+                self._run.first_token_s[index] = now_s
+                self._run.produced[index] = 1
+                if self._output[index] == 1:
+                    self._close(now_s, index)
+                    continue
+            if not self._place(now_s, index):
+                self._roomless.append(index)
+        replica.is_busy = False
+        self._next_pass(now_s, replica)
+
+    def _wake_prefill(self, now_s: float) -> None:
+        for replica in self._prefill.values():
+            if not replica.is_busy:
+                self._next_pass(now_s, replica)
+
+    def _place(self, now_s: float, index: int) -> bool:
+        """Send a prefilled sequence to a decode replica; False where none has room."""
+        tokens = self._rebuilt.get(index, self._input[index] + 1)
+        prefilled_s = self._halted_s.setdefault(index, now_s)
+        replica = self._placing.choose(now_s, index, tokens, now_s - prefilled_s)
+        if replica is None:
+            return False
+        self._rebuilt.pop(index, None)
+        sequence = Sequence(
+            index=index,
+            tokens=tokens,
+            final_tokens=self._input[index] + self._output[index],
+            prompt_tokens=self._input[index],
+            arrival_s=float(self._arrivals_s[index]),
+        )
+        self._decode[replica].join(sequence, ready_s=now_s + self._config.link.seconds(tokens))
+        self._board.owner[index] = replica
+        self._board.base[index] = tokens
+        self._board.is_running[index] = False
+        self._changed(replica)
+        return True
+
+    def _place_roomless(self, now_s: float) -> None:
+        """Ask again for those who wait, the first ones first."""
+        for _ in range(min(len(self._roomless), _MOST_ASKED)):
+            index = self._roomless.popleft()
+            if not self._place(now_s, index):
+                self._still_roomless.append(index)
+        self._roomless.extendleft(reversed(self._still_roomless))
+        self._still_roomless.clear()
+        self._wake_prefill(now_s)
+
+    # Decoding
+
+    def _changed(self, replica: int) -> None:
+        """Note a replica's state and when something happens there next."""
+        self._board.note(replica, self._decode[replica])
+        self._versions[replica] += 1
+        next_s = self._decode[replica].next_event_s()
+        if next_s < math.inf:
+            self._at(next_s, self._decode_event, replica, self._versions[replica])
+
+    def _decode_event(self, now_s: float, replica: int, version: int) -> None:
+        if version != self._versions[replica]:
+            return  # something else happened there first
+        happened = self._decode[replica].run_to_event(now_s)
+        self._changed(replica)
+        self._note(now_s, replica, happened)
+        if self._roomless and (happened.finished or happened.left):
+            self._place_roomless(now_s)
+
+    def _note(self, now_s: float, index: int, happened: Happened) -> None:
+        board, replica = self._board, self._decode[index]
+        for sequence in happened.finished:
+            self._finish(now_s, sequence)
+        for sequence in happened.preempted:
+            board.is_running[sequence.index] = False
+            board.base[sequence.index] = sequence.tokens
+            self._halted_s.setdefault(sequence.index, now_s)
+            self._run.preempted[sequence.index] += 1
+            self._run.num_full += 1
+            self._moving.give_up(sequence.index)
+        for sequence in happened.joined:
+            self._moving.joined(replica.anchor_s, sequence.index)
+            if sequence.index in replica.running:  # not preempted at once
+                board.is_running[sequence.index] = True
+                board.base[sequence.index] = sequence.tokens - replica.steps
+                halted_s = self._halted_s.pop(sequence.index)
+                gap_s = replica.anchor_s - halted_s
+                self._run.gaps.append(Gaps(gap_s, gap_s, 1))
+        for sequence in happened.left:
+            self._halted_s[sequence.index] = now_s
+            self._moving.hand_over(now_s, sequence)
+
+    def _finish(self, now_s: float, sequence: Sequence) -> None:
+        index = sequence.index
+        self._run.produced[index] = sequence.tokens - sequence.prompt_tokens
+        self._placing.finished(index, self._output[index])
+        self._moving.give_up(index)
+        self._close(now_s, index)
+
+    def _close(self, now_s: float, index: int, failure: str | None = None) -> None:
+        """A request is over, for good."""
+        self._run.close(index, now_s, failure)
+        self._board.owner[index] = NOWHERE
+        self._board.is_running[index] = False
+        self._num_open -= 1
+
+    # The tick
+
+    def _tick(self, now_s: float) -> None:
+        self._at(now_s + self._config.tick_s, self._tick)
+        self._sample(now_s)
+        if self._policy.rescheduler is not None and self._board.is_alive.sum() > 1:
+            self._reschedule(now_s)
+        self._place_roomless(now_s)
+        if self._on_tick is not None:
+            self._on_tick(now_s, self._num_open)
+
+    def _sample(self, now_s: float) -> None:
+        board = self._board
+        new_steps = board.new_steps(now_s)
+        step_s = board.step_s(new_steps)[board.is_alive]
+        share = board.used_tokens(new_steps)[board.is_alive]
+        share = share / self._config.profile.kv_capacity_tokens
+        if len(step_s):
+            self._run.samples.append(
+                Sample(
+                    at_s=now_s,
+                    variance_ms2=float(np.var(1e3 * step_s)),
+                    mean_step_s=float(step_s.mean()),
+                    most_used=float(share.max()),
+                    mean_used=float(share.mean()),
+                    num_running=int(board.num_running.sum()),
+                )
+            )
+
+    def _reschedule(self, now_s: float) -> None:
+        rescheduler, placing = self._policy.rescheduler, self._placing
+        assert rescheduler is not None
+        cluster = self._board.forecast(
+            now_s, placing.grid_s, self._config.capacity_tokens, placing.predictor
+        )
+        load_only = placing.drift.is_drifting
+        busy = frozenset(self._moving.busy)
+        orders = rescheduler.decide(
+            cluster, DEPTH_CLASS, self._config.link, busy=busy, load_only=load_only
+        )
+        if self._on_decision is not None:
+            self._on_decision(now_s, cluster, busy, load_only, orders)
+        placing.forecast = cluster if self._policy.foresees else None
+        for order in orders:
+            self._moving.start(now_s, order)
+
+    # Failures
+
+    def _fail(self, now_s: float, failure: Failure) -> None:
+        """A decode replica dies: what it held is computed anew elsewhere, from its tokens."""
+        replica = failure.replica
+        if not self._board.is_alive[replica]:
+            return
+        self._board.is_alive[replica] = False
+        self._placing.forecast = None
+        self._moving.replica_died(replica)
+        self._rebuild(now_s, self._decode[replica].kill(now_s))
+        self._changed(replica)
+        self._at(now_s + failure.down_s, self._recover, replica)
+
+    def _rebuild(self, now_s: float, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            index = sequence.index
+            self._moving.lost(index)
+            self._board.owner[index] = NOWHERE
+            self._board.is_running[index] = False
+            self._run.rebuilt[index] += 1
+            self._run.produced[index] = sequence.tokens - sequence.prompt_tokens
+            self._halted_s.setdefault(index, now_s)
+            self._rebuilt[index] = sequence.tokens
+            least = min(
+                self._prefill.values(), key=lambda p: (p.waiting_tokens, p.num_waiting, p.name)
+            )
+            try:
+                self._to_prefill(now_s, index, sequence.tokens, least.name)
+            except QuadrigaError as exc:
+                self._close(now_s, index, failure=exc.code)
+
+    def _recover(self, now_s: float, replica: int) -> None:
+        self._board.is_alive[replica] = True
+        self._placing.forecast = None
+        self._changed(replica)
+        self._place_roomless(now_s)
+
+
+def _prefill_snapshot(name: str) -> ReplicaSnapshot:
+    info = ReplicaInfo(name, Role.PREFILL, DEPTH_CLASS, name, name, 1, 1)
+    return ReplicaSnapshot(info=info, taken_unix_s=0.0)

@@ -1,0 +1,75 @@
+"""What is simulated, besides the load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from quadriga.config import PrefillConfig
+from quadriga.errors import ConfigError
+from quadriga.policies.ares import TransferCosts
+from quadriga.sim.profiles import CostProfile
+from quadriga.sim.records import RECOMPUTE, MemoryRules
+from quadriga.types import DepthClass
+
+MODEL = "simulated"
+DEPTH_CLASS = DepthClass(MODEL, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A decode replica dies and comes back empty."""
+
+    at_s: float
+    replica: int
+    down_s: float
+
+
+def _deep_queue() -> PrefillConfig:
+    """Queues that an overload fills late: what is refused is refused under every policy."""
+    return PrefillConfig(max_queued_sequences=100_000, max_queued_tokens=1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """One simulated cluster.
+
+    Attributes:
+        bandwidth_bytes_per_s: Between replicas; None is the profile's.
+        precopy: The source decodes on while the KV moves (ours); False: the sequence stands still
+            until all of it is there (the paper's).
+        tick_s: Between two looks of the rescheduler, and between two samples.
+        limit_s: The run is cut at this simulated time; what is unfinished then counts as failed.
+    """
+
+    profile: CostProfile
+    num_decode: int
+    num_prefill: int
+    seed: int = 0
+    bandwidth_bytes_per_s: float | None = None
+    memory: MemoryRules = RECOMPUTE
+    precopy: bool = True
+    tick_s: float = 1.0
+    limit_s: float = math.inf
+    failures: tuple[Failure, ...] = ()
+    prefill: PrefillConfig = field(default_factory=_deep_queue)
+
+    def __post_init__(self) -> None:
+        if self.num_decode < 1 or self.num_prefill < 1:
+            raise ConfigError("at least one prefill and one decode replica are needed")
+        if any(not 0 <= f.replica < self.num_decode for f in self.failures):
+            raise ConfigError(f"failures: replicas are 0..{self.num_decode - 1}", param="failures")
+
+    @property
+    def capacity_tokens(self) -> int:
+        """KV tokens that running sequences of one decode replica may hold."""
+        return math.floor(self.memory.high * self.profile.kv_capacity_tokens)
+
+    @property
+    def link(self) -> TransferCosts:
+        """What moving a sequence between two replicas costs."""
+        return TransferCosts(
+            self.profile.kv_bytes_per_token,
+            self.bandwidth_bytes_per_s or self.profile.bandwidth_bytes_per_s,
+            self.profile.round_trip_s,
+        )

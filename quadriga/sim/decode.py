@@ -1,0 +1,273 @@
+"""A decode replica whose steps are counted, not made.
+
+Between two events nothing joins or leaves, every sequence gains one token a step, and so each
+step takes a little longer than the one before: k steps are a sum in closed form. An event is a
+sequence's last token, a full memory, or the first step boundary after someone asked to join or
+leave. A sequence's size is its base plus the steps its replica has made.
+
+Who is preempted, and who comes back first, is decided by the code that decides it on the cluster.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from quadriga.batching.preemption import PausedSequence, choose_return, choose_victim
+from quadriga.errors import InvariantViolation
+from quadriga.sim.profiles import CostProfile
+from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
+from quadriga.types import SamplingParams, SequenceState
+
+
+class DecodeReplica:
+    """One decode replica; see the module. Times are absolute simulated seconds."""
+
+    def __init__(
+        self, name: str, profile: CostProfile, rules: MemoryRules, on_gaps: Callable[[Gaps], None]
+    ) -> None:
+        self.name = name
+        self.profile = profile
+        self.rules = rules
+        self.steps = 0
+        self.anchor_s = 0.0  # when `steps` were made
+        self.tokens = 0  # KV tokens of the running, at the anchor
+        self.running: dict[int, Sequence] = {}
+        self.paused: dict[int, PausedSequence] = {}
+        self.promised: dict[int, int] = {}  # tokens of the sequences on their way here
+        self.num_preempted = 0
+        self._halted: dict[int, Sequence] = {}  # the paused, as sequences
+        self._joining: list[tuple[float, int, Sequence]] = []
+        self._leaving: set[int] = set()
+        self._leave_from_s = math.inf
+        self._ends: list[tuple[int, int]] = []  # (step, index), stale entries included
+        self._on_gaps = on_gaps
+
+    # What others look at
+
+    @property
+    def first_step_s(self) -> float:
+        """Seconds of the step that begins at the anchor."""
+        return self.profile.step.step_s(len(self.running), self.tokens)
+
+    @property
+    def held_tokens(self) -> int:
+        """At the anchor: the running, the paused, and the promised."""
+        paused = sum(s.tokens for s in self._halted.values())
+        return self.tokens + paused + sum(self.promised.values())
+
+    @property
+    def num_held(self) -> int:
+        return len(self.running) + len(self._halted) + len(self.promised)
+
+    def halted(self) -> list[Sequence]:
+        """The paused."""
+        return list(self._halted.values())
+
+    # What the cluster asks for
+
+    def join(self, sequence: Sequence, *, ready_s: float) -> None:
+        """Let a sequence into the batch at the first step boundary from `ready_s` on."""
+        self.promised.setdefault(sequence.index, sequence.tokens)
+        heapq.heappush(self._joining, (ready_s, sequence.index, sequence))
+
+    def leave(self, index: int, *, from_s: float) -> None:
+        """Take a running sequence out at the first step boundary from now on."""
+        self._leaving.add(index)
+        self._leave_from_s = min(self._leave_from_s, from_s)
+
+    def stay(self, index: int) -> None:
+        """Take back a `leave`."""
+        self._leaving.discard(index)
+        if not self._leaving:
+            self._leave_from_s = math.inf
+
+    def kill(self, now_s: float) -> list[Sequence]:
+        """Lose everything; returns what was held, at its size, the promised excluded."""
+        self._advance(self._steps_until(now_s))
+        lost = [self._stopped(s) for s in self.running.values()] + self.halted()
+        lost += [s for _, index, s in self._joining if index in self.promised]
+        self.running.clear()
+        self.paused.clear()
+        self._halted.clear()
+        self.promised.clear()
+        self._joining.clear()
+        self._leaving.clear()
+        self._ends.clear()
+        self._leave_from_s = math.inf
+        self.tokens, self.anchor_s = 0, now_s
+        return lost
+
+    # Time
+
+    def next_event_s(self) -> float:
+        """When something happens next, if nobody interferes; infinite when idle."""
+        if not self.running:
+            ready_s = self._joining[0][0] if self._joining else math.inf
+            if self._halted:
+                ready_s = self.anchor_s
+            return max(ready_s, self.anchor_s)
+        return self.anchor_s + self._duration_s(self._event_steps())
+
+    def run_to_event(self, now_s: float) -> Happened:
+        """Make the steps up to the next event, which is at `now_s`, and let it happen."""
+        if self.running:
+            self._advance(self._event_steps())
+        self.anchor_s = max(self.anchor_s, now_s)
+        happened = Happened()
+        self._finish(happened)
+        self._let_leave(now_s, happened)
+        self._let_join(happened)
+        self._preempt(happened)
+        self._resume(happened)
+        return happened
+
+    def _event_steps(self) -> int:
+        """Steps until the next event, from the anchor."""
+        while self._ends and self._is_stale(*self._ends[0]):
+            heapq.heappop(self._ends)
+        steps = self._ends[0][0] - self.steps
+        room = math.floor(self.rules.high * self.profile.kv_capacity_tokens) - self.tokens
+        steps = min(steps, max(0, room // len(self.running) + 1))
+        wanted_s = min(self._leave_from_s, self._joining[0][0] if self._joining else math.inf)
+        if wanted_s < self.anchor_s + self._duration_s(steps):
+            steps = self._boundary(wanted_s)
+        return steps
+
+    def _is_stale(self, step: int, index: int) -> bool:
+        sequence = self.running.get(index)
+        return sequence is None or sequence.base + step != sequence.final_tokens
+
+    def _duration_s(self, steps: int) -> float:
+        slope_s = self.profile.step.per_token_s * len(self.running)
+        return steps * self.first_step_s + slope_s * steps * (steps - 1) / 2.0
+
+    def _steps_until(self, now_s: float) -> int:
+        """Whole steps made by `now_s`."""
+        if not self.running or now_s <= self.anchor_s:
+            return 0
+        steps = self._boundary(now_s)
+        return steps if self.anchor_s + self._duration_s(steps) <= now_s else steps - 1
+
+    def _boundary(self, at_s: float) -> int:
+        """Steps to the first boundary at or after `at_s`: the quadratic solved, then rounded."""
+        wanted_s = at_s - self.anchor_s
+        if wanted_s <= 0.0:
+            return 0
+        first_s = self.first_step_s
+        half = self.profile.step.per_token_s * len(self.running) / 2.0
+        linear = first_s - half
+        # The root in the form that stays exact where the quadratic term vanishes.
+        root = 2.0 * wanted_s / (linear + math.sqrt(linear * linear + 4.0 * half * wanted_s))
+        steps = max(0, math.ceil(root))
+        while steps and self._duration_s(steps - 1) >= wanted_s:
+            steps -= 1
+        while self._duration_s(steps) < wanted_s:
+            steps += 1
+        return steps
+
+    def _advance(self, steps: int) -> None:
+        if steps <= 0 or not self.running:
+            return
+        num = len(self.running)
+        first_s = self.first_step_s
+        last_s = first_s + self.profile.step.per_token_s * num * (steps - 1)
+        self._on_gaps(Gaps(first_s, last_s, steps * num))
+        self.anchor_s += self._duration_s(steps)
+        self.steps += steps
+        self.tokens += steps * num
+
+    # What happens at a boundary, in this order
+
+    def _finish(self, happened: Happened) -> None:
+        while self._ends and (self._is_stale(*self._ends[0]) or self._ends[0][0] <= self.steps):
+            step, index = heapq.heappop(self._ends)
+            sequence = self.running.get(index)
+            if sequence is not None and sequence.base + step == sequence.final_tokens:
+                happened.finished.append(self._take_out(sequence))
+
+    def _let_leave(self, now_s: float, happened: Happened) -> None:
+        if self._leave_from_s > now_s:
+            return
+        for index in sorted(self._leaving):
+            sequence = self.running.get(index)
+            if sequence is not None:
+                happened.left.append(self._take_out(sequence))
+        self._leaving.clear()
+        self._leave_from_s = math.inf
+
+    def _let_join(self, happened: Happened) -> None:
+        while self._joining and self._joining[0][0] <= self.anchor_s:
+            _, index, sequence = heapq.heappop(self._joining)
+            self.promised.pop(index, None)
+            self._put_in(sequence)
+            happened.joined.append(sequence)
+
+    def _preempt(self, happened: Happened) -> None:
+        limit = math.floor(self.rules.high * self.profile.kv_capacity_tokens)
+        while self.tokens > limit and self.running:
+            states = [self._state(s) for s in self.running.values()]
+            victim = choose_victim(states)
+            if victim is None:
+                raise InvariantViolation(f"{self.name}: memory is full and nobody runs")
+            sequence = self._take_out(self.running[int(victim.sequence_id)])
+            self._halted[sequence.index] = sequence
+            self.paused[sequence.index] = PausedSequence(victim, None, None, self.anchor_s)
+            self.num_preempted += 1
+            happened.preempted.append(sequence)
+
+    def _resume(self, happened: Happened) -> None:
+        limit = self.rules.low * self.profile.kv_capacity_tokens
+        while (first := choose_return(self.paused.values())) is not None:
+            sequence = self._halted[int(first.state.sequence_id)]
+            coming = sum(self.promised[i] for _, i, _ in self._joining if i in self.promised)
+            is_alone = not self.running and not self._joining
+            if self.tokens + coming + sequence.tokens + 1 > limit and not is_alone:
+                return
+            del self.paused[sequence.index], self._halted[sequence.index]
+            if self.rules.on_full == "pause":
+                num_bytes = sequence.tokens * self.profile.kv_bytes_per_token
+                self.join(
+                    sequence,
+                    ready_s=self.anchor_s + num_bytes / self.profile.host_bandwidth_bytes_per_s,
+                )
+                continue
+            blocked_s = self.profile.prefill_s([sequence.tokens])
+            if self.running:
+                self._on_gaps(Gaps(blocked_s, blocked_s, len(self.running)))
+            self.anchor_s += blocked_s
+            self._put_in(sequence)
+            happened.joined.append(sequence)
+
+    def _put_in(self, sequence: Sequence) -> None:
+        sequence.base = sequence.tokens - self.steps
+        self.running[sequence.index] = sequence
+        self.tokens += sequence.tokens
+        heapq.heappush(self._ends, (sequence.final_tokens - sequence.base, sequence.index))
+
+    def _take_out(self, sequence: Sequence) -> Sequence:
+        del self.running[sequence.index]
+        self._stopped(sequence)
+        self.tokens -= sequence.tokens
+        return sequence
+
+    def _stopped(self, sequence: Sequence) -> Sequence:
+        sequence.tokens = sequence.base + self.steps
+        return sequence
+
+    def _state(self, sequence: Sequence) -> SequenceState:
+        """The sequence as the batching code knows it: its ids do not matter, their number does."""
+        produced = sequence.base + self.steps - sequence.prompt_tokens
+        return SequenceState(
+            sequence_id=str(sequence.index),
+            request_id=str(sequence.index),
+            model="",
+            prompt_ids=[0],
+            sampling=SamplingParams(max_tokens=self.profile.max_tokens),
+            ingress_id="",
+            arrival_unix_s=sequence.arrival_s,
+            deadline_unix_s=math.inf,
+            priority=sequence.priority,
+            output_ids=[0] * produced,
+        )

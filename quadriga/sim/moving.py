@@ -1,0 +1,150 @@
+"""Migrations in a simulation: reserve, copy while the source decodes on, stop, hand over.
+
+Two-phase as on the cluster: the destination holds room from the order on, the source keeps the
+sequence until its last step, and a death or a preemption before that gives the move up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quadriga.sim.board import Board
+from quadriga.sim.config import SimConfig
+from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.records import Sequence
+from quadriga.sim.results import Moved, Run
+from quadriga.types import MigrationOrder
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A migration under way; `left_s` is set once the source let go."""
+
+    order: MigrationOrder
+    source: int
+    destination: int
+    copied_tokens: int
+    started_s: float
+    left_s: float | None = None
+
+
+class Moving:
+    """All migrations under way.
+
+    Args:
+        changed: Tell the cluster that a replica's state changed.
+        at: Have the cluster call something at a time.
+
+    Attributes:
+        busy: Names of the replicas that take part in one.
+    """
+
+    def __init__(
+        self,
+        config: SimConfig,
+        board: Board,
+        replicas: list[DecodeReplica],
+        run: Run,
+        *,
+        changed: Callable[[int], None],
+        at: Callable[..., None],
+    ) -> None:
+        self.busy: set[str] = set()
+        self._config, self._board, self._replicas, self._run = config, board, replicas, run
+        self._changed, self._at = changed, at
+        self._link = config.link
+        self._index = {name: i for i, name in enumerate(board.names)}
+        self._transfers: dict[int, Transfer] = {}
+
+    def start(self, now_s: float, order: MigrationOrder) -> None:
+        """Reserve at the destination and begin to copy."""
+        index = int(order.sequence_id)
+        source, destination = self._index[order.source], self._index[order.destination]
+        transfer = Transfer(order, source, destination, order.num_tokens, now_s)
+        self._transfers[index] = transfer
+        self.busy |= {order.source, order.destination}
+        copy_s = self._link.seconds(order.num_tokens) - self._link.round_trip_s
+        # Room for what it grows by meanwhile, too; the copy holds what there was at the start.
+        growth = math.ceil(copy_s / self._config.profile.step.base_s)
+        self._replicas[destination].promised[index] = order.num_tokens + growth
+        self._changed(destination)
+        if self._config.precopy:
+            self._at(now_s + copy_s, self._copied, index, transfer)
+        else:
+            transfer.copied_tokens = 0
+            self._copied(now_s, index, transfer)
+
+    def _copied(self, now_s: float, index: int, transfer: Transfer) -> None:
+        """But for the last tokens all is there: the source stops at its next boundary."""
+        if self._transfers.get(index) is not transfer:
+            return
+        if index not in self._replicas[transfer.source].running:
+            self.give_up(index)  # preempted meanwhile
+            return
+        self._replicas[transfer.source].leave(index, from_s=now_s)
+        self._changed(transfer.source)
+
+    def hand_over(self, now_s: float, sequence: Sequence) -> None:
+        """The source let go; what the copy lacks follows, then the destination goes on."""
+        transfer = self._transfers[sequence.index]
+        rest = max(0, sequence.tokens - transfer.copied_tokens)
+        transfer.copied_tokens, transfer.left_s = sequence.tokens, now_s
+        board = self._board
+        board.owner[sequence.index] = transfer.destination
+        board.is_running[sequence.index] = False
+        board.base[sequence.index] = sequence.tokens
+        board.moves[sequence.index] += 1
+        board.moved_s[sequence.index] = now_s
+        self._replicas[transfer.destination].join(
+            sequence, ready_s=now_s + self._link.seconds(rest)
+        )
+        self._changed(transfer.destination)
+
+    def joined(self, at_s: float, index: int) -> None:
+        """A sequence runs again; if it was on its way, it has arrived."""
+        transfer = self._transfers.get(index)
+        if transfer is None or transfer.left_s is None:
+            return
+        self._end(index, transfer)
+        self._run.migrations.append(
+            Moved(
+                request=index,
+                source=transfer.source,
+                destination=transfer.destination,
+                cause=str(transfer.order.cause),
+                started_s=transfer.started_s,
+                stall_s=at_s - transfer.left_s,
+                num_tokens=transfer.copied_tokens,
+            )
+        )
+
+    def give_up(self, index: int) -> None:
+        """End a migration whose source still has the sequence, or had it to its end."""
+        transfer = self._transfers.get(index)
+        if transfer is None or transfer.left_s is not None:
+            return
+        self._end(index, transfer)
+        self._run.num_cancelled += 1
+        self._replicas[transfer.source].stay(index)
+        self._changed(transfer.source)
+        self._replicas[transfer.destination].promised.pop(index, None)
+        self._changed(transfer.destination)
+
+    def replica_died(self, replica: int) -> None:
+        """Give up what it took part in and was not handed over; call before it is emptied."""
+        for index, transfer in list(self._transfers.items()):
+            if transfer.left_s is None and replica in (transfer.source, transfer.destination):
+                self.give_up(index)
+
+    def lost(self, index: int) -> None:
+        """A sequence died with the replica that held it, perhaps just handed over."""
+        transfer = self._transfers.get(index)
+        if transfer is not None:
+            self._end(index, transfer)
+            self._run.num_cancelled += 1
+
+    def _end(self, index: int, transfer: Transfer) -> None:
+        del self._transfers[index]
+        self.busy -= {transfer.order.source, transfer.order.destination}

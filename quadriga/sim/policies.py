@@ -1,0 +1,60 @@
+"""The five ways to place and to move, by name: the objects the cluster runs, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quadriga.errors import ConfigError
+from quadriga.policies.ares import AresSettings, Rescheduler
+from quadriga.policies.baselines.placement import Placement, make_placement
+
+POLICY_NAMES = ("round_robin", "current_load", "reschedule", "ares", "oracle")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySet:
+    """A way to place and to move.
+
+    Attributes:
+        placement: Used where `foresees` is False, and while predictions are not believed.
+        rescheduler: None moves nothing.
+        foresees: Placement and rescheduling look at predictions.
+        knows: The predictions are the truth.
+    """
+
+    name: str
+    placement: Placement
+    rescheduler: Rescheduler | None
+    settings: AresSettings
+    foresees: bool
+    knows: bool
+
+
+def make_policy(name: str, settings: AresSettings | None = None) -> PolicySet:
+    """Return a fresh policy of a name.
+
+    round_robin   each replica in turn
+    current_load  the least used KV memory; ARES's baseline ("vLLM")
+    reschedule    current load, and moves by the present load alone ("vLLM + rescheduling")
+    ares          placement and moves by forecast, predictions as wrong as ARES's head
+    oracle        the same with true lengths
+
+    Raises:
+        ConfigError: Another name.
+    """
+    if name not in POLICY_NAMES:
+        raise ConfigError(
+            f"--policy: {name!r} is not known; use one of {', '.join(POLICY_NAMES)}",
+            param="policy",
+        )
+    settings = settings or AresSettings()
+    foresees = name in ("ares", "oracle")
+    moves = foresees or name == "reschedule"
+    return PolicySet(
+        name=name,
+        placement=make_placement("round_robin" if name == "round_robin" else "current_load"),
+        rescheduler=Rescheduler(settings, predicts=foresees) if moves else None,
+        settings=settings,
+        foresees=foresees,
+        knows=name == "oracle",
+    )

@@ -1,0 +1,67 @@
+"""A prefill replica: the cluster's own queue, one pass after the other, in modelled time."""
+
+from __future__ import annotations
+
+import math
+
+from quadriga.batching.prefill_queue import PrefillQueue
+from quadriga.config import PrefillConfig
+from quadriga.sim.profiles import CostProfile
+from quadriga.types import SamplingParams, SequenceState
+
+
+class PrefillReplica:
+    """Takes prompts from its queue, several in one pass, while tokens fit the budget."""
+
+    def __init__(self, name: str, profile: CostProfile, config: PrefillConfig) -> None:
+        self.name = name
+        self.profile = profile
+        self.is_busy = False
+        self.in_pass: list[int] = []
+        self._queue = PrefillQueue(
+            max_sequences=config.max_queued_sequences,
+            max_tokens=config.max_queued_tokens,
+            max_age_s=config.max_age_s,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._queue.num_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens a second at full speed."""
+        return 1.0 / self.profile.prefill_per_token_s
+
+    def push(self, index: int, num_tokens: int, arrival_s: float, *, now_s: float) -> None:
+        """Queue a prompt. Raises: Overloaded."""
+        state = SequenceState(
+            sequence_id=str(index),
+            request_id=str(index),
+            model="",
+            prompt_ids=[0] * num_tokens,
+            sampling=SamplingParams(max_tokens=self.profile.max_tokens),
+            ingress_id="",
+            arrival_unix_s=arrival_s,
+            deadline_unix_s=math.inf,
+        )
+        self._queue.push(state, now_s=now_s, drain_tokens_per_s=self.tokens_per_s)
+
+    def start_pass(self, *, now_s: float) -> float | None:
+        """Begin the next pass; returns its seconds, or None where nothing waits."""
+        lengths: list[int] = []
+        self.in_pass = []
+
+        def start(state: SequenceState) -> bool:
+            self.in_pass.append(int(state.sequence_id))
+            lengths.append(len(state.prompt_ids))
+            return True
+
+        budget = self.profile.prefill_budget_tokens
+        self._queue.take(start, token_budget=budget, now_s=now_s)
+        self.is_busy = bool(lengths)
+        return self.profile.prefill_s(lengths) if lengths else None

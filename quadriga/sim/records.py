@@ -1,0 +1,71 @@
+"""What passes between a simulated decode replica and its cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quadriga.batching.preemption import HIGH_WATERMARK
+from quadriga.policies.load import LOW_WATERMARK
+
+OnFull = Literal["recompute", "pause"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRules:
+    """What happens when the KV memory of a decode replica is full.
+
+    Attributes:
+        on_full: `recompute`: the victim's KV is dropped and computed again on this replica, while
+            the batch stands still. `pause`: it goes to host memory and comes back over the link.
+        high: Share of the memory above which sequences are preempted.
+        low: Share of the memory up to which they come back.
+    """
+
+    on_full: OnFull = "recompute"
+    high: float = 1.0
+    low: float = HIGH_WATERMARK
+
+
+RECOMPUTE = MemoryRules()
+PAUSE = MemoryRules("pause", HIGH_WATERMARK, LOW_WATERMARK)
+MEMORY_RULES = {"recompute": RECOMPUTE, "pause": PAUSE}
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A sequence on a decode replica.
+
+    Attributes:
+        index: Of the request, in the run.
+        tokens: KV tokens when it last stood still; while it runs, `base` plus the replica's steps.
+        final_tokens: KV tokens when its last token is out.
+        prompt_tokens: What the client sent.
+    """
+
+    index: int
+    tokens: int
+    final_tokens: int
+    prompt_tokens: int
+    arrival_s: float
+    priority: int = 0
+    base: int = 0
+
+
+@dataclass(slots=True)
+class Happened:
+    """What one event of a replica brought, for the cluster to note."""
+
+    finished: list[Sequence] = field(default_factory=list)
+    left: list[Sequence] = field(default_factory=list)
+    joined: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Gaps between `weight` tokens and the ones before them: from `first_s` to `last_s`, evenly."""
+
+    first_s: float
+    last_s: float
+    weight: int

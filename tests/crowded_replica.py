@@ -1,0 +1,79 @@
+"""A decode loop over a fake runner whose memory is soon full."""
+
+from __future__ import annotations
+
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.slots import SlotTable
+from quadriga.clock import ManualClock
+from quadriga.types import Reservation, SamplingParams, SequenceState
+from tests.fake_runner import FakeRunner, next_token
+
+ROW = 160
+CAPACITY = 320  # newcomers are let in up to 240
+
+
+def output_of(prompt: list[int], count: int) -> list[int]:
+    """What a sequence alone would generate, end tokens ignored."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Replica:
+    """One decode loop over a fake runner."""
+
+    def __init__(self, *, rows: int = 8, reservation: Reservation = "used") -> None:
+        self.runner = FakeRunner(rows)
+        self.loop = DecodeLoop(
+            runner=self.runner,
+            slots=SlotTable(
+                num_rows=rows,
+                row_capacity_tokens=ROW,
+                kv_capacity_tokens=CAPACITY,
+                reservation=reservation,
+            ),
+            eos_token_ids=(),
+            clock=ManualClock(),
+        )
+        self.states: dict[str, SequenceState] = {}
+
+    def take(
+        self, name: str, *, prompt: int = 15, max_tokens: int = 100, priority: int = 0
+    ) -> SequenceState:
+        """Reserve, fill and join, as a hand-off does."""
+        state = SequenceState(
+            sequence_id=name,
+            request_id=name,
+            model="fake",
+            prompt_ids=[3 + len(self.states) + i for i in range(prompt)],
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            ingress_id="i",
+            arrival_unix_s=float(len(self.states)),
+            deadline_unix_s=1e18,
+            priority=priority,
+        )
+        slot = self.loop.reserve(name, state.max_total_tokens, prompt, priority)
+        state.output_ids += output_of(state.prompt_ids, 1)
+        state.exit_layers.append(self.runner.num_layers)
+        self.runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
+        self.loop.join(state)
+        self.states[name] = state
+        return state
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            if not self.loop.has_work:
+                break
+            self.loop.step()
+            self.loop.check()
+        for state in self.states.values():
+            wanted = output_of(state.prompt_ids, state.sampling.max_tokens)
+            assert state.output_ids == wanted, state.sequence_id
+        assert self.loop.slots.holders == []
+        assert self.loop.paused_tokens == 0
+
+    @property
+    def paused(self) -> set[str]:
+        running = {s.sequence_id for s in self.loop.running[: self.loop.num_running]}
+        return {s.sequence_id for s in self.loop.running} - running

@@ -1,0 +1,48 @@
+"""Where the GPU's tests run. Marked `gpu`, and skipped where there is none.
+
+`QUADRIGA_GPU_TESTS_ON_CPU=1` rehearses on a CPU those that need no stream and no graph: it checks
+the tests, not the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from quadriga.engine.cuda.graphs import Recorder
+from quadriga.engine.cuda.pages import PAGE_TOKENS
+from quadriga.engine.runner import NativeRunner
+from quadriga.engine_spec import Attention, EngineSpec
+from tests.equivalence.paged import load_on_pages
+
+HAS_GPU = torch.cuda.is_available()
+IS_REHEARSAL = not HAS_GPU and os.environ.get("QUADRIGA_GPU_TESTS_ON_CPU") == "1"
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
+ATTENTIONS: tuple[Attention, ...] = ("flash", "triton", "torch")
+
+_REASON = "torch sees no GPU: run on a GPU machine, see docs/gpu.md"
+gpu: list[Any] = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_GPU and not IS_REHEARSAL, reason=_REASON),
+    pytest.mark.timeout(600),
+    # Of torch and Triton about themselves; the GPU machine's versions are not pinned.
+    pytest.mark.filterwarnings("default"),
+]
+gpu_itself = pytest.mark.skipif(not HAS_GPU, reason=_REASON)
+
+
+def load_on_gpu(spec: EngineSpec, recorder: Recorder | None = None) -> NativeRunner:
+    """A runner with the GPU's pages; the spec says whether graphs and which attention.
+
+    Skips where the attention's library is not installed.
+    """
+    if IS_REHEARSAL and spec.attention != "torch":
+        pytest.skip("a rehearsal has torch attention only")
+    if spec.attention == "flash":
+        pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    if spec.attention == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    return load_on_pages(spec, recorder, page_tokens=PAGE_TOKENS, device=DEVICE)

@@ -1,0 +1,113 @@
+"""Memory promised as it is used: pauses change no token, and the important come first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from actors.lookup import get_actor
+from quadriga.types import FinishReason
+from tests.ray.apps import App, wait_until
+from tests.ray.ingress import Stream
+
+MAX_LEN = 256
+TOKEN_BYTES = 8 * 2 * 2 * 32 * 4  # quadriga-s in float32
+CAPACITY_TOKENS = 2 * MAX_LEN
+NUM_SEQUENCES = 10
+NUM_OUTPUT = 120
+
+
+@pytest.fixture(scope="module")
+def crowded(ray_cluster: None) -> Iterator[App]:
+    """One decode replica whose memory holds two sequences at their longest, and many rows."""
+    app = App.start(
+        "crowded",
+        **{
+            "decode_replicas": 1,
+            "decode.max_slots": 12,
+            "decode.reservation": "used",
+            "engine.max_model_len": MAX_LEN,
+            "engine.kv_memory_bytes": CAPACITY_TOKENS * TOKEN_BYTES,
+            "lifecycle.orphan_timeout_s": 300.0,
+        },
+    )
+    yield app
+    app.stop()
+
+
+def prompts(count: int, *, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 500) for _ in range(rng.randrange(8, 40))] for _ in range(count)]
+
+
+def assert_whole(streams: list[Stream]) -> None:
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert {s.finish for s in streams} == {FinishReason.LENGTH}
+
+
+@pytest.mark.timeout(300)
+def test_paused_sequences_say_what_they_say_alone(crowded: App) -> None:
+    ingress = crowded.ingress()
+    alone = []
+    for prompt in prompts(NUM_SEQUENCES, seed=7):
+        stream = ingress.submit(prompt, NUM_OUTPUT)
+        ingress.finish(stream)
+        alone.append(stream)
+    assert_whole(alone)
+    wait_until(lambda: crowded.metric("quadriga_resumes_total") == 0.0, 10.0)
+    crowd = [
+        ingress.submit(p, NUM_OUTPUT, deadline_s=200.0) for p in prompts(NUM_SEQUENCES, seed=7)
+    ]
+    ingress.finish(*crowd, timeout_s=200.0)
+    assert_whole(crowd)
+    assert [s.token_ids for s in crowd] == [s.token_ids for s in alone]
+    crowded.until_idle(5.0)
+    wait_until(lambda: crowded.metric("quadriga_pauses_total") >= 2.0, 10.0)
+    names = ("quadriga_pauses_total", "quadriga_resumes_total", "vllm:num_preemptions_total")
+    wait_until(lambda: len({crowded.metric(name) for name in names}) == 1, 10.0)
+    wait_until(lambda: crowded.metric("quadriga_paused_kv_bytes") == 0.0, 10.0)
+
+
+@pytest.mark.timeout(300)
+def test_the_important_do_not_wait_for_the_others(crowded: App) -> None:
+    """When the replica is full to its mark, a more important sequence takes somebody's place."""
+    ingress = crowded.ingress()
+    others = [
+        ingress.submit(p, 200, priority=5, deadline_s=200.0) for p in prompts(NUM_SEQUENCES, seed=8)
+    ]
+    ingress.until(lambda: sum(len(s.tokens) > 3 for s in others) >= 5)
+    important = ingress.submit([9] * 30, 20, priority=-1)
+    ingress.finish(important, timeout_s=60.0)
+    assert_whole([important])
+    assert sum(s.is_over for s in others) < NUM_SEQUENCES - 3, "it came first"
+    ingress.finish(*others, timeout_s=200.0)
+    assert_whole(others)
+    crowded.until_idle(5.0)
+
+
+@pytest.mark.timeout(300)
+def test_books_that_contradict_themselves_end_the_replica(crowded: App) -> None:
+    """An idle engine finds it out; the violation is counted, and a successor takes over."""
+
+    def lose_a_row(replica: Any) -> None:
+        replica.engine.core.loop.slots._free_rows.pop()
+
+    crowded.until_ready()
+    before = crowded.metric("quadriga_integrity_violations_total")
+    (victim,) = crowded.replicas("decode")
+    ray.get(get_actor(victim).__ray_call__.remote(lose_a_row), timeout=10.0)
+    ingress = crowded.ingress()
+    last = ingress.submit([5] * 10, 3)
+    ingress.finish(last)
+    assert_whole([last])
+    wait_until(lambda: victim not in crowded.replicas("decode"), 60.0)
+    wait_until(lambda: crowded.metric("quadriga_integrity_violations_total") == before + 1, 20.0)
+    crowded.until_ready()
+    after = ingress.submit([5] * 20, 10)
+    ingress.finish(after)
+    assert_whole([after])
+    crowded.until_idle(5.0)

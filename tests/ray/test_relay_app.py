@@ -1,0 +1,40 @@
+"""A relay batch in the cluster: what it holds, and how much of its work was padding, is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ray.apps import App, wait_until
+
+NUM_OUTPUT = 40
+
+
+@pytest.fixture(scope="module")
+def relay(ray_cluster: None) -> Iterator[App]:
+    app = App.start(
+        "relay", runner="baton", decode_replicas=1, **{"lifecycle.orphan_timeout_s": 300.0}
+    )
+    yield app
+    app.stop()
+
+
+@pytest.mark.timeout(300)
+def test_the_relay_batch_tells_what_it_does(relay: App) -> None:
+    ingress = relay.ingress()
+    streams = [ingress.submit([7] * n, NUM_OUTPUT, deadline_s=200.0) for n in (5, 60, 20)]
+    ingress.finish(*streams, timeout_s=200.0)
+    assert [s.error for s in streams] == [None] * 3
+    assert [len(s.token_ids) for s in streams] == [NUM_OUTPUT] * 3
+    relay.until_idle(5.0)
+    held = sum(n + i for n in (5, 60, 20) for i in range(1, NUM_OUTPUT))  # by rows, all steps
+
+    def useful_cells() -> float:
+        attended = relay.metric("quadriga_relay_attended_cells_total")
+        return attended - relay.metric("quadriga_relay_idle_cells_total")
+
+    wait_until(lambda: useful_cells() == held, 20.0, useful_cells)
+    wait_until(lambda: relay.metric("quadriga_relay_rows") == 0.0, 20.0)
+    assert relay.metric("quadriga_relay_kv_bytes") == 0.0, "an empty batch holds no memory"
+    assert relay.metric("quadriga_pauses_total") == 0.0

@@ -1,0 +1,54 @@
+"""Sequences that find no decode room wait in one line, the most important first."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.prefill_handoff import Line
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_first_come_first_served_among_equals_and_the_important_first() -> None:
+    line, served = Line(), []
+    gates = {name: asyncio.Event() for name in ("a", "b", "c", "urgent")}
+
+    async def wait(name: str, priority: int) -> None:
+        async with line.turn(priority):
+            served.append(name)
+            await gates[name].wait()
+
+    assert line.is_free_for(0)
+    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+        for name, priority in (("a", 0), ("b", 1), ("c", 0)):
+            tasks.create_task(wait(name, priority))
+            await settle()
+        assert served == ["a"]
+        assert not line.is_free_for(0)
+        assert line.is_free_for(-1)
+        tasks.create_task(wait("urgent", -1))
+        await settle()
+        assert served == ["a", "urgent"], "beside the one that is being served"
+        for name in ("urgent", "a", "c", "b"):
+            gates[name].set()
+            await settle()
+        assert served == ["a", "urgent", "c", "b"]
+    assert line.is_free_for(10**9)
+
+
+async def test_whoever_gives_up_makes_way() -> None:
+    line = Line()
+    async with asyncio.timeout(5.0), line.turn(0):
+        gone = asyncio.create_task(line.turn(1).__aenter__())
+        after = asyncio.create_task(line.turn(2).__aenter__())
+        await settle()
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert not after.done()
+    await asyncio.wait_for(after, 5.0)

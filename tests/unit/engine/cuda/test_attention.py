@@ -1,0 +1,224 @@
+"""Every attention against the reference; flash-attn through a stand-in that follows its manual."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quadriga.engine.cuda.attention import (
+    FlashAttention,
+    PagedAttention,
+    Runs,
+    TorchAttention,
+    choose_attention,
+)
+from quadriga.engine.models.config import ModelConfig
+from quadriga.engine.models.layers import Span
+from quadriga.errors import ConfigError
+
+CPU = torch.device("cpu")
+PAGE = 256
+POSITIONS = (700, 255, 0, 300)
+LENGTHS = torch.tensor(POSITIONS, dtype=torch.int32) + 1
+SPANS = [Span(0, 0, 40, 661), Span(1, 40, 41, 255), Span(2, 41, 58, 0), Span(3, 58, 95, 264)]
+TABLE = torch.tensor([[3, 1, 7], [2, 5, 0], [8, 0, 0], [4, 6, 0]], dtype=torch.int32)
+SHAPES = [(2, 3, 24), (1, 8, 16), (2, 1, 64)]
+WINDOWS = [0, 7, 290]
+
+
+def make_config(kv_heads: int, group: int, head_dim: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama", num_layers=1, hidden_size=8, num_heads=kv_heads * group,
+        num_kv_heads=kv_heads, head_dim=head_dim, ffn_size=8, vocab_size=8, max_positions=1024,
+        embed_size=8, norm="rms", norm_eps=1e-5, activation="silu", windows=(0,), rope=None,
+    )  # fmt: skip
+
+
+def pools(config: ModelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, 9, PAGE, config.num_kv_heads, config.head_dim)
+    keys, values = torch.randn(shape, generator=generator).to(dtype)
+    return keys, values
+
+
+def plain(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: int, position: int, window: int
+) -> torch.Tensor:
+    """One query [heads, head_dim], spelled out, in float64."""
+    group = q.shape[0] // keys.shape[2]
+    k = keys[TABLE[row].long()].flatten(0, 1).double().repeat_interleave(group, 1)
+    v = values[TABLE[row].long()].flatten(0, 1).double().repeat_interleave(group, 1)
+    first = max(0, position + 1 - window) if window else 0
+    k, v = k[first : position + 1], v[first : position + 1]
+    scores = torch.einsum("hd,nhd->hn", q.double(), k) * q.shape[-1] ** -0.5
+    return torch.einsum("hn,nhd->hd", scores.softmax(-1), v).flatten()
+
+
+def check(
+    attention: PagedAttention, config: ModelConfig, dtype: torch.dtype, window: int, tol: float
+) -> None:
+    keys, values = pools(config, dtype)
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(95, config.num_heads, config.head_dim, generator=generator).to(dtype)
+    each = attention.each(q[:4], keys, values, TABLE, LENGTHS, 701, window)
+    for i, position in enumerate(POSITIONS):
+        wanted = plain(q[i], keys, values, i, position, window)
+        torch.testing.assert_close(each[i].double(), wanted, atol=tol, rtol=0)
+    runs = Runs.of(SPANS, attention.block_queries, CPU)
+    mixed = attention.runs(q, keys, values, TABLE, runs, window)
+    for span in SPANS:
+        for at in (span.begin, (span.begin + span.end) // 2, span.end - 1):
+            position = span.start + at - span.begin
+            wanted = plain(q[at], keys, values, span.row, position, window)
+            torch.testing.assert_close(mixed[at].double(), wanted, atol=tol, rtol=0)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torch(shape: tuple[int, int, int], window: int) -> None:
+    config = make_config(*shape)
+    check(TorchAttention(config), config, torch.float32, window, 1e-5)
+
+
+class FlashStandIn:
+    """`flash_attn` 2.8 by its docstrings and the checks of its C++ entry points."""
+
+    @staticmethod
+    def _mix(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: tuple[int, int]
+    ) -> torch.Tensor:
+        """q [n, heads, dim] and k, v [m, kv heads, dim]; causal, aligned to the bottom right."""
+        n, m = q.shape[0], k.shape[0]
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        i = torch.arange(n)[:, None] + m - n
+        j = torch.arange(m)[None]
+        seen = j <= i
+        if window != (-1, -1):
+            seen &= (j >= i - window[0]) & (j <= i + window[1])
+        scores = torch.einsum("nhd,mhd->hnm", q.float(), k.float()) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hnm,mhd->nhd", weights, v.float()).to(q.dtype)
+
+    @staticmethod
+    def _check(q: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, rows: int) -> None:
+        assert q.dtype == keys.dtype and q.dtype in (torch.float16, torch.bfloat16)
+        assert q.shape[-1] % 8 == 0 and q.stride(-1) == keys.stride(-1) == table.stride(-1) == 1
+        assert keys.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+        assert table.dtype == torch.int32 and table.shape[0] == rows
+
+    def flash_attn_with_kvcache(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+        cache_seqlens: torch.Tensor, block_table: torch.Tensor, softmax_scale: float, causal: bool,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        assert q.dim() == 4 and causal and cache_seqlens.dtype == torch.int32
+        assert cache_seqlens.is_contiguous() and cache_seqlens.shape == (q.shape[0],)
+        self._check(q, k_cache, block_table, q.shape[0])
+        mixed = []
+        for one, pages, length in zip(q, block_table.long(), cache_seqlens.tolist(), strict=True):
+            k, v = (pool[pages].flatten(0, 1)[:length] for pool in (k_cache, v_cache))
+            mixed.append(self._mix(one, k, v, softmax_scale, window_size))
+        return torch.stack(mixed)
+
+    def flash_attn_varlen_func(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
+        causal: bool, window_size: tuple[int, int], block_table: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert cu_seqlens_q.is_contiguous() and cu_seqlens_k.is_contiguous()
+        self._check(q, k, block_table, len(cu_seqlens_q) - 1)
+        counts, lengths = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+        assert int(counts.max()) == max_seqlen_q and int(lengths.max()) == max_seqlen_k
+        mixed = []
+        for i, pages in enumerate(block_table.long()):
+            own = q[int(cu_seqlens_q[i]) : int(cu_seqlens_q[i + 1])]
+            keys, values = (pool[pages].flatten(0, 1)[: int(lengths[i])] for pool in (k, v))
+            mixed.append(self._mix(own, keys, values, softmax_scale, window_size))
+        return torch.cat(mixed)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flash_is_asked_the_right_thing(shape: tuple[int, int, int], window: int) -> None:
+    config = make_config(*shape)
+    check(FlashAttention(FlashStandIn(), config), config, torch.float16, window, 3e-3)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 3, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_triton_interpreted(
+    dtype: torch.dtype, shape: tuple[int, int, int], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's own code, run by Triton's interpreter (which cannot multiply bfloat16)."""
+    pytest.importorskip("triton", reason="triton is not installed: the kernel is not checked")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: tests/gpu checks the compiled kernel")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("set TRITON_INTERPRET=1 before Python starts to interpret kernels")
+    from quadriga.engine.cuda.triton_attention import TritonAttention
+
+    config = make_config(*shape)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+    attention = TritonAttention(config)
+    for splits in (1, 4):
+        monkeypatch.setattr(attention, "_splits", lambda *_, n=splits: n)
+        check(attention, config, dtype, window, tolerance)
+
+
+def test_runs_in_blocks() -> None:
+    runs = Runs.of(SPANS, 16, CPU)
+    assert runs.begins.tolist() == [0, 40, 41, 58, 95]
+    assert runs.lengths.tolist() == [701, 256, 17, 301]
+    assert runs.length_sums.tolist() == [0, 701, 957, 974, 1275]
+    assert runs.block_runs.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3]
+    assert runs.block_begins.tolist() == [0, 16, 32, 40, 41, 57, 58, 74, 90]
+    assert (runs.longest_run, runs.longest) == (40, 701)
+
+
+def test_without_a_gpu_it_is_torch_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(2, 3, 24)
+    with caplog.at_level(logging.INFO):
+        assert choose_attention("auto", config, torch.bfloat16, CPU).name == "torch"
+    [line] = [r.message for r in caplog.records if r.message.startswith("attention:")]
+    assert "torch" in line and "flash does not fit" in line and "triton does not fit" in line
+    with pytest.raises(ConfigError, match=r"engine\.attention: 'flash' .* needs a GPU"):
+        choose_attention("flash", config, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "installed", "chosen"),
+    [
+        (torch.bfloat16, 64, (9, 0), {"flash_attn", "triton"}, "flash"),
+        (torch.float32, 64, (9, 0), {"flash_attn", "triton"}, "triton"),
+        (torch.bfloat16, 20, (9, 0), {"flash_attn", "triton"}, "triton"),
+        (torch.bfloat16, 512, (9, 0), {"flash_attn", "triton"}, "triton"),
+        (torch.float16, 64, (7, 5), {"flash_attn", "triton"}, "triton"),
+        (torch.bfloat16, 64, (9, 0), {"triton"}, "triton"),
+        (torch.bfloat16, 64, (9, 0), set(), "torch"),
+    ],
+)
+def test_the_choice_on_a_gpu(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: set[str],
+    chosen: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from quadriga.engine.cuda import attention
+
+    def find_spec(name: str) -> Any:
+        return object() if name in installed else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(importlib, "import_module", lambda name: FlashStandIn())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "_make", lambda name, config: SimpleNamespace(name=name))
+    config = make_config(2, 2, head_dim)
+    gpu = torch.device("cuda", 0)
+    assert choose_attention("auto", config, dtype, gpu).name == chosen

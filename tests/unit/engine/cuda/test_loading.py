@@ -1,0 +1,140 @@
+"""What goes to the device, and how much fits beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quadriga.config import QuadrigaConfig
+from quadriga.engine.cuda import loading
+from quadriga.engine.cuda.loading import bytes_per_token, tokens_that_fit
+from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
+from quadriga.engine.models.config import read_model_config
+from quadriga.engine.weights import load_weights
+from quadriga.engine_spec import EngineSpec
+from quadriga.errors import ConfigError
+from quadriga.exits import ExitSpec
+from quadriga.resolve import Hardware, resolve
+from tests.equivalence.early_exit_reference import build_deep, save_with_exits
+from tests.equivalence.models import build, make_spec, save
+
+GPU = torch.device("cuda", 0)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors(getattr(value, field.name))
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt-pre-norm", "opt-post-norm-projected"])
+def test_every_tensor_goes_to_the_device(variant: str, tmp_path: Path) -> None:
+    """Also exit heads and the maps for skipped KV; torch's `meta` stands for the GPU."""
+    exits = ExitSpec((2, 4), "head")
+    path = save_with_exits(build_deep(variant), tmp_path, exits)
+    config = read_model_config(path)
+    here = load_weights(path, config, 6, torch.bfloat16, 96, exits, fitted_maps=True)
+    there = load_weights(
+        path, config, 6, torch.bfloat16, 96, exits, fitted_maps=True, device=torch.device("meta")
+    )
+    mine, its = list(tensors(here)), list(tensors(there))
+    assert {t.device.type for t in its} == {"meta"}
+    assert [(t.shape, t.dtype) for t in mine] == [(t.shape, t.dtype) for t in its]
+
+
+@given(
+    available=st.integers(0, 1 << 30),
+    token_bytes=st.integers(1, 4096),
+    num_rows=st.integers(1, 64),
+    capacity=st.integers(1, 5000),
+)
+def test_what_fits_fits(available: int, token_bytes: int, num_rows: int, capacity: int) -> None:
+    tokens = tokens_that_fit(available, token_bytes, num_rows, capacity)
+    assert 0 <= tokens <= num_rows * (capacity + PAGE_TOKENS)
+    if tokens:
+        pages = 1 + pages_per_layer(tokens, num_rows, capacity)
+        assert pages * PAGE_TOKENS * token_bytes <= available
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> EngineSpec:
+    path = save(build("llama"), tmp_path)
+    return replace(make_spec(path, num_rows=4, device="cuda"), gpu_memory_share=0.5)
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, *, free: int, total: int, reserved: int) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+
+
+def test_capacity_is_lowered_to_the_share(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_model_config(spec.checkpoint.path)
+    page = PAGE_TOKENS * bytes_per_token(spec, config)
+    assert page == 256 * 3 * 2 * 16 * 4
+    with_memory(monkeypatch, free=100 * page, total=100 * page, reserved=40 * page)
+    assert loading._fit(spec, config, GPU).kv_capacity_tokens == 4 * 96, "all there is to hold"
+    long = replace(spec, row_capacity_tokens=600, kv_capacity_tokens=2400)
+    assert loading._fit(long, config, GPU).kv_capacity_tokens == (9 - 4) * 256
+    with_memory(monkeypatch, free=8 * page, total=100 * page, reserved=0)
+    assert loading._fit(long, config, GPU).kv_capacity_tokens == (7 - 4) * 256, "others are here"
+    with_memory(monkeypatch, free=100 * page, total=100 * page, reserved=44 * page)
+    with pytest.raises(ConfigError, match=r"hold 256 tokens .* less than one sequence of 600"):
+        loading._fit(long, config, GPU)
+
+
+def test_kept_states_take_memory_too(spec: EngineSpec) -> None:
+    config = read_model_config(spec.checkpoint.path)
+    exits = replace(spec, exits=ExitSpec((1,)), skipped_kv="project")
+    assert bytes_per_token(exits, config) == bytes_per_token(spec, config) + 48 * 4
+    copied = replace(exits, skipped_kv="copy")
+    assert bytes_per_token(copied, config) == bytes_per_token(spec, config)
+
+
+def test_a_named_capacity_is_held_or_refused(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_model_config(spec.checkpoint.path)
+    named = replace(spec, gpu_memory_share=None)
+    needed = 5 * PAGE_TOKENS * bytes_per_token(spec, config)
+    with_memory(monkeypatch, free=needed, total=needed, reserved=0)
+    assert loading._fit(named, config, GPU) is named
+    with_memory(monkeypatch, free=needed - 1, total=needed, reserved=0)
+    with pytest.raises(ConfigError, match=rf"take {needed} bytes .* {needed - 1} of the GPU's"):
+        loading._fit(named, config, GPU)
+
+
+def test_configuration() -> None:
+    """Auto leaves the capacity to the replica; a number does not."""
+    gpus = Hardware(num_cpus=8, num_gpus=4)
+    auto = resolve(QuadrigaConfig(), gpus).replicas[-1].engine
+    assert (auto.device, auto.dtype, auto.attention) == ("cuda", "bfloat16", "auto")
+    assert auto.gpu_memory_share == 0.85
+    assert auto.kv_capacity_tokens == auto.num_rows * auto.row_capacity_tokens
+    engine = {"kv_memory_bytes": 1 << 26, "attention": "triton"}
+    named = resolve(QuadrigaConfig.model_validate({"engine": engine}), gpus).replicas[-1].engine
+    assert named.gpu_memory_share is None and named.attention == "triton"
+    assert named.kv_capacity_tokens < auto.kv_capacity_tokens
+    for key, value in (("gpu_memory_share", 0.0), ("gpu_memory_share", 1.1), ("attention", "sdpa")):
+        with pytest.raises(ValueError, match=key):
+            QuadrigaConfig.model_validate({"engine": {key: value}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.device: 'cuda' .* no GPU"):
+        loading.find_gpu()

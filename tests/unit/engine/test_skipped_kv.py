@@ -1,0 +1,27 @@
+"""What a store of skipped KV refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quadriga.engine.kv_cache import RowKVCache
+from quadriga.engine.row_states import MappedStates
+from quadriga.engine.skipped_kv import SkippedKVStore
+from quadriga.errors import ConfigError
+from quadriga.exits import MAX_LAYERS
+
+
+def store(depth: int) -> SkippedKVStore:
+    cache = RowKVCache(
+        num_layers=1, num_rows=1, num_kv_heads=1, capacity=16, head_dim=4,
+        dtype=torch.float32, budget_tokens=16,
+    )  # fmt: skip
+    states = MappedStates(1, 16, 8, torch.float32)
+    return SkippedKVStore("linear", (2, depth), cache, states)
+
+
+def test_a_depth_that_a_byte_cannot_say_is_refused() -> None:
+    store(MAX_LAYERS)
+    with pytest.raises(ConfigError, match=rf"{MAX_LAYERS + 1} layers are too many"):
+        store(MAX_LAYERS + 1)

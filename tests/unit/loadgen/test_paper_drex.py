@@ -1,0 +1,97 @@
+"""The DREX experiment's arithmetic: what it chooses, what its headline says, what is not timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.paper.closed_loop import Outcome, StopWatch
+from loadgen.paper.drex_bench import CPU, Measured, Setting
+from loadgen.paper.drex_quality import Quality, _parted_at, choose
+from loadgen.paper.drex_report import headline, plain, read_rows
+from loadgen.paper.judged import Decisions
+from quadriga.clock import ManualClock
+
+HEADLINE = {
+    "vs_best_grouped", "share_of_ceiling", "vs_no_exit_equal_memory", "worst_vs_no_exit",
+    "p99_itl_ratio", "mean_request_time_ratio", "involuntary_exits", "decisions_right",
+    "early_token_share", "exact_match_delta_points",
+}  # fmt: skip
+
+
+def measured(policy: str, tokens_per_s: float, batch: int = 8, **fields: Any) -> Measured:
+    values: dict[str, Any] = {
+        "gap_mean_s": 0.01, "gap_p99_s": 0.02, "request_s": 1.0, "exact_match": 0.9,
+        "early_share": 0.0, "involuntary_exits": 0, "involuntary_stays": 0, "peak_bytes": 1000,
+    } | fields  # fmt: skip
+    device = values.pop("device", CPU)
+    return Measured(Setting("m", batch, 0.9, policy, device), batch, tokens_per_s, **values)
+
+
+def test_the_headline_and_the_rows_on_disk(tmp_path: Path) -> None:
+    rows = [
+        measured("off", 100.0),
+        measured("drex", 180.0, ceiling=2.0, decisions=Decisions(200, 196), early_share=0.8,
+                 gap_p99_s=0.03, request_s=0.5, exact_match=0.895),
+        measured("lazy", 120.0),
+        measured("eager", 500.0, exact_match=0.2),
+        measured("off", 100.0, batch=4),
+        measured("drex", 99.0, batch=4, ceiling=1.1, early_share=0.5),
+        measured("lazy", 110.0, batch=4),
+        measured("drex", 1.0, device="modelled"),
+    ]  # fmt: skip
+    found = headline(rows)
+    assert found.keys() >= HEADLINE
+    assert found["vs_best_grouped"] == pytest.approx(99 / 110)  # eager's answers do not count
+    assert found["share_of_ceiling"] == pytest.approx(0.9)  # a ceiling of 1.1 leaves nothing to win
+    assert found["vs_no_exit_equal_memory"] == pytest.approx(1.8)
+    assert found["worst_vs_no_exit"] == pytest.approx(0.99)
+    assert found["p99_itl_ratio"] == pytest.approx(1.5)
+    assert found["decisions_right"] == pytest.approx(0.98)
+    assert found["exact_match_delta_points"] == pytest.approx(-0.5)
+    shown = [plain(row) for row in rows]
+    assert shown[1]["decisions"]["share_right"] == 0.98 and shown[1]["policy"] == "drex"
+    (tmp_path / "drex.json").write_text(json.dumps({"rows": shown}))
+    assert read_rows(tmp_path / "drex.json") == rows
+    assert read_rows(tmp_path / "absent.json") == []
+
+
+def quality(mode: str, threshold: float, delta: float, early: float, speed: float = 1.0) -> Quality:
+    return Quality(
+        "m", mode, threshold, 0.9 + delta, delta, early, 0, {}, 0, 0, {}, speed, 1.0, 0.0, 0.0
+    )
+
+
+def test_the_choice_keeps_the_answers_and_then_leaves_most() -> None:
+    rows = [
+        quality("", 1.0, 0.0, 0.0),
+        quality("copy", 0.9, -0.05, 0.9),
+        quality("linear", 0.98, -0.01, 0.8, speed=1.0),
+        quality("project", 0.98, -0.008, 0.801, speed=2.0),
+        quality("project", 0.995, 0.0, 0.7),
+    ]
+    found = choose(rows, "m")
+    assert found is rows[3], "as many leave, and it is faster"
+    assert choose(rows[:2], "m") is None
+    assert choose(rows, "other") is None
+
+
+def test_who_is_to_blame_is_who_said_something_else_first() -> None:
+    full = Outcome(outputs={0: [1, 2, 3], 1: [4, 5], 2: [6]})
+    ours = Outcome(
+        outputs={0: [1, 9, 3], 1: [4, 5], 2: [7]}, exit_layers={0: [8, 2, 2], 1: [8, 2], 2: [8]}
+    )
+    assert _parted_at(ours, full) == {2: 1, 8: 1}
+
+
+def test_a_stopped_watch_stands() -> None:
+    clock = ManualClock()
+    watch = StopWatch(clock)
+    clock.advance(1.0)
+    with watch.stopped():
+        clock.advance(5.0)
+    clock.advance(2.0)
+    assert watch.now_s() == pytest.approx(3.0)

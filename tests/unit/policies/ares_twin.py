@@ -1,0 +1,273 @@
+"""Random decode replicas, and the plain twin of ARES's selection: every move tried, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quadriga.policies.ares.forecast import forecast_rows, pack, tokens_ahead
+from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
+from quadriga.types import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+
+CLASS = DepthClass("m", 8)
+GRID = horizon_s(0.02)
+PER_SEQUENCE_S, PER_TOKEN_S, BASE_S = 1e-5, 1e-7, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One sequence on a replica, in plain numbers."""
+
+    sequence_id: str
+    tokens: float
+    remaining: float
+    lower: float
+    upper: float
+    moves: int = 0
+    since_move_s: float = float("inf")
+    movable: bool = True
+
+
+def snapshot(
+    name: str,
+    held: Sequence[Held],
+    *,
+    step_s: float = 0.02,
+    capacity: int = 100_000,
+    slots: int = 16,
+    draining: bool = False,
+    has_predictions: bool = True,
+) -> ReplicaSnapshot:
+    """A replica's packed snapshot, as its worker would make it."""
+    ahead = tokens_ahead(GRID, step_s)
+
+    def column(values: Sequence[float]) -> np.ndarray:
+        return np.array(values, dtype=np.float64)
+
+    rows = forecast_rows(
+        tokens=column([h.tokens for h in held]),
+        remaining=column([h.remaining for h in held]),
+        lower=column([h.lower for h in held]),
+        upper=column([h.upper for h in held]),
+        ahead=ahead[None, :],
+        per_sequence_s=PER_SEQUENCE_S,
+        per_token_s=PER_TOKEN_S,
+        moves=column([h.moves for h in held]),
+        since_move_s=column([h.since_move_s for h in held]),
+        movable=np.array([h.movable for h in held], dtype=bool),
+    )
+    tokens = int(sum(h.tokens for h in held))
+    return ReplicaSnapshot(
+        info=ReplicaInfo(name, Role.DECODE, CLASS, "n", name, slots, capacity),
+        taken_unix_s=0.0,
+        num_running=len(held),
+        used_tokens=tokens,
+        reserved_tokens=tokens,
+        step_time_s=step_s,
+        draining=draining,
+        forecast=pack(
+            rows,
+            [h.sequence_id for h in held],
+            grid_s=GRID,
+            ahead=ahead,
+            base_s=BASE_S,
+            has_predictions=has_predictions,
+        ),
+    )
+
+
+def random_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:
+    """2 to 6 uneven replicas with 0 to 6 sequences each; some small, some full, some draining."""
+    snapshots = []
+    for index in range(int(rng.integers(2, 7))):
+        size = rng.choice([300, 3000, 9000])
+        held = []
+        for j in range(int(rng.integers(0, 7))):
+            remaining = float(rng.integers(1, 30_000) if rng.random() < 0.8 else rng.integers(1, 9))
+            held.append(
+                Held(
+                    f"s{index}-{j}",
+                    float(rng.integers(10, size)),
+                    remaining,
+                    float(int(remaining * rng.choice([0.1, 0.5, 1.0]))),
+                    float(int(remaining * rng.choice([1.0, 1.5, 3.0]))),
+                    moves=int(rng.integers(0, 4)) if rng.random() < 0.2 else 0,
+                    since_move_s=float(rng.integers(0, 10)) if rng.random() < 0.2 else np.inf,
+                    movable=bool(rng.random() < 0.9),
+                )
+            )
+        snapshots.append(
+            snapshot(
+                f"d{index}",
+                held,
+                step_s=float(rng.uniform(0.01, 0.04)),
+                capacity=int(rng.choice([20_000, 60_000, 200_000])),
+                slots=int(rng.choice([4, 6, 16])),
+                draining=bool(rng.random() < 0.1),
+            )
+        )
+    return snapshots
+
+
+def tied_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:
+    """Replicas with the same few sequences over and over: most gains are equal."""
+    one = Held("", 1024.0, 4096.0, 4096.0, 4096.0)
+    two = Held("", 2048.0, 4096.0, 2048.0, 8192.0)
+    names = iter(rng.permutation(100).tolist())
+    snapshots = []
+    for index in range(int(rng.integers(3, 7))):
+        count = int(rng.choice([0, 1, 6, 6]))
+        held = [
+            Held(f"s{next(names):02}", h.tokens, h.remaining, h.lower, h.upper)
+            for h in ([one, two] * 3)[:count]
+        ]
+        snapshots.append(snapshot(f"d{index}", held))
+    return snapshots
+
+
+@dataclass(slots=True)
+class _Replica:
+    snap: ReplicaSnapshot
+    load: np.ndarray  # float64 [17]
+    tokens: np.ndarray  # float64 [17]
+    rows: np.ndarray  # float64 [num_rows, 24]
+    used: bool = False
+
+
+def brute_force(
+    snapshots: Sequence[ReplicaSnapshot],
+    settings: AresSettings,
+    costs: TransferCosts,
+    *,
+    load_only: bool = False,
+    busy: frozenset[str] = frozenset(),
+) -> list[tuple[str, str, str, float]]:
+    """Moves of one tick as (sequence, source, destination, gain): each candidate is made, the
+    variance of the whole cluster taken anew, and every condition written out."""
+    replicas = []
+    for snap in sorted(snapshots, key=lambda s: s.info.name):
+        f = snap.forecast
+        assert f is not None
+        replicas.append(
+            _Replica(
+                snap,
+                np.frombuffer(f.load_s, "<f4").astype(float),
+                np.frombuffer(f.tokens, "<f4").astype(float),
+                np.frombuffer(f.rows, "<f4").reshape(-1, 24).astype(float),
+            )
+        )
+    omega = np.array([1.0] + [0.0] * 16) if load_only else settings.omega
+    beta = np.array([1.0] + [0.0] * 16) if load_only else np.array([0.0, *settings.beta])
+    n = len(replicas)
+    start = float(np.var([r.load for r in replicas], axis=0) @ omega)
+    w = [float(r.load @ beta) for r in replicas]
+    mean_w = sum(w) / n
+    mean_step = sum(r.snap.step_time_s for r in replicas) / n
+
+    seen_s = 0.0 if load_only else settings.memory_horizon_s
+
+    def peak(r: _Replica) -> float:
+        seen = [t for t, at_s in zip(r.tokens, GRID, strict=True) if at_s <= seen_s]
+        return float(max(seen))
+
+    rescue = [peak(r) > settings.rescue_limit * r.snap.info.kv_capacity_tokens for r in replicas]
+    able = [
+        r.snap.info.name not in busy
+        and not r.snap.draining
+        and r.snap.num_running < r.snap.info.num_slots
+        for r in replicas
+    ]
+    over = [
+        i
+        for i, r in enumerate(replicas)
+        if (w[i] > (1 + settings.theta) * mean_w or rescue[i]) and r.snap.info.name not in busy
+    ]
+    under = [i for i in range(n) if able[i] and w[i] < (1 - settings.theta) * mean_w]
+    if not under and any(able):
+        under = [min((i for i in range(n) if able[i]), key=lambda i: (w[i], i))]
+
+    moves: list[tuple[str, str, str, float]] = []
+    limit = max(1, round(settings.moves_share * n))
+    while len(moves) < limit and start > 0:
+        best: tuple[tuple[float, float, float, str, str], int, int, int, float] | None = None
+        before = float(np.var([r.load for r in replicas], axis=0) @ omega)
+        for s in over:
+            for k, row in enumerate(replicas[s].rows):
+                tokens, remaining, lower, upper, num_moves, since_s, movable = row[17:]
+                cost_s = costs.seconds(tokens)
+                if not movable or num_moves >= settings.max_moves:
+                    continue
+                if since_s < settings.cooldown_s:
+                    continue
+                if not load_only and not (
+                    remaining > settings.remaining_factor * cost_s / mean_step
+                ):
+                    continue
+                for t in under:
+                    source, target = replicas[s], replicas[t]
+                    if s == t or source.used or target.used:
+                        continue
+                    x = row[:17]
+                    loads = [r.load.copy() for r in replicas]
+                    loads[s] -= x
+                    loads[t] += x
+                    after = float(np.var(loads, axis=0) @ omega)
+                    gain = round((before - after) / start, 12)
+                    if gain <= 0:
+                        continue
+                    if not rescue[s]:
+                        if gain < settings.min_gain * min(1.0, 3 / n):
+                            continue
+                        diff = w[s] - w[t]
+                        turned = (w[t] + x @ beta) - (w[s] - x @ beta)
+                        if not turned <= (1 - settings.theta) * diff:
+                            continue
+                    if not _fits(target, tokens, upper, settings, load_only):
+                        continue
+                    if not load_only and not rescue[s]:
+                        if _saved_s(source, target, x, lower) < settings.cost_factor * cost_s:
+                            continue
+                    assert source.snap.forecast is not None
+                    name = source.snap.forecast.sequence_ids[k]
+                    key = (-gain, tokens, -remaining, name, target.snap.info.name)
+                    if best is None or key < best[0]:
+                        best = (key, s, t, k, gain)
+        if best is None:
+            break
+        key, s, t, k, gain = best
+        moves.append((key[3], replicas[s].snap.info.name, key[4], gain))
+        x = replicas[s].rows[k][:17]
+        replicas[s].load, replicas[t].load = replicas[s].load - x, replicas[t].load + x
+        replicas[s].used = replicas[t].used = True
+    return moves
+
+
+def _fits(
+    target: _Replica,
+    tokens: float,
+    upper: float,
+    settings: AresSettings,
+    load_only: bool,
+) -> bool:
+    capacity = target.snap.info.kv_capacity_tokens
+    ahead = [s / target.snap.step_time_s for s in GRID]
+    peaks = []
+    for i, gained in enumerate(ahead):
+        still_here = i == 0 or ahead[i - 1] < upper
+        peaks.append(target.tokens[i] + (tokens + min(gained, upper) if still_here else 0.0))
+    horizon = 0.0 if load_only else settings.memory_horizon_s
+    peaks = [p for p, at_s in zip(peaks, GRID, strict=True) if at_s <= horizon]
+    return max(peaks) <= settings.memory_limit * capacity
+
+
+def _saved_s(source: _Replica, target: _Replica, x: np.ndarray, lower: float) -> float:
+    saved = 0.0
+    for i in range(1, 17):
+        if GRID[i] / source.snap.step_time_s > lower:
+            continue
+        s, t = source.load[i], target.load[i]
+        drop = max(s, t) - max(s - x[i], t + x[i])
+        saved += (GRID[i] - GRID[i - 1]) * drop / (BASE_S + s)
+    return saved

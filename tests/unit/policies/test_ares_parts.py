@@ -1,0 +1,232 @@
+"""Forecast rows, placement, drift, and recordings."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quadriga.errors import ConfigError
+from quadriga.policies.ares import (
+    AresPlacement,
+    AresSettings,
+    DriftMonitor,
+    Rescheduler,
+    StepCosts,
+    TransferCosts,
+    horizon_s,
+)
+from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.forecast import ROW_BYTES, load_rows, memory_rows, tokens_ahead
+from quadriga.policies.ares.recording import Tick, read_ticks, replay, write_tick
+from quadriga.types import LengthPrediction, PlaceRequest, ReplicaSnapshot
+from tests.unit.policies.ares_twin import (
+    CLASS,
+    GRID,
+    PER_SEQUENCE_S,
+    PER_TOKEN_S,
+    Held,
+    random_cluster,
+    snapshot,
+)
+
+COSTS = TransferCosts(57_344, 25e9 / 8)
+STEP = StepCosts(PER_SEQUENCE_S, PER_TOKEN_S)
+
+
+def held(name: str, tokens: float, remaining: float) -> Held:
+    return Held(name, tokens, remaining, remaining, remaining)
+
+
+def request(tokens: int, prediction: LengthPrediction | None) -> PlaceRequest:
+    return PlaceRequest("new", CLASS, tokens, tokens + 1, prediction=prediction)
+
+
+def sure(remaining: float) -> LengthPrediction:
+    return LengthPrediction(remaining, remaining, remaining)
+
+
+def test_the_grid_spans_twenty_to_thirty_three_thousand_tokens() -> None:
+    ahead = tokens_ahead(horizon_s(0.02), 0.02)
+    assert ahead[0] == 0.0
+    assert ahead[1] == pytest.approx(20.0)
+    assert ahead[-1] == pytest.approx(33_400, rel=0.01)
+    assert np.all(np.diff(ahead) > 0)
+    slow = tokens_ahead(horizon_s(0.02), np.array([0.02, 0.04]))
+    np.testing.assert_allclose(slow[1], slow[0] / 2)  # the same instants, half the tokens
+    with pytest.raises(ConfigError, match="reference_step_s"):
+        horizon_s(0.0)
+
+
+def test_betas_fall_and_sum_to_one() -> None:
+    beta = AresSettings(decay=0.7).beta
+    assert beta.sum() == pytest.approx(1.0)
+    assert np.all(np.diff(beta) < 0)
+    assert AresSettings().omega[0] == 1.0
+
+
+def test_load_grows_until_the_sequence_ends() -> None:
+    ahead = np.array([[0.0, 10.0, 20.0, 40.0]])
+    rows = load_rows(
+        np.array([100.0, 100.0]), np.array([20.0, 0.0]), ahead, per_sequence_s=1.0, per_token_s=0.1
+    )
+    assert rows.tolist() == [[11.0, 12.0, 13.0, 0.0], [11.0, 0.0, 0.0, 0.0]]
+
+
+def test_memory_sees_the_peak_between_two_points() -> None:
+    ahead = np.array([[0.0, 10.0, 20.0, 40.0]])
+    rows = memory_rows(np.array([100.0, 100.0]), np.array([25.0, 5.0]), ahead)
+    assert rows.tolist() == [[100.0, 110.0, 120.0, 125.0], [100.0, 105.0, 0.0, 0.0]]
+
+
+def test_a_packed_forecast_is_small_and_adds_up() -> None:
+    snap = snapshot("a", [held("x", 500.0, 3000.0), held("y", 900.0, 100.0)])
+    assert snap.forecast is not None
+    assert len(snap.forecast.rows) == 2 * ROW_BYTES == 192
+    cluster = unpack([snap, snapshot("b", [])])
+    assert cluster is not None
+    np.testing.assert_allclose(cluster.load_s[0], cluster.rows[:, :17].sum(axis=0), rtol=1e-5)
+    assert cluster.tokens[0, 0] == 1400.0
+    assert cluster.tokens[0].max() < 500 + 3000 + 1
+    assert not cluster.load_s[1].any()
+
+
+def test_placement_prefers_whoever_will_be_free() -> None:
+    """Replica a holds more now, b will: current load and forecast disagree."""
+    a = snapshot("a", [held(f"a{i}", 3000.0, 30.0) for i in range(4)])
+    b = snapshot("b", [held(f"b{i}", 2500.0, 20_000.0) for i in range(4)], capacity=500_000)
+    placement = AresPlacement(STEP)
+    assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "a"
+    assert placement.choose(request(100, None), [a, b]) == "b"
+    placement.load_only = True
+    assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "b"
+
+
+def test_placement_looks_at_the_memory_peak() -> None:
+    a = snapshot("a", [held("a0", 1000.0, 8000.0)], capacity=11_000)
+    b = snapshot("b", [held(f"b{i}", 3000.0, 8000.0) for i in range(3)], capacity=200_000)
+    placement = AresPlacement(STEP)
+    assert placement.choose(request(100, sure(100.0)), [a, b]) == "a"
+    assert placement.choose(request(100, sure(9000.0)), [a, b]) == "b"
+    wary = LengthPrediction(100.0, 10.0, 9000.0)
+    assert placement.choose(request(100, wary), [a, b]) == "b"
+
+
+def test_where_no_peak_fits_the_roomiest_takes_it() -> None:
+    a = snapshot("a", [held("a0", 1000.0, 8000.0)], capacity=9_000)
+    b = snapshot("b", [held("b0", 5000.0, 8000.0)], capacity=12_000)
+    assert AresPlacement(STEP).choose(request(100, sure(9000.0)), [a, b]) == "a"
+
+
+def test_placement_needs_room_now() -> None:
+    full = snapshot("a", [held("a0", 100.0, 10.0)], slots=1)
+    placement = AresPlacement(STEP)
+    assert placement.choose(request(100, sure(10.0)), [full, snapshot("b", [])]) == "b"
+    others = [full, snapshot("b", [], slots=0)]
+    assert placement.choose(request(100, sure(10.0)), others) is None
+
+
+def test_placement_is_the_one_that_raises_the_variance_least() -> None:
+    rng = np.random.default_rng(4)
+    settings = AresSettings()
+    for _ in range(200):
+        snapshots = [
+            replace(s, draining=False, info=replace(s.info, kv_capacity_tokens=10**7, num_slots=99))
+            for s in random_cluster(rng)
+        ]
+        cluster = unpack(snapshots)
+        assert cluster is not None
+        wanted = request(int(rng.integers(10, 5000)), sure(float(rng.integers(1, 30_000))))
+        assert wanted.prediction is not None
+        x = load_rows(
+            np.array([float(wanted.num_tokens)]),
+            np.array([wanted.prediction.mean]),
+            tokens_ahead(GRID, cluster.step_s.mean())[None, :],
+            per_sequence_s=PER_SEQUENCE_S,
+            per_token_s=PER_TOKEN_S,
+        )[0]
+        after = []
+        for i in range(len(cluster)):
+            load = cluster.load_s.copy()
+            load[i] += x
+            after.append(float(load.var(axis=0) @ settings.omega))
+        chosen = AresPlacement(STEP, settings).choose(wanted, snapshots)
+        assert chosen is not None
+        assert after[cluster.names.index(chosen)] == pytest.approx(min(after), rel=1e-9)
+
+
+def test_drift_is_entered_and_left() -> None:
+    monitor = DriftMonitor()
+    for _ in range(200):
+        monitor.ended(LengthPrediction(100.0, 50.0, 200.0), 120.0)
+    assert not monitor.is_drifting
+    for _ in range(200):
+        monitor.ended(LengthPrediction(100.0, 50.0, 200.0), 1000.0)
+    assert monitor.is_drifting
+    assert monitor.mean_error > 500
+    for _ in range(200):
+        monitor.ended(LengthPrediction(100.0, 50.0, 200.0), 120.0)
+    assert not monitor.is_drifting
+
+
+def test_a_calibrated_head_is_not_taken_for_drift() -> None:
+    """80 % inside the range, by chance: never below the mark in ten thousand endings."""
+    rng = np.random.default_rng(0)
+    monitor = DriftMonitor()
+    for inside in rng.random(10_000) < 0.8:
+        monitor.ended(LengthPrediction(100.0, 50.0, 200.0), 120.0 if inside else 1000.0)
+        assert not monitor.is_drifting
+
+
+def test_few_endings_prove_nothing() -> None:
+    monitor = DriftMonitor(min_count=50)
+    for _ in range(49):
+        monitor.ended(LengthPrediction(1.0, 0.0, 2.0), 1000.0)
+    assert not monitor.is_drifting
+
+
+def recorded(path: Path, snapshots: list[ReplicaSnapshot]) -> None:
+    orders = Rescheduler().tick(snapshots, COSTS)
+    tick = Tick(1.0, snapshots, AresSettings(), COSTS, True, False, frozenset(), orders)
+    with path.open("a", encoding="utf-8") as stream:
+        write_tick(stream, tick)
+
+
+def test_a_recording_gives_the_same_decisions(tmp_path: Path) -> None:
+    rng = np.random.default_rng(9)
+    path = tmp_path / "ticks.jsonl"
+    for _ in range(30):
+        recorded(path, random_cluster(rng))
+    ticks = list(read_ticks(path))
+    assert sum(len(t.orders) for t in ticks) > 3
+    assert not replay(ticks)
+
+
+def test_a_recording_shows_where_another_policy_decides_otherwise(tmp_path: Path) -> None:
+    rng = np.random.default_rng(9)
+    path = tmp_path / "ticks.jsonl"
+    for _ in range(30):
+        recorded(path, random_cluster(rng))
+    ticks = [replace(t, settings=replace(t.settings, theta=0.9)) for t in read_ticks(path)]
+    differences = replay(ticks)
+    assert differences
+    assert all(d.recorded != d.replayed for d in differences)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 99}', "not json", "[1]"])
+def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ticks.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        list(read_ticks(path))
+
+
+def test_ticks_are_one_line_each() -> None:
+    stream = io.StringIO()
+    tick = Tick(0.0, [snapshot("a", [])], AresSettings(), COSTS, True, False, frozenset({"b"}), [])
+    write_tick(stream, tick)
+    write_tick(stream, tick)
+    assert stream.getvalue().count("\n") == 2

@@ -1,0 +1,234 @@
+"""Rescheduling chooses what trying every move would choose, and keeps its own rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quadriga.errors import ConfigError
+from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts
+from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.roles import classify, weights
+from quadriga.types import DepthClass, MigrationCause, MigrationOrder, ReplicaSnapshot
+from tests.unit.policies.ares_twin import (
+    CLASS,
+    Held,
+    brute_force,
+    random_cluster,
+    snapshot,
+    tied_cluster,
+)
+
+FAST = TransferCosts(bytes_per_token=57_344, bandwidth_bytes_per_s=25e9 / 8)
+SLOW = TransferCosts(bytes_per_token=57_344, bandwidth_bytes_per_s=1e8)
+EAGER = AresSettings(theta=0.02, min_gain=0.0, moves_share=1.0, cost_factor=0.0)
+USUAL = AresSettings()
+MANY = AresSettings(moves_share=1.0)
+NEAR = AresSettings(memory_horizon_s=20.0, moves_share=1.0)
+
+
+def moves(orders: list[MigrationOrder]) -> list[tuple[str, str, str]]:
+    return [(o.sequence_id, o.source, o.destination) for o in orders]
+
+
+def even(name: str, count: int, *, tokens: float = 1000.0) -> ReplicaSnapshot:
+    held = [Held(f"{name}-{i}", tokens + i, 5000.0, 4000.0, 6000.0) for i in range(count)]
+    return snapshot(name, held)
+
+
+@pytest.mark.parametrize("load_only", [False, True])
+@pytest.mark.parametrize("costs", [FAST, SLOW])
+@pytest.mark.parametrize("settings", [USUAL, EAGER, MANY, NEAR])
+@pytest.mark.parametrize("make", [random_cluster, tied_cluster])
+def test_it_chooses_what_trying_everything_chooses(
+    make: object, settings: AresSettings, costs: TransferCosts, load_only: bool
+) -> None:
+    rng = np.random.default_rng([len(repr(settings)), int(load_only), int(costs is SLOW)])
+    num_moves = 0
+    for _ in range(150):
+        snapshots = make(rng)  # type: ignore[operator]
+        busy = frozenset({"d1"}) if rng.random() < 0.1 else frozenset[str]()
+        orders = Rescheduler(settings).tick(snapshots, costs, busy=busy, load_only=load_only)
+        wanted = brute_force(snapshots, settings, costs, load_only=load_only, busy=busy)
+        assert moves(orders) == [m[:3] for m in wanted]
+        assert [o.gain for o in orders] == pytest.approx([m[3] for m in wanted], abs=2e-12)
+        num_moves += len(orders)
+    assert num_moves > 10
+
+
+def test_a_large_cluster_passes_through_every_stage_of_the_search() -> None:
+    """More rows than one chunk, so that bounds decide; the twin tries all 9,000 pairs."""
+    rng = np.random.default_rng(5)
+    snapshots = []
+    for index in range(40):
+        count = int(rng.choice([5, 20, 60]))
+        held = [
+            Held(f"s{index}-{j}", float(rng.integers(10, 3000)), r, 0.8 * r, 1.2 * r)
+            for j, r in enumerate(rng.integers(100, 20_000, count).astype(float))
+        ]
+        snapshots.append(snapshot(f"d{index:02}", held, capacity=400_000, slots=80))
+    settings = AresSettings(moves_share=0.05)
+    orders = Rescheduler(settings).tick(snapshots, FAST)
+    assert len(orders) == 2
+    assert moves(orders) == [m[:3] for m in brute_force(snapshots, settings, FAST)]
+
+
+def test_each_move_lowers_the_variance_by_what_it_says() -> None:
+    rng = np.random.default_rng(11)
+    for _ in range(200):
+        snapshots = random_cluster(rng)
+        cluster = unpack(snapshots)
+        assert cluster is not None
+        load = cluster.load_s.copy()
+        start = float(load.var(axis=0) @ MANY.omega)
+        for order in Rescheduler(MANY).tick(snapshots, FAST):
+            row = cluster.sequence_ids.index(order.sequence_id)
+            before = float(load.var(axis=0) @ MANY.omega)
+            load[cluster.names.index(order.source)] -= cluster.rows[row, :17]
+            load[cluster.names.index(order.destination)] += cluster.rows[row, :17]
+            after = float(load.var(axis=0) @ MANY.omega)
+            assert (before - after) / start == pytest.approx(order.gain, abs=1e-9)
+            assert after < before
+
+
+def test_replicas_take_part_in_one_move_at_most() -> None:
+    snapshots = [even(f"a{i}", 8) for i in range(4)] + [even(f"b{i}", 1) for i in range(4)]
+    orders = Rescheduler(MANY).tick(snapshots, FAST)
+    assert len(orders) == 4
+    names = [o.source for o in orders] + [o.destination for o in orders]
+    assert len(set(names)) == 8
+
+
+def test_a_balanced_cluster_is_left_alone() -> None:
+    assert not Rescheduler(USUAL).tick([even("a", 5), even("b", 5), even("c", 5)], FAST)
+
+
+def test_nothing_moves_back_and_forth() -> None:
+    """One sequence too many: moving it would only turn the two replicas round."""
+    snapshots = [even("a", 1, tokens=9000.0), even("b", 0)]
+    assert not Rescheduler(USUAL).tick(snapshots, FAST)
+
+
+def test_what_was_moved_rests_and_is_not_moved_for_ever() -> None:
+    def held(**fields: float) -> list[Held]:
+        return [
+            replace(Held(f"a{i}", 1000.0, 9000.0, 9000.0, 9000.0), **fields)  # type: ignore[arg-type]
+            for i in range(6)
+        ]
+
+    def orders(**fields: float) -> list[MigrationOrder]:
+        return Rescheduler(USUAL).tick([snapshot("a", held(**fields)), even("b", 1)], FAST)
+
+    assert orders()
+    assert not orders(since_move_s=4.9)
+    assert orders(since_move_s=5.0)
+    assert orders(moves=1)
+    assert not orders(moves=2)
+    assert not orders(movable=False)
+
+
+def test_what_ends_soon_is_not_moved() -> None:
+    def orders(remaining: float, costs: TransferCosts) -> list[MigrationOrder]:
+        held = [Held(f"a{i}", 4000.0, remaining, remaining, remaining) for i in range(6)]
+        settings = AresSettings(cost_factor=0.0)
+        return Rescheduler(settings).tick([snapshot("a", held), snapshot("b", [])], costs)
+
+    # 4,000 tokens over 100 MB/s take 2.3 s: twice that is 230 steps of 20 ms.
+    assert orders(500.0, SLOW)
+    assert not orders(200.0, SLOW)
+    assert orders(200.0, FAST)
+
+
+def test_an_uncertain_gain_must_pay_for_the_transfer() -> None:
+    def orders(lower: float) -> list[MigrationOrder]:
+        held = [Held(f"a{i}", 8000.0, 20_000.0, lower, 20_000.0) for i in range(6)]
+        snapshots = [snapshot(name, h, capacity=10**6) for name, h in (("a", held), ("b", []))]
+        return Rescheduler(USUAL).tick(snapshots, SLOW)
+
+    assert orders(20_000.0)
+    assert not orders(100.0)
+
+
+def test_the_destination_must_hold_the_sequence_at_its_peak() -> None:
+    def orders(upper: float) -> list[MigrationOrder]:
+        held = [Held(f"a{i}", 3000.0, 2000.0, 2000.0, upper) for i in range(6)]
+        small = snapshot("b", [Held("b0", 500.0, 9000.0, 9000.0, 9000.0)], capacity=13_000)
+        return Rescheduler(USUAL).tick([snapshot("a", held), small], FAST)
+
+    assert orders(2000.0)
+    assert not orders(15_000.0)
+
+
+def test_memory_that_will_run_out_is_a_reason_of_its_own() -> None:
+    """The balance is fine; one replica is small, and its sequences will outgrow it."""
+    held = [Held(f"a{i}", 3000.0 + i, 8000.0, 8000.0, 8000.0) for i in range(3)]
+    like = [replace(h, sequence_id=f"b{h.sequence_id}", tokens=h.tokens - 300) for h in held]
+    small = snapshot("a", held, capacity=24_000)
+    orders = Rescheduler(USUAL).tick([small, snapshot("b", like[:2], capacity=200_000)], FAST)
+    assert [(o.source, o.cause) for o in orders] == [("a", MigrationCause.MEMORY)]
+
+
+def test_without_predictions_the_present_decides() -> None:
+    """Replica a is fuller now, b will be: the two modes move in opposite directions."""
+    short = [Held(f"a{i}", 3000.0, 40.0, 40.0, 40.0) for i in range(8)]
+    long = [Held(f"b{i}", 700.0 + i, 20_000.0, 20_000.0, 20_000.0) for i in range(8)]
+    snapshots = [snapshot("a", short), snapshot("b", long, capacity=500_000)]
+    foreseen = Rescheduler(USUAL).tick(snapshots, FAST)
+    blind = Rescheduler(USUAL).tick(snapshots, FAST, load_only=True)
+    assert {o.source for o in foreseen} <= {"b"}
+    assert {o.source for o in blind} == {"a"}
+    assert moves(blind) == moves(Rescheduler(USUAL, predicts=False).tick(snapshots, FAST))
+    unknown = [snapshots[0], snapshot("b", long, capacity=500_000, has_predictions=False)]
+    assert moves(Rescheduler(USUAL).tick(unknown, FAST)) == moves(blind)
+
+
+def test_draining_busy_and_full_replicas_take_nothing() -> None:
+    def orders(**fields: object) -> list[MigrationOrder]:
+        busy = fields.pop("busy", frozenset[str]())
+        other = snapshot("b", [], **fields)  # type: ignore[arg-type]
+        return Rescheduler(USUAL).tick([even("a", 6), other], FAST, busy=busy)  # type: ignore[arg-type]
+
+    assert orders()
+    assert not orders(draining=True)
+    assert not orders(slots=0)
+    assert not orders(busy=frozenset({"b"}))
+    assert not orders(busy=frozenset({"a"}))
+
+
+def test_classes_are_balanced_apart() -> None:
+    other = even("c", 0)
+    other.info = replace(other.info, depth_class=DepthClass("m", 4))
+    assert not Rescheduler(USUAL).tick([even("a", 6), other], FAST)
+    orders = Rescheduler(USUAL).tick([even("a", 6), other, even("b", 0)], FAST)
+    assert [(o.destination, o.depth_class) for o in orders] == [("b", CLASS)]
+
+
+def test_the_least_loaded_takes_where_none_is_underloaded() -> None:
+    snapshots = [even("a", 12), even("b", 9), even("c", 10), even("d", 9)]
+    cluster = unpack(snapshots)
+    assert cluster is not None
+    roles = classify(cluster, USUAL, weights(USUAL, load_only=True), frozenset())
+    assert [cluster.names[i] for i in roles.sources] == ["a"]
+    assert [cluster.names[i] for i in roles.destinations] == ["b"]
+
+
+def test_malformed_forecasts_are_refused_and_lone_replicas_left_alone() -> None:
+    good = even("a", 3)
+    assert good.forecast is not None
+    assert not Rescheduler().tick([good], FAST)
+    assert not Rescheduler().tick([good, replace(even("b", 0), forecast=None)], FAST)
+    other_grid = replace(good.forecast, grid_s=tuple(2 * s for s in good.forecast.grid_s))
+    assert not Rescheduler().tick([good, replace(even("b", 0), forecast=other_grid)], FAST)
+    cut = replace(good.forecast, rows=good.forecast.rows[:-4])
+    with pytest.raises(ConfigError, match="bytes"):
+        Rescheduler().tick([even("b", 0), replace(good, forecast=cut)], FAST)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"theta": -0.1}, {"decay": 1.5}, {"memory_limit": 2.0}, {"moves_share": -1.0}]
+)
+def test_settings_have_bounds(fields: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        AresSettings(**fields)  # type: ignore[arg-type]

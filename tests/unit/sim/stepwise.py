@@ -1,0 +1,162 @@
+"""A decode replica that makes every step, sequence by sequence: what the fast one must equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from quadriga.batching.preemption import PausedSequence, choose_return, choose_victim
+from quadriga.sim.profiles import CostProfile
+from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
+from quadriga.types import SamplingParams, SequenceState
+
+
+class StepwiseReplica:
+    """The interface of `DecodeReplica`; one event a step, no sums, no closed forms."""
+
+    def __init__(
+        self, name: str, profile: CostProfile, rules: MemoryRules, on_gaps: Callable[[Gaps], None]
+    ) -> None:
+        self.name, self.profile, self.rules, self._on_gaps = name, profile, rules, on_gaps
+        self.steps = 0
+        self.anchor_s = 0.0
+        self.running: dict[int, Sequence] = {}
+        self.waiting: list[tuple[float, Sequence]] = []
+        self.halted_at: dict[int, tuple[float, Sequence]] = {}
+        self.leaving: dict[int, float] = {}
+        self.promised: dict[int, int] = {}
+        self.size: dict[int, int] = {}  # KV tokens of the running, counted one by one
+        self.num_preempted = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.size.values())
+
+    @property
+    def held_tokens(self) -> int:
+        paused = sum(s.tokens for _, s in self.halted_at.values())
+        return self.tokens + paused + sum(self.promised.values())
+
+    @property
+    def num_held(self) -> int:
+        return len(self.running) + len(self.halted_at) + len(self.promised)
+
+    @property
+    def limit(self) -> int:
+        return math.floor(self.rules.high * self.profile.kv_capacity_tokens)
+
+    def join(self, sequence: Sequence, *, ready_s: float) -> None:
+        self.promised.setdefault(sequence.index, sequence.tokens)
+        self.waiting.append((ready_s, sequence))
+
+    def leave(self, index: int, *, from_s: float) -> None:
+        self.leaving[index] = from_s
+
+    def stay(self, index: int) -> None:
+        self.leaving.pop(index, None)
+
+    def kill(self, now_s: float) -> list[Sequence]:
+        while self.running and self.anchor_s + self._step_s() <= now_s:
+            self._step()
+        for index, sequence in self.running.items():
+            sequence.tokens = self.size[index]
+        lost = [*self.running.values(), *(s for _, s in self.halted_at.values())]
+        lost += [s for _, s in sorted(self.waiting, key=lambda w: (w[0], w[1].index))]
+        for held in (self.running, self.size, self.halted_at, self.promised, self.leaving):
+            held.clear()
+        self.waiting.clear()
+        self.anchor_s = now_s
+        return lost
+
+    def next_event_s(self) -> float:
+        if self.running:
+            wanted = [s for s, _ in self.waiting] + list(self.leaving.values())
+            if any(s <= self.anchor_s for s in wanted):
+                return self.anchor_s
+            return self.anchor_s + self._step_s()
+        if self.halted_at:
+            return self.anchor_s
+        return max(min((s for s, _ in self.waiting), default=math.inf), self.anchor_s)
+
+    def run_to_event(self, now_s: float) -> Happened:
+        wanted = [s for s, _ in self.waiting] + list(self.leaving.values())
+        if self.running and not any(s <= self.anchor_s for s in wanted):
+            self._step()
+        self.anchor_s = max(self.anchor_s, now_s)
+        happened = Happened()
+        for index in sorted(self.running):
+            if self.size[index] == self.running[index].final_tokens:
+                happened.finished.append(self._out(index))
+        for index in sorted(i for i, s in self.leaving.items() if s <= now_s):
+            del self.leaving[index]
+            if index in self.running:
+                happened.left.append(self._out(index))
+        for item in sorted(self.waiting, key=lambda w: (w[0], w[1].index)):
+            if item[0] <= self.anchor_s:
+                self.waiting.remove(item)
+                del self.promised[item[1].index]
+                self._in(item[1])
+                happened.joined.append(item[1])
+        while self.tokens > self.limit:
+            victim = choose_victim([self._state(s) for s in self.running.values()])
+            assert victim is not None
+            sequence = self._out(int(victim.sequence_id))
+            self.halted_at[sequence.index] = (self.anchor_s, sequence)
+            self.num_preempted += 1
+            happened.preempted.append(sequence)
+        self._resume(happened)
+        return happened
+
+    def _resume(self, happened: Happened) -> None:
+        while self.halted_at:
+            first = choose_return(
+                PausedSequence(self._state(s), None, None, at) for at, s in self.halted_at.values()
+            )
+            assert first is not None
+            sequence = self.halted_at[int(first.state.sequence_id)][1]
+            coming = sum(s.tokens for _, s in self.waiting)
+            room = self.rules.low * self.profile.kv_capacity_tokens
+            busy = bool(self.running or self.waiting)
+            if busy and self.tokens + coming + sequence.tokens + 1 > room:
+                return
+            del self.halted_at[sequence.index]
+            if self.rules.on_full == "pause":
+                num_bytes = sequence.tokens * self.profile.kv_bytes_per_token
+                back_s = num_bytes / self.profile.host_bandwidth_bytes_per_s
+                self.join(sequence, ready_s=self.anchor_s + back_s)
+            else:
+                self.anchor_s += self.profile.prefill_s([sequence.tokens])
+                self._in(sequence)
+                happened.joined.append(sequence)
+
+    def _step_s(self) -> float:
+        return self.profile.step.step_s(len(self.running), self.tokens)
+
+    def _step(self) -> None:
+        self.anchor_s += self._step_s()
+        self.steps += 1
+        for index in self.size:
+            self.size[index] += 1
+
+    def _in(self, sequence: Sequence) -> None:
+        self.running[sequence.index] = sequence
+        self.size[sequence.index] = sequence.tokens
+
+    def _out(self, index: int) -> Sequence:
+        sequence = self.running.pop(index)
+        sequence.tokens = self.size.pop(index)
+        return sequence
+
+    def _state(self, sequence: Sequence) -> SequenceState:
+        tokens = self.size.get(sequence.index, sequence.tokens)
+        return SequenceState(
+            sequence_id=str(sequence.index),
+            request_id="",
+            model="",
+            prompt_ids=[0],
+            sampling=SamplingParams(max_tokens=self.profile.max_tokens),
+            ingress_id="",
+            arrival_unix_s=sequence.arrival_s,
+            deadline_unix_s=math.inf,
+            output_ids=[0] * (tokens - sequence.prompt_tokens),
+        )
