@@ -6,8 +6,7 @@ exits is the engine's fastest full pass; where DREX should hold more bytes than 
 states and staging are counted), it gets more slots for them.
 
 Printed beside the throughput: the ceiling t_f / (t_s + (1 − p) t_d) from this machine's own pass
-times with the heads in them, and the same comparison in the modelled time of a weight-bound device
-and of a quiet core.
+times with the heads in them, and the same comparison in the modelled time of a weight-bound device.
 `--quality` measures answers instead: every fill mode and threshold against full depth.
 """
 

@@ -22,7 +22,7 @@ _CEILING_FLOOR = 1.15  # settings below it leave nothing to win
 def plain(row: Measured) -> dict[str, Any]:
     """A row for JSON."""
     shown = asdict(row)
-    shown = shown.pop("setting") | shown
+    shown = {**shown.pop("setting"), **shown}
     if row.decisions is not None:
         shown["decisions"]["share_right"] = row.decisions.share_right
     return shown

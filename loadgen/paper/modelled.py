@@ -49,17 +49,6 @@ WEIGHT_BOUND = DeviceModel(
 )
 
 
-COMPUTE_BOUND = DeviceModel(
-    name="modelled quiet CPU core",
-    base_s=0.2e-3,
-    per_row_s=0.108e-3,
-    head_s=0.13e-3,
-    head_row_s=0.003e-3,
-    source="passes of quadriga-s on one quiet core of an EPYC, and what a pass costs in Python",
-)
-DEVICES = (WEIGHT_BOUND, COMPUTE_BOUND)
-
-
 class ModelledRunner:
     """A runner whose passes take modelled time."""
 

@@ -92,7 +92,12 @@ def test_a_signal_during_the_start_ends_it_quietly(
         threading.Event().wait(20)
 
     monkeypatch.setattr(ray, "init", slow)
-    assert start() == 0
+    # A shell's background job is born with SIGINT ignored.
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        assert start() == 0
+    finally:
+        signal.signal(number, before)
     out, err = capfd.readouterr()
     assert out.splitlines()[-1] == "stopped"
     assert err == ""
