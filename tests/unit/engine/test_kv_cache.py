@@ -96,7 +96,7 @@ def test_rows_cost_what_they_use() -> None:
         cache.write(7, 0, start, torch.ones(3, 2, 2, 1 << 11, 32))
     used = resident_bytes() - before
     wanted = 3 * 2 * 2 * tokens * 32 * 4
-    assert wanted < used < 1.5 * wanted
+    assert 0.9 * wanted < used < 1.5 * wanted  # other memory comes and goes
     cache.release(7)
     assert resident_bytes() - before < 0.5 * wanted
     assert not cache.read(7, 0, 1, 0, 4).any()
