@@ -23,8 +23,8 @@ from rich.table import Table
 
 from loadgen import provenance
 from loadgen.options import whole
+from quadriga.batching.calibration import Dummies
 from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.types import SamplingParams, SequenceState
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (16, 128, 384)
@@ -88,25 +88,15 @@ def run(args: argparse.Namespace) -> int:
 
 def decode_step_s(runner: ModelRunner, batch: int, context: int, repeats: int) -> float:
     """Median processor seconds of one decode step of `batch` rows with `context` tokens each."""
-    states = [_state(row, context) for row in range(batch)]
-    for row, state in enumerate(states):
-        runner.attach(row, state)
-    try:
+    with Dummies(runner, batch, context):
         return _median_s(lambda: runner.decode(list(range(batch))), repeats)
-    finally:
-        for row in range(batch):
-            runner.detach(row)
 
 
 def prefill_s(runner: ModelRunner, num_tokens: int, repeats: int) -> float:
     """Median processor seconds of one prompt's prefill."""
-    state = _state(0, num_tokens + 1)
-    runner.attach(0, state)
-    try:
-        chunk = PrefillChunk(0, state.prompt_ids, 0, True)
+    with Dummies(runner, 1, num_tokens + 1) as dummies:
+        chunk = PrefillChunk(0, dummies.states[0].prompt_ids, 0, True)
         return _median_s(lambda: runner.prefill([chunk]), repeats)
-    finally:
-        runner.detach(0)
 
 
 def _median_s(work: Callable[[], object], repeats: int) -> float:
@@ -117,21 +107,6 @@ def _median_s(work: Callable[[], object], repeats: int) -> float:
         if repeat >= 0:
             times.append(time.thread_time() - started_s)
     return statistics.median(times)
-
-
-def _state(row: int, num_tokens: int) -> SequenceState:
-    """A sequence of which all but the last token are prompt; what is computed is garbage."""
-    return SequenceState(
-        sequence_id=f"profile-{row}",
-        request_id="profile",
-        model="",
-        prompt_ids=[1] * (num_tokens - 1),
-        sampling=SamplingParams(max_tokens=1, temperature=0.0),
-        ingress_id="",
-        arrival_unix_s=0.0,
-        deadline_unix_s=float("inf"),
-        output_ids=[1],
-    )
 
 
 def fit(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> Fit:

@@ -33,6 +33,8 @@ from loadgen.paper.length_encoder import (
     train_encoder,
 )
 from loadgen.paper.results import publish
+from quadriga.batching.calibration import Dummies
+from quadriga.checkpoint import read_checkpoint
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.length import (
     QUANTILES,
@@ -254,10 +256,7 @@ def _step_overhead(checkpoint: Path, predict_s: float) -> float:
 def _step_s(checkpoint: Path, *, batch: int) -> float:
     """Median time of a full-depth decode step of the engine, with 100 tokens of context."""
     from loadgen.bench.offline import engine_spec
-    from quadriga.checkpoint import read_checkpoint
     from quadriga.engine.runner import NativeRunner
-    from quadriga.interfaces import PrefillChunk
-    from quadriga.types import SamplingParams, SequenceState
 
     spec = engine_spec(
         read_checkpoint(str(checkpoint)),
@@ -267,28 +266,8 @@ def _step_s(checkpoint: Path, *, batch: int) -> float:
     )
     runner = NativeRunner.load(spec)
     runner.wait_compiled(120.0)
-    states = []
-    for row in range(batch):
-        state = SequenceState(
-            sequence_id=str(row),
-            request_id=str(row),
-            model=checkpoint.name,
-            prompt_ids=[5 + row] * 100,
-            sampling=SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True),
-            ingress_id="",
-            arrival_unix_s=0.0,
-            deadline_unix_s=1e12,
-        )
-        runner.attach(row, state)
-        runner.prefill([PrefillChunk(row, state.prompt_ids, 0, True)])
-        state.output_ids.append(5)
-        states.append(state)
-
-    def step() -> None:
-        for state, token in zip(states, runner.decode(list(range(batch))), strict=True):
-            state.output_ids.append(token.token_id)
-
-    return _time(step)
+    with Dummies(runner, batch, 100):
+        return _time(lambda: runner.decode(list(range(batch))))
 
 
 def _print(

@@ -23,11 +23,11 @@ def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCos
     costs = SegmentCosts(len(runner.segment_ends), max_rows)
     if costs.num_segments == 1:
         return costs
-    with _Dummies(runner, max_rows, _SHORT):
+    with Dummies(runner, max_rows, _SHORT):
         for count in costs.knots:
             _calibrate_batch(runner, clock, costs, count)
     context = min(_LONG, runner.row_capacity_tokens - 1)
-    with _Dummies(runner, max_rows, context):
+    with Dummies(runner, max_rows, context):
         for segment in range(costs.num_segments):
             seconds = _time_s(runner, clock, segment, segment + 1, max_rows)
             known_s = costs.forecast_s(segment, segment + 1, max_rows, 0, tests=True)
@@ -61,12 +61,15 @@ def _time_s(runner: ModelRunner, clock: Clock, first: int, stop: int, count: int
     return median(times)
 
 
-class _Dummies:
-    """Sequences of one length in the first rows; a context manager."""
+class Dummies:
+    """Sequences of one length in the first rows, to time passes on; a context manager.
+
+    All but the last token are prompt, and no KV is there: what is computed is garbage.
+    """
 
     def __init__(self, runner: ModelRunner, count: int, num_tokens: int) -> None:
         self._runner = runner
-        self._states = [
+        self.states = [
             SequenceState(
                 sequence_id=f"calibration-{row}",
                 request_id="calibration",
@@ -82,10 +85,11 @@ class _Dummies:
             for row in range(count)
         ]
 
-    def __enter__(self) -> None:
-        for row, state in enumerate(self._states):
+    def __enter__(self) -> Dummies:
+        for row, state in enumerate(self.states):
             self._runner.attach(row, state)
+        return self
 
     def __exit__(self, *_: object) -> None:
-        for row in range(len(self._states)):
+        for row in range(len(self.states)):
             self._runner.detach(row)
