@@ -12,6 +12,8 @@ from quadriga.types import SamplingParams, SequenceState
 
 _REPEATS = 3
 _SHORT, _LONG = 2, 512  # tokens of context
+_SKIPPED = 12  # tokens that leave early, to time what it takes to fill in their KV
+_FILL_ROWS = 4
 
 
 def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCosts:
@@ -32,7 +34,32 @@ def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCos
             seconds = _time_s(runner, clock, segment, segment + 1, max_rows)
             known_s = costs.forecast_s(segment, segment + 1, max_rows, 0, tests=True)
             costs.set_slope(segment, (seconds - known_s) / (max_rows * (context - _SHORT)))
+    if runner.row_capacity_tokens > _SHORT + _SKIPPED:
+        costs.fill_s = _calibrate_fill(runner, clock, costs.num_segments, min(_FILL_ROWS, max_rows))
     return costs
+
+
+def _calibrate_fill(runner: ModelRunner, clock: Clock, num_segments: int, count: int) -> float:
+    """Seconds a position and segment that filling in skipped KV takes; 0 where nothing is.
+
+    Some tokens leave at the first exit, and the next one runs on; once more, it finds all there.
+    """
+    found_s = []
+    rows = list(range(count))
+    for _ in range(_REPEATS):
+        with Dummies(runner, count, _SHORT) as dummies:
+            for _ in range(_SKIPPED):
+                runner.advance(rows, 0, 1)
+                for state, token in zip(dummies.states, runner.emit(rows), strict=True):
+                    state.output_ids.append(token.token_id)
+            runner.advance(rows, 0, 1)
+            before = runner.num_filled
+            started_s = clock.now_s()
+            runner.advance(rows, 1, num_segments)
+            took_s, filled = clock.now_s() - started_s, runner.num_filled - before
+            again_s = _time_s(runner, clock, 1, num_segments, count)
+        found_s.append(max(0.0, took_s - again_s) / filled if filled else 0.0)
+    return median(found_s)
 
 
 def _calibrate_batch(runner: ModelRunner, clock: Clock, costs: SegmentCosts, count: int) -> None:

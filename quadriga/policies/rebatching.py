@@ -86,14 +86,29 @@ class Rebatcher(Protocol):
         """What to do with a group at a non-final exit that was tested."""
 
     def observe(
-        self, ran: Range, count: int, num_tokens: int, seconds: float, passed: int | None
+        self,
+        ran: Range,
+        count: int,
+        num_tokens: int,
+        seconds: float,
+        passed: int | None,
+        filled: int = 0,
     ) -> None:
         """A range was run over `count` rows with `num_tokens` of context.
 
         Args:
             seconds: The runner's own time.
             passed: Rows that may leave at the exit behind it; None where it was not tested.
+            filled: Positions × segments whose KV, skipped before, it had to fill in first.
         """
 
     def target_gap_s(self, running: int) -> float:
         """Time between two tokens of a sequence that the policy plans for by default."""
+
+    def resized(self, before: Sequence[int], ends: Sequence[int]) -> Rebatcher:
+        """The policy for other segments, with what it learned of those that stay.
+
+        Args:
+            before, ends: Layers run at the end of each segment, until now and from now on; one
+                begins like the other.
+        """

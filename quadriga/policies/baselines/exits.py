@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import median
+from typing import Self
 
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
@@ -43,10 +44,22 @@ class GroupedExits(ABC):
         """Whether the whole group leaves."""
 
     def observe(
-        self, ran: Range, count: int, num_tokens: int, seconds: float, passed: int | None
+        self,
+        ran: Range,
+        count: int,
+        num_tokens: int,
+        seconds: float,
+        passed: int | None,
+        filled: int = 0,
     ) -> None:
         """See `Rebatcher.observe`."""
-        self.costs.observe(ran.first, ran.stop, count, num_tokens, seconds, tests=ran.tests)
+        self.costs.observe(
+            ran.first, ran.stop, count, num_tokens, seconds, tests=ran.tests, filled=filled
+        )
+
+    def resized(self, before: Sequence[int], ends: Sequence[int]) -> Self:
+        """See `Rebatcher.resized`."""
+        return type(self)(self.costs.resized(before, ends))
 
     def target_gap_s(self, running: int) -> float:
         """See `Rebatcher.target_gap_s`."""

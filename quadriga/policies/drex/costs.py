@@ -14,6 +14,7 @@ covariance at batch sizes that are not visited, so that the first visit after a 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 _RATE = 0.1  # share of a surprise that is believed
 _TRUST = 3.0  # a measurement this many times the forecast, or more, counts as this many times
@@ -28,6 +29,11 @@ class SegmentCosts:
     Args:
         num_segments: Segments of the model.
         max_rows: Largest batch.
+
+    Attributes:
+        fill_s: Of filling in one segment's KV at one position that a token has skipped.
+        filled_share: Of what early tokens skip, the share that is filled in one day; the others
+            belong to sequences that end before they go deep again.
     """
 
     def __init__(self, num_segments: int, max_rows: int) -> None:
@@ -39,11 +45,53 @@ class SegmentCosts:
         # One line per segment, then one per exit's head; seconds at each knot.
         self._base = [[1e-3] * len(self._knots) for _ in range(2 * num_segments)]
         self._slope = [0.0] * num_segments
+        self.fill_s = 0.0
+        self.filled_share = 1.0
 
     @property
     def knots(self) -> tuple[int, ...]:
         """Batch sizes the table knows."""
         return tuple(self._knots)
+
+    def resized(self, before: Sequence[int], ends: Sequence[int]) -> SegmentCosts:
+        """The table for other segments; those that stay keep their times.
+
+        A new one is thought to take as long a layer as the known ones do, until it is measured.
+
+        Args:
+            before, ends: Layers run at the end of each segment, until now and from now on.
+        """
+        other = SegmentCosts(len(ends), self.max_rows)
+        common = min(len(before), len(ends))
+        head = self._head_line()
+        num_known = before[-1]
+        for i in range(len(self._knots)):
+            # The end of the model has its head's time in its segment's.
+            body = [self._base[s][i] for s in range(len(before))]
+            body[-1] = max(0.1 * body[-1], body[-1] - head[i])
+            per_layer = sum(body) / num_known
+            for s, end in enumerate(ends):
+                layers = end - (ends[s - 1] if s else 0)
+                is_last = s == len(ends) - 1
+                other._base[s][i] = body[s] if s < common else per_layer * layers
+                other._base[s][i] += head[i] if is_last else 0.0
+                if not is_last:
+                    was_inner = s < len(before) - 1
+                    known = self._base[len(before) + s][i] if was_inner else head[i]
+                    other._base[len(ends) + s][i] = known
+        slope = sum(self._slope) / num_known
+        for s, end in enumerate(ends):
+            layers = end - (ends[s - 1] if s else 0)
+            other._slope[s] = self._slope[s] if s < common else slope * layers
+        other.fill_s, other.filled_share = self.fill_s, self.filled_share
+        return other
+
+    def _head_line(self) -> list[float]:
+        """What a head takes at each knot: as those of inner exits do, or a guess without any."""
+        inner = self._base[self.num_segments : 2 * self.num_segments - 1]
+        if not inner:
+            return [0.1 * seconds for seconds in self._base[0]]
+        return [sum(line[i] for line in inner) / len(inner) for i in range(len(self._knots))]
 
     def set(self, segment: int, count: int, seconds: float, *, head: bool = False) -> None:
         """Enter a calibrated time at a knot."""
@@ -66,16 +114,33 @@ class SegmentCosts:
         return total + num_tokens * sum(self._slope[first:stop])
 
     def observe(
-        self, first: int, stop: int, count: int, num_tokens: int, seconds: float, *, tests: bool
+        self,
+        first: int,
+        stop: int,
+        count: int,
+        num_tokens: int,
+        seconds: float,
+        *,
+        tests: bool,
+        filled: int = 0,
     ) -> None:
-        """Learn from a pass, in proportion to what each part of it was thought to take."""
+        """Learn from a pass, in proportion to what each part of it was thought to take.
+
+        Args:
+            filled: Positions × segments whose KV it had to fill in first.
+        """
         expected = self.forecast_s(first, stop, count, num_tokens, tests=tests)
+        expected += self.fill_s * filled
         surprise = min(seconds / expected, _TRUST) - 1.0
         weights = self._weights(count)
         power = sum(w * w for _, w in weights)
         for line in self._lines(first, stop, tests):
             for i, w in weights:
                 self._base[line][i] *= max(0.1, 1.0 + _RATE * surprise * w / power)
+        if filled:
+            # As far as filling is what the pass took its time for.
+            part = self.fill_s * filled / expected
+            self.fill_s *= max(0.1, 1.0 + _RATE * surprise * part)
 
     def _lines(self, first: int, stop: int, tests: bool) -> list[int]:
         lines = list(range(first, stop))

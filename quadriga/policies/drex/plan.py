@@ -175,6 +175,9 @@ def _play(table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[
     stops = [*(e + 1 for e in exits), table.num_segments]
     times = [table.line(0, stops[0])]
     times += [table.line(stop, after) for stop, after in pairwise(stops)]
+    # What a token that leaves behind each stage will cost once its KV is wanted: where it falls
+    # due is not played, only that it does.
+    skip_s = [table.skip_s * (table.num_segments - stop) for stop in stops]
     shares = _shares(demand, exits)
     draws = iter(_DRAWS)
     front, waiting = demand.running, [0] * len(exits)
@@ -197,6 +200,7 @@ def _play(table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[
         leaves = batch if stage == last else _drawn(next(draws), batch, shares[stage + 1])
         if leaves:
             tokens += leaves
+            now_s += leaves * skip_s[stage + 1]
             if turn >= _WARM_UP:
                 gaps.append((now_s - oldest_s, leaves))
             front_since_s = min(front_since_s, now_s) if front else now_s
@@ -261,6 +265,7 @@ class _Table:
 
     def __init__(self, costs: SegmentCosts, demand: Demand) -> None:
         self.num_segments = costs.num_segments
+        self.skip_s = costs.fill_s * costs.filled_share
         self._costs = costs
         self._demand = demand
         self._lines: dict[tuple[int, int], list[float]] = {}

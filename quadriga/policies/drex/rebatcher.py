@@ -20,6 +20,8 @@ _PRIOR = 0.5  # exit rate that is believed until one was seen
 _FIRST_LOOKS = 3  # at every exit, before its rate is believed
 _GAP = 1.5  # times a full pass: what a token may take by default
 _LEEWAY = 1.05  # of a plan's gaps, which are played, not measured
+_SKIPPED_PRIOR = 512.0  # segments of tokens, all thought to be filled in, before some were seen
+_FORGET = 0.999  # a pass, of what was skipped and filled in
 _LONGEST_OVERHEAD_S = 2e-3  # between two passes; beyond it the replica was idle or disturbed
 
 
@@ -29,9 +31,10 @@ class DrexRebatcher:
     Two levels. The *plan* says which exits are worth testing at all and how large a batch each
     stage behind them should wait for (`plan.py`). Inside it, a *split* at exit i is taken where
 
-        Δ = t_d(b) − (r / m) · t_d(m) − h > 0
+        Δ = t_d(b) − (r / m) · t_d(m) − h − (b − r) · f > 0
 
-    (b rows reached the exit, r of them must go on, m is the batch they will go on in). Otherwise
+    (b rows reached the exit, r of them must go on, m is the batch they will go on in, f is what
+    filling in the KV of a token that leaves will take, where it is wanted later). Otherwise
     the whole group goes down at once, together with whoever waits there. A deadline that leaves no
     time to wait for m does not stop a split: who leaves, leaves, and those that stay go on in a
     smaller batch before they are late.
@@ -77,7 +80,23 @@ class DrexRebatcher:
         self._pass_from_s = 0.0
         self._tokens_each = 0.0
         self._gaps: dict[int, float] = {}
+        self._skipped = self._filled = _SKIPPED_PRIOR  # of late
         self._is_flush = False  # the pass under way is for rows that waited, not for a whole group
+
+    def resized(self, before: Sequence[int], ends: Sequence[int]) -> DrexRebatcher:
+        """See `Rebatcher.resized`."""
+        other = DrexRebatcher(
+            self.costs.resized(before, ends),
+            counters=self._counters,
+            deterministic=self._deterministic,
+            overhead_s=self.overhead_s,
+        )
+        other._random = self._random
+        common = min(len(self._left_by), len(other._left_by))
+        other._left_by[:common] = self._left_by[:common]
+        other._times_seen[:common] = self._times_seen[:common]
+        other._flush_rows[:common] = self._flush_rows[:common]
+        return other
 
     @property
     def left_by(self) -> tuple[float, ...]:
@@ -114,7 +133,7 @@ class DrexRebatcher:
         stay_s = profit_s = 0.0
         if is_planned:
             stay_s, flush_s = self._branches_s(group)
-            profit_s = stay_s - flush_s - self.overhead_s
+            profit_s = stay_s - flush_s - self.overhead_s - self.skip_s(at, may_leave)
         if not is_planned:
             splits = False  # probed: it was worth a look, the plan decides
         elif self._deterministic or not may_leave:
@@ -125,6 +144,7 @@ class DrexRebatcher:
             self._must_go.add(at)
             self._counters.stays += may_leave > 0
             return Verdict.STAY
+        self._skipped += may_leave * (self.costs.num_segments - group.ran.stop)
         # The realised profit is this, less what the later flush is measured to take.
         self._counters.splits += may_leave > 0
         self._counters.predicted_profit_s += profit_s
@@ -132,10 +152,21 @@ class DrexRebatcher:
         return Verdict.SPLIT
 
     def observe(
-        self, ran: Range, count: int, num_tokens: int, seconds: float, passed: int | None
+        self,
+        ran: Range,
+        count: int,
+        num_tokens: int,
+        seconds: float,
+        passed: int | None,
+        filled: int = 0,
     ) -> None:
         """See `Rebatcher.observe`."""
-        self.costs.observe(ran.first, ran.stop, count, num_tokens, seconds, tests=ran.tests)
+        self.costs.observe(
+            ran.first, ran.stop, count, num_tokens, seconds, tests=ran.tests, filled=filled
+        )
+        self._skipped *= _FORGET
+        self._filled = self._filled * _FORGET + filled
+        self.costs.filled_share = min(1.0, self._filled / max(1.0, self._skipped))
         self._busy_s += seconds
         self._idle_since_s = self._pass_from_s + seconds
         if ran.first == 0:
@@ -270,7 +301,8 @@ class DrexRebatcher:
     def profit_s(self, group: AtExit) -> float:
         """Δ: seconds that splitting saves against carrying the whole group down."""
         stay_s, flush_s = self._branches_s(group)
-        return stay_s - flush_s - self.overhead_s
+        leavers = len(group.passed) - group.remaining.count
+        return stay_s - flush_s - self.overhead_s - self.skip_s(group.ran.stop - 1, leavers)
 
     def flush_batch(self, at: int, count: int) -> int:
         """The batch in which `count` rows at an exit will go on: as planned, or as of late."""
@@ -289,6 +321,11 @@ class DrexRebatcher:
         stay_s = self._stage_s(at, both, both * tokens_each)
         stay_s -= self._flush_share_s(at, alone, tokens_each)
         return stay_s, self._flush_share_s(at, group.remaining.count, tokens_each)
+
+    def skip_s(self, at: int, leavers: int) -> float:
+        """What filling in the KV of those who leave at an exit will take."""
+        segments = self.costs.num_segments - 1 - at
+        return leavers * segments * self.costs.fill_s * self.costs.filled_share
 
     def _flush_share_s(self, at: int, count: int, tokens_each: float) -> float:
         """What `count` rows cost in the flush they will be in."""

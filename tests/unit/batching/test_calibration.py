@@ -8,12 +8,13 @@ import pytest
 
 from quadriga.batching.calibration import calibrate
 from quadriga.clock import ManualClock
-from quadriga.types import SequenceState
+from quadriga.types import SampledToken, SequenceState
 
 BASE_S = (4e-3, 7e-3, 5e-3)
 ROW_S = (0.2e-3, 0.5e-3, 0.3e-3)
 TOKEN_S = (1e-6, 3e-6, 0.0)
 HEAD_S = (1e-3, 0.1e-3)  # a head takes this, and this a row
+FILL_S = 0.4e-3  # a position and segment that was skipped
 
 
 class TimedRunner:
@@ -30,6 +31,8 @@ class TimedRunner:
         self.passes = 0
         self._clock = clock
         self._started: set[int] = set()
+        self.num_filled = 0
+        self._skipped: dict[int, int] = {}  # row → tokens that left at the first exit
 
     def attach(self, row: int, state: SequenceState) -> None:
         assert row not in self.attached and state.output_ids and state.prompt_ids
@@ -40,6 +43,12 @@ class TimedRunner:
     def detach(self, row: int) -> None:
         del self.attached[row]
         self._started.discard(row)
+        self._skipped.pop(row, None)
+
+    def emit(self, rows: Sequence[int]) -> list[SampledToken]:
+        for row in rows:
+            self._skipped[row] = self._skipped.get(row, 0) + 1
+        return [SampledToken(7, self.segment_ends[0]) for _ in rows]
 
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         assert self.attached.keys() >= set(rows)
@@ -47,6 +56,10 @@ class TimedRunner:
         self._started.update(rows)
         self.passes += 1
         self._clock.advance(self.pass_s(rows, first, stop) * (3 if self.passes % 4 == 0 else 1))
+        if stop > 1:
+            filled = (stop - max(first, 1)) * sum(self._skipped.pop(row, 0) for row in rows)
+            self.num_filled += filled
+            self._clock.advance(filled * FILL_S)
         return [0.0] * len(rows)
 
     def pass_s(self, rows: Sequence[int], first: int, stop: int) -> float:
@@ -77,6 +90,7 @@ def test_finds_the_times_of_a_known_machine(max_rows: int) -> None:
             whole_s = sum(BASE_S[s] + ROW_S[s] * count + TOKEN_S[s] * tokens for s in range(3))
             found = costs.forecast_s(0, 3, count, tokens, tests=False)
             assert found == pytest.approx(whole_s + head_s, rel=1e-2)
+    assert costs.fill_s == pytest.approx(FILL_S, rel=0.3)
 
 
 def test_leaves_the_rows_free() -> None:

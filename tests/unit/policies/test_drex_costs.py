@@ -96,3 +96,16 @@ def test_what_was_not_run_is_not_learned() -> None:
         costs.observe(0, 1, 2, 0, 1.0, tests=True)
     now = costs.forecast_s(0, 1, 16, 0, tests=True), costs.forecast_s(1, 2, 2, 0, tests=False)
     assert now == untouched
+
+
+def test_filling_in_skipped_kv_is_learned_apart_from_the_pass() -> None:
+    costs = SegmentCosts(2, 8)
+    for count in costs.knots:
+        costs.set(0, count, 1e-3)
+        costs.set(1, count, 2e-3)
+    costs.fill_s = 1e-4
+    for i in range(400):
+        filled = (0, 30, 5, 60)[i % 4]
+        costs.observe(1, 2, 4, 0, 2e-3 + filled * 3e-4, tests=False, filled=filled)
+    assert costs.fill_s == pytest.approx(3e-4, rel=0.15)
+    assert costs.forecast_s(1, 2, 4, 0, tests=False) == pytest.approx(2e-3, rel=0.15)

@@ -45,6 +45,19 @@ def test_compute_bound_machines_use_their_exit() -> None:
     assert plan.tokens_per_s == pytest.approx(1000 / 1.5, rel=0.01)
 
 
+def test_exits_are_left_alone_where_the_kv_they_skip_costs_more_than_they_save() -> None:
+    costs = costs_of([linear, linear])
+    costs.fill_s = 0.5e-3  # half of what the second stage takes for a row
+    # 32 / (32 + 16 + 16 · .5): what leaves early is made good for half the price.
+    plan = make_plan(costs, demand(0.5))
+    assert plan.exits == (0,)
+    assert plan.tokens_per_s == pytest.approx(1000 / 1.75, rel=0.01)
+    costs.fill_s = 0.98e-3
+    assert make_plan(costs, demand(0.5)).exits == ()
+    costs.filled_share = 0.1  # but hardly any sequence lives to go deep again
+    assert make_plan(costs, demand(0.5)).exits == (0,)
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.4])
 def test_weight_bound_machines_do_not_at_moderate_rates(rate: float) -> None:
     plan = make_plan(costs_of([flat, flat]), demand(rate))

@@ -76,6 +76,20 @@ def test_profit_by_hand() -> None:
     assert rebatcher.profit_s(group(1, 11)) == pytest.approx(16e-3 - 15e-3 - OVERHEAD_S)
 
 
+def test_a_split_pays_for_the_kv_that_its_leavers_skip() -> None:
+    rebatcher, _ = policy(4e-3, 1e-3)
+    before_s = rebatcher.profit_s(group(6, 4))
+    rebatcher.costs.fill_s = 0.2e-3
+    assert rebatcher.profit_s(group(6, 4)) == pytest.approx(before_s - 6 * 0.2e-3)
+    # Of 512 + 100 that were skipped 512 were filled in when a sequence went deep again.
+    rebatcher._skipped += 100
+    rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
+    assert rebatcher.costs.filled_share == pytest.approx(512 / 612)
+    # All that is missing is filled in by now: a pass that fills says so.
+    rebatcher.observe(Range(1, 2, tests=False), 1, 10, 25e-3, None, filled=100)
+    assert rebatcher.costs.filled_share == pytest.approx(1.0, abs=2e-3)
+
+
 def test_splits_where_it_pays_and_books_it() -> None:
     rebatcher, counters = policy(4e-3, 1e-3)
     at = group(6, 4)
