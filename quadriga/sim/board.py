@@ -33,6 +33,7 @@ class Board:
         is_running: False for a sequence that is paused, or on its way to its owner.
         base: Size of a running sequence less its replica's steps; of another, its size.
         moves, moved_s: Migrations so far, and when the last one was.
+        is_draining: Replicas that take nothing new.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Board:
         self.moves = np.zeros(num_requests)
         self.moved_s = np.full(num_requests, -np.inf)
         self.is_alive = np.ones(n, dtype=bool)
+        self.is_draining = np.zeros(n, dtype=bool)
         self._anchor_s, self._steps = np.zeros(n), np.zeros(n)
         self._tokens, self._num = np.zeros(n), np.zeros(n)
         self._aside_tokens, self._num_held = np.zeros(n), np.zeros(n, dtype=np.int64)
@@ -159,7 +161,9 @@ class Board:
             base_s=np.full(n, cost.base_s),
             step_s=np.maximum(step_s[alive], 1e-9),
             capacity_tokens=np.full(n, capacity_tokens),
-            free_slots=self.profile.num_slots - self._num_held[alive],
+            free_slots=np.where(
+                self.is_draining[alive], 0, self.profile.num_slots - self._num_held[alive]
+            ),
             rows=rows,
             owner=at,
             sequence_ids=[str(i) for i in requests.tolist()],

@@ -32,6 +32,7 @@ from quadriga.sim.prediction import Predictor
 from quadriga.sim.prefill import PrefillReplica
 from quadriga.sim.records import Gaps, Happened, Sequence
 from quadriga.sim.results import Run, Sample
+from quadriga.sim.scaling import Autoscaler
 from quadriga.types import AdmitRequest, ReplicaInfo, ReplicaSnapshot, Role
 
 _SCHEDULER = SchedulerConfig()
@@ -84,6 +85,7 @@ class Simulation:
         }
         self._prefill_snapshots = [_prefill_snapshot(name) for name in self._prefill]
         self._roomless: deque[int] = deque()
+        self.scaler = self._make_scaler(config)
         self._still_roomless: list[int] = []
         self._rebuilt: dict[int, int] = {}  # KV tokens of the sequences that prefill makes anew
         self._halted_s: dict[int, float] = {}
@@ -272,6 +274,8 @@ class Simulation:
         self._sample(now_s)
         if self._policy.rescheduler is not None and self._board.is_alive.sum() > 1:
             self._reschedule(now_s)
+        if self.scaler is not None:
+            self.scaler.tick(now_s)
         self._place_roomless(now_s)
         if self._on_tick is not None:
             self._on_tick(now_s, self._num_open)
@@ -310,6 +314,31 @@ class Simulation:
         placing.forecast = cluster if self._policy.foresees else None
         for order in orders:
             self._moving.start(now_s, order)
+
+    # Scaling
+
+    def _make_scaler(self, config: SimConfig) -> Autoscaler | None:
+        if config.scaling is None:
+            return None
+        return Autoscaler(
+            config.scaling,
+            DEPTH_CLASS,
+            config.capacity_tokens,
+            self._board,
+            self._decode,
+            self._placing,
+            self._moving,
+            waiting=self._waiting,
+            changed=self._changed,
+            at=self._at,
+        )
+
+    def _waiting(self) -> tuple[int, int]:
+        """Sequences without a decode replica, and the tokens of their KV."""
+        queued = sum(p.num_waiting for p in self._prefill.values())
+        tokens = sum(p.waiting_tokens for p in self._prefill.values())
+        kv = sum(self._rebuilt.get(i, self._input[i] + 1) for i in self._roomless)
+        return queued + len(self._roomless), tokens + kv
 
     # Failures
 

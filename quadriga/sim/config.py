@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from quadriga.config import PrefillConfig
+from quadriga.config import PrefillConfig, ScalingConfig
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import TransferCosts
 from quadriga.sim.profiles import CostProfile
@@ -31,6 +31,22 @@ def _deep_queue() -> PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SimScaling:
+    """How a simulated cluster scales; `SimConfig.num_decode` is the most there are.
+
+    Attributes:
+        start_replicas: Serve from the beginning.
+        start_s: From the order to the first sequence.
+        stuck: Numbers of replicas that never start.
+    """
+
+    config: ScalingConfig
+    start_replicas: int = 1
+    start_s: float = 10.0
+    stuck: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """One simulated cluster.
 
@@ -39,6 +55,7 @@ class SimConfig:
         precopy: The source decodes on while the KV moves (ours); False: the sequence stands still
             until all of it is there (the paper's).
         tick_s: Between two looks of the rescheduler, and between two samples.
+        scaling: Replicas come and go, `num_decode` at most; None keeps all.
         limit_s: The run is cut at this simulated time; what is unfinished then counts as failed.
     """
 
@@ -52,6 +69,7 @@ class SimConfig:
     tick_s: float = 1.0
     limit_s: float = math.inf
     failures: tuple[Failure, ...] = ()
+    scaling: SimScaling | None = None
     prefill: PrefillConfig = field(default_factory=_deep_queue)
 
     def __post_init__(self) -> None:
@@ -59,6 +77,12 @@ class SimConfig:
             raise ConfigError("at least one prefill and one decode replica are needed")
         if any(not 0 <= f.replica < self.num_decode for f in self.failures):
             raise ConfigError(f"failures: replicas are 0..{self.num_decode - 1}", param="failures")
+        if self.scaling is not None and not 1 <= self.scaling.start_replicas <= self.num_decode:
+            raise ConfigError(
+                f"scaling.start_replicas: {self.scaling.start_replicas} must lie in "
+                f"1..{self.num_decode}",
+                param="scaling.start_replicas",
+            )
 
     @property
     def capacity_tokens(self) -> int:

@@ -58,6 +58,14 @@ class Moving:
         self._index = {name: i for i, name in enumerate(board.names)}
         self._transfers: dict[int, Transfer] = {}
 
+    def is_moving(self, index: int) -> bool:
+        """Whether a sequence is on its way."""
+        return index in self._transfers
+
+    def num_leaving(self, replica: int) -> int:
+        """Sequences on their way from a replica."""
+        return sum(t.source == replica for t in self._transfers.values())
+
     def start(self, now_s: float, order: MigrationOrder) -> None:
         """Reserve at the destination and begin to copy."""
         index = int(order.sequence_id)

@@ -97,6 +97,7 @@ class Placing:
     ) -> int | None:
         alive = np.flatnonzero(self._board.is_alive)
         able = self._board.num_held[alive] < self._config.profile.num_slots
+        able &= ~self._board.is_draining[alive]
         able &= used[alive] + request.max_total_tokens <= self._config.capacity_tokens
         row = best_replica(cluster, request, able, self._policy.settings, self._costs)
         if row is None or request.prediction is None:
@@ -120,8 +121,8 @@ class Placing:
         for snapshot, tokens, count in zip(self._snapshots, used.tolist(), counts, strict=True):
             snapshot.used_tokens = snapshot.reserved_tokens = int(tokens)
             snapshot.num_running = count
-        alive = self._board.is_alive.tolist()
-        snapshots = [s for s, is_alive in zip(self._snapshots, alive, strict=True) if is_alive]
+        takes = (self._board.is_alive & ~self._board.is_draining).tolist()
+        snapshots = [s for s, does in zip(self._snapshots, takes, strict=True) if does]
         name = self._policy.placement.choose(request, snapshots)
         return None if name is None else self._index[name]
 

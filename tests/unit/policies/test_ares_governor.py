@@ -144,6 +144,19 @@ def test_without_length_heads_the_present_load_decides() -> None:
     assert replay(ticks) == []
 
 
+def test_where_memory_is_promised_as_used_takers_keep_the_low_mark() -> None:
+    """A taker of 10,000 tokens refuses what would fill it to more than 0.75."""
+    crowded = [Held(f"s{i}", 4000.0 + i, 3900.0, 3900.0, 3900.0) for i in range(6)]
+    near = [Held("n", 3000.0, 10.0, 10.0, 10.0)]
+    snapshots = [snapshot("busy", crowded, capacity=10_000), snapshot("near", near, capacity=8_200)]
+    snapshots = [replace(s, taken_unix_s=0.0) for s in snapshots]
+    used = [replace(s, info=replace(s.info, reservation="used")) for s in snapshots]
+    made, ticks = governor(memory_horizon_s=0.0)
+    assert tick(made, snapshots, 0.0) != []
+    assert tick(governor(memory_horizon_s=0.0)[0], used, 0.0) == []
+    assert replay(ticks) == []
+
+
 def test_off_and_alone_want_no_forecasts() -> None:
     assert governor()[0].wanted_classes(uneven()) == {CLASS}
     assert governor()[0].wanted_classes(uneven(num_idle=0)) == frozenset()

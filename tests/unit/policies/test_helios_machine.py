@@ -144,7 +144,7 @@ def test_breach_switches_where_that_is_cheaper() -> None:
     assert cluster.trace == ["choose opt-6.7b@9", "switch scout opt-6.7b@32"]
     cluster.settle()
     assert cluster.trace[2:] == ["switch decode-0 opt-6.7b@9"]
-    assert set(cluster.machine.status().barred) == {"opt-1.3b@6"}
+    assert set(cluster.machine.status().barred) == {"opt-1.3b@6", "opt-1.3b@12"}
     # From there it cannot go back to what broke: it loads all of the large one.
     cluster.trace.clear()
     cluster.tick(1000)
@@ -268,6 +268,18 @@ def test_an_order_dies_with_its_replica() -> None:
     assert isinstance(keep, Keep)
     assert "gone" in keep.reason
     assert cluster.machine.status().target == S6
+
+
+def test_without_a_scout_profiles_wait_and_say_so() -> None:
+    cluster = with_scout(1)
+    scout = cluster.fleet.pop("scout")
+    cluster.tick()
+    cluster.tick()
+    assert cluster.trace == ["keep"], "said once"
+    assert cluster.machine.routing.profile is None, "who serves is not made a scout"
+    cluster.fleet["scout"] = scout
+    cluster.tick()
+    assert cluster.machine.routing.profile == S24
 
 
 def test_a_kept_table_saves_the_profile() -> None:

@@ -68,10 +68,10 @@ def test_the_repository_would_choose_the_large_model_and_the_profile_the_small()
 def test_depths_are_those_of_the_paper() -> None:
     """§3.3.3: up to layers 6 and 9, as 74 % and 77 % of tokens leave there (Table 4: 73, 73.6)."""
     made = planner()
-    assert made.worth_loading("opt-1.3b") == 6
-    assert made.worth_loading("opt-6.7b") == 9
-    assert planner(min_coverage=0.75).worth_loading("opt-1.3b") == 12
-    assert planner(min_coverage=0.80).worth_loading("opt-1.3b") is None
+    assert made.worth_loading("opt-1.3b")[0] == 6
+    assert made.worth_loading("opt-6.7b")[0] == 9
+    assert planner(min_coverage=0.75).worth_loading("opt-1.3b") == [12]
+    assert planner(min_coverage=0.80).worth_loading("opt-1.3b") == []
 
 
 def test_time_goes_with_layers_as_in_tables_4_and_5() -> None:
@@ -138,8 +138,9 @@ def test_costs_are_in_seconds_by_hand() -> None:
 
 def test_barred_plans_are_not_chosen() -> None:
     made = planner()
-    both = Situation(S6, math.inf, 0.0, {S24, L9}, requests_left=150)
-    assert chooser(made).after_breaches(both, "").plan is None
+    all_but_one = {S24, L9, DepthClass("opt-6.7b", 17)}
+    now = Situation(S6, math.inf, 0.0, all_but_one, requests_left=150)
+    assert chooser(made).after_breaches(now, "").plan is None
     full = Situation(S6, math.inf, 0.0, {S24}, requests_left=150)
     verdict = chooser(made).after_breaches(full, "")
     assert verdict.plan is not None
@@ -162,6 +163,25 @@ def test_perplexity_outranks_speed() -> None:
     assert response.plan.depth_class == S6, "response looks at time alone"
 
 
+def test_what_is_on_record_warns_of_a_shallow_exit() -> None:
+    """Nobody served six layers yet; on record they are 10 % worse than all, twelve 1 %."""
+    table = HistoryTable()
+    for _ in range(5):
+        table.add(finished(S24))
+    six, twelve = DepthRecord(6, perplexity=1.65), DepthRecord(12, perplexity=1.515)
+    whole = DepthRecord(24, perplexity=1.5)
+    for records, expected in (((six, twelve, whole), 12), ((six, whole), 12), ((whole,), 6)):
+        known = model("opt-1.3b", (6, 12), depths=records)
+        made = Planner([known], HeliosConfig(), Device(value_bytes=2), table)
+        best = best_plan(made.plans("opt-1.3b", 1.0), "throughput", 0.02)
+        assert best is not None
+        assert best.plan.depth_class.depth == expected
+    # Six layers of 73 % of the tokens, twelve of the rest: less than the profile's 24 of 22.3 %.
+    plan = made.plan(DepthClass("opt-1.3b", 12), 1.0)
+    assert plan is not None
+    assert plan.tpot_s == pytest.approx(0.010 * (0.73 * 6 + 0.27 * 12) / 10.296)
+
+
 def test_freed_memory_becomes_batch() -> None:
     """On 16 GiB the large model at nine layers holds many more sequences than whole."""
     table = HistoryTable()
@@ -169,7 +189,7 @@ def test_freed_memory_becomes_batch() -> None:
         table.add(finished(L32))
     device = Device(memory_bytes=16 << 30, value_bytes=2, max_slots=1000)
     made = Planner([LARGE], HeliosConfig(), device, table)
-    partial, full = made.plans("opt-6.7b", 1e9)
+    partial, _, full = made.plans("opt-6.7b", 1e9)
     assert (partial.depth_class, full.depth_class) == (L9, L32)
     kv = 1100 * 2 * 2 * 4096
     weights = {p: LARGE.sizes.weight_bytes(p.depth_class.depth, 2) for p in (partial, full)}

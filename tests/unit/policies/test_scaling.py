@@ -15,12 +15,11 @@ from quadriga.policies.ares.forecast import forecast_rows, pack, tokens_ahead
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.scaling import (
     AddReplicas,
-    ClassLoad,
     GiveUpReplica,
     RetireReplica,
     ScalingPolicy,
-    remaining_work,
 )
+from quadriga.policies.scaling_need import ClassLoad, Need, count_need, remaining_work
 from quadriga.types import DepthClass, LoadForecast, ReplicaInfo, ReplicaSnapshot, Role
 
 CLASS = DepthClass("m", 4)
@@ -58,9 +57,19 @@ def replica(
     return ReplicaSnapshot(info=info, taken_unix_s=0.0, **(values | changes))
 
 
+def configured(**changes: Any) -> ScalingConfig:
+    base: dict[str, Any] = {
+        "utilisation": 0.5, "down_after_s": 60, "max_replicas": 8, "down_margin": 0.0,
+    }  # fmt: skip
+    return ScalingConfig(**(base | changes))
+
+
 def policy(**changes: Any) -> ScalingPolicy:
-    base: dict[str, Any] = {"utilisation": 0.5, "down_after_s": 60, "max_replicas": 8}
-    return ScalingPolicy(ScalingConfig(**(base | changes)))
+    return ScalingPolicy(configured(**changes))
+
+
+def needed(load: ClassLoad, now_s: float = 0.0, **changes: Any) -> Need:
+    return count_need(load, configured(**changes), now_s=now_s)
 
 
 def settled(made: ScalingPolicy, load: ClassLoad, until_s: float = 61.0) -> list[Any]:
@@ -72,26 +81,25 @@ def settled(made: ScalingPolicy, load: ClassLoad, until_s: float = 61.0) -> list
 
 
 def test_need_by_memory_and_slots() -> None:
-    made = policy()
-    need = made.need(ClassLoad(CLASS, [replica("a", [300, 400])]), now_s=0)
+    need = needed(ClassLoad(CLASS, [replica("a", [300, 400])]))
     assert (need.memory, need.slots, need.step) == pytest.approx((1.4, 0.4, 0.0))
-    assert need.replicas == 2
-    need = made.need(ClassLoad(CLASS, [replica("a", [1] * 8)]), now_s=0)
+    assert need.greatest == need.memory
+    need = needed(ClassLoad(CLASS, [replica("a", [1] * 8)]))
     assert need.slots == pytest.approx(1.6)
 
 
 def test_need_looks_ahead_as_far_as_the_horizon() -> None:
     """100 tokens now; 600 in 5 s; after the horizon it does not matter."""
     growing = ClassLoad(CLASS, [replica("a", [100], [500])])
-    assert policy(horizon_s=0.1).need(growing, now_s=0).memory == pytest.approx(0.2)
-    assert policy(horizon_s=30).need(growing, now_s=0).memory == pytest.approx(1.2, rel=0.05)
+    assert needed(growing, 0, horizon_s=0.1).memory == pytest.approx(0.2)
+    assert needed(growing, 0, horizon_s=30).memory == pytest.approx(1.2, rel=0.05)
     unsure = replica("a", [100], forecast=forecast([100], [500], predicted=False))
-    assert policy().need(ClassLoad(CLASS, [unsure]), now_s=0).memory == pytest.approx(0.2)
+    assert needed(ClassLoad(CLASS, [unsure]), 0).memory == pytest.approx(0.2)
 
 
 def test_those_who_wait_count_and_will_grow() -> None:
     load = ClassLoad(CLASS, [replica("a", [100], [100])], waiting=3, waiting_tokens=300)
-    need = policy().need(load, now_s=0)
+    need = needed(load, 0)
     assert need.slots == pytest.approx(4 / 5)
     assert need.memory == pytest.approx((200 + 600) / 500, rel=0.05)
 
@@ -99,8 +107,8 @@ def test_those_who_wait_count_and_will_grow() -> None:
 def test_need_by_time_per_token() -> None:
     """Base 10 ms, 1 ms a sequence, 8 of them; 28 ms allowed at 50 %: 4 ms of room, 2 replicas."""
     load = ClassLoad(CLASS, [replica("a", [1] * 8)])
-    assert policy(tpot_s=0.028).need(load, now_s=0).step == pytest.approx(2.0, rel=1e-5)
-    assert policy(tpot_s=0.015).need(load, now_s=0).step == 0.0, "not even an empty step does"
+    assert needed(load, 0, tpot_s=0.028).step == pytest.approx(2.0, rel=1e-5)
+    assert needed(load, 0, tpot_s=0.015).step == 0.0, "not even an empty step does"
 
 
 def test_cold_replicas_times_are_not_believed() -> None:
@@ -111,10 +119,10 @@ def test_cold_replicas_times_are_not_believed() -> None:
         base_s=3.0,
     )
     load = ClassLoad(CLASS, [replica("a", [1] * 6), cold], ready_s={"b": 95.0})
-    need = policy(tpot_s=0.028, cold_start_s=15).need(load, now_s=100)
+    need = needed(load, 100, tpot_s=0.028, cold_start_s=15)
     assert need.step == pytest.approx(8e-3 / 4e-3, rel=1e-5), "its two weigh what the others do"
-    need = policy(tpot_s=0.028, cold_start_s=15).need(load, now_s=110)
-    assert need.step == 0.0 or need.step > 100
+    need = needed(load, 110, tpot_s=0.028, cold_start_s=15)
+    assert need.step == 0.0, "believed now: no replica would be fast enough"
 
 
 # Decisions
@@ -187,6 +195,33 @@ def test_a_peak_of_late_forbids_shrinking() -> None:
         assert made.decide([calm], now_s=now_s) == []
     (order,) = made.decide([calm], now_s=111)
     assert isinstance(order, RetireReplica)
+
+
+def test_a_load_at_the_edge_does_not_swing() -> None:
+    edge = ClassLoad(CLASS, [replica("a", [210]), replica("b", [210])])  # fills .84 of one
+    assert settled(policy(down_margin=0.2), edge) == []
+    calm = ClassLoad(CLASS, [replica("a", [195]), replica("b", [195])])  # .78
+    assert len(settled(policy(down_margin=0.2), calm)) == 1
+
+
+def test_shrinking_too_soon_makes_patient() -> None:
+    """Calm for as long as the window, then busy again: each time it waits twice as long."""
+    made = policy()
+    calm, busy = [10], [450]
+    now_s, waits = 0.0, []
+    for _ in range(5):
+        started_s = now_s
+        while not made.decide(
+            [ClassLoad(CLASS, [replica("a", calm), replica("b", calm)])], now_s=now_s
+        ):
+            now_s += 10
+        waits.append(now_s - started_s)
+        now_s += 10
+        (order,) = made.decide([ClassLoad(CLASS, [replica("a", busy + busy)])], now_s=now_s)
+        assert isinstance(order, AddReplicas)
+        now_s += 10
+    assert waits == sorted(waits)
+    assert [round(w / 60) for w in waits] == [1, 2, 4, 8, 8]
 
 
 def test_what_has_not_started_is_given_up_first() -> None:

@@ -1,0 +1,214 @@
+"""`python -m loadgen profile`: fill a catalogue with what models do on this machine.
+
+Each model is loaded at each of its exits and whole, every time in a fresh process: what it takes in
+memory, how long loading takes, a decode step at several batches, a prefill, answers to the bundled
+tasks (accuracy, perplexity, share unchanged at full depth), and energy by the best counter there
+is. Step and prefill times are processor time of the engine's thread, so that a busy machine
+disturbs them little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from loadgen import provenance
+from loadgen.bench.subprocesses import END_TIMEOUT_S, python_process, read_line
+from loadgen.options import number, whole
+from loadgen.profile_depth import Job
+from quadriga.catalogue.energy import DEFAULT_WATTS
+from quadriga.catalogue.files import read_catalogue, require_one_tokenizer, write_catalogue
+from quadriga.catalogue.inspection import inspect
+from quadriga.catalogue.records import CatalogueModel, DepthRecord, Measured, depth_records
+from quadriga.errors import ConfigError
+
+LINE_TIMEOUT_S = 600.0
+TABLE_WIDTH = 130
+BATCHES, QUICK_BATCHES = (1, 4, 8, 32), (1, 8)
+EXAMPLES, QUICK_EXAMPLES = 128, 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL",
+        help="bundled id, checkpoint folder or hub id; default: all of --catalogue",
+    )  # fmt: skip
+    parser.add_argument("--catalogue", help="YAML or folder; default: the bundled family")
+    parser.add_argument(
+        "--output", type=Path, default=Path("catalogue.yaml"), help="catalogue to write"
+    )
+    parser.add_argument(
+        "--batches", nargs="+", type=whole(1, 1024), help="of the timed steps; 1 4 8 32"
+    )
+    parser.add_argument(
+        "--examples", type=whole(0), help=f"task prompts a depth; {EXAMPLES}; 0 for other models"
+    )
+    parser.add_argument("--depth", nargs="+", type=whole(1), help="only these depths")
+    parser.add_argument("--repeats", type=whole(1), help="of each timing; 9")
+    parser.add_argument("--threads", type=whole(1), default=1)
+    parser.add_argument(
+        "--watts", type=number(0), default=DEFAULT_WATTS,
+        help="of a busy thread, where no counter can be read",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=whole(0), default=1)
+    parser.add_argument("--quick", action="store_true", help="fewer batches, examples and repeats")
+    parser.add_argument("--no-progress", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the catalogue, print a table and one JSON line."""
+    models = _models(args)
+    console = Console(stderr=True)
+    profiled: list[tuple[str, CatalogueModel]] = []
+    jobs = [(name, model, _depths(model, args.depth)) for name, model in models]
+    batches = tuple(sorted(set(args.batches or (QUICK_BATCHES if args.quick else BATCHES))))
+    examples = args.examples
+    if examples is None:
+        examples = QUICK_EXAMPLES if args.quick else EXAMPLES
+    total = sum(len(depths) for *_, depths in jobs) * (1 + len(batches) + examples)
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, disable=args.no_progress or not console.is_terminal,
+    )  # fmt: skip
+    with progress:
+        bar = progress.add_task("profile", total=total)
+        for name, model, depths in jobs:
+            with tempfile.TemporaryDirectory(prefix="quadriga-profile-") as folder:
+                base = Job(
+                    model=name if name == model.id else str(model.path),
+                    depth=0,
+                    batches=batches,
+                    examples=examples,
+                    repeats=args.repeats or (3 if args.quick else 9),
+                    threads=args.threads,
+                    watts=args.watts,
+                    seed=args.seed,
+                    answers=folder,
+                )
+                records = []
+                for depth in depths:
+                    progress.update(bar, description=f"{model.id}@{depth}")
+                    records.append(_measure(replace(base, depth=depth), progress, bar))
+            profiled.append((name, replace(model, depths=_joined(records))))
+    measured = Measured(
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        _machine(),
+        provenance.commit(),
+    )
+    write_catalogue(args.output, profiled, measured)
+    read_catalogue(str(args.output))  # what is written can be read
+    _print(profiled)
+    line = {
+        "profile": str(args.output),
+        "models": {m.id: [asdict(r) for r in m.depths] for _, m in profiled},
+        **asdict(measured),
+    }
+    print(json.dumps(line))
+    return 0
+
+
+Result = tuple[DepthRecord, dict[int, float]]
+
+
+def _models(args: argparse.Namespace) -> list[tuple[str, CatalogueModel]]:
+    """(name as the catalogue shall say it, model). Raises: ConfigError."""
+    if not args.models:
+        catalogue = read_catalogue(args.catalogue)
+        found = [(m.id if args.catalogue is None else str(m.path), m) for m in catalogue.models]
+    else:
+        found = [
+            (str(Path(n).resolve()) if Path(n).is_dir() else n, inspect(n)) for n in args.models
+        ]
+        require_one_tokenizer([m for _, m in found], named_in="MODEL")
+    return found
+
+
+def _depths(model: CatalogueModel, only: Sequence[int] | None) -> list[int]:
+    """Depths to measure, the full one last: it reads the others' answers.
+
+    Raises: ConfigError where a depth is no exit.
+    """
+    for depth in only or ():
+        if depth not in model.exit_depths:
+            shown = ", ".join(str(d) for d in model.exit_depths)
+            raise ConfigError(f"--depth: {depth} is none of {model.id}'s exits ({shown})")
+    return sorted(set(only)) if only else list(model.exit_depths)
+
+
+def _measure(job: Job, progress: Progress, bar: Any) -> Result:
+    """Run one job in a fresh process. Raises: ConfigError when it ends or falls silent."""
+    with python_process(["-m", "loadgen.profile_depth", json.dumps(asdict(job))]) as process:
+        while True:
+            line = json.loads(read_line(process, LINE_TIMEOUT_S))
+            if "record" in line:
+                break
+            progress.advance(bar, line["done"])
+        process.wait(END_TIMEOUT_S)
+    record = line["record"] | {"step_s": tuple((b, s) for b, s in line["record"]["step_s"])}
+    return DepthRecord(**record), {int(k): share for k, share in line["unchanged"].items()}
+
+
+def _joined(results: Sequence[Result]) -> tuple[DepthRecord, ...]:
+    """Records with what the full depth said of the others."""
+    unchanged: dict[int, float] = {}
+    for _, said in results:
+        unchanged |= said
+    return depth_records(
+        replace(record, unchanged=unchanged.get(record.depth)) for record, _ in results
+    )
+
+
+def _machine() -> str:
+    facts = provenance.machine()
+    return f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
+
+
+def _print(profiled: Sequence[tuple[str, CatalogueModel]]) -> None:
+    table = Table(title="on this machine")
+    columns = (
+        "model", "layers", "step ms", "tokens/s", "TTFT ms", "right", "perplexity", "unchanged",
+        "memory MB", "load s", "mJ/token",
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for _, model in profiled:
+        for r in model.depths:
+            table.add_row(
+                model.id,
+                f"{r.depth}/{model.num_layers}",
+                " ".join(f"{1e3 * s:.2f}" for _, s in r.step_s),
+                f"{r.best_tokens_per_s:,.0f}",
+                f"{1e3 * (r.ttft_s or 0):.1f}",
+                _share(r.accuracy),
+                "—" if r.perplexity is None else f"{r.perplexity:.3f}",
+                _share(r.unchanged),
+                f"{(r.memory_bytes or 0) / 1e6:.1f}",
+                f"{r.load_s or 0:.2f}",
+                _energy(r),
+            )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)
+    console.print(table)
+
+
+def _share(value: float | None) -> str:
+    return "—" if value is None else f"{value:.1%}"
+
+
+def _energy(record: DepthRecord) -> str:
+    if record.joules_per_token is None:
+        return "—"
+    mark = "~" if record.energy_source == "estimate" else ""
+    return f"{mark}{1e3 * record.joules_per_token:.2f}"

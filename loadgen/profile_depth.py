@@ -1,0 +1,277 @@
+"""One model at one depth, measured in a process of its own: memory, load, times, answers.
+
+Run by `loadgen.profile`: takes a job as JSON on the command line, says how far it is in JSON lines
+on stdout, and writes its answers to a file, for the full depth to read them again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadgen.bench.profile import decode_step_s, prefill_s
+from loadgen.paper.task_suite import Prompt, TaskSuite
+from quadriga.batching.calibration import Dummies
+from quadriga.catalogue.energy import EnergyMeter
+from quadriga.catalogue.records import DepthRecord
+from quadriga.checkpoint import Checkpoint, read_checkpoint
+from quadriga.engine_spec import EngineSpec
+from quadriga.exits import NO_EXITS
+from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.types import SamplingParams, SequenceState, TokenLogprob
+
+CONTEXT_TOKENS = 128
+PROMPT_TOKENS = 64
+MAX_ANSWER_TOKENS = 400
+ROW_TOKENS = 1024
+COMPILE_TIMEOUT_S = 300.0
+ENERGY_S = 0.5
+ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to measure.
+
+    Attributes:
+        examples: Task prompts to answer; 0 leaves accuracy, perplexity and `unchanged` out.
+        answers: Folder; each depth writes `<depth>.json`, and the full one reads the others'.
+    """
+
+    model: str
+    depth: int
+    batches: tuple[int, ...]
+    examples: int
+    repeats: int
+    threads: int
+    watts: float
+    seed: int
+    answers: str
+
+
+@dataclass(slots=True)
+class Answers:
+    """What a depth made of the prompts.
+
+    Attributes:
+        token_ids: Per prompt.
+        nll: Sum of −log p over all of them.
+    """
+
+    token_ids: list[list[int]] = field(default_factory=list)
+    nll: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(ids) for ids in self.token_ids)
+
+
+def main() -> int:
+    """Measure the job on the command line."""
+    raw = json.loads(sys.argv[1])
+    job = Job(**(raw | {"batches": tuple(raw["batches"])}))
+    record, unchanged = measure(job, _say)
+    _say({"record": asdict(record), "unchanged": unchanged})
+    return 0
+
+
+def measure(
+    job: Job, say: Callable[[dict[str, Any]], None]
+) -> tuple[DepthRecord, dict[int, float]]:
+    """Measure one depth; at full depth also how much of the other depths' answers it shares.
+
+    Returns:
+        The record, and for the full depth {other depth: share of its tokens unchanged}.
+    """
+    from quadriga.engine import load_runner
+
+    checkpoint = read_checkpoint(job.model)
+    import torch  # here, so that its own size is not counted as the model's
+
+    torch.set_num_threads(job.threads)
+    before_bytes = _resident_bytes()
+    started_s = time.perf_counter()
+    runner = load_runner(spec_of(checkpoint, job))
+    load_s = time.perf_counter() - started_s
+    memory_bytes = max(0, _resident_bytes() - before_bytes)
+    say({"done": 1})
+    wait = getattr(runner, "wait_compiled", None)
+    if wait is not None:
+        wait(COMPILE_TIMEOUT_S)
+    meter = EnergyMeter("cpu", time.process_time, watts=job.watts)
+    steps = dict.fromkeys(job.batches, math.inf)
+    for number in range(ROUNDS):  # interleaved: what disturbs the machine hits all alike
+        for batch in job.batches:
+            found_s = decode_step_s(runner, batch, CONTEXT_TOKENS, job.repeats)
+            steps[batch] = min(steps[batch], found_s)
+            say({"done": int(number == ROUNDS - 1)})
+    joules = joules_per_token(runner, meter, max(job.batches))
+    ttft_s = prefill_s(runner, PROMPT_TOKENS, job.repeats)
+    accuracy = perplexity = None
+    unchanged: dict[int, float] = {}
+    if job.examples:
+        suite = TaskSuite.make(checkpoint, job.examples, seed=job.seed)
+        answers = generate(runner, suite.prompts, suite.eos, max(job.batches), say)
+        right = suite.right(dict(enumerate(answers.token_ids)))
+        accuracy = sum(right) / len(right)
+        perplexity = math.exp(answers.nll / max(1, answers.num_tokens))
+        folder = Path(job.answers)
+        (folder / f"{job.depth}.json").write_text(json.dumps(answers.token_ids))
+        if job.depth == checkpoint.num_layers:
+            for file in sorted(folder.glob("*.json")):
+                if int(file.stem) != job.depth:
+                    others = json.loads(file.read_text())
+                    unchanged[int(file.stem)] = unchanged_share(runner, suite.prompts, others)
+    record = DepthRecord(
+        depth=job.depth,
+        step_s=tuple(steps.items()),
+        ttft_s=ttft_s,
+        prompt_tokens=PROMPT_TOKENS,
+        accuracy=accuracy,
+        perplexity=perplexity,
+        memory_bytes=memory_bytes,
+        load_s=load_s,
+        joules_per_token=joules,
+        energy_source=meter.read().source if joules is not None else None,
+    )
+    return record, unchanged
+
+
+def spec_of(checkpoint: Checkpoint, job: Job) -> EngineSpec:
+    """The engine at the job's depth: every token leaves at its last layer."""
+    rows, length = max(job.batches), min(ROW_TOKENS, checkpoint.max_model_len)
+    return EngineSpec(
+        checkpoint=checkpoint,
+        depth=job.depth,
+        device="cpu",
+        dtype="float32",
+        threads=job.threads,
+        compile="wait",
+        cache_dir=Path("~/.cache/quadriga").expanduser(),
+        num_rows=rows,
+        row_capacity_tokens=length,
+        kv_capacity_tokens=rows * length,
+        exits=NO_EXITS,
+    )
+
+
+def joules_per_token(runner: ModelRunner, meter: EnergyMeter, batch: int) -> float | None:
+    """Energy of decoding, over half a second of it; None where the counter stood still."""
+    rows = list(range(batch))
+    with Dummies(runner, batch, CONTEXT_TOKENS):
+        runner.decode(rows)
+        before, num_steps = meter.read(), 0
+        end_s = time.perf_counter() + ENERGY_S
+        while time.perf_counter() < end_s:
+            runner.decode(rows)
+            num_steps += 1
+        joules = meter.read().joules - before.joules
+    return joules / (num_steps * batch) if joules > 0.0 else None
+
+
+def generate(
+    runner: ModelRunner,
+    prompts: Sequence[Prompt],
+    eos: frozenset[int],
+    num_rows: int,
+    say: Callable[[dict[str, Any]], None],
+) -> Answers:
+    """Answer every prompt greedily, each token from the deepest layer there is."""
+    answers = Answers([[] for _ in prompts])
+    waiting = list(range(len(prompts)))[::-1]
+    free = list(range(num_rows))[::-1]
+    running: dict[int, tuple[int, SequenceState]] = {}
+
+    def take(row: int, token_id: int, logprob: TokenLogprob | None) -> None:
+        index, state = running[row]
+        assert logprob is not None and logprob.logprob is not None  # asked for
+        answers.token_ids[index].append(token_id)
+        answers.nll -= logprob.logprob
+        state.output_ids.append(token_id)
+        if token_id in eos or len(state.output_ids) >= state.sampling.max_tokens:
+            del running[row]
+            runner.detach(row)
+            free.append(row)
+            say({"done": 1})
+
+    while waiting or running:
+        while waiting and free:
+            row, index = free.pop(), waiting.pop()
+            ids = prompts[index].token_ids
+            room = runner.row_capacity_tokens - len(ids)
+            state = _state(ids, min(MAX_ANSWER_TOKENS, room), num_logprobs=0)
+            running[row] = (index, state)
+            runner.attach(row, state)
+            first = runner.prefill([PrefillChunk(row, ids, 0, True)])[0]
+            assert first is not None  # the prompt ends there
+            take(row, first.token_id, first.logprob)
+        rows = list(running)
+        if rows:
+            for row, token in zip(rows, runner.decode(rows), strict=True):
+                take(row, token.token_id, token.logprob)
+    return answers
+
+
+def unchanged_share(
+    runner: ModelRunner, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]
+) -> float:
+    """Share of another depth's tokens that this one says too, after the same text.
+
+    The answers are read as prompts, teacher-forced: one pass each.
+    """
+    same = seen = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = [*prompt.token_ids, *answer]
+        runner.attach(0, _state(ids, 1, num_prompt_logprobs=1))
+        read = runner.prefill([PrefillChunk(0, ids, 0, True)])[0]
+        runner.detach(0)
+        assert read is not None and read.prompt_logprobs is not None  # asked for
+        for said, found in zip(answer, read.prompt_logprobs[-len(answer) :], strict=True):
+            same += found.top[0][0] == said
+        seen += len(answer)
+    return same / max(1, seen)
+
+
+def _state(
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    *,
+    num_logprobs: int | None = None,
+    num_prompt_logprobs: int | None = None,
+) -> SequenceState:
+    return SequenceState(
+        sequence_id="profile",
+        request_id="profile",
+        model="",
+        prompt_ids=list(prompt_ids),
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+        ),
+        ingress_id="",
+        arrival_unix_s=0.0,
+        deadline_unix_s=math.inf,
+    )
+
+
+def _resident_bytes() -> int:
+    """Memory that this process really holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""Read a catalogue from YAML, from a folder of checkpoints, or the bundled one; write one.
+
+version: 1
+models:
+  - model: quadriga-s            # bundled id, folder (from this file on), or hub id
+    tokenizer: 3f0c…             # optional: the fingerprint it must have
+    depths:
+      - {depth: 2, step_s: {1: 0.0006, 8: 0.0019}, accuracy: 0.91, perplexity: 1.08}
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quadriga.catalogue.inspection import inspect
+from quadriga.catalogue.records import (
+    Catalogue,
+    CatalogueModel,
+    DepthRecord,
+    EnergySource,
+    Measured,
+    depth_records,
+)
+from quadriga.checkpoint import ASSETS
+from quadriga.errors import ConfigError
+
+BUNDLED = Path(__file__).parent / "bundled.yaml"
+CATALOGUE_FILE = "catalogue.yaml"
+VERSION = 1
+PARAM = "helios.catalogue"
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Depth(_Strict):
+    depth: int = Field(ge=1)
+    step_s: dict[Annotated[int, Field(ge=1)], Positive] = {}
+    ttft_s: Positive | None = None
+    prompt_tokens: int | None = Field(None, ge=1)
+    accuracy: Share | None = None
+    perplexity: float | None = Field(None, ge=1, allow_inf_nan=False)
+    unchanged: Share | None = None
+    memory_bytes: int | None = Field(None, ge=0)
+    load_s: Positive | None = None
+    joules_per_token: Positive | None = None
+    energy_source: EnergySource | None = None
+
+
+class _Model(_Strict):
+    model: str = Field(min_length=1)
+    tokenizer: str | None = None
+    depths: tuple[_Depth, ...] = ()
+
+
+class _Measured(_Strict):
+    at: str = ""
+    machine: str = ""
+    commit: str = ""
+
+
+class _File(_Strict):
+    version: int
+    measured: _Measured = _Measured()
+    models: tuple[_Model, ...] = Field(min_length=1)
+
+
+def read_catalogue(source: str | None = None, *, only: Sequence[str] = ()) -> Catalogue:
+    """Read a catalogue and check every model in it.
+
+    Args:
+        source: YAML file; folder with a `catalogue.yaml`, or whose subfolders are checkpoints;
+            None is the bundled family.
+        only: Ids to keep, in this order, which then must share one tokenizer; empty keeps all.
+
+    Raises:
+        ConfigError: Naming file, model and field: see `inspect`; also a depth that is none of
+            the model's exits, a tokenizer that is not the one promised, one id twice, or a
+            model in `only` that is not there.
+    """
+    path = BUNDLED if source is None else Path(source).expanduser()
+    if path.is_dir() and (path / CATALOGUE_FILE).is_file():
+        path = path / CATALOGUE_FILE
+    catalogue = _scan(path) if path.is_dir() else _read_yaml(path)
+    twice = {i for i in catalogue.ids if catalogue.ids.count(i) > 1}
+    if twice:
+        raise _error(f"{path}: two models are called {sorted(twice)[0]!r}; rename one folder")
+    if only:
+        unknown = [model_id for model_id in only if model_id not in catalogue.ids]
+        if unknown:
+            raise ConfigError(
+                f"helios.models: {unknown[0]!r} is not in the catalogue {path}; it has "
+                f"{', '.join(catalogue.ids)}",
+                param="helios.models",
+            )
+        models = tuple(catalogue.find(model_id) for model_id in only)
+        require_one_tokenizer(models, named_in="helios.models")
+        return replace(catalogue, models=models)
+    return catalogue
+
+
+def require_one_tokenizer(models: Iterable[CatalogueModel], *, named_in: str) -> None:
+    """Models named to stand in for each other must read the same ids.
+
+    Raises:
+        ConfigError: Two of them have different tokenizers or vocabularies.
+    """
+    first: CatalogueModel | None = None
+    for model in models:
+        first = first or model
+        if (model.tokenizer, model.vocab_size) != (first.tokenizer, first.vocab_size):
+            raise ConfigError(
+                f"{named_in}: {first.id} and {model.id} have different tokenizers "
+                f"({first.tokenizer}, {model.tokenizer}; {first.vocab_size} and "
+                f"{model.vocab_size} entries); a request cannot change between them. Name models "
+                "of one family, or leave the list empty",
+                param=named_in,
+            )
+
+
+def _scan(folder: Path) -> Catalogue:
+    found = sorted(p.parent for p in folder.glob("*/config.json"))
+    if not found:
+        raise _error(
+            f"{folder} holds no {CATALOGUE_FILE} and no subfolder with a config.json; give a YAML "
+            "file or a folder of Hugging Face checkpoints"
+        )
+    return Catalogue(tuple(inspect(str(path)) for path in found), str(folder))
+
+
+def _read_yaml(path: Path) -> Catalogue:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        file = _File.model_validate(data)
+    except OSError as exc:
+        raise _error(f"{path} cannot be read: {exc.strerror}") from exc
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise _error(f"{path} is no YAML: {exc}") from exc
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "(top level)"
+        raise _error(f"{path}: {where}: {first['msg']} (got {repr(first['input'])[:80]})") from exc
+    if file.version != VERSION:
+        raise _error(f"{path}: version {file.version} is not known; this release reads {VERSION}")
+    models = tuple(_model(entry, path) for entry in file.models)
+    return Catalogue(models, str(path), Measured(**file.measured.model_dump()))
+
+
+def _model(entry: _Model, file: Path) -> CatalogueModel:
+    model = inspect(_resolve(entry.model, file.parent))
+    if entry.tokenizer is not None and entry.tokenizer != model.tokenizer:
+        raise _error(
+            f"{file}: {entry.model}: its tokenizer is {model.tokenizer}, the catalogue promises "
+            f"{entry.tokenizer}; the files were exchanged, profile the model again"
+        )
+    for depth in entry.depths:
+        _check_depth(depth.depth, model, file)
+    records = [DepthRecord(**_plain(d)) for d in entry.depths]
+    if len({r.depth for r in records}) < len(records):
+        raise _error(f"{file}: {entry.model}: a depth is on record twice")
+    return replace(model, depths=depth_records(records))
+
+
+def _resolve(model: str, folder: Path) -> str:
+    """A folder is meant from the catalogue's own place; other names stay as they are."""
+    beside = folder / model
+    is_bundled = (ASSETS / model / "config.json").is_file()
+    return str(beside) if not is_bundled and beside.is_dir() else model
+
+
+def _check_depth(depth: int, model: CatalogueModel, file: Path) -> None:
+    if depth > model.num_layers:
+        raise _error(f"{file}: {model.id}: depth {depth} is beyond its {model.num_layers} layers")
+    if depth not in model.exit_depths:
+        shown = ", ".join(str(d) for d in model.exit_depths)
+        raise _error(f"{file}: {model.id}: depth {depth} is none of its exits ({shown})")
+
+
+def _plain(depth: _Depth) -> dict[str, Any]:
+    values = depth.model_dump()
+    values["step_s"] = tuple(sorted(depth.step_s.items()))
+    return values
+
+
+def write_catalogue(
+    path: Path, models: Sequence[tuple[str, CatalogueModel]], measured: Measured
+) -> None:
+    """Write a catalogue whole or not at all.
+
+    Args:
+        models: (name as the file shall say it, model with its records).
+    """
+    text = yaml.safe_dump(
+        {
+            "version": VERSION,
+            "measured": {
+                "at": measured.at,
+                "machine": measured.machine,
+                "commit": measured.commit,
+            },
+            "models": [
+                {
+                    "model": name,
+                    "tokenizer": model.tokenizer,
+                    "depths": [_written(record) for record in model.depths],
+                }
+                for name, model in models
+            ],
+        },
+        sort_keys=False,
+    )
+    write_atomically(path, text.encode())
+
+
+def _written(record: DepthRecord) -> dict[str, Any]:
+    values: dict[str, Any] = {"depth": record.depth}
+    if record.step_s:
+        values["step_s"] = {batch: float(f"{s:.4g}") for batch, s in record.step_s}
+    names = [n for n in _Depth.model_fields if n not in ("depth", "step_s")]
+    for name in names:
+        value = getattr(record, name)
+        if value is not None:
+            values[name] = float(f"{value:.6g}") if isinstance(value, float) else value
+    return values
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file by a complete one: a reader sees the old one or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).chmod(mode)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _error(text: str) -> ConfigError:
+    return ConfigError(f"catalogue: {text}", param=PARAM)

@@ -1,0 +1,210 @@
+"""Look at safetensors without loading them: headers, sizes by arithmetic, and stray NaNs.
+
+A file is `u64 header size | JSON header | tensors`; the header says where every tensor lies, so a
+file that was cut short is known by its size, and a tensor's bytes by its shape and dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quadriga.errors import ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_EXPONENTS = {
+    "F32": (np.uint32, 0x7F800000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+"""All ones in these bits is a NaN or an infinity."""
+_SCAN_BYTES = 1 << 24
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor: where its bytes lie in which file.
+
+    Attributes:
+        offset: From the start of the file.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_header(file: Path) -> list[TensorPlace]:
+    """Return the tensors of one safetensors file, after checking its arithmetic.
+
+    Raises:
+        ConfigError: The file cannot be read, is no safetensors, was cut short or has more bytes
+            than its header says, or holds a tensor that is no float or whose bytes do not fit its
+            shape.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head_bytes = int.from_bytes(stream.read(8), "little")
+            if size < 8 or head_bytes > min(MAX_HEADER_BYTES, size - 8):
+                raise _broken(file, f"a header of {head_bytes} bytes does not fit {size} bytes")
+            header = json.loads(stream.read(head_bytes))
+    except (OSError, ValueError) as exc:
+        raise _broken(file, str(exc)) from exc
+    if not isinstance(header, dict):
+        raise _broken(file, "its header is no JSON object")
+    start = 8 + head_bytes
+    places = [
+        _place(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"
+    ]
+    end = max((p.offset + p.num_bytes for p in places), default=start)
+    if end != size:
+        what = "was cut short" if size < end else "has bytes that no tensor owns"
+        raise ConfigError(
+            f"model: {file} {what}: its header wants {end} bytes, it has {size}; fetch it again",
+            param="model",
+        )
+    return places
+
+
+def _place(file: Path, name: str, entry: Any, start: int) -> TensorPlace:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        first, stop = (int(n) for n in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise _broken(file, f"the header's entry of {name} lacks {exc}") from exc
+    if dtype not in _DTYPE_BYTES:
+        raise ConfigError(
+            f"model: {file}: tensor {name} is {dtype}; only float weights "
+            f"({', '.join(_DTYPE_BYTES)}) are served",
+            param="model",
+        )
+    if stop - first != math.prod(shape) * _DTYPE_BYTES[dtype] or first < 0:
+        raise _broken(file, f"{name} of shape {list(shape)} cannot take bytes {first}..{stop}")
+    return TensorPlace(name, file, dtype, shape, start + first, stop - first)
+
+
+def read_checkpoint_headers(path: Path) -> dict[str, TensorPlace]:
+    """Return every tensor of a checkpoint by name, of one file or of the index's shards.
+
+    Raises:
+        ConfigError: There are no safetensors, a shard is missing, a shard lacks a tensor that the
+            index puts there, or a file is damaged.
+    """
+    index = path / INDEX_FILE
+    if not index.is_file():
+        if not (path / SINGLE_FILE).is_file():
+            raise ConfigError(
+                f"model: {path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with "
+                "safe_serialization=True",
+                param="model",
+            )
+        return {p.name: p for p in read_header(path / SINGLE_FILE)}
+    try:
+        names = {
+            str(k): str(v) for k, v in json.loads(index.read_text("utf-8"))["weight_map"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise _broken(index, f"it is no weight index ({exc})") from exc
+    places: dict[str, TensorPlace] = {}
+    for shard in sorted(set(names.values())):
+        if Path(shard).name != shard:
+            raise _broken(index, f"it points outside its folder: {shard!r}")
+        if not (path / shard).is_file():
+            raise ConfigError(
+                f"model: {path} lacks the shard {shard} that its index names", param="model"
+            )
+        places |= {p.name: p for p in read_header(path / shard) if names.get(p.name) == shard}
+    missing = sorted(set(names) - set(places))
+    if missing:
+        raise _broken(index, f"its shards lack {len(missing)} tensors, the first is {missing[0]}")
+    return places
+
+
+def layer_of(name: str) -> int | None:
+    """The layer a tensor belongs to, from 0; None for embedding, norm and head."""
+    found = _LAYER.search(name)
+    return int(found.group(1)) if found else None
+
+
+def num_layers_in(names: Iterable[str]) -> int:
+    """Layers that have tensors, counted without gaps from the first."""
+    layers = {layer for name in names if (layer := layer_of(name)) is not None}
+    count = 0
+    while count in layers:
+        count += 1
+    return count
+
+
+def check_finite(places: Iterable[TensorPlace], *, whole_below_bytes: int) -> None:
+    """Look for NaNs and infinities: everywhere in small checkpoints, else in vectors alone.
+
+    Norms and biases are a thousandth of a large model; a training that diverged has them there
+    too. What only some matrix holds is found when its layer is loaded.
+
+    Args:
+        whole_below_bytes: Checkpoints up to this size are read whole.
+
+    Raises:
+        ConfigError: Naming the first tensor that is not finite.
+    """
+    all_places = sorted(places, key=lambda p: (p.file.name, p.offset))
+    is_small = sum(p.num_bytes for p in all_places) <= whole_below_bytes
+    for place in all_places:
+        if (is_small or len(place.shape) <= 1) and not _is_finite(place):
+            raise ConfigError(
+                f"model: {place.file}: tensor {place.name} holds NaN or infinite values; the "
+                "checkpoint cannot be served",
+                param="model",
+            )
+
+
+def _is_finite(place: TensorPlace) -> bool:
+    for raw in _chunks(place):
+        if place.dtype == "F64":
+            if not np.isfinite(np.frombuffer(raw, dtype="<f8")).all():
+                return False
+            continue
+        kind, mask = _EXPONENTS[place.dtype]
+        bits = np.frombuffer(raw, dtype=np.dtype(kind).newbyteorder("<"))
+        if ((bits & mask) == mask).any():
+            return False
+    return True
+
+
+def _chunks(place: TensorPlace) -> Iterator[bytes]:
+    try:
+        with place.file.open("rb") as stream:
+            stream.seek(place.offset)
+            left = place.num_bytes
+            while left:
+                raw = stream.read(min(left, _SCAN_BYTES))
+                if not raw:
+                    raise OSError("it ends early")
+                left -= len(raw)
+                yield raw
+    except OSError as exc:
+        raise _broken(place.file, str(exc)) from exc
+
+
+def _broken(file: Path, why: str) -> ConfigError:
+    return ConfigError(f"model: {file} cannot be served: {why}", param="model")

@@ -1,0 +1,134 @@
+"""Look a checkpoint over before anyone relies on it: all that can be seen without loading it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from quadriga.catalogue.headers import (
+    TensorPlace,
+    check_finite,
+    layer_of,
+    num_layers_in,
+    read_checkpoint_headers,
+    read_header,
+)
+from quadriga.catalogue.records import CatalogueModel
+from quadriga.catalogue.sizes import ModelSizes, sizes_of
+from quadriga.checkpoint import read_checkpoint
+from quadriga.errors import ConfigError
+from quadriga.exits import EXITS_WEIGHTS, ExitSpec
+
+WHOLE_SCAN_BYTES = 256 << 20
+"""Checkpoints up to this size are searched for NaNs whole, larger ones in norms and biases."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_UNREAD_TOKENIZER_KEYS = ("truncation", "padding")
+
+
+def inspect(model: str) -> CatalogueModel:
+    """Read one checkpoint's facts and check its files.
+
+    Args:
+        model: Bundled id, folder, or hub id.
+
+    Raises:
+        ConfigError: A file is missing, damaged or cut short, tensors do not fit the
+            configuration, a weight is not a number, an exit lacks its weights.
+    """
+    checkpoint = read_checkpoint(model)
+    path = checkpoint.path
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    sizes = sizes_of(config, checkpoint.exits)
+    tensors = read_checkpoint_headers(path)
+    _check_layers(path, tensors, sizes)
+    extra = _exit_tensors(path, checkpoint.exits)
+    check_finite([*tensors.values(), *extra], whole_below_bytes=WHOLE_SCAN_BYTES)
+    return CatalogueModel(
+        id=checkpoint.id,
+        path=path,
+        architecture=checkpoint.architecture,
+        vocab_size=checkpoint.vocab_size,
+        tokenizer=tokenizer_fingerprint(path),
+        sizes=sizes,
+        exits=checkpoint.exits,
+    )
+
+
+def _check_layers(path: Path, tensors: dict[str, TensorPlace], sizes: ModelSizes) -> None:
+    held = num_layers_in(tensors)
+    if held < sizes.num_layers:
+        raise ConfigError(
+            f"model: {path}: config.json says {sizes.num_layers} layers, the weights hold {held}",
+            param="model",
+        )
+    values = [0] * sizes.num_layers
+    for place in tensors.values():
+        layer = layer_of(place.name)
+        if layer is not None and layer < sizes.num_layers:
+            values[layer] += place.num_values
+    for layer, (found, wanted) in enumerate(zip(values, sizes.layer_params, strict=True)):
+        if found < wanted:
+            raise ConfigError(
+                f"model: {path}: layer {layer} holds {found} values, its config.json wants "
+                f"{wanted}; weights and configuration are of different models",
+                param="model",
+            )
+    outside = sum(p.num_values for p in tensors.values() if layer_of(p.name) is None)
+    wanted = sizes.embed_params + sizes.head_params
+    if outside < wanted:
+        raise ConfigError(
+            f"model: {path}: embedding and head hold {outside} values, config.json wants {wanted}",
+            param="model",
+        )
+
+
+def _exit_tensors(path: Path, exits: ExitSpec) -> list[TensorPlace]:
+    """The weights of the exits. Raises: ConfigError where an exit has none."""
+    if exits.kind == "shared" or not exits.layers:
+        return []
+    if not (path / EXITS_WEIGHTS).is_file():
+        raise ConfigError(
+            f"model: {path} has exits of kind {exits.kind!r} but no {EXITS_WEIGHTS}", param="model"
+        )
+    tensors = read_header(path / EXITS_WEIGHTS)
+    names = {t.name for t in tensors}
+    parts = ("norm", "head") if exits.kind == "head" else ("norm",)
+    for layer in exits.layers:
+        for part in parts:
+            if f"exits.{layer}.{part}.weight" not in names:
+                raise ConfigError(
+                    f"model: {path / EXITS_WEIGHTS} lacks exits.{layer}.{part}.weight, which "
+                    f"exits.json promises",
+                    param="model",
+                )
+    return tensors
+
+
+def tokenizer_fingerprint(path: Path) -> str:
+    """Hash of what turns text into ids; equal for models that may share requests.
+
+    Raises:
+        ConfigError: The folder has no tokenizer, or one that is no JSON.
+    """
+    for name in _TOKENIZER_FILES:
+        file = path / name
+        if file.is_file():
+            raw = file.read_bytes()
+            return hashlib.sha256(_essence(file, raw)).hexdigest()[:16]
+    raise ConfigError(
+        f"model: {path} has no tokenizer ({', '.join(_TOKENIZER_FILES)})", param="model"
+    )
+
+
+def _essence(file: Path, raw: bytes) -> bytes:
+    if file.suffix != ".json":
+        return raw
+    try:
+        data: Any = json.loads(raw)
+    except ValueError as exc:
+        raise ConfigError(f"model: {file} is no JSON: {exc}", param="model") from exc
+    if isinstance(data, dict):
+        data = {k: v for k, v in data.items() if k not in _UNREAD_TOKENIZER_KEYS}
+    return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,135 @@
+"""What is on record of each model: the model repository of HELIOS, as plain values.
+
+Source: HELIOS §3.3.1 (Model Repository).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from quadriga.catalogue.sizes import ModelSizes
+from quadriga.engine_spec import DTYPE_BYTES, Dtype
+from quadriga.errors import UnknownModel
+from quadriga.exits import ExitSpec
+
+EnergySource = Literal["nvml", "rapl", "estimate"]
+
+
+@dataclass(frozen=True, slots=True)
+class DepthRecord:
+    """A model at one depth, as measured once; None where it was not.
+
+    Attributes:
+        depth: Layers 1..depth loaded; the last one's exit is left by every token.
+        step_s: (sequences in the batch, seconds of one decode step), ascending.
+        ttft_s: Prefill of a prompt of `prompt_tokens` until its first token.
+        accuracy: Share of right answers to the bundled tasks, or to the operator's own.
+        perplexity: Of the tokens it served, by its own log-probabilities.
+        unchanged: Share of its tokens that the full depth says too, after the same text.
+        memory_bytes: What the process grew by while it loaded.
+        load_s: Seconds from opening the files to the first pass.
+        joules_per_token: At the largest batch of `step_s`.
+    """
+
+    depth: int
+    step_s: tuple[tuple[int, float], ...] = ()
+    ttft_s: float | None = None
+    prompt_tokens: int | None = None
+    accuracy: float | None = None
+    perplexity: float | None = None
+    unchanged: float | None = None
+    memory_bytes: int | None = None
+    load_s: float | None = None
+    joules_per_token: float | None = None
+    energy_source: EnergySource | None = None
+
+    @property
+    def best_tokens_per_s(self) -> float | None:
+        """Decoded tokens a second at the best batch on record."""
+        return max((batch / s for batch, s in self.step_s), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueModel:
+    """One model that may be served.
+
+    Attributes:
+        tokenizer: Fingerprint; models of one tokenizer may take each other's requests over.
+        exits: As `exits.json` says.
+        depths: What is on record, ascending by depth; may be empty.
+    """
+
+    id: str
+    path: Path
+    architecture: str
+    vocab_size: int
+    tokenizer: str
+    sizes: ModelSizes
+    exits: ExitSpec
+    depths: tuple[DepthRecord, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return self.sizes.num_layers
+
+    @property
+    def exit_depths(self) -> tuple[int, ...]:
+        """Depths it may be loaded to: its exits, and all of it."""
+        return (*self.exits.layers, self.num_layers)
+
+    def record(self, depth: int) -> DepthRecord | None:
+        """What is on record of a depth."""
+        return next((r for r in self.depths if r.depth == depth), None)
+
+    def weight_bytes(self, depth: int, dtype: Dtype) -> int:
+        """Bytes of weights in the engine's dtype."""
+        return self.sizes.weight_bytes(depth, DTYPE_BYTES[dtype])
+
+    def kv_bytes_per_token(self, depth: int, dtype: Dtype) -> int:
+        """Bytes of KV one token takes at a depth."""
+        return self.sizes.kv_bytes_per_token(depth, DTYPE_BYTES[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Where the figures of a catalogue come from; empty where there are none."""
+
+    at: str = ""
+    machine: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The models on offer.
+
+    Attributes:
+        source: The file or folder it was read from.
+    """
+
+    models: tuple[CatalogueModel, ...]
+    source: str
+    measured: Measured = field(default_factory=Measured)
+
+    def find(self, model_id: str) -> CatalogueModel:
+        """Return a model. Raises: UnknownModel."""
+        for model in self.models:
+            if model.id == model_id:
+                return model
+        raise UnknownModel(
+            f"model: {model_id!r} is not in the catalogue {self.source}; it has "
+            f"{', '.join(self.ids)}",
+            param="model",
+        )
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(m.id for m in self.models)
+
+
+def depth_records(records: Iterable[DepthRecord]) -> tuple[DepthRecord, ...]:
+    """In the order a catalogue keeps them."""
+    return tuple(sorted(records, key=lambda r: r.depth))

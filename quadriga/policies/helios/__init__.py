@@ -1,0 +1,77 @@
+"""HELIOS: choose model and depth from live profiles; load only the layers worth having.
+
+messages     what the machine is told, and what it orders: the seam to the controller
+candidates   step 1: at most three models of the catalogue
+profiling    step 2: live requests at full depth
+history      the performance history table; `history_file` keeps it
+plans        what each model would do at each depth worth loading
+selection    the best plan by objective, and what a change costs
+choices      after a profile, after too many breaches
+breaches     the confidence breach counter
+fleet        which replica shall hold what
+orders       one order at a time
+status       what the machine says of itself
+start        from the configuration to a machine
+machine      all of it together
+
+The controller makes one `Helios` (`start.start_helios`), calls `handle(event, now_s)` for
+everything that happens, and carries out the `Resize` and `Switch` orders it returns, one at a time
+by construction; it answers each with `OrderDone` or `OrderFailed`. The scheduler routes auto
+requests by `routing`.
+"""
+
+from quadriga.policies.helios.candidates import Picked, Refusal, pick_candidates
+from quadriga.policies.helios.history import HistoryTable, Row
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
+    Choose,
+    Device,
+    Event,
+    Keep,
+    Member,
+    Order,
+    OrderDone,
+    OrderFailed,
+    Output,
+    RequestFinished,
+    RequestLost,
+    RequestStarted,
+    Resize,
+    Routing,
+    Switch,
+    Tick,
+    TokensServed,
+    UnchangedSampled,
+)
+from quadriga.policies.helios.status import Counters, Decision, Phase, Status
+
+__all__ = [
+    "Choose",
+    "Counters",
+    "Decision",
+    "Device",
+    "Event",
+    "Helios",
+    "HistoryTable",
+    "Keep",
+    "Member",
+    "Order",
+    "OrderDone",
+    "OrderFailed",
+    "Output",
+    "Phase",
+    "Picked",
+    "Refusal",
+    "RequestFinished",
+    "RequestLost",
+    "RequestStarted",
+    "Resize",
+    "Routing",
+    "Row",
+    "Status",
+    "Switch",
+    "Tick",
+    "TokensServed",
+    "UnchangedSampled",
+    "pick_candidates",
+]

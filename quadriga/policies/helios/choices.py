@@ -1,0 +1,137 @@
+"""The two decisions: which plan serves after a profile, and what to do when confidence breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from quadriga.config import HeliosConfig
+from quadriga.policies.helios.plans import Plan, Planner
+from quadriga.policies.helios.selection import (
+    Cost,
+    admissible,
+    best_plan,
+    change_cost,
+    is_better,
+    shown,
+)
+from quadriga.types import DepthClass
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to do: change to a plan, or nothing where there is none; and why."""
+
+    plan: Plan | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What both decisions look at besides the plans.
+
+    Attributes:
+        target: The class that serves; None before the first choice.
+        since_change_s, dwell_s: Time since the last change, and how long it must last.
+        barred: Classes that are not to be chosen until the next assessment.
+        num_replicas: Decode replicas that serve.
+        in_flight, in_flight_tokens: On all of them.
+        requests_left: Until the next assessment, for all of them.
+    """
+
+    target: DepthClass | None
+    since_change_s: float
+    dwell_s: float
+    barred: Collection[DepthClass]
+    num_replicas: int = 1
+    in_flight: int = 0
+    in_flight_tokens: int = 0
+    requests_left: int = 0
+
+    @property
+    def is_too_soon(self) -> bool:
+        return self.since_change_s < self.dwell_s
+
+    @property
+    def demand(self) -> float:
+        """Sequences there are for one replica."""
+        return max(1.0, self.in_flight / max(1, self.num_replicas))
+
+
+class Chooser:
+    """Decides over the plans of a planner."""
+
+    def __init__(self, planner: Planner, models: Sequence[str], config: HeliosConfig) -> None:
+        self._planner, self._models, self._config = planner, models, config
+
+    def after_profile(self, now: Situation) -> Verdict:
+        """BestModel over all plans, against the one that serves.
+
+        Source: HELIOS Algorithm 1, Step 2; differs: a change must be worth it.
+        """
+        slo, slack, margin = self._config.slo, self._config.perplexity_slack, self._config.margin
+        plans = self._plans(now, lambda p: True)
+        best = best_plan(plans, slo, slack)
+        if best is None:
+            return Verdict(None, "no candidate could be profiled")
+        if best.plan.depth_class == now.target:
+            return Verdict(None, f"{best.reason}; it serves already")
+        current = next((p for p in plans if p.depth_class == now.target), None)
+        if current is not None and current in admissible(plans, slo, slack):
+            if not is_better(best.plan, current, slo, margin):
+                serving = f"{now.target}, which serves: {shown(current, slo)}"
+                return Verdict(None, f"{best.reason}; not by {margin:.0%} better than {serving}")
+        if now.is_too_soon:
+            ago = f"{now.target} came only {now.since_change_s:.3g} s ago"
+            return Verdict(None, f"{best.reason}; but {ago}, and stays {now.dwell_s:.3g} s")
+        return Verdict(best.plan, best.reason)
+
+    def after_breaches(self, now: Situation, broken: str) -> Verdict:
+        """Load the rest, or switch to the next best partial model: whichever costs less.
+
+        Loading more keeps what is in flight where it is, so a switch must be cheaper by the
+        margin.
+
+        Source: HELIOS Algorithm 1, Step 3; differs: costs in seconds, margin.
+        """
+        assert now.target is not None
+        target = now.target
+        mine = self._plans(now, lambda p: p.is_full and p.depth_class.model == target.model)
+        full = mine[0] if mine else None
+        others = self._plans(now, lambda p: not p.is_full and p.depth_class.model != target.model)
+        best = best_plan(others, self._config.slo, self._config.perplexity_slack)
+        if best is None:
+            if full is None:
+                return Verdict(None, f"{broken}; no other plan is at hand")
+            return Verdict(full, f"{broken}; no other model's exit would do")
+        if full is None:
+            return Verdict(best.plan, f"{broken}; the rest of its layers cannot be loaded")
+        more, switch = self._cost(full, now), self._cost(best.plan, now)
+        is_switch = switch.total_s < (1.0 - self._config.margin) * more.total_s
+        compared = (
+            f"loading all {full.depth_class.depth} layers costs {more}, switching to "
+            f"{best.plan.depth_class} {switch}"
+        )
+        return Verdict(best.plan if is_switch else full, f"{broken}; {compared}")
+
+    def _plans(self, now: Situation, wanted: Callable[[Plan], bool]) -> list[Plan]:
+        return [
+            plan
+            for model in self._models
+            for plan in self._planner.plans(model, now.demand)
+            if plan.depth_class not in now.barred and wanted(plan)
+        ]
+
+    def _cost(self, plan: Plan, now: Situation) -> Cost:
+        """Cost of a change for one serving replica."""
+        assert now.target is not None
+        replicas = max(1, now.num_replicas)
+        stays = now.target.model == plan.depth_class.model
+        held = now.target.depth if stays else 0
+        return change_cost(
+            plan,
+            load_s=self._planner.load_s(plan.depth_class, held=held),
+            in_flight_tokens=now.in_flight_tokens / replicas,
+            kv_debt=1.0 - held / plan.depth_class.depth,
+            requests=now.requests_left / replicas,
+        )

@@ -1,0 +1,361 @@
+"""The HELIOS state machine: events in, at most one order under way, each with its reason.
+
+    PROFILE  every candidate serves a few live requests at full depth, one after the other
+    SERVE    the chosen one serves, loaded as deep as its tokens need; too many breaches: load
+             the rest or switch; after so many requests: PROFILE again
+
+It is told what is (`messages`), never looks at a clock, and believes the fleet that a tick shows
+over its own orders; so a controller that restarts begins with a new machine, the kept table and
+the fleet it finds. A failed load leaves the old layers serving: the order is forgotten, and its
+target barred until the next assessment unless some replica has it.
+
+Source: HELIOS Algorithm 1, §3.3; differs: scouts, hysteresis (margin and dwell), costs in seconds,
+strict requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quadriga.catalogue.records import CatalogueModel
+from quadriga.config import HeliosConfig
+from quadriga.policies.helios.breaches import BreachWindow
+from quadriga.policies.helios.choices import Chooser, Situation, Verdict
+from quadriga.policies.helios.fleet import in_order, may_change, profilers, wanted_classes
+from quadriga.policies.helios.history import HistoryTable
+from quadriga.policies.helios.messages import (
+    Choose,
+    Device,
+    Event,
+    Keep,
+    Member,
+    OrderDone,
+    OrderFailed,
+    Output,
+    RequestFinished,
+    RequestLost,
+    RequestStarted,
+    Routing,
+    Switch,
+    Tick,
+    TokensServed,
+    UnchangedSampled,
+)
+from quadriga.policies.helios.orders import LATE, OrderDesk
+from quadriga.policies.helios.plans import Planner
+from quadriga.policies.helios.profiling import Profiling
+from quadriga.policies.helios.status import Counters, Decision, Phase, Status
+from quadriga.types import DepthClass, Role
+
+MAX_DECISIONS = 256
+
+
+class Helios:
+    """Chooses model and depth for one stream of requests.
+
+    Args:
+        candidates: Of step 1, best first; at least one.
+        table: Kept across restarts by the caller. Where it knows every candidate, the choice is
+            made from it at once; the next assessment looks again.
+
+    Attributes:
+        decisions: The last outputs.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[CatalogueModel],
+        config: HeliosConfig,
+        device: Device,
+        table: HistoryTable | None = None,
+    ) -> None:
+        self.table = table if table is not None else HistoryTable()
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self.counters = Counters()
+        self._config = config
+        self._full = {m.id: DepthClass(m.id, m.num_layers) for m in candidates}
+        self._depths = {m.id: m.exit_depths for m in candidates}
+        planner = Planner(candidates, config, device, self.table)
+        self._planner = planner
+        self._chooser = Chooser(planner, list(self._full), config)
+        self._desk = OrderDesk(config.order_timeout_s, config.retry_s)
+        self._window = BreachWindow(
+            config.breach_window_tokens, config.breach_window_per_sequence, config.breach_share
+        )
+        self._profiling = Profiling(config.profile_requests)
+        self._profiling.queue(c for c in self._full.values() if planner.plan(c, 1.0) is None)
+        self._phase = Phase.PROFILE
+        self._tick = Tick({})
+        self._target: DepthClass | None = None
+        self._before: DepthClass | None = None
+        self._reason = ""
+        self._changed_s, self._dwell_s = float("-inf"), 0.0
+        self._served = 0
+        self._barred: dict[DepthClass, str] = {}
+        self._said: set[str] = set()  # what has been said once, until the next choice
+
+    # What others ask
+
+    @property
+    def routing(self) -> Routing:
+        """Where the next auto request goes."""
+        held = [self._tick.fleet[n].depth_class for n in self._serving()]
+        by_count = sorted(set(held), key=lambda c: (c != self._target, -held.count(c), str(c)))
+        at = self._profiled_on()
+        if at is None:
+            return Routing(tuple(by_count))
+        return Routing(tuple(by_count), self._profiling.now, at, self._profiling.places)
+
+    def status(self) -> Status:
+        """A snapshot for people and metrics."""
+        return Status(
+            phase=self._phase,
+            target=self._target,
+            profiling=self._profiling.now,
+            order=self._desk.order,
+            served=self._served,
+            window_breaches=self._window.breaches,
+            window_tokens=self._window.size,
+            barred={str(c): why for c, why in self._barred.items()},
+            counters=replace(self.counters),
+        )
+
+    # What happens
+
+    def handle(self, event: Event, now_s: float) -> list[Output]:
+        """Take an event in; return what shall be done because of it.
+
+        Args:
+            now_s: Any clock that never goes back.
+        """
+        outputs: list[Output] = []
+        match event:
+            case Tick():
+                self._tick = event
+            case RequestStarted():
+                if event.replica == self._profiled_on():
+                    self._profiling.started()
+            case RequestLost():
+                if event.replica == self._profiled_on():
+                    self._profiling.lost()
+            case RequestFinished():
+                self._request_finished(event)
+            case TokensServed():
+                self._tokens_served(event, now_s, outputs)
+            case UnchangedSampled():
+                if event.model in self._full:
+                    self.table.sampled(event, self._full[event.model].depth)
+            case OrderDone():
+                self._order_done(event, now_s)
+            case OrderFailed():
+                self._order_failed(event.order_id, event.error, now_s, outputs)
+        self._check_order(now_s, outputs)
+        if self._desk.order is None and self._tick.fleet:
+            if self._phase is Phase.PROFILE:
+                self._profile_on(now_s, outputs)
+            self._order_next(now_s, outputs)
+        self.decisions.extend(Decision(now_s, output) for output in outputs)
+        return outputs
+
+    # Requests and tokens
+
+    def _request_finished(self, event: RequestFinished) -> None:
+        is_profiled = event.depth_class == self._profiling.now
+        if is_profiled and event.replica == self._profiled_on():
+            self._profiling.finished(event)
+            return
+        if event.depth_class.model in self._full:
+            self.table.add(event)
+        self._served += 1
+        if self._phase is Phase.SERVE and self._served >= self._config.reassess_requests:
+            self._phase = Phase.PROFILE
+            self._barred.clear()
+            first = self._target.model if self._target is not None else ""
+            self._profiling.queue(sorted(self._full.values(), key=lambda c: c.model != first))
+
+    def _tokens_served(self, event: TokensServed, now_s: float, outputs: list[Output]) -> None:
+        target = self._target
+        if target is None or event.depth_class != target or target.model not in self._full:
+            return
+        if target == self._full[target.model]:
+            return
+        self._window.add(event.tokens, event.breaches, event.batch)
+        if not self._window.is_tripped or self._desk.order is not None:
+            return
+        broken = (
+            f"{self._window.breaches:.0f} of the last {self._window.size} tokens were below "
+            f"their threshold at {target}"
+        )
+        situation = self._situation(now_s)
+        if situation.is_too_soon:
+            ago = f"the last change was only {situation.since_change_s:.3g} s ago"
+            reason = f"{broken}; {ago}, there is none before {self._dwell_s:.3g} s"
+            self._keep_once("dwell", reason, outputs)
+            return
+        self.counters.trips += 1
+        self._window.clear()
+        verdict = self._chooser.after_breaches(situation, broken)
+        if verdict.plan is not None:
+            # What the profile said of its confidence does not hold, at any of its exits.
+            for depth in self._depths[target.model][:-1]:
+                self._barred[DepthClass(target.model, depth)] = broken
+        self._follow(verdict, now_s, outputs)
+
+    # The order under way
+
+    def _order_done(self, event: OrderDone, now_s: float) -> None:
+        order = self._desk.take(event.order_id)
+        if order is None:
+            return  # given up meanwhile; the next tick shows what the replica holds
+        self._desk.forgive(order.replica)
+        row = self.table.row(order.depth_class.model, order.depth_class.depth)
+        row.load_s = event.load_s
+        row.weight_bytes = event.weight_bytes
+        row.max_batch = event.max_batch
+        if isinstance(order, Switch):
+            self.counters.switches += 1
+        else:
+            self.counters.resizes += 1
+        member = self._tick.fleet.get(order.replica)
+        if member is not None:  # until the next tick shows it
+            now = {order.replica: Member(member.role, order.depth_class)}
+            self._tick = replace(self._tick, fleet={**self._tick.fleet, **now})
+        if order.depth_class == self._target:
+            self._changed_s = now_s
+            self._dwell_s = max(self._dwell_s, self._config.dwell_loads * event.load_s)
+            self._window.clear()
+
+    def _order_failed(self, order_id: int, error: str, now_s: float, outputs: list[Output]) -> None:
+        order = self._desk.take(order_id)
+        if order is None:
+            return
+        self.counters.failures += 1
+        what = f"{order.replica} could not get {order.depth_class} ({error})"
+        is_profile = self._profiling.now == order.depth_class
+        if is_profile and order.replica in self._profilers():
+            self._profiling.give_up()
+            self._barred[order.depth_class] = what
+            outputs.append(Keep(f"{what}; {order.depth_class.model} is no candidate this time"))
+        elif order.depth_class == self._target and self._target not in self._classes():
+            self._barred[order.depth_class] = what
+            classes = self._classes()
+            first = classes[0] if classes else None
+            self._target = self._before if self._before in classes else first
+            outputs.append(Keep(f"{what}; {self._target} goes on serving"))
+        else:
+            delay_s = self._desk.back_off(order.replica, now_s)
+            outputs.append(Keep(f"{what}; it is asked again in {delay_s:.3g} s"))
+
+    def _check_order(self, now_s: float, outputs: list[Output]) -> None:
+        order = self._desk.order
+        if order is None:
+            return
+        if order.replica not in self._tick.fleet:
+            self._desk.take(order.order_id)
+            outputs.append(Keep(f"{order.replica} is gone, and its order with it"))
+        elif self._desk.is_late(now_s):
+            self._order_failed(order.order_id, LATE, now_s, outputs)
+
+    # The next one
+
+    def _profile_on(self, now_s: float, outputs: list[Output]) -> None:
+        """Go to the next candidate, or choose when all have been seen."""
+        row = self._profiling.finish()
+        if row is not None:
+            self.table.install(row)
+            self.counters.profiles += 1
+        if not self._profilers():
+            self._keep_once("scouts", "profiles wait for a scout; none is alive", outputs)
+        while self._profiling.now is None:
+            candidate = self._profiling.next()
+            if candidate is None:
+                self._phase, self._served = Phase.SERVE, 0
+                verdict = self._chooser.after_profile(self._situation(now_s))
+                self._follow(verdict, now_s, outputs)
+                return
+            if candidate in self._barred:
+                self._profiling.give_up()
+
+    def _follow(self, verdict: Verdict, now_s: float, outputs: list[Output]) -> None:
+        plan = verdict.plan
+        if plan is None:
+            outputs.append(Keep(verdict.reason))
+            return
+        self._before, self._target, self._reason = self._target, plan.depth_class, verdict.reason
+        self._changed_s, self._dwell_s = now_s, self._config.dwell_loads * plan.load_s
+        self._said.clear()
+        self._window.clear()
+        outputs.append(Choose(plan.depth_class, verdict.reason))
+
+    def _order_next(self, now_s: float, outputs: list[Output]) -> None:
+        """Bring the fleet one step nearer to what it shall hold."""
+        fleet, strict = self._tick.fleet, self._tick.strict
+        aside: dict[str, DepthClass] = {}
+        if self._profiling.now is not None:
+            aside = dict.fromkeys(self._profilers(), self._profiling.now)
+        elif self._target is not None and self._target.model in self._full:
+            aside = dict.fromkeys(self._tick.scouts & set(fleet), self._full[self._target.model])
+        wanted = wanted_classes(
+            fleet,
+            target=self._target,
+            aside=aside,
+            passing=() if self._profiling.now is None else aside,
+            strict=strict,
+            depths=self._depths,
+        )
+        for name in in_order(fleet, wanted, first=sorted(aside)):
+            then = wanted[name]
+            if self._desk.may_ask(name, now_s) and may_change(name, then, fleet, strict):
+                now = fleet[name].depth_class
+                outputs.append(self._desk.write(name, now, then, self._why(name, then), now_s))
+                return
+
+    def _why(self, name: str, then: DepthClass) -> str:
+        if then == self._profiling.now and name in self._profilers():
+            return f"{then.model} is profiled at full depth next, on {name}"
+        if name in self._tick.scouts:
+            return f"{name} samples and escalates at the full depth of {then.model}"
+        if then == self._target:
+            return self._reason
+        return f"strict requests may need {then.depth} layers of {then.model}"
+
+    def _keep_once(self, key: str, reason: str, outputs: list[Output]) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            outputs.append(Keep(reason))
+
+    # Views
+
+    def _situation(self, now_s: float) -> Situation:
+        return Situation(
+            target=self._target,
+            since_change_s=now_s - self._changed_s,
+            dwell_s=self._dwell_s,
+            barred=self._barred,
+            num_replicas=len(self._serving()),
+            in_flight=self._tick.in_flight,
+            in_flight_tokens=self._tick.in_flight_tokens,
+            requests_left=max(0, self._config.reassess_requests - self._served),
+        )
+
+    def _profilers(self) -> frozenset[str]:
+        return profilers(self._tick.fleet, self._tick.scouts, has_scouts=self._config.scout)
+
+    def _profiled_on(self) -> str | None:
+        """The decode replica that profiles, once all who take part hold the candidate."""
+        members = {n: self._tick.fleet[n] for n in sorted(self._profilers())}
+        if any(m.depth_class != self._profiling.now for m in members.values()):
+            return None
+        return next((n for n, m in members.items() if m.role is Role.DECODE), None)
+
+    def _serving(self) -> list[str]:
+        """Decode replicas that are no scouts."""
+        fleet, scouts = self._tick.fleet, self._tick.scouts
+        return [n for n in sorted(fleet) if fleet[n].role is Role.DECODE and n not in scouts]
+
+    def _classes(self) -> list[DepthClass]:
+        """What serving replicas hold, the most frequent first."""
+        held = [self._tick.fleet[n].depth_class for n in self._serving()]
+        return sorted(held, key=lambda c: -held.count(c))

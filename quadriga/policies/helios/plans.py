@@ -1,0 +1,233 @@
+"""What each candidate would do at each depth worth loading: measured where it ran, else predicted.
+
+A profile runs at full depth with early exits, so one row speaks for all depths: the share of
+tokens that an exit lets go is read off, and times scale with the work of the layers, by the
+catalogue's step times where it has them, else by their number. (On HELIOS's own figures the
+latter is right: its Table 4 shares, weighted by layers at the speeds of the single models, give
+8.03 ms a token; Table 5 says 8.)
+
+Source: HELIOS §3.3.2–3.3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from quadriga.catalogue.records import CatalogueModel, DepthRecord
+from quadriga.config import HeliosConfig
+from quadriga.policies.helios.history import HistoryTable, Row
+from quadriga.policies.helios.messages import Device
+from quadriga.types import DepthClass
+
+DEFAULT_LOAD_BYTES_PER_S = 1e9
+"""For models that were never loaded here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model at a depth, as it would serve the present stream.
+
+    Attributes:
+        coverage: Share of tokens sure enough by then; 1 at full depth.
+        batch: Sequences it is judged with: what there are, or as many as fit.
+        tokens_per_s: At that batch.
+        load_s: To load it from nothing.
+    """
+
+    depth_class: DepthClass
+    is_full: bool
+    coverage: float
+    unchanged: float | None
+    ttft_s: float
+    tpot_s: float
+    batch: float
+    tokens_per_s: float
+    perplexity: float
+    joules_per_prompt: float | None
+    tokens_per_request: float
+    prompt_tokens: float
+    weight_bytes: int
+    load_s: float
+
+    @property
+    def prefill_s_per_token(self) -> float:
+        return self.ttft_s / max(1.0, self.prompt_tokens)
+
+
+class Planner:
+    """Makes plans out of the table.
+
+    Args:
+        candidates: Step 1's.
+        device: What one decode replica has.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[CatalogueModel],
+        config: HeliosConfig,
+        device: Device,
+        table: HistoryTable,
+    ) -> None:
+        self._models = {m.id: m for m in candidates}
+        self._config, self._device, self._table = config, device, table
+
+    def worth_loading(self, model_id: str) -> list[int]:
+        """Exits that enough tokens would pass, the smallest first; none where full depth must be.
+
+        The smallest one is HELIOS's; the others count where it is not accurate enough.
+        """
+        model, config = self._models[model_id], self._config
+        found = []
+        for depth in model.exits.layers:
+            coverage, unchanged = self._coverage(model, depth), self._unchanged(model, depth)
+            is_sure = coverage is not None and coverage >= config.min_coverage
+            if is_sure and (unchanged is None or unchanged >= config.min_unchanged):
+                found.append(depth)
+        return found
+
+    def plans(self, model_id: str, demand: float) -> list[Plan]:
+        """The model's plans, the shallowest first; none before its first profile.
+
+        Args:
+            demand: Sequences there are for one replica.
+        """
+        depths = [*self.worth_loading(model_id), self._models[model_id].num_layers]
+        found = (self.plan(DepthClass(model_id, depth), demand) for depth in depths)
+        return [plan for plan in found if plan is not None]
+
+    def plan(self, depth_class: DepthClass, demand: float) -> Plan | None:
+        """One plan; None where the model was not profiled yet."""
+        model = self._models[depth_class.model]
+        depth = depth_class.depth
+        full = self._table.find(model.id, model.num_layers)
+        if full is None or full.tpot_s is None or full.ttft_s is None or not full.requests:
+            return None
+        own = self._table.find(model.id, depth)
+        tokens = full.tokens_per_request or 1.0
+        batch = max(1.0, min(demand, self.max_batch(model, depth, full)))
+        tpot_s = self._tpot_s(model, depth, full, own, batch)
+        joules = self._joules_per_token(model, depth, full, own)
+        is_full = depth == model.num_layers
+        own_ttft_s = own.ttft_s if own is not None else None
+        return Plan(
+            depth_class=depth_class,
+            is_full=is_full,
+            coverage=1.0 if is_full else self._coverage(model, depth) or 0.0,
+            unchanged=1.0 if is_full else self._unchanged(model, depth),
+            ttft_s=own_ttft_s or full.ttft_s * depth / model.num_layers,
+            tpot_s=tpot_s,
+            batch=batch,
+            tokens_per_s=batch / tpot_s,
+            perplexity=self._perplexity(model, depth, full, own),
+            joules_per_prompt=joules * tokens if joules is not None else None,
+            tokens_per_request=tokens,
+            prompt_tokens=full.prompt_tokens / full.requests,
+            weight_bytes=model.sizes.weight_bytes(depth, self._device.value_bytes),
+            load_s=self.load_s(depth_class),
+        )
+
+    def load_s(self, depth_class: DepthClass, held: int = 0) -> float:
+        """Seconds to load up to a depth where the first `held` layers are there already."""
+        model, depth = self._models[depth_class.model], depth_class.depth
+        row, record = self._table.find(model.id, depth), model.record(depth)
+        seconds = row.load_s if row is not None else None
+        if seconds is None and record is not None:
+            seconds = record.load_s
+        size = model.sizes.weight_bytes(depth, self._device.value_bytes)
+        if seconds is None:
+            seconds = size / DEFAULT_LOAD_BYTES_PER_S
+        there = model.sizes.weight_bytes(held, self._device.value_bytes) if held else 0
+        return seconds * max(0.0, 1.0 - there / size)
+
+    def max_batch(self, model: CatalogueModel, depth: int, full: Row) -> float:
+        """Sequences of the stream's mean length that fit at a depth."""
+        slots = float(self._device.max_slots)
+        if self._device.memory_bytes is None:
+            return slots
+        values = self._device.value_bytes
+        length = (full.prompt_tokens + full.output_tokens) / max(full.requests, 1e-9)
+        room = self._device.memory_bytes - model.sizes.weight_bytes(depth, values)
+        fitting = room / (model.sizes.kv_bytes_per_token(depth, values) * max(1.0, length))
+        return max(1.0, min(slots, fitting))
+
+    # Columns
+
+    def _coverage(self, model: CatalogueModel, depth: int) -> float | None:
+        """As the depth itself did since the last profile, else as the profile says."""
+        own = self._table.find(model.id, depth)
+        if own is not None and (coverage := own.coverage(depth)) is not None:
+            return coverage
+        full = self._table.find(model.id, model.num_layers)
+        return full.coverage(depth) if full is not None else None
+
+    def _unchanged(self, model: CatalogueModel, depth: int) -> float | None:
+        full = self._table.find(model.id, model.num_layers)
+        sampled = full.unchanged_share(depth) if full is not None else None
+        record = model.record(depth)
+        return sampled if sampled is not None or record is None else record.unchanged
+
+    @staticmethod
+    def _perplexity(model: CatalogueModel, depth: int, full: Row, own: Row | None) -> float:
+        """As served at that depth; else the profile's, worse by as much as it is on record.
+
+        A profile's tokens left early only where they were sure; a partial depth lets all go.
+        """
+        if own is not None and own.perplexity is not None:
+            return own.perplexity
+        live = full.perplexity or 1.0
+        here, whole = model.record(depth), model.record(model.num_layers)
+        if here is None or whole is None or not here.perplexity or not whole.perplexity:
+            return live
+        return live * max(1.0, here.perplexity / whole.perplexity)
+
+    def _tpot_s(
+        self, model: CatalogueModel, depth: int, full: Row, own: Row | None, batch: float
+    ) -> float:
+        source = own if own is not None and own.tpot_s is not None else full
+        assert source.tpot_s is not None  # the caller looked
+        seconds = source.tpot_s
+        if source is full and depth < model.num_layers:
+            seconds *= _relative_work(model, depth, full)
+        at_batch = _step_s(model.record(source.depth), batch)
+        then = _step_s(model.record(source.depth), source.batch)
+        return seconds * at_batch / then if at_batch and then else seconds
+
+    def _joules_per_token(
+        self, model: CatalogueModel, depth: int, full: Row, own: Row | None
+    ) -> float | None:
+        if own is not None and own.joules_per_token is not None:
+            return own.joules_per_token
+        if full.joules_per_token is not None:
+            return full.joules_per_token * _relative_work(model, depth, full)
+        record = model.record(depth)
+        return record.joules_per_token if record is not None else None
+
+
+def _relative_work(model: CatalogueModel, depth: int, full: Row) -> float:
+    """Work of the stream's mean token where it can go no deeper than `depth`, over the profile's.
+
+    Tokens that left before leave there still; the others leave at `depth`.
+    """
+    exits = {k: n for k, n in full.exit_tokens.items() if n > 0.0}
+    if not exits:
+        return depth / model.num_layers
+    recorded = {k: _step_s(model.record(k), full.batch) for k in (*exits, depth)}
+    work = {k: float(k) if None in recorded.values() else s or 0.0 for k, s in recorded.items()}
+    here = sum(n * work[min(k, depth)] for k, n in exits.items())
+    return here / sum(n * work[k] for k, n in exits.items())
+
+
+def _step_s(record: DepthRecord | None, batch: float) -> float | None:
+    """A recorded step's seconds at a batch: between two recorded ones linear, outside held."""
+    if record is None or not record.step_s:
+        return None
+    steps = record.step_s
+    if batch <= steps[0][0]:
+        return steps[0][1]
+    for (low, low_s), (high, high_s) in pairwise(steps):
+        if batch <= high:
+            return low_s + (high_s - low_s) * (batch - low) / (high - low)
+    return steps[-1][1]

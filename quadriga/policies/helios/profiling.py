@@ -1,0 +1,88 @@
+"""Step 2: a few live requests for every candidate at full depth, one candidate after the other.
+
+Source: HELIOS §3.3.2, §3.3.4; differs: on scouts beside the replicas that serve.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quadriga.policies.helios.history import Row
+from quadriga.policies.helios.messages import RequestFinished
+from quadriga.types import DepthClass
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A candidate under the eyes: its fresh row, and its requests."""
+
+    row: Row
+    started: int = 0
+    finished: int = 0
+
+
+class Profiling:
+    """The candidates still to be seen, and the one that is.
+
+    Args:
+        num_requests: Live requests each one gets.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self._num_requests = num_requests
+        self._to_come: deque[DepthClass] = deque()
+        self._seen: _Seen | None = None
+
+    @property
+    def now(self) -> DepthClass | None:
+        """The candidate that is profiled, at full depth; None between two."""
+        return DepthClass(self._seen.row.model, self._seen.row.depth) if self._seen else None
+
+    @property
+    def places(self) -> int:
+        """Requests that the present candidate still wants."""
+        if self._seen is None:
+            return 0
+        return max(0, self._num_requests - self._seen.finished - self._seen.started)
+
+    def queue(self, candidates: Iterable[DepthClass]) -> None:
+        """Profile these, in this order."""
+        self._to_come.extend(candidates)
+
+    def next(self) -> DepthClass | None:
+        """Go to the next candidate; None where all have been seen."""
+        if not self._to_come:
+            return None
+        now = self._to_come.popleft()
+        self._seen = _Seen(Row(now.model, now.depth))
+        return now
+
+    def give_up(self) -> None:
+        """The present candidate cannot be loaded."""
+        self._seen = None
+
+    def finish(self) -> Row | None:
+        """The present candidate's row once it has had its requests, which ends its turn."""
+        if self._seen is None or self._seen.finished < self._num_requests:
+            return None
+        row, self._seen = self._seen.row, None
+        return row
+
+    def started(self) -> None:
+        """A request is on its way to the present candidate."""
+        if self._seen is not None:
+            self._seen.started += 1
+
+    def lost(self) -> None:
+        """One of them will not finish; its place is free."""
+        if self._seen is not None:
+            self._seen.started = max(0, self._seen.started - 1)
+
+    def finished(self, request: RequestFinished) -> None:
+        """The present candidate served one."""
+        if self._seen is not None:
+            self._seen.row.add(request)
+            self._seen.finished += 1
+            self.lost()

@@ -1,0 +1,62 @@
+"""`loadgen profile` on a bundled model: the figures are real, and the catalogue can be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadgen.__main__ import EXIT_USAGE, main
+from loadgen.paper.task_suite import TaskSuite
+from loadgen.profile_depth import Job, generate, spec_of, unchanged_share
+from quadriga.catalogue.files import read_catalogue
+from quadriga.checkpoint import read_checkpoint
+from quadriga.engine import load_runner
+
+
+def test_two_depths_are_measured_and_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "catalogue.yaml"
+    words = ["profile", "quadriga-s", "--depth", "2", "8", "--batches", "2", "1", "--examples", "8"]
+    assert main([*words, "--repeats", "2", "--no-progress", "--output", str(path)]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["machine"]
+    (model,) = read_catalogue(str(path)).models
+    shallow, full = model.depths
+    assert (shallow.depth, full.depth) == (2, 8)
+    for record in (shallow, full):
+        assert [batch for batch, _ in record.step_s] == [1, 2]
+        assert record.load_s is not None
+        assert record.perplexity is not None
+        assert record.perplexity >= 1.0
+        assert record.energy_source in ("rapl", "estimate")
+    assert shallow.step_s[0][1] < full.step_s[0][1], "two layers take less than eight"
+    assert (shallow.ttft_s or 0) < (full.ttft_s or 0)
+    assert (full.accuracy or 0) >= (shallow.accuracy or 0)
+    assert full.unchanged is None
+    assert shallow.unchanged is not None
+    assert 0.3 < shallow.unchanged < 1.0
+
+
+def test_a_depth_says_its_own_answers_again() -> None:
+    """Read teacher-forced, full depth agrees with itself, and not with altered answers."""
+    checkpoint = read_checkpoint("quadriga-s")
+    job = Job(checkpoint.id, 8, (4,), 8, 1, 1, 1.0, 1, "")
+    runner = load_runner(spec_of(checkpoint, job))
+    suite = TaskSuite.make(checkpoint, 8, seed=1)
+    said: list[dict[str, int]] = []
+    answers = generate(runner, suite.prompts, suite.eos, 4, said.append)
+    assert len(said) == 8
+    assert sum(suite.right(dict(enumerate(answers.token_ids)))) >= 5
+    assert unchanged_share(runner, suite.prompts, answers.token_ids) > 0.995
+    wrong = [[(t + 1) % checkpoint.vocab_size for t in ids] for ids in answers.token_ids]
+    assert unchanged_share(runner, suite.prompts, wrong) < 0.2
+
+
+def test_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "quadriga-s", "--depth", "3"]) == EXIT_USAGE
+    assert "3 is none of quadriga-s's exits (2, 4, 8)" in capsys.readouterr().err
+    assert main(["profile", "nobody"]) == EXIT_USAGE
+    assert "nobody" in capsys.readouterr().err
