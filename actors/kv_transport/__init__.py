@@ -1,7 +1,6 @@
-"""How KV caches move between replicas: one protocol, a module for each way.
+"""How KV caches move between replicas: one protocol, and a way for each kind of machine.
 
-`gloo` moves bytes over a private process group for each pair of replicas; `object_store` moves
-them through Ray. `auto` is gloo, with the object store for a peer whom gloo does not reach. NCCL
-for GPUs takes its place beside them: the same `KVTransport`, and a receiving half that feeds a
-`KVSink`.
+`nccl` moves bytes between GPUs, `gloo` between host memories, both over a private channel for each
+ordered pair of replicas (`pairs`, `sending`, `receiving`, `line`); `object_store` through Ray.
+`auto` takes the first of them that reaches a peer. Each feeds a `KVSink` at the receiving end.
 """

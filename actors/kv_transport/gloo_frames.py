@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
 
-from quadriga.errors import KVTransportError, QuadrigaError
+from actors.kv_transport.line import CONNECT_TIMEOUT_S, ChannelOffer
+from quadriga.errors import KVTransportError
+
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "ChannelOffer",
+    "host_store",
+    "join_store",
+    "make_group",
+    "receive_frame",
+    "route_to",
+    "send_frame",
+]
 
 dist: Any = torch.distributed  # its classes are made in C++ and unknown to type checkers
 
-CONNECT_TIMEOUT_S = 5.0
 FRAME_BYTES = 1024
 LENGTH_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelOffer:
-    """Where the receiver meets the sender.
-
-    Attributes:
-        generation: Counts the sender's channels; an older one is never joined after a newer.
-    """
-
-    source: str
-    host: str
-    port: int
-    generation: int
 
 
 def host_store(host: str) -> tuple[Any, int]:
@@ -75,14 +71,7 @@ def route_to(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def send_verdict(group: Any, error: QuadrigaError | None, timeout_s: float) -> None:
-    frame: dict[str, Any] = {"ok": error is None}
-    if error is not None:
-        frame |= {"message": error.message[:500], "code": error.code}
-    send_frame(group, frame, timeout_s, to=0)
-
-
-def send_frame(group: Any, content: dict[str, Any], timeout_s: float, *, to: int = 1) -> None:
+def send_frame(group: Any, content: dict[str, Any], timeout_s: float, *, to: int) -> None:
     text = json.dumps(content).encode()
     if len(text) > FRAME_BYTES - LENGTH_BYTES:
         raise KVTransportError(f"a frame of {len(text)} bytes exceeds {FRAME_BYTES}")
@@ -99,7 +88,3 @@ def receive_frame(group: Any, source: int, timeout_s: float) -> dict[str, Any]:
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     content: dict[str, Any] = json.loads(data[LENGTH_BYTES : LENGTH_BYTES + length])
     return content
-
-
-def first_line(exc: BaseException) -> str:
-    return str(exc).splitlines()[0][:300] if str(exc) else repr(exc)

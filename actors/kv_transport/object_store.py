@@ -11,7 +11,7 @@ import torch
 from ray.exceptions import RayError
 
 from actors.calls import call
-from actors.kv_transport.payload import as_array, from_bytes, num_bytes
+from actors.kv_transport.payload import as_array, from_bytes, num_bytes, where_digested
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink
 from quadriga.types import KVPart
@@ -87,7 +87,11 @@ class ObjectStoreTransport:
             raise KVTransportError(f"part {part.index} from {source} is lost: {exc}") from exc
         # The store's memory is read-only and shared; the copy also lets go of it at once.
         data = torch.from_numpy(array.copy())
-        await asyncio.to_thread(self._sink.store, source, part, from_bytes(data, part))
+        await asyncio.to_thread(self._store, self._sink, source, part, data)
+
+    @staticmethod
+    def _store(sink: KVSink, source: str, part: KVPart, data: torch.Tensor) -> None:
+        sink.store(source, part, where_digested(from_bytes(data, part), part))
 
     async def abort(self, peer: str, transfer_id: str) -> None:
         for task in list(self._calls.get(transfer_id, ())):

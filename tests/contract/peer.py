@@ -24,11 +24,13 @@ from quadriga.types import (
     DepthClass,
     KVPart,
     ReplicaInfo,
+    ResumePoint,
     Role,
     SamplingParams,
     SequenceState,
     TransferOffer,
 )
+from tests.fake_nccl import FakeNccl
 
 NUM_LAYERS = 4
 NUM_HEADS = 2
@@ -66,14 +68,28 @@ class Peer(BatchedCalls):
 
     BATCHED = frozenset({"reserve", "commit"})
 
-    def __init__(self, name: str, kind: str, lease_s: float = 10.0, deadline_s: float = 5.0):
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        lease_s: float = 10.0,
+        deadline_s: float = 5.0,
+        gpu: str | None = None,
+    ) -> None:
         self._name = name
         self._rows = torch.zeros(NUM_ROWS, NUM_LAYERS, 2, NUM_HEADS, ROW_TOKENS, HEAD_DIM)
         self._held: dict[str, int] = {}
         self.joined: dict[str, SequenceState] = {}
-        names = ("gloo", "object_store") if kind == "auto" else (kind,)
-        self._receiver = HandoffReceiver(DEPTH_CLASS, self, SystemClock(), names)
-        self.transport = TransportHub(kind, name, self._receiver, lambda _: "127.0.0.1")  # type: ignore[arg-type]
+        # NCCL's own part is a stand-in here; each peer has a GPU to itself, unless one is named.
+        self.nccl = FakeNccl(gpu or name) if kind == "nccl" or gpu else None
+        self._receiver = HandoffReceiver(DEPTH_CLASS, self, SystemClock(), (kind,))
+        self.transport = TransportHub(
+            kind,  # type: ignore[arg-type]
+            name,
+            self._receiver,
+            lambda _: "127.0.0.1",
+            nccl=self.nccl.library() if self.nccl is not None else None,
+        )
         config = TransportConfig(lease_s=lease_s, deadline_s=deadline_s)
         self._sender = HandoffSender(name, self.transport, CallBatcher(call), config)
         self._transfers: dict[str, OutgoingTransfer] = {}
@@ -88,8 +104,14 @@ class Peer(BatchedCalls):
     async def renew(self, transfer_id: str) -> bool:
         return self._receiver.renew(transfer_id)
 
-    async def commit(self, transfer_id: str, state: SequenceState, sums: Sequence[int]) -> None:
-        await self._receiver.commit(transfer_id, state, sums)
+    async def commit(
+        self,
+        transfer_id: str,
+        state: SequenceState,
+        sums: Sequence[int],
+        resume: ResumePoint | None = None,
+    ) -> None:
+        await self._receiver.commit(transfer_id, state, sums, resume)
 
     async def abort(self, transfer_id: str) -> LeaseState | None:
         return await self._receiver.abort(transfer_id)
@@ -116,7 +138,7 @@ class Peer(BatchedCalls):
     async def release_row(self, sequence_id: str) -> None:
         del self._held[sequence_id]
 
-    async def join(self, state: SequenceState) -> None:
+    async def join(self, state: SequenceState, resume: ResumePoint | None) -> None:
         self.joined[state.sequence_id] = state
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
@@ -224,13 +246,10 @@ class Peer(BatchedCalls):
         return self.transport.num_fallbacks
 
     async def channels(self) -> dict[str, Any]:
-        from actors.kv_transport.gloo import describe
-
-        assert self.transport._gloo is not None
-        return describe(self.transport._gloo)
+        return self.transport.channels()
 
 
-def start_peer(name: str, kind: str, **settings: float) -> Any:
+def start_peer(name: str, kind: str, **settings: Any) -> Any:
     """A peer as a named actor, in the namespace of the replicas."""
     return (
         ray.remote(Peer)

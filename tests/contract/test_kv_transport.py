@@ -20,7 +20,8 @@ from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaError
 from quadriga.types import TransferOffer
 from tests.contract.peer import DEPTH_CLASS, NUM_LAYERS, NUM_ROWS, make_state, start_peer
 
-TRANSPORTS = ["gloo", "object_store"]
+TRANSPORTS = ["gloo", "object_store", "nccl"]
+"""NCCL on a stand-in for the library: see `tests.fake_nccl`."""
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 

@@ -1,0 +1,131 @@
+"""What a channel between two replicas runs over: frames for control, and the bytes of parts.
+
+On the line a part is
+
+    header frame → verdict frame → payload bytes → verdict frame
+
+and bytes only follow a header that was accepted; but a small part's bytes may follow at once, and
+its first verdict is left out then. Pings let a receiver that hears nothing conclude that the sender
+is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+CONNECT_TIMEOUT_S = 5.0
+PING_INTERVAL_S = 5.0
+SILENCE_TIMEOUT_S = 4 * PING_INTERVAL_S
+BROKEN = (RuntimeError, OSError, TimeoutError)
+"""What a line that is of no more use raises."""
+NO_ROUTE = "no_route"
+"""Code of errors that say: this way never leads to that peer, take another."""
+TOO_LARGE = "too_large"
+"""Code of errors that say: this part cannot go this way, though others can."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOffer:
+    """Where the receiver meets the sender.
+
+    Attributes:
+        generation: Counts the sender's channels; an older one is never joined after a newer.
+    """
+
+    source: str
+    host: str
+    port: int
+    generation: int
+
+
+class Line(Protocol):
+    """One end of a channel; its thread calls everything but `abort`.
+
+    Every wait ends by its deadline, an instant of `time.monotonic`; what a wait that failed leaves
+    behind is of no more use. Broken lines raise RuntimeError, OSError or TimeoutError.
+
+    Attributes:
+        max_eager_bytes: A part up to this size follows its header at once: asking first would cost
+            more than the bytes of a part that is refused, as its row was reserved before.
+        max_idle_s: A line that is not used for so long is given up.
+    """
+
+    max_eager_bytes: int
+    max_idle_s: float
+
+    def send_frame(self, content: dict[str, Any], timeout_s: float) -> None:
+        """Send a small message; it becomes JSON."""
+
+    def receive_frame(self, timeout_s: float) -> dict[str, Any]:
+        """The other end's next message."""
+
+    def send(self, data: torch.Tensor, deadline_s: float) -> None:
+        """Send bytes that the other end is about to receive: uint8 [n], wherever they are."""
+
+    def room(self, num_bytes: int, deadline_s: float) -> AbstractContextManager[torch.Tensor]:
+        """Memory to receive into, uint8 [num_bytes], for as long as the context lasts.
+
+        Raises: KVTransportError: There is none, or none came free in time.
+        """
+
+    def receive(self, data: torch.Tensor, deadline_s: float) -> None:
+        """Fill memory from `room` with what the other end sends."""
+
+    def abort(self) -> None:
+        """Break off what either end waits for, where that can be done; never waits."""
+
+    def close(self) -> None:
+        """Release everything, at the end; does not wait for the other end."""
+
+
+class Meeting(Protocol):
+    """The sender's side of a line that is not there yet."""
+
+    @property
+    def offer(self) -> ChannelOffer:
+        """What the peer needs to come."""
+
+    def meet(self) -> Line:
+        """Wait for the peer, to whom the offer has been sent."""
+
+    def close(self) -> None:
+        """Give up the place to meet at, whether or not anybody came."""
+
+
+class Lines(Protocol):
+    """Makes lines of one kind."""
+
+    name: str
+
+    def host(self, peer: str, generation: int) -> Meeting:
+        """Open a place to meet at; on the sending channel's thread."""
+
+    def check(self, offer: ChannelOffer) -> None:
+        """Look at a peer's offer on the event loop.
+
+        Raises: KVTransportError, code NO_ROUTE: Nothing will come of it.
+        """
+
+    def join(self, offer: ChannelOffer) -> Line:
+        """Go to where a peer waits; on the receiving channel's thread."""
+
+    def check_part(self, num_bytes: int) -> None:
+        """Raises: KVTransportError, code TOO_LARGE: A part of this size cannot be received."""
+
+
+def seconds_to(deadline_s: float, what: str) -> float:
+    """Time left. Raises: TimeoutError: None is."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError(f"{what} is late")
+    return left_s
+
+
+def first_line(exc: BaseException) -> str:
+    return str(exc).splitlines()[0][:300] if str(exc) else repr(exc)

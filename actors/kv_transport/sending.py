@@ -1,0 +1,226 @@
+"""The sending end of a channel: a thread that owns the meeting point and its end of the line."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from actors.kv_transport.line import (
+    BROKEN,
+    CONNECT_TIMEOUT_S,
+    PING_INTERVAL_S,
+    ChannelOffer,
+    Line,
+    Lines,
+    first_line,
+    seconds_to,
+)
+from quadriga.errors import KVTransportError, QuadrigaError
+from quadriga.types import KVPart
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Job:
+    """One part on its way; `done` resolves when the peer has stored it."""
+
+    part: KVPart
+    data: torch.Tensor  # uint8 [num_bytes]
+    deadline_s: float
+    done: Future[None] = field(default_factory=Future)
+
+    def fail(self, error: QuadrigaError) -> None:
+        # Never raised here: a traceback would keep the line, and its sockets, alive.
+        with suppress(InvalidStateError):  # the loop may have given it up meanwhile
+            self.done.set_exception(error)
+
+    def succeed(self) -> None:
+        with suppress(InvalidStateError):
+            self.done.set_result(None)
+
+
+class SendingChannel:
+    """Owns the meeting point, its end of the line and the thread that sends.
+
+    Args:
+        invite: Asks the peer to join; called on the channel's thread, raises QuadrigaError.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        generation: int,
+        lines: Lines,
+        *,
+        invite: Callable[[ChannelOffer], None],
+    ) -> None:
+        self.generation = generation
+        self._peer = peer
+        self._lines = lines
+        self._invite = invite
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._current: Job | None = None
+        self._line: Line | None = None
+        self._reason: QuadrigaError | None = None
+        self._is_open = True
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, name=f"kv-{lines.name}-to-{peer}-{generation}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a job submitted now will be worked on."""
+        return self._is_open
+
+    @property
+    def current_transfer(self) -> str | None:
+        """The transfer whose part is on the line."""
+        job = self._current
+        return job.part.transfer_id if job is not None else None
+
+    def submit(self, job: Job) -> None:
+        with self._lock:
+            if self._is_open:
+                self._jobs.put(job)
+                return
+        job.fail(self._reason or KVTransportError(f"the channel to {self._peer} is closed"))
+
+    def drop(self, transfer_id: str) -> None:
+        """Fail a transfer's jobs, waiting or on the line."""
+        error = KVTransportError(f"transfer {transfer_id} was aborted", code="aborted")
+        current = self._current
+        waiting = list(self._jobs.queue)
+        for job in [*waiting, current]:
+            if job is not None and job.part.transfer_id == transfer_id:
+                job.fail(error)
+
+    def abandon(self) -> list[Job]:
+        """Break off without waiting; returns the jobs that were not begun."""
+        jobs = self._shut()
+        self._jobs.put(None)
+        self.abort()
+        return [job for job in jobs if not job.done.done()]
+
+    def close(self) -> None:
+        """End the thread after the part on the line; what waits fails."""
+        jobs = self._shut()
+        self._jobs.put(None)
+        for job in jobs:
+            job.fail(KVTransportError(f"the channel to {self._peer} was closed"))
+
+    def abort(self) -> None:
+        """Break off what the thread waits for, where the line can."""
+        line = self._line
+        if line is not None:
+            line.abort()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _shut(self) -> list[Job]:
+        with self._lock:
+            self._is_open = False
+            jobs = []
+            while not self._jobs.empty():
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    jobs.append(job)
+            return jobs
+
+    def _rest(self) -> bool:
+        """Close, as nothing is to be sent; False when something is after all."""
+        with self._lock:
+            self._is_open = self._is_open and not self._jobs.empty()
+            return not self._is_open
+
+    def _run(self) -> None:
+        """Connect and send until closed, idle for long, or until something goes wrong."""
+        try:
+            line = self._line = self._connect()
+            used_s = time.monotonic()
+            while True:
+                try:
+                    job = self._jobs.get(timeout=PING_INTERVAL_S)
+                except queue.Empty:
+                    if time.monotonic() - used_s < line.max_idle_s or not self._rest():
+                        line.send_frame({"kind": "ping"}, CONNECT_TIMEOUT_S)
+                        continue
+                    job = None
+                used_s = time.monotonic()
+                if job is None:
+                    line.send_frame({"kind": "bye"}, CONNECT_TIMEOUT_S)
+                    return
+                if job.deadline_s <= time.monotonic():
+                    job.fail(KVTransportError("the part's deadline passed", code="timeout"))
+                if not job.done.done():
+                    self._current = job
+                    self._send(line, job)
+                    self._current = None
+        except QuadrigaError as exc:
+            self._failed(type(exc)(exc.message, code=exc.code))
+        except BROKEN as exc:
+            self._failed(KVTransportError(f"{self._lines.name} to {self._peer}: {first_line(exc)}"))
+        finally:
+            if self._line is not None:
+                self._line.close()
+                self._line = None
+
+    def _failed(self, error: QuadrigaError) -> None:
+        # Closed first: whoever hears of the failure and sends again must find a new channel.
+        self._reason = error
+        waiting = self._shut()
+        job = self._current
+        self._current = None
+        for failed in [*waiting, job]:
+            if failed is not None:
+                failed.fail(error)
+        logger.info(
+            "%s channel %d to %s ended: %s", self._lines.name, self.generation, self._peer, error
+        )
+
+    def _connect(self) -> Line:
+        meeting = self._lines.host(self._peer, self.generation)
+        try:
+            self._invite(meeting.offer)
+            return meeting.meet()
+        finally:
+            meeting.close()
+
+    def _send(self, line: Line, job: Job) -> None:
+        """Send one part. Raises: one of BROKEN; then the line is of no more use."""
+        size = job.data.numel()
+        num_eager = size if size <= line.max_eager_bytes else 0
+        header = asdict(job.part) | {
+            "kind": "part",
+            "left_s": job.deadline_s - time.monotonic(),
+            "eager_bytes": num_eager,
+        }
+        line.send_frame(header, _left(job))
+        verdict: dict[str, Any] = {"ok": True}
+        if not num_eager:
+            verdict = line.receive_frame(_left(job))
+        if verdict["ok"]:
+            line.send(job.data, job.deadline_s)
+            verdict = line.receive_frame(_left(job))
+        if verdict["ok"]:
+            job.succeed()
+        else:
+            job.fail(KVTransportError(verdict["message"], code=verdict["code"]))
+
+
+def _left(job: Job) -> float:
+    return seconds_to(job.deadline_s, f"part {job.part.index} of {job.part.transfer_id}")

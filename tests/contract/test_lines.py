@@ -1,0 +1,42 @@
+"""Every kind of line keeps the contract: gloo, NCCL's logic, and the loop that GPU tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from actors.kv_transport.gloo import GlooTransport
+from actors.kv_transport.nccl import NcclTransport
+from actors.kv_transport.nccl_library import NcclLibrary
+from actors.kv_transport.pairs import Invite, PairTransport
+from tests.contract.lines import LinesContract, Rig, Sink, make_rig
+from tests.fake_nccl import FakeDevice, FakeNccl
+from tests.loopback_nccl import Loopback
+
+
+def localhost(_: str) -> str:
+    return "127.0.0.1"
+
+
+@pytest.fixture(params=["gloo", "nccl", "nccl loop"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    modules = {name: FakeNccl(f"gpu-{name}") for name in "ab"}
+    loopback = Loopback(modules["a"])
+
+    def make(me: str, sink: Sink, invite: Invite) -> PairTransport:
+        if request.param == "gloo":
+            return GlooTransport(me, sink, localhost, invite)
+        module = modules[me] if request.param == "nccl" else loopback
+        library = NcclLibrary(module, FakeDevice(f"gpu-{me}"))
+        return NcclTransport(me, sink, localhost, library, invite)
+
+    with make_rig(make) as rig:
+        yield rig
+    for module in modules.values():
+        module.close()
+    assert all(module.num_unaborted == 0 for module in modules.values())
+
+
+class TestLines(LinesContract):
+    """See `LinesContract`."""

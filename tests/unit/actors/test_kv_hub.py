@@ -1,0 +1,165 @@
+"""Which transport takes a part, when, and for how long one is left out."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from actors.kv_transport import nccl_library
+from actors.kv_transport.auto import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
+from actors.kv_transport.line import NO_ROUTE, TOO_LARGE
+from actors.kv_transport.nccl_library import find_nccl
+from quadriga.errors import ConfigError, KVTransportError
+from quadriga.types import KVPart
+from tests.fake_nccl import FakeNccl
+
+KV = torch.zeros(1, 2, 1, 4, 4)
+PART = KVPart("t", 0, 0, 1, 0, 4, tuple(KV.shape), "float32", 0)
+
+
+class Way:
+    """A transport that fails as it is told."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.code: str | None = None
+        self.deadlines_s: list[float] = []
+
+    async def send(self, peer: str, part: KVPart, kv: Any, *, deadline_s: float) -> None:
+        self.deadlines_s.append(deadline_s)
+        if self.code is not None:
+            raise KVTransportError(f"{self.name} failed", code=self.code)
+
+    async def abort(self, peer: str, transfer_id: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Bench:
+    """A hub over three such transports, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.hub = TransportHub(
+            "object_store", "me", None, lambda _: "127.0.0.1", clock=lambda: self.now_s
+        )
+        self.ways = {name: Way(name) for name in ("nccl", "gloo", "object_store")}
+        self.hub._ways = list(self.ways.values())
+
+    async def send(self, peer: str = "p") -> list[str]:
+        """Who was tried."""
+        before = {name: len(way.deadlines_s) for name, way in self.ways.items()}
+        await self.hub.send(peer, PART, KV, deadline_s=8.0)
+        return [name for name, way in self.ways.items() if len(way.deadlines_s) > before[name]]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def test_the_first_that_works_is_taken(bench: Bench) -> None:
+    assert await bench.send() == ["nccl"]
+    assert bench.hub.num_fallbacks == 0
+
+
+async def test_a_way_that_failed_is_left_out_for_a_while_for_that_peer(bench: Bench) -> None:
+    bench.ways["nccl"].code = "timeout"
+    assert await bench.send() == ["nccl", "gloo"]
+    assert await bench.send() == ["gloo"]
+    assert await bench.send("another") == ["nccl", "gloo"]
+    assert bench.hub.num_fallbacks == 2
+    bench.now_s += RETRY_S
+    bench.ways["nccl"].code = None
+    assert await bench.send() == ["nccl"]
+
+
+async def test_a_way_that_never_leads_there_is_left_out_for_long(bench: Bench) -> None:
+    bench.ways["nccl"].code = NO_ROUTE
+    assert await bench.send() == ["nccl", "gloo"]
+    bench.now_s += 10 * RETRY_S
+    assert await bench.send() == ["gloo"]
+    assert bench.hub.num_fallbacks == 1
+    bench.now_s += NO_ROUTE_RETRY_S
+    await bench.send("another")
+    assert set(bench.hub._again_s) == {("nccl", "another")}, "what is over is forgotten"
+
+
+async def test_a_part_too_large_for_one_says_nothing_of_the_next(bench: Bench) -> None:
+    bench.ways["nccl"].code = TOO_LARGE
+    assert await bench.send() == ["nccl", "gloo"]
+    bench.ways["nccl"].code = None
+    assert await bench.send() == ["nccl"]
+    assert bench.hub.num_fallbacks == 0
+
+
+@pytest.mark.parametrize("code", ["refused", "aborted"])
+async def test_what_is_not_wanted_is_not_sent_otherwise(bench: Bench, code: str) -> None:
+    bench.ways["nccl"].code = code
+    with pytest.raises(KVTransportError):
+        await bench.send()
+    assert bench.ways["gloo"].deadlines_s == []
+    bench.ways["nccl"].code = None
+    assert await bench.send() == ["nccl"]
+
+
+async def test_each_leaves_time_for_the_next(bench: Bench) -> None:
+    for name in ("nccl", "gloo"):
+        bench.ways[name].code = "timeout"
+    await bench.send()
+    # The clock stands still here: a share of what is left, and the last has all of it.
+    assert [way.deadlines_s[-1] for way in bench.ways.values()] == [4.0, 4.0, 8.0]
+
+
+async def test_kinds() -> None:
+    def names(kind: Any, **options: Any) -> tuple[str, ...]:
+        return TransportHub(kind, "me", None, lambda _: "127.0.0.1", **options).names
+
+    library = FakeNccl("A").library()
+    assert names("auto") == ("gloo", "object_store")
+    assert names("auto", nccl=library) == ("nccl", "gloo", "object_store")
+    assert names("gloo") == ("gloo",)
+    assert names("object_store") == ("object_store",)
+    assert names("nccl", nccl=library) == ("nccl",)
+
+
+def test_nccl_alone_must_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no GPU") as refusal:
+        TransportHub("nccl", "me", None, lambda _: "127.0.0.1", device="cuda")
+    assert refusal.value.param == "transport.kind"
+    hub = TransportHub("auto", "me", None, lambda _: "127.0.0.1", device="cuda")
+    assert hub.names == ("gloo", "object_store")
+    assert "without NCCL: torch sees no GPU" in caplog.text
+
+
+def test_why_there_is_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(KVTransportError, match="CuPy cannot be imported") as refusal:
+        find_nccl()
+    assert refusal.value.code == NO_ROUTE
+
+    cupy, cuda, nccl = (ModuleType(n) for n in ("cupy", "cupy.cuda", "cupy.cuda.nccl"))
+    cupy.cuda, cuda.nccl = cuda, nccl  # type: ignore[attr-defined]
+    for module in (cupy, cuda, nccl):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    nccl.available = False  # type: ignore[attr-defined]
+    with pytest.raises(KVTransportError, match="CuPy finds no NCCL"):
+        find_nccl()
+    nccl.available = True  # type: ignore[attr-defined]
+    nccl.get_build_version = lambda: 22707  # type: ignore[attr-defined]
+    nccl.get_version = lambda: 22605  # type: ignore[attr-defined]
+    with pytest.raises(KVTransportError, match="version 22605"):
+        find_nccl()
+    nccl.get_version = lambda: 22703  # type: ignore[attr-defined]
+    nccl.NCCL_UINT8 = 1  # type: ignore[attr-defined]
+    monkeypatch.setattr(nccl_library, "gpu_name", lambda index: f"boot/{index}")
+    assert find_nccl().device.gpu == "boot/3"
