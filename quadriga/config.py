@@ -15,6 +15,17 @@ from quadriga.errors import ConfigError
 Auto = Literal["auto"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
+LabelKey = Annotated[
+    str,
+    Field(
+        pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?"
+        r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
+    ),
+]
+LabelValue = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", max_length=63)
+]
+NodeLabels = Annotated[dict[LabelKey, LabelValue], Field(max_length=16)]
 
 
 class Section(BaseModel):
@@ -44,6 +55,11 @@ class ExitsConfig(Section):
         description="How KV of skipped layers is made up for when it is needed; linear: by maps "
         "fitted to the model; auto: linear where the checkpoint has maps, else project.",
     )
+    replay_newest: Auto | Annotated[int, Field(ge=0, le=64)] = Field(
+        "auto",
+        description="With linear and project: run the newest so many of the skipped positions "
+        "through the layers instead. Auto: what exits.json says, and 0 where deterministic.",
+    )
 
 
 class PoolConfig(Section):
@@ -59,6 +75,12 @@ class PoolConfig(Section):
     exits: ExitsConfig = ExitsConfig()
     prefill_replicas: int = Field(1, ge=1, le=1024)
     decode_replicas: int = Field(2, ge=1, le=1024)
+    prefill_labels: NodeLabels = Field(
+        {}, description="Only nodes with all of these Ray labels run this pool's prefill replicas."
+    )
+    decode_labels: NodeLabels = Field(
+        {}, description="Only nodes with all of these Ray labels run this pool's decode replicas."
+    )
 
 
 class EngineConfig(Section):
@@ -118,9 +140,10 @@ class DecodeConfig(Section):
 
     max_slots: Count = Field(32, description="Sequences in the batch at once.")
     rebatching: Literal["drex", "eager", "lazy", "majority", "off"] = Field(
-        "off",
+        "drex",
         description="drex: every token leaves at its own exit; eager, lazy, majority: the batch "
-        "leaves together (baselines; eager and majority ignore thresholds); off: no early exits.",
+        "leaves together (baselines; eager and majority ignore thresholds); off: no early exits. "
+        "Models without exits run at full depth whatever is said here.",
     )
     reservation: Literal["longest", "used"] = Field(
         "longest",
@@ -133,10 +156,110 @@ class DecodeConfig(Section):
     )
 
 
-class SchedulerConfig(Section):
-    """Admission and placement."""
+class AresConfig(Section):
+    """Moving running sequences between decode replicas before they overload."""
 
-    placement: Literal["current_load", "round_robin"] = "current_load"
+    mode: Literal["off", "load", "ares"] = Field(
+        "off",
+        description="ares: move by the forecast, and by the present load while predictions do not "
+        "hold or a model has no length heads; load: by the present load alone; off: never.",
+    )
+    interval_s: Seconds = Field(1.0, description="Between two decisions.")
+    theta: float = Field(
+        0.15,
+        ge=0,
+        le=1,
+        description="A replica above (1 + theta) times the mean load gives, below (1 - theta) "
+        "takes.",
+    )
+    decay: float = Field(
+        0.8, ge=0, le=1, description="Weight of a horizon point over that of the one before it."
+    )
+    min_gain: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Least share of the variance between replicas that a move must remove, for 3 "
+        "replicas; of n it is 3/n of it.",
+    )
+    memory_limit: float = Field(
+        0.9, gt=0, le=1, description="Share of its KV memory that a taker's forecast may reach."
+    )
+    memory_horizon_s: float = Field(
+        100.0, ge=0, le=86_400, description="Memory peaks further ahead are left to later."
+    )
+    rescue_limit: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Forecast share of KV memory above which a replica is relieved whatever the "
+        "balance says.",
+    )
+    cooldown_s: float = Field(
+        5.0, ge=0, le=3600, description="A sequence stays where it is for this long after a move."
+    )
+    max_moves: int = Field(2, ge=0, le=1000, description="Moves of one sequence in its life.")
+    cost_factor: float = Field(
+        1.0,
+        ge=0,
+        le=1000,
+        description="Seconds that a move surely saves, over the seconds of its transfer, at least.",
+    )
+    remaining_factor: float = Field(
+        2.0,
+        ge=0,
+        le=1000,
+        description="Predicted time left of a sequence, over the seconds of its transfer, at "
+        "least.",
+    )
+    hold_share: float = Field(
+        0.0,
+        ge=0,
+        le=10,
+        description="With placement ares: a sequence whose forecast fits no replica waits for "
+        "room for this share of its predicted run.",
+    )
+    max_concurrent_moves: Count = Field(4, description="Moves under way at once.")
+    backoff_s: Seconds = Field(
+        5.0,
+        description="A sequence that could not be moved is left alone for this long, and for twice "
+        "as long each time again.",
+    )
+    bandwidth_bytes_per_s: Auto | Annotated[float, Field(ge=1e4, le=1e13)] = Field(
+        "auto", description="Of KV between decode replicas; auto: as measured by the moves."
+    )
+    predict_every_tokens: int = Field(
+        20,
+        ge=0,
+        le=100_000,
+        description="A running sequence's remaining length is predicted anew this often; 0 never "
+        "predicts. A decode replica alone in its class never does.",
+    )
+    reference_step_s: float = Field(
+        0.02,
+        gt=0,
+        le=100,
+        description="A typical decode step. The forecast's points lie 20 such steps ahead and "
+        "further, up to 33,000; the same for all replicas.",
+    )
+    record_file: str | None = Field(
+        None, description="Every decision with all it saw, as JSON lines, for replays."
+    )
+    record_max_bytes: int = Field(
+        100_000_000, ge=1, le=1 << 40, description="The recording ends at this size."
+    )
+
+
+class SchedulerConfig(Section):
+    """Admission, placement and rescheduling."""
+
+    placement: Literal["current_load", "round_robin", "ares"] = Field(
+        "current_load",
+        description="Where a prefilled sequence decodes. current_load: the fewest KV tokens; ares: "
+        "where its forecast hurts balance and memory least (it is placed once its prompt is "
+        "computed, as only then its length can be predicted).",
+    )
+    ares: AresConfig = AresConfig()
     snapshot_interval_s: Seconds = 1.0
     snapshot_max_age_s: Seconds = Field(
         5.0, description="A replica not heard of for this long gets nothing new."
@@ -147,8 +270,10 @@ class SchedulerConfig(Section):
 class TransportConfig(Section):
     """How KV caches move between replicas."""
 
-    kind: Literal["auto", "gloo", "object_store"] = Field(
-        "auto", description="auto: gloo, and object_store where gloo fails."
+    kind: Literal["auto", "nccl", "gloo", "object_store"] = Field(
+        "auto",
+        description="nccl: between GPUs of their own (needs CuPy with NCCL); gloo: through host "
+        "memory; object_store: through Ray. auto: the first of these that reaches the peer.",
     )
     deadline_s: Seconds = Field(20.0, description="For one hand-off, from reserve to commit.")
     lease_s: Seconds = Field(10.0, description="A silent transfer's reservation lapses.")
@@ -162,6 +287,10 @@ class IngressConfig(Section):
     default_deadline_s: Seconds = Field(600.0, description="For requests that state none.")
     max_deadline_s: Seconds = 3600.0
     max_body_bytes: int = Field(4_000_000, ge=1024, le=1 << 30)
+    max_headers: int = Field(100, ge=16, le=10_000)
+    max_header_bytes: int = Field(
+        32_768, ge=1024, le=1 << 20, description="All names and values of one request."
+    )
     body_timeout_s: Seconds = Field(30.0, description="A request's body must be here by then.")
     max_choices: Count = Field(16, description="Largest `n`, and most prompts in one request.")
     max_logprobs: int = Field(20, ge=0, le=100)
@@ -179,16 +308,52 @@ class IngressConfig(Section):
         "this long (within its deadline) before it is refused with 503.",
     )
     poll_timeout_s: Seconds = Field(2.0, description="A poll returns at least this often.")
+    replica_silence_s: Seconds = Field(
+        10.0,
+        description="A replica that answers no poll for this long counts as lost, sooner where it "
+        "does not report to the scheduler either; four times as long where half of them are "
+        "silent at once.",
+    )
+    max_rebuilds: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="A sequence whose replica was lost is begun anew so often in a row without a "
+        "new token before it ends in an error.",
+    )
+    rebuild_patience_s: Seconds = Field(
+        60.0,
+        description="How long a lost sequence waits for a replica that takes it, within its "
+        "deadline.",
+    )
     orphan_request_s: Seconds = Field(
         30.0, description="Requests whose ingress is silent for this long are cancelled."
     )
 
 
 class AuthConfig(Section):
-    """API keys. Without keys only HTTP is served, for loopback use."""
+    """API keys, as hashes with names and limits. Without keys only HTTP is served, on loopback."""
 
-    api_keys: tuple[str, ...] = Field((), description="Accepted keys; prefer the file.")
-    api_keys_file: str | None = Field(None, description="One key per line.")
+    api_keys: tuple[str, ...] = Field(
+        (), description="Key lines, as `python -m serve_app keys` prints them."
+    )
+    api_keys_file: str | None = Field(
+        None, description="A key line per line; read again when it changes."
+    )
+
+
+class AdminConfig(Section):
+    """The admin port: metrics and what operators look at, apart from what clients use."""
+
+    port: int | None = Field(
+        None, ge=1, le=65_535, description="One per node that runs an ingress; null: none."
+    )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        max_length=255,
+        description="On loopback it asks for no key; anywhere else for one with `admin`.",
+    )
 
 
 class LifecycleConfig(Section):
@@ -200,6 +365,107 @@ class LifecycleConfig(Section):
         60.0, description="Actors end themselves when no ingress was heard for this long."
     )
     drain_timeout_s: Seconds = 60.0
+
+
+class ScalingConfig(Section):
+    """How many decode replicas a (model, depth) class has."""
+
+    enabled: bool = False
+    min_replicas: int = Field(1, ge=1, le=1024, description="Of a class that serves.")
+    max_replicas: int = Field(4, ge=1, le=1024, description="Of a class.")
+    utilisation: float = Field(
+        0.75,
+        gt=0,
+        le=1,
+        description="Share of KV memory, of slots and of the step time allowed that a class's "
+        "forecast may fill before it gets another replica.",
+    )
+    tpot_s: Seconds | None = Field(
+        None, description="Time per output token to be kept; null: memory and slots alone count."
+    )
+    horizon_s: Seconds = Field(30.0, description="How far ahead the forecast load is looked at.")
+    down_after_s: Seconds = Field(
+        300.0, description="A class shrinks to the most it needed during this time."
+    )
+    down_margin: float = Field(
+        0.25,
+        ge=0,
+        lt=1,
+        description="And only where that would fill fewer replicas by this share less than "
+        "utilisation allows, so that a load at the edge does not swing.",
+    )
+    cold_start_s: float = Field(
+        15.0, ge=0, le=3600, description="Step times of a younger replica are not believed."
+    )
+    pending_timeout_s: Seconds = Field(
+        120.0, description="A replica that is not there by then is no longer counted on."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ScalingConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}"
+            )
+        return self
+
+
+class HeliosConfig(Section):
+    """Choosing model and depth by what the live requests need."""
+
+    enabled: bool = False
+    catalogue: str | None = Field(
+        None, description="YAML file, or folder of checkpoints; null: the bundled family."
+    )
+    models: tuple[str, ...] = Field(
+        (), max_length=16, description="Ids that may be chosen; empty: all of the catalogue."
+    )
+    slo: Literal["throughput", "response", "accuracy", "energy"] = Field(
+        "throughput", description="What the choice is made for."
+    )
+    max_candidates: int = Field(3, ge=1, le=16)
+    scout: bool = Field(
+        True,
+        description="Profile on a full-depth replica beside those that serve; false: on the one "
+        "that serves, which then changes model for it.",
+    )
+    profile_requests: int = Field(5, ge=1, le=1000, description="Live requests a candidate gets.")
+    min_coverage: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="A model is loaded up to the first exit that this share of tokens would pass.",
+    )
+    min_unchanged: float = Field(
+        0.97,
+        ge=0,
+        le=1,
+        description="Where it was measured: least share of an exit's tokens that full depth says "
+        "too. A few changed tokens spoil most of the answers that must be exact.",
+    )
+    perplexity_slack: float = Field(
+        0.02, ge=0, le=10, description="A choice may be worse than the best perplexity by this."
+    )
+    breach_window_tokens: Count = Field(100, description="Tokens among which breaches count.")
+    breach_window_per_sequence: int = Field(
+        4, ge=1, le=1000, description="The window is at least this many tokens a running sequence."
+    )
+    breach_share: float = Field(
+        0.5, gt=0, lt=1, description="Of the window; more below the threshold call for a change."
+    )
+    reassess_requests: Count = Field(150, description="Served requests between two profiles.")
+    margin: float = Field(
+        0.1, ge=0, lt=1, description="A change must be better, and a switch cheaper, by this share."
+    )
+    dwell_loads: float = Field(
+        2.0, ge=0, le=1000, description="Between two changes, in loading times of the new choice."
+    )
+    order_timeout_s: Seconds = Field(300.0, description="A resize or switch is given up then.")
+    retry_s: Seconds = Field(30.0, description="Before a failed order is tried again; doubles.")
+    history_path: str | None = Field(
+        None, description="File of the performance history; null: kept with the application."
+    )
+    scaling: ScalingConfig = ScalingConfig()
 
 
 class QuadrigaConfig(Section):
@@ -223,7 +489,9 @@ class QuadrigaConfig(Section):
     transport: TransportConfig = TransportConfig()
     ingress: IngressConfig = IngressConfig()
     auth: AuthConfig = AuthConfig()
+    admin: AdminConfig = AdminConfig()
     lifecycle: LifecycleConfig = LifecycleConfig()
+    helios: HeliosConfig = HeliosConfig()
 
     @model_validator(mode="before")
     @classmethod

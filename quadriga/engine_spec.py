@@ -27,10 +27,19 @@ class EngineSpec:
         num_rows: Sequences whose KV it can hold at once.
         row_capacity_tokens: Most tokens of one sequence.
         kv_capacity_tokens: Tokens of KV over all rows; at most num_rows · row_capacity_tokens.
-        exits: Early exits in use, all below `depth`; none on prefill replicas.
+        exits: Early exits in use, all below `depth`.
+        can_exit: Tokens may leave early here. A prefill replica knows the exits only to give tokens
+            of a sequence that is rebuilt the depth at which they once left.
         skipped_kv: How KV of skipped layers is made up for.
+        replay_newest: So many of the newest skipped positions are run through the layers instead.
         runner: Own layers, or the unmodified Hugging Face model in a relay batch.
         attention: Who computes attention on GPUs; `auto`: the fastest that is installed.
+        exit_plan: Early exits to use where more layers are loaded; `exits` is this, cut to `depth`.
+        kv_memory_bytes: What KV may take, of which `kv_capacity_tokens` follows for other depths;
+            None: as much as it takes at this one.
+        host_copies: KV read from a row is copied to host memory; else it stays on the device.
+        keep_tokens: Per sequence, hidden states that a replica of partial depth keeps, so that
+            layers loaded later need not run its tokens again.
         gpu_memory_share: Lower `kv_capacity_tokens` at load to what, with the weights, fits into
             this share of the GPU's memory; None: hold exactly that many, or refuse to start.
     """
@@ -46,11 +55,23 @@ class EngineSpec:
     row_capacity_tokens: int
     kv_capacity_tokens: int
     exits: ExitSpec = NO_EXITS
+    can_exit: bool = True
     skipped_kv: SkippedKV = "project"
+    replay_newest: int = 0
     runner: Runner = "native"
     attention: Attention = "auto"
     gpu_memory_share: float | None = None
+    exit_plan: ExitSpec = NO_EXITS
+    kv_memory_bytes: int | None = None
+    keep_tokens: int = 256
+    host_copies: bool = True
 
     @property
     def depth_class(self) -> DepthClass:
         return DepthClass(self.checkpoint.id, self.depth)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depths between which a replica can change while it serves, ascending: each has a head."""
+        exits = self.exit_plan.layers or self.checkpoint.exits.layers
+        return (*exits, self.checkpoint.num_layers)

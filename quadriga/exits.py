@@ -25,6 +25,7 @@ SKIPPED_KV_WEIGHTS = "skipped_kv.safetensors"
 exit, scaled to unit mean square, to K and V (before rotation) of a layer (from 0) behind it."""
 MAX_LAYERS = 254
 """Of a model with early exits: a position's depth is kept in a byte."""
+MAX_REPLAYED = 64
 DEFAULT_THRESHOLD = 0.9
 NEVER = 1.0
 """A threshold that no confidence passes: the full model, token for token."""
@@ -42,12 +43,15 @@ class ExitSpec:
         criterion: `margin`: leave where p1 − p2 > threshold (DREX's code); `top`: where
             p1 ≥ threshold (HELIOS). Taken on the processed logits, before temperature.
         threshold: Default for requests that name none; 1 never leaves early.
+        replay_newest: Where KV of skipped layers is made up by a map, run the newest so many of the
+            skipped positions through the layers instead.
     """
 
     layers: tuple[int, ...] = ()
     kind: ExitKind = "shared"
     criterion: Criterion = "top"
     threshold: float = DEFAULT_THRESHOLD
+    replay_newest: int = 0
 
     def cut(self, depth: int) -> ExitSpec:
         """The exits that are left where only `depth` layers are loaded."""
@@ -139,6 +143,7 @@ def read_exits(path: Path, num_layers: int) -> ExitSpec:
         kind=_one_of(data, "kind", get_args(ExitKind), "shared", file),
         criterion=_one_of(data, "criterion", get_args(Criterion), "top", file),
         threshold=_threshold(data.get("threshold", DEFAULT_THRESHOLD), file),
+        replay_newest=_replay_newest(data.get("replay_newest", 0), file),
     )
 
 
@@ -162,6 +167,16 @@ def _one_of(
     if value not in allowed:
         raise ConfigError(
             f"model: {file} says {key} {value!r}; use one of {', '.join(allowed)}", param="model"
+        )
+    return value
+
+
+def _replay_newest(value: Any, file: Path) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_REPLAYED:
+        raise ConfigError(
+            f"model: {file} says replay_newest {value!r}; it must be a whole number in "
+            f"0..{MAX_REPLAYED}",
+            param="model",
         )
     return value
 

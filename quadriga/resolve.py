@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quadriga.checkpoint import Checkpoint, read_checkpoint
@@ -36,12 +37,17 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """One replica the controller shall keep alive."""
+    """One replica the controller shall keep alive.
+
+    Attributes:
+        node_labels: Only a node with all of these Ray labels may run it.
+    """
 
     role: Role
     engine: EngineSpec
     num_cpus: float
     num_gpus: float
+    node_labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +72,17 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     device = config.engine.device
     if device == "auto":
         device = "cuda" if hardware.num_gpus > 0 else "cpu"
-    if device == "cuda" and hardware.num_gpus == 0:
+    # Who says how many GPUs a replica takes may deploy before the nodes that have them join.
+    if device == "cuda" and hardware.num_gpus == 0 and config.engine.resources_gpus == "auto":
         raise ConfigError(
-            "engine.device: 'cuda' was asked for but the cluster has no GPU; use 'auto' or 'cpu'",
+            "engine.device: 'cuda' was asked for but the cluster has no GPU; use 'auto' or 'cpu', "
+            "or set engine.resources_gpus if GPU nodes will join later",
             param="engine.device",
+        )
+    if device == "cpu" and config.transport.kind == "nccl":
+        raise ConfigError(
+            "transport.kind: 'nccl' moves KV between GPUs and engine.device is 'cpu'; use 'auto'",
+            param="transport.kind",
         )
     checkpoints: dict[str, Checkpoint] = {}
     replicas: list[ReplicaSpec] = []
@@ -84,9 +97,9 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
                 f"({known.path}, {checkpoint.path}); rename one folder",
                 param=f"pools.{index}.model",
             )
-        for role, count, rows in (
-            (Role.PREFILL, pool.prefill_replicas, config.prefill.max_rows),
-            (Role.DECODE, pool.decode_replicas, config.decode.max_slots),
+        for role, count, rows, labels in (
+            (Role.PREFILL, pool.prefill_replicas, config.prefill.max_rows, pool.prefill_labels),
+            (Role.DECODE, pool.decode_replicas, config.decode.max_slots, pool.decode_labels),
         ):
             engine = _engine_spec(config, pool, index, role, checkpoint, device, rows)
             spec = ReplicaSpec(
@@ -94,6 +107,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
                 engine,
                 num_cpus=_cpus(config, device, hardware, num_replicas),
                 num_gpus=_gpus(config, device),
+                node_labels=labels,
             )
             replicas.extend([spec] * count)
     return Deployment(config, tuple(replicas), tuple(checkpoints.values()))
@@ -149,10 +163,15 @@ def _engine_spec(
         row_capacity_tokens=max_len,
         kv_capacity_tokens=capacity,
         runner=runner,
-        exits=_exits_in_use(config, index, role, checkpoint, depth, runner),
+        exits=_exits_in_use(config, index, checkpoint, depth, runner),
+        can_exit=role is Role.DECODE,
+        exit_plan=_exits_in_use(config, index, checkpoint, checkpoint.num_layers, runner),
+        kv_memory_bytes=_kv_memory(config, device),
         skipped_kv=_skipped_kv(pool, index, checkpoint),
+        replay_newest=_replay_newest(config, index, checkpoint),
         attention=engine.attention,
         gpu_memory_share=engine.gpu_memory_share if fits_to_gpu else None,
+        host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl")),
     )
 
 
@@ -172,11 +191,9 @@ def _kv_capacity(
     Raises:
         ConfigError: The memory named holds not even one sequence.
     """
-    memory = config.engine.kv_memory_bytes
-    if memory == "auto":
-        if device == "cuda":
-            return num_rows * max_len, True
-        memory = CPU_KV_MEMORY_BYTES
+    memory = _kv_memory(config, device)
+    if memory is None:
+        return num_rows * max_len, True
     bytes_per_token = checkpoint.kv_bytes_per_token(depth, DTYPE_BYTES[dtype])
     capacity = min(memory // bytes_per_token, num_rows * max_len)
     if capacity < max_len:
@@ -187,6 +204,14 @@ def _kv_capacity(
             param="engine.kv_memory_bytes",
         )
     return capacity, False
+
+
+def _kv_memory(config: QuadrigaConfig, device: Device) -> int | None:
+    """Bytes that a replica's KV may take; None: what its GPU has left."""
+    memory = config.engine.kv_memory_bytes
+    if memory != "auto":
+        return memory
+    return None if device == "cuda" else CPU_KV_MEMORY_BYTES
 
 
 def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:
@@ -240,16 +265,15 @@ def configured_exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) ->
 def _exits_in_use(
     config: QuadrigaConfig,
     index: int,
-    role: Role,
     checkpoint: Checkpoint,
     depth: int,
     runner: str,
 ) -> ExitSpec:
-    """Prefill runs the loaded depth, and unmodified models have no exits.
+    """The same for prefill and decode; unmodified models have none.
 
     Raises: ConfigError: The model is too deep for early exits.
     """
-    if role is Role.PREFILL or runner != "native" or config.decode.rebatching == "off":
+    if runner != "native" or config.decode.rebatching == "off":
         return replace(checkpoint.exits, layers=())
     exits = checkpoint.exits.cut(depth)
     if exits.layers and depth > MAX_LAYERS:
@@ -272,6 +296,27 @@ def _skipped_kv(pool: PoolConfig, index: int, checkpoint: Checkpoint) -> Skipped
             f"pools.{index}.exits.skipped_kv: {checkpoint.id} has no {SKIPPED_KV_WEIGHTS}; use "
             "'project', or fit one",
             param=f"pools.{index}.exits.skipped_kv",
+        )
+    return wanted
+
+
+def _replay_newest(config: QuadrigaConfig, index: int, checkpoint: Checkpoint) -> int:
+    """How many skipped positions are run again.
+
+    Which ones depends on when a sequence went deep, so that a request which is rebuilt would not
+    find the KV it had.
+
+    Raises:
+        ConfigError: Some, in a deterministic deployment.
+    """
+    wanted = config.pools[index].exits.replay_newest
+    if wanted == "auto":
+        return 0 if config.deterministic else checkpoint.exits.replay_newest
+    if wanted and config.deterministic:
+        raise ConfigError(
+            f"pools.{index}.exits.replay_newest: {wanted} is not possible with deterministic: "
+            "true; use 0, or skipped_kv: replay",
+            param=f"pools.{index}.exits.replay_newest",
         )
     return wanted
 

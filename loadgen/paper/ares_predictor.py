@@ -75,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--checkpoint", type=Path, default=_ASSETS / "quadriga-l", help="model")
     parser.add_argument("--requests", type=int, default=300, help="per task")
-    parser.add_argument("--encoder-s", type=float, default=240.0, help="limit of training one size")
+    parser.add_argument(
+        "--encoder-s", type=float, default=240.0, help="processor seconds to train one size"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--quick", action="store_true", help="fewer requests and sizes: 5 minutes")

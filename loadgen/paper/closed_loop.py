@@ -112,7 +112,12 @@ class StopWatch:
 
 
 def load_runner(
-    checkpoint: Checkpoint, *, num_rows: int, threads: int, skipped_kv: SkippedKV
+    checkpoint: Checkpoint,
+    *,
+    num_rows: int,
+    threads: int,
+    skipped_kv: SkippedKV,
+    replay_newest: int | None = None,
 ) -> NativeRunner:
     """Load a bundled or other native model at full depth, with its exits, on the CPU's kernels."""
     native = NativeRunner.load(
@@ -129,6 +134,9 @@ def load_runner(
             kv_capacity_tokens=num_rows * ROW_CAPACITY_TOKENS,
             exits=checkpoint.exits,
             skipped_kv=skipped_kv,
+            replay_newest=(
+                checkpoint.exits.replay_newest if replay_newest is None else replay_newest
+            ),
         )
     )
     native.wait_compiled(COMPILE_TIMEOUT_S)

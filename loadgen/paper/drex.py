@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--fill", nargs="+", choices=get_args(SkippedKV), default=[],
                         help="default: the service's choice; with --quality, all")  # fmt: skip
+    parser.add_argument("--replay-newest", type=whole(0), metavar="N",
+                        help="skipped positions run again; default: the model's own")  # fmt: skip
     parser.add_argument("--prompts", type=whole(1), default=None,
                         help="task prompts in a run; default: 6 a slot, at least 128")  # fmt: skip
     parser.add_argument("--rounds", type=whole(1), default=3)
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
                 model,
                 batch,
                 fill=args.fill[0] if args.fill else None,
+                replay_newest=args.replay_newest,
                 num_prompts=args.prompts or max(128, 6 * batch),
                 threads=args.threads,
                 max_tokens=args.max_tokens,

@@ -96,6 +96,7 @@ class Bench:
         batch: int,
         *,
         fill: SkippedKV | None,
+        replay_newest: int | None = None,
         num_prompts: int,
         threads: int,
         max_tokens: int,
@@ -107,7 +108,13 @@ class Bench:
         if fill is None:
             fill = "linear" if (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file() else "project"
         rows = batch + -(-batch // _SPARE_SHARE)
-        native = load_runner(checkpoint, num_rows=rows, threads=threads, skipped_kv=fill)
+        native = load_runner(
+            checkpoint,
+            num_rows=rows,
+            threads=threads,
+            skipped_kv=fill,
+            replay_newest=replay_newest,
+        )
         suite = TaskSuite.make(checkpoint, num_prompts, seed=_SEED)
         return cls(native, suite, batch=batch, max_tokens=max_tokens, clock=clock, say=say)
 

@@ -87,6 +87,7 @@ def run_quality(args: argparse.Namespace) -> int:
             modes=args.fill or FILL_MODES,
             thresholds=args.threshold or THRESHOLDS,
             per_task=args.per_task,
+            replay_newest=args.replay_newest,
             threads=args.threads,
             console=console,
         )
@@ -116,6 +117,7 @@ def measure(
     modes: Sequence[SkippedKV],
     thresholds: Sequence[float],
     per_task: int,
+    replay_newest: int | None = None,
     threads: int,
     console: Console,
 ) -> list[Quality]:
@@ -129,7 +131,13 @@ def measure(
         if mode == "linear" and not (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file():
             console.print(f"{model} has no fitted maps: linear is left out")
             continue
-        native = load_runner(checkpoint, num_rows=_SLOTS, threads=threads, skipped_kv=mode)
+        native = load_runner(
+            checkpoint,
+            num_rows=_SLOTS,
+            threads=threads,
+            skipped_kv=mode,
+            replay_newest=replay_newest,
+        )
         if full is None:
             full = _decode(native, suite, prefilled, NEVER)
             rows.append(_row(native, suite, "", NEVER, full, full))

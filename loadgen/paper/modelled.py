@@ -13,7 +13,7 @@ from typing import Any
 from quadriga.clock import ManualClock
 from quadriga.engine.runner import NativeRunner
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.types import SampledToken, SequenceState
+from quadriga.types import KVExtent, SampledToken, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,11 @@ class ModelledRunner:
         """See `ModelRunner.emit`."""
         return self._native.emit(rows)
 
+    @property
+    def num_filled(self) -> int:
+        """See `ModelRunner.num_filled`."""
+        return self._native.num_filled
+
     def suspend(self, row: int) -> Any:
         """See `ModelRunner.suspend`."""
         return self._native.suspend(row)
@@ -108,6 +113,18 @@ class ModelledRunner:
     def restore(self, row: int, state: SequenceState, suspended: Any) -> None:
         """See `ModelRunner.restore`."""
         self._native.restore(row, state, suspended)
+
+    def extents(self, row: int) -> list[KVExtent]:
+        """See `ModelRunner.extents`."""
+        return self._native.extents(row)
+
+    def read_rest(self, row: int) -> Any:
+        """See `ModelRunner.read_rest`."""
+        return self._native.read_rest(row)
+
+    def resume(self, row: int, state: SequenceState, rest: Any) -> None:
+        """See `ModelRunner.resume`."""
+        self._native.resume(row, state, rest)
 
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> Any:
         """See `ModelRunner.read_kv`."""

@@ -14,6 +14,13 @@ sequences of the pass together:
   through a byte per position; the eager decoder copies.)
 - `replay`: the layers themselves, run on the hidden states: exact, and the whole work.
 
+With `linear` and `project` the newest few of the missing positions may be replayed all the same.
+
+A replica may load deeper layers later. Then every token so far has skipped those: the same thing,
+as far as hidden states were kept. Where none were (the prompt was computed elsewhere, or more
+states than `keep_tokens` came together), the row *owes* its first positions: they are run again,
+by `quadriga.engine.depth`, before its first deep pass.
+
 Source: mechanisms of DREX and of LayerSkip-like systems differ here and the DREX text names only
 "a linear projection"; see EXPERIMENTS.md for what each costs and does to the answers.
 """
@@ -28,11 +35,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.engine.host_tensor import HostTensor
 from quadriga.engine.kv_cache import KV_BLOCK, KVCache
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.models.layers import Span
 from quadriga.engine.row_states import RowStates
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.exits import MAX_LAYERS, SkippedKV
 
 _COMPLETE = MAX_LAYERS + 1  # depth byte of a position whose every layer was computed
@@ -42,12 +50,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SuspendedSkips:
-    """One row of a `SkippedKVStore`, elsewhere."""
+    """One row of a `SkippedKVStore`, elsewhere; `ends` are the segments there."""
 
+    ends: tuple[int, ...]
     filled: Ints
     base: int
     depths: npt.NDArray[np.uint8]
-    states: torch.Tensor | None
+    states: HostTensor | None
 
 
 class SkippedKVStore:
@@ -59,13 +68,28 @@ class SkippedKVStore:
 
     Args:
         ends: Layers run at the end of each segment, ascending, the loaded depth last.
+        keep_tokens: Per row, hidden states behind the last segment to keep, for layers that may be
+            loaded later; 0 where there are none.
+        replay_newest: With `linear` and `project`, so many positions right before a token that goes
+            deep are run through the layers instead: it looks at them most.
+
+    Attributes:
+        num_filled: Positions × segments filled in so far.
+        num_forgotten: States that were kept for later layers and given up again.
+        may_owe: Some row may owe positions; see `owed`.
 
     Raises:
         ConfigError: The model is too deep.
     """
 
     def __init__(
-        self, mode: SkippedKV, ends: Sequence[int], cache: KVCache, states: RowStates
+        self,
+        mode: SkippedKV,
+        ends: Sequence[int],
+        cache: KVCache,
+        states: RowStates,
+        keep_tokens: int = 0,
+        replay_newest: int = 0,
     ) -> None:
         if ends[-1] > MAX_LAYERS:
             raise ConfigError(
@@ -75,7 +99,11 @@ class SkippedKVStore:
             )
         self.mode = mode
         self.num_filled = 0
+        self.num_forgotten = 0
+        self.may_owe = False
         self.copied_bytes = 0
+        self._keep_tokens = keep_tokens
+        self._replay_newest = replay_newest if mode in ("linear", "project") else 0
         self._ends = tuple(ends)
         self._cache = cache
         self._filled = np.zeros((cache.num_rows, len(ends)), dtype=np.int64)
@@ -85,11 +113,117 @@ class SkippedKVStore:
         self.depths = torch.full((cache.num_rows, num_positions), _COMPLETE, dtype=torch.uint8)
         self._depths = self.depths.numpy()
 
-    def start(self, row: int, num_tokens: int) -> None:
-        """A sequence takes the row; its first `num_tokens` positions have KV in every layer."""
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self._ends
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether fills are made of hidden states."""
+        return self.mode not in ("alias", "copy")
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether tokens that leave the last segment leave their states behind as well."""
+        return self._keep_tokens > 0 and self.keeps_states
+
+    def start(self, row: int, num_tokens: int, depth: int | None = None) -> None:
+        """A sequence takes the row; its first `num_tokens` positions have KV.
+
+        Args:
+            depth: In this many layers, an exit; None: in every layer there is.
+        """
         self._filled[row] = num_tokens
         self._base[row] = num_tokens
         self._depths[row] = _COMPLETE
+        if depth is not None and depth < self._ends[-1]:
+            self._filled[row, np.array(self._ends) > depth] = 0
+            self._depths[row, :num_tokens] = depth
+            self.may_owe = self.keeps_states
+
+    def owed(self, row: int) -> tuple[int, int]:
+        """Positions [start, stop) that lack KV and left nothing to make it of."""
+        base = int(self._base[row])
+        return (int(self._filled[row, -1]), base) if self._owes(row) else (base, base)
+
+    def depth_of(self, row: int) -> int:
+        """Layers that a pass over the row may run before what it owes is paid."""
+        if not self._owes(row):
+            return self._ends[-1]
+        paid = np.flatnonzero(self._filled[row, 1:] >= self._base[row])
+        return self._ends[int(paid[-1]) + 1 if paid.size else 0]
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether some row owes positions."""
+        return bool(self.keeps_states and (self._filled[:, -1] < self._base).any())
+
+    def _owes(self, row: int) -> bool:
+        deepest = len(self._ends) - 1
+        return bool(deepest and self.keeps_states and self._filled[row, -1] < self._base[row])
+
+    def paid(self, row: int, start: int, stop: int, depths: Ints | None) -> None:
+        """The row's positions up to `stop` have KV everywhere.
+
+        Args:
+            depths: Layers run at [start, stop); None: all.
+        """
+        self._filled[row, 1:] = np.maximum(self._filled[row, 1:], stop)
+        self._depths[row, start:stop] = _COMPLETE
+        if depths is not None:
+            early = np.flatnonzero(depths < self._ends[-1])
+            self._depths[row, start + early] = depths[early]
+
+    def resize(
+        self, ends: Sequence[int], cache: KVCache, keep_tokens: int, lengths: dict[int, int]
+    ) -> None:
+        """Follow the loaded depth: the segments of a shallower one begin those of a deeper one.
+
+        Args:
+            lengths: Row with a sequence → its positions that were run.
+        """
+        before, self._ends = self._ends, tuple(ends)
+        self._cache, self._keep_tokens = cache, keep_tokens
+        count = len(self._ends)
+        if count <= len(before):
+            for row, length in lengths.items():
+                self._cut(row, before, length)
+            self._filled = np.ascontiguousarray(self._filled[:, :count])
+            return
+        more = np.zeros((len(self._filled), count - len(before)), dtype=np.int64)
+        self._filled = np.concatenate([self._filled, more], axis=1)
+        for row, length in lengths.items():
+            self._deepen(row, before, length)
+
+    def _cut(self, row: int, before: tuple[int, ...], length: int) -> None:
+        """Forget what a row's positions had in segments that are gone."""
+        count = len(self._ends)
+        depths = self._depths[row]
+        if count < len(before) and self.keeps_states:
+            # States of positions that were run deeper are of no use here.
+            self._forget(row, min(length, int(self._filled[row, count])))
+        depths[(depths > self._ends[-1]) & (depths <= MAX_LAYERS)] = _COMPLETE
+
+    def _deepen(self, row: int, before: tuple[int, ...], length: int) -> None:
+        """Positions that were complete are complete no longer."""
+        depths = self._depths[row, :length]
+        depths[depths == _COMPLETE] = before[-1]
+        self.may_owe = self.keeps_states
+
+    def _forget(self, row: int, stop: int) -> None:
+        """Give the states before position `stop` up; those behind move to the front."""
+        base = int(self._base[row])
+        if stop <= base:
+            return
+        early = np.flatnonzero(self._depths[row] != _COMPLETE)
+        newest = int(early[-1]) + 1 if early.size else 0
+        self.num_forgotten += max(0, min(stop, newest) - base)
+        kept = np.arange(stop, newest, dtype=np.int64)
+        states = self._states.take(np.full_like(kept, row), kept - base) if kept.size else None
+        self._states.release(row)
+        self._base[row] = stop
+        if states is not None:
+            self._states.put(np.full_like(kept, row), kept - stop, states)
 
     def release(self, row: int) -> None:
         """Forget what the row's sequence left behind."""
@@ -101,9 +235,12 @@ class SkippedKVStore:
     def rehearsal(self) -> Iterator[None]:
         """Forget afterwards what passes inside have filled in."""
         filled, base, counts = self._filled.copy(), self._base.copy(), self.num_filled
-        states = self._states.snapshot() if self.mode == "replay" else None
+        depths = self._depths.copy()
+        replays = self.mode == "replay" or self._replay_newest > 0
+        states = self._states.snapshot() if replays else None
         yield
         self._filled, self._base, self.num_filled = filled, base, counts
+        self._depths[:] = depths
         if states is not None:
             self._states.reset(states)
 
@@ -121,25 +258,64 @@ class SkippedKVStore:
             early = np.flatnonzero(self._depths[row, :num_tokens] != _COMPLETE)
             newest = int(early[-1]) + 1 if early.size else 0
             slots = np.arange(max(0, newest - int(self._base[row])), dtype=np.int64)
-            states = self._states.take(np.full_like(slots, row), slots).cpu()
+            states = HostTensor.of(self._states.take(np.full_like(slots, row), slots))
         return SuspendedSkips(
+            self._ends,
             self._filled[row].copy(),
             int(self._base[row]),
             self._depths[row, :num_tokens].copy(),
             states,
         )
 
-    def restore(self, row: int, suspended: SuspendedSkips) -> None:
-        """Put a copy into a row that was just started."""
-        self._filled[row] = suspended.filled
+    def restore(self, row: int, suspended: SuspendedSkips, decoder: AnyDecoder) -> None:
+        """Put a copy into a row that was just started and whose KV is there.
+
+        It may come from another depth, where the segments begin alike.
+
+        Raises: InvariantViolation: It comes from other segments.
+        """
+        theirs, common = suspended.ends, min(len(suspended.ends), len(self._ends))
+        if theirs[:common] != self._ends[:common]:
+            raise InvariantViolation(
+                f"a row of segments that end at {theirs} layers cannot go on in one of {self._ends}"
+            )
+        self._filled[row] = 0
+        self._filled[row, :common] = suspended.filled[:common]
         self._base[row] = suspended.base
-        self._depths[row, : len(suspended.depths)] = suspended.depths
+        num_tokens = len(suspended.depths)
+        self._depths[row, :num_tokens] = suspended.depths
+        if self.mode == "alias" and not decoder.reads_depths:
+            self._unalias(row)
         if suspended.states is not None:
-            slots = np.arange(len(suspended.states), dtype=np.int64)
-            self._states.put(np.full_like(slots, row), slots, suspended.states)
+            slots = np.arange(suspended.states.shape[0], dtype=np.int64)
+            states = suspended.states.tensor(self._states.device)
+            self._states.put(np.full_like(slots, row), slots, states)
+        if len(theirs) > common:
+            if self.keeps_states:
+                self._forget(row, min(num_tokens - 1, int(suspended.filled[common])))
+            depths = self._depths[row]
+            depths[(depths > self._ends[-1]) & (depths <= MAX_LAYERS)] = _COMPLETE
+        elif len(self._ends) > common:
+            self._deepen(row, theirs, num_tokens - 1)
+        self.may_owe = self.may_owe or self._owes(row)
+
+    def _unalias(self, row: int) -> None:
+        """Copy what is aliased, for a decoder that reads each layer's own KV.
+
+        Where the row comes from, kernels may have read it by the depth byte and copied nothing.
+        """
+        early = np.flatnonzero(self._depths[row] != _COMPLETE)
+        for segment in range(1, len(self._ends)):
+            at = early[early < self._filled[row, segment]]
+            at = at[self._depths[row, at] <= self._ends[segment - 1]]
+            if at.size:
+                first, stop = self._ends[segment - 1], self._ends[segment]
+                self._copy(np.full_like(at, row), at, first, stop)
 
     def leave(self, rows: Ints, positions: Ints, segment: int, states: torch.Tensor) -> None:
-        """Keep what tokens at (rows, positions) leave behind at the end of a non-final segment.
+        """Keep what tokens at (rows, positions) leave behind at the end of a segment.
+
+        Of the last one only where `keeps_last`.
 
         Args:
             states: [n, hidden], as they came out of the segment.
@@ -147,6 +323,10 @@ class SkippedKVStore:
         self._depths[rows, positions] = self._ends[segment]
         if self.mode in ("alias", "copy"):
             return
+        if segment == len(self._ends) - 1:
+            over = positions - self._base[rows] >= self._keep_tokens
+            for row, position in zip(rows[over].tolist(), positions[over].tolist(), strict=True):
+                self._forget(row, position)
         self._states.put(rows, positions - self._base[rows], states)
         self.copied_bytes += states.numel() * states.element_size()
 
@@ -158,6 +338,8 @@ class SkippedKVStore:
         Call it before their pass; the pass itself computes the positions given.
         """
         if stop <= 1:
+            if len(self._ends) == 1 and not self.keeps_last:
+                self._base[rows] = positions + 1
             return
         first = max(1, first)
         filled = self._filled[rows, first:stop]
@@ -169,12 +351,12 @@ class SkippedKVStore:
                 at = first + i
                 self._fill(decoder, at, at + 1, rows, filled[:, i], missing[:, i])
         self._filled[rows, first:stop] = positions[:, None] + 1
-        if stop == len(self._ends):
+        if stop == len(self._ends) and not self.keeps_last:
             self._base[rows] = positions + 1
 
     def kept_bytes(self) -> int:
         """Bytes of hidden states that a deeper pass may still want."""
-        if self.mode in ("alias", "copy") or len(self._ends) == 1:
+        if not self.keeps_states or (len(self._ends) == 1 and not self.keeps_last):
             return 0
         pending = int((self._newest - self._base).clip(min=0).sum())
         return pending * self._states.state_bytes
@@ -197,20 +379,52 @@ class SkippedKVStore:
             rows, starts, counts = rows[some], starts[some], counts[some]
         first, stop = self._ends[begin - 1], self._ends[end - 1]
         self.num_filled += int(counts.sum()) * (end - begin)
-        at_rows, at_positions = _spread(rows, starts, counts)
+        if self.mode == "replay":
+            self._replay(decoder, rows, starts, counts, first, stop)
+            return
+        newest = np.zeros_like(counts)
+        if self._replay_newest:
+            newest = self._as_they_left(rows, starts + counts, counts, first)
+        at_rows, at_positions = _spread(rows, starts, counts - newest)
+        if at_rows.size:
+            self._make_up(decoder, at_rows, at_positions, first, stop)
+        if newest.any():
+            self._replay(decoder, rows, starts + counts - newest, newest, first, stop)
+
+    def _make_up(
+        self, decoder: AnyDecoder, rows: Ints, positions: Ints, first: int, stop: int
+    ) -> None:
+        """Make K and V of layers [first, stop) out of what the tokens left behind."""
         if self.mode in ("alias", "copy"):
-            self._copy(at_rows, at_positions, first, stop)
-            return
-        if self.mode == "project":
-            self._project(decoder, at_rows, at_positions, first, stop, self._ends[0])
-            return
-        if self.mode == "linear":
-            depths = self._depths[at_rows, at_positions]
-            for depth in self._ends[:begin]:
+            self._copy(rows, positions, first, stop)
+        elif self.mode == "project":
+            self._project(decoder, rows, positions, first, stop, self._ends[0])
+        else:
+            depths = self._depths[rows, positions]
+            for depth in np.unique(depths).tolist():
                 of = np.flatnonzero(depths == depth)
-                if of.size:
-                    self._project(decoder, at_rows[of], at_positions[of], first, stop, depth)
-            return
+                self._project(decoder, rows[of], positions[of], first, stop, depth)
+
+    def _as_they_left(self, rows: Ints, stops: Ints, counts: Ints, first: int) -> Ints:
+        """Per row, how many of the positions right before `stops` can go on behind layer `first`.
+
+        Their states are those of that layer; the states of others were left before it, and their KV
+        in between was made up.
+        """
+        back = np.arange(1, self._replay_newest + 1)
+        positions = np.maximum(stops[:, None] - back, 0)
+        can = (back <= counts[:, None]) & (self._depths[rows[:, None], positions] == first)
+        can &= positions >= self._base[rows, None]
+        found: Ints = np.cumprod(can, axis=1).sum(axis=1)
+        return found
+
+    def _replay(
+        self, decoder: AnyDecoder, rows: Ints, starts: Ints, counts: Ints, first: int, stop: int
+    ) -> None:
+        """Run positions [starts, starts + counts) through layers [first, stop)."""
+        some = np.flatnonzero(counts)
+        rows, starts, counts = rows[some], starts[some], counts[some]
+        at_rows, at_positions = _spread(rows, starts, counts)
         slots = at_positions - self._base[at_rows]
         states = self._states.take(at_rows, slots)
         ends = np.cumsum(counts)
@@ -222,6 +436,8 @@ class SkippedKVStore:
         ]
         states = decoder.run_layers(states, decoder.plan(spans), first, stop)
         self._states.put(at_rows, slots, states)
+        if self.mode != "replay":
+            self._depths[at_rows, at_positions] = stop
 
     def _project(
         self, decoder: AnyDecoder, rows: Ints, positions: Ints, first: int, stop: int, depth: int

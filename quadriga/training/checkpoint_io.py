@@ -86,6 +86,7 @@ def save_checkpoint(
             "layers": list(shape.exits),
             "criterion": "top",
             "threshold": member.exit_threshold,
+            "replay_newest": member.replay_newest,
         },
     )
     _write_json(partial / "config.json", _llama_config(shape, model.vocab_size))

@@ -51,12 +51,18 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of the family."""
+    """A member of the family.
+
+    Attributes:
+        exit_threshold, replay_newest: What `exits.json` says: the least that keep the answers
+            within a point of full depth.
+    """
 
     name: Literal["quadriga-s", "quadriga-l"]
     shape: ModelShape
     recipe: Recipe
-    exit_threshold: float = 0.98
+    exit_threshold: float
+    replay_newest: int
 
 
 def _mix(**weights: float) -> dict[str, float]:
@@ -86,6 +92,8 @@ FAMILY: dict[str, Member] = {
             curriculum=((0, 0.2), (800_000, 0.5), (2_400_000, 1.0)),
             seed=11,
         ),
+        exit_threshold=0.99,
+        replay_newest=4,
     ),
     "quadriga-l": Member(
         "quadriga-l",
@@ -107,5 +115,7 @@ FAMILY: dict[str, Member] = {
             ramp_tokens=2_500_000,
             exit_weights=(0.1, 0.5),
         ),
+        exit_threshold=0.98,
+        replay_newest=8,
     ),
 }

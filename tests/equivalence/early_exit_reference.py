@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,19 @@ class EarlyExitReference:
     Args:
         path: The folder that `save_with_exits` wrote for `model`.
         depth: Layers that are loaded; the model may have more.
+        replay_newest: Positions right before a token that goes deeper go with it.
     """
 
     def __init__(
-        self, model: Model, path: Path, exits: ExitSpec, mode: SkippedKV, depth: int | None = None
+        self,
+        model: Model,
+        path: Path,
+        exits: ExitSpec,
+        mode: SkippedKV,
+        depth: int | None = None,
+        replay_newest: int = 0,
     ) -> None:
+        self._replay_newest = replay_newest
         self._model = model
         self._exits = exits
         self._mode = mode
@@ -149,9 +158,20 @@ class EarlyExitReference:
         Args:
             depths: Layers run for each position.
         """
-        with self._frozen(list(depths)) as seen:
+        with self._frozen(self._replayed(list(depths))) as seen:
             self._model(torch.tensor([list(ids)]), use_cache=False)
         return seen
+
+    def _replayed(self, depths: list[int]) -> list[int]:
+        """Layers run for each position in the end, by itself or with a later one."""
+        ends = [*(k for k in self._exits.layers if k < self._depth), self._depth]
+        replayed = list(depths)
+        for first, end in pairwise(ends):
+            for position, depth in enumerate(replayed):
+                later = [i for i in range(position + 1, len(depths)) if depths[i] > first]
+                near = bool(later) and later[0] - position <= self._replay_newest
+                replayed[position] = end if depth == first and near else depth
+        return replayed
 
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:
         """The head behind `depth` layers: [hidden] → [vocab]."""

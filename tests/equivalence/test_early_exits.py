@@ -115,6 +115,7 @@ class Bench:
         path: Path,
         *,
         mode: SkippedKV = "project",
+        replay_newest: int = 0,
         compile: str = "off",
         exits: ExitSpec | None = None,
         depth: int = 0,
@@ -125,7 +126,11 @@ class Bench:
         exits = (exits or checkpoint.exits).cut(depth)
         common = {"compile": compile, "depth": depth, "num_rows": NUM_ROWS}
         self.prefiller = NativeRunner.load(make_spec(path, exits=ExitSpec(), **common))
-        self.runner = NativeRunner.load(make_spec(path, exits=exits, skipped_kv=mode, **common))
+        self.runner = NativeRunner.load(
+            make_spec(
+                path, exits=exits, skipped_kv=mode, replay_newest=replay_newest, **common
+            )
+        )
         self.clock = ManualClock()
         self.counters = ExitCounters()
         costs = SegmentCosts(len(self.runner.segment_ends), NUM_ROWS)
@@ -206,6 +211,24 @@ def test_equals_the_reference(family: Family, mode: SkippedKV, compile_mode: str
     assert bench.counters.involuntary_exits == bench.counters.involuntary_stays == 0
     assert bench.counters.breaches == 0
     assert sum(bench.counters.tokens.values()) == sum(len(s.output_ids) - 1 for s in got)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt-pre-norm"], indirect=True)
+@pytest.mark.parametrize("mode", ["project", "linear"])
+@pytest.mark.parametrize("newest", [1, 3])
+def test_the_newest_skipped_positions_are_replayed(
+    family: Family, mode: SkippedKV, newest: int, compile_mode: str
+) -> None:
+    bench = Bench(family.path, mode=mode, compile=compile_mode, replay_newest=newest)
+    got = states(family.exits)
+    bench.run(got)
+    reference = EarlyExitReference(
+        family.model, family.path, family.exits, mode, LAYERS, replay_newest=newest
+    )
+    wanted = [reference.generate(s) for s in states(family.exits)]
+    assert_equal(got, wanted)
+    without = family.expected(mode)
+    assert [w.tokens for w in wanted] != [w.tokens for w in without], "it makes a difference"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window"], indirect=True)

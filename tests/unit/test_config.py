@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quadriga.config import QuadrigaConfig, load_config
+from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS
 from quadriga.resolve import Hardware, resolve
@@ -149,3 +150,61 @@ def test_models_too_deep_for_early_exits_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"exits\.layers: tiny at depth 255 is too deep"):
         skipped_kv_of(checkpoint, layers=[2])
     assert skipped_kv_of(checkpoint, layers="none") == "project"
+
+
+def test_replicas_carry_the_labels_of_the_nodes_they_may_be_on() -> None:
+    config = load_config(
+        {
+            "pools": [
+                {"decode_replicas": 1, "decode_labels": {"quadriga/role": "decode", "gpu": "h100"}},
+                {"prefill_labels": {"quadriga/role": "prefill"}, "decode_replicas": 1},
+            ]
+        }
+    )
+    labels = [(r.role, dict(r.node_labels)) for r in resolve(config, CPU).replicas]
+    assert labels == [
+        (Role.PREFILL, {}),
+        (Role.DECODE, {"quadriga/role": "decode", "gpu": "h100"}),
+        (Role.PREFILL, {"quadriga/role": "prefill"}),
+        (Role.DECODE, {}),
+    ]
+
+
+@pytest.mark.parametrize("labels", [{"a b": "x"}, {"x/": "y"}, {"x": ""}, {"x": "in(a,b)"}])
+def test_what_is_no_label_is_refused(labels: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="decode_labels"):
+        load_config({"decode_labels": labels})
+
+
+def test_gpus_that_are_counted_may_come_later() -> None:
+    later = load_config({"engine": {"device": "cuda", "resources_gpus": 1, "resources_cpus": 1}})
+    assert all(r.num_gpus == 1 for r in resolve(later, CPU).replicas)
+    with pytest.raises(ConfigError, match=r"engine\.resources_gpus"):
+        resolve(load_config({"engine": {"device": "cuda"}}), CPU)
+
+
+def test_prefill_knows_the_exits_at_which_rebuilt_tokens_left() -> None:
+    def specs(**settings: Any) -> dict[Role, EngineSpec]:
+        config = load_config({"model": "quadriga-s"} | settings)
+        return {r.role: r.engine for r in resolve(config, Hardware(8)).replicas}
+
+    with_exits = specs()
+    prefill, decode = with_exits[Role.PREFILL], with_exits[Role.DECODE]
+    assert prefill.exits == decode.exits
+    assert prefill.exits.layers
+    assert prefill.skipped_kv == decode.skipped_kv
+    assert (prefill.can_exit, decode.can_exit) == (False, True)
+    without = specs(**{"decode.rebatching": "off"})
+    assert not any(spec.exits.layers for spec in without.values())
+
+
+def test_deterministic_deployments_run_no_skipped_position_again() -> None:
+    def newest(**settings: Any) -> int:
+        config = load_config({"model": "quadriga-l", "decode.rebatching": "drex"} | settings)
+        return resolve(config, Hardware(8)).replicas[-1].engine.replay_newest
+
+    assert newest() == 8
+    assert newest(exits={"replay_newest": 3}) == 3
+    assert newest(deterministic=True) == 0
+    with pytest.raises(ConfigError, match=r"replay_newest: 3 is not possible with deterministic"):
+        newest(deterministic=True, exits={"replay_newest": 3})

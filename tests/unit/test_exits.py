@@ -109,3 +109,15 @@ def test_a_snapshot_of_counters_stays_as_it_is() -> None:
     counters.tokens[2] += 1
     counters.splits += 1
     assert (snapshot.tokens, snapshot.splits) == ({2: 1}, 0)
+
+
+@pytest.mark.parametrize("value", [-1, 65, 1.5, "4", True])
+def test_replay_newest_is_a_small_whole_number(tmp_path: Path, value: object) -> None:
+    write(tmp_path, {"layers": [2], "replay_newest": value})
+    with pytest.raises(ConfigError, match=r"replay_newest .* whole number in 0\.\.64"):
+        read_exits(tmp_path, 4)
+
+
+def test_replay_newest_is_read(tmp_path: Path) -> None:
+    write(tmp_path, {"layers": [2], "replay_newest": 5})
+    assert read_exits(tmp_path, 4).replay_newest == 5
