@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS ?= .venv-clients
 STAMP := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-ray test-e2e check format bench bench-engine bench-serve bench-scheduler protos evaluate clean
+.PHONY: help setup serve demo test test-fast test-ray test-e2e test-clients test-deploy chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling chaos protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -25,7 +26,7 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.demo
 
-test: test-fast test-ray test-e2e ## Run every test (under 15 minutes on two cores)
+test: test-fast test-ray test-e2e test-deploy ## Run every test (under 15 minutes on two cores)
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
 	$(BIN)/python -m pytest tests/unit tests/property tests/equivalence tests/architecture tests/docs tests/gpu
@@ -35,6 +36,21 @@ test-ray: setup ## Actors and KV transports on a real local Ray
 
 test-e2e: setup ## The whole service: HTTP, gRPC, SDK, load generator
 	$(BIN)/python -m pytest tests/e2e
+
+test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
+	$(BIN)/python -m pytest tests/deploy
+
+chart: setup ## Make again what the chart takes from other files: schema, README, manifests
+	$(BIN)/python deploy/chart.py
+
+test-clients: setup $(CLIENTS)/.installed ## LangChain and LiteLLM against the service
+	QUADRIGA_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python \
+	  $(BIN)/python -m pytest tests/e2e/test_examples.py -k requirements
+
+$(CLIENTS)/.installed: pyproject.toml
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[client,examples]'
+	@touch $@
 
 check: setup ## Lint, format, types, import rules
 	$(BIN)/ruff check .
@@ -54,8 +70,20 @@ bench-engine: setup ## Engine tokens/s against transformers and other installed 
 bench-serve: setup ## The service's tokens/s over HTTP and gRPC against its own engine's
 	$(BIN)/python -m loadgen bench serve $(ARGS)
 
+bench-depth: setup ## Memory, load time and speed of the engine at each depth, and changing it
+	$(BIN)/python -m loadgen bench depth $(ARGS)
+
+bench-migration: setup ## What a live migration is felt like by the sequence and by the others
+	$(BIN)/python -m loadgen bench migration $(ARGS)
+
 bench-scheduler: setup ## Time of one rescheduling decision, 8 to 1,024 replicas
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m loadgen bench scheduler $(ARGS)
+
+bench-rescheduling: setup ## Tails on a real, paced cluster, with and without rescheduling
+	$(BIN)/python -m loadgen bench rescheduling $(ARGS)
+
+chaos: setup ## Kill and stop processes of a service under load, judge every stream; QUICK=1: one run a cell
+	$(BIN)/python -m loadgen chaos --runs $(if $(QUICK),1,3) $(ARGS)
 
 evaluate: setup ## What the bundled models can do: exact match, exits, agreement
 	$(BIN)/python -m quadriga.training evaluate $(ARGS)

@@ -34,7 +34,12 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
 
     num_cpus = max(spec.num_cpus, MIN_CPUS)
     bundle = {"CPU": num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
-    group = placement_group([bundle], name=name, lifetime="detached")
+    group = placement_group(
+        [bundle],
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[dict(spec.node_labels)] if spec.node_labels else None,
+    )
     cls: Any = PrefillReplica if spec.role is Role.PREFILL else DecodeReplica
     actor: ActorHandle[Any] = (
         ray.remote(cls)

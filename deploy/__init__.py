@@ -1,0 +1,1 @@
+"""How the service gets onto machines; not part of what is installed."""

@@ -1,0 +1,302 @@
+"""A Ray cluster of several nodes on one machine, each node in a network namespace of its own.
+
+`sudo .venv/bin/python -m deploy.multinode [key=value …]` starts a head, a node for the prefill
+replica and one for each decode replica, joined by a bridge and veth pairs, and serves the bundled
+model on them until Ctrl-C. Replicas are placed by the nodes' Ray labels, KV crosses the bridge, and
+the service answers this machine at the head's address.
+
+Everything runs in its own PID, mount and network namespaces, so all of it ends with this process.
+It needs Linux, root, and the commands `ip`, `unshare` and `nsenter`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import yaml
+
+from deploy.multinode_inside import (
+    AGENT_TIMEOUT_MS,
+    BRIDGE,
+    COMMAND_TIMEOUT_S,
+    HTTP_PORT,
+    POLL_INTERVAL_S,
+    START_TIMEOUT_S,
+    nodes,
+    run_command,
+    serve_config,
+)
+
+COMMANDS = ("ip", "unshare", "nsenter")
+SUBNET = "10.213.{third}"
+HOST_ADDRESS, BRIDGE_ADDRESS = 254, 253
+UPLINK = "uplink"
+UNSHARE = (
+    "--net",
+    "--mount",
+    "--propagation=private",
+    "--pid",
+    "--fork",
+    "--kill-child=SIGKILL",
+    "--mount-proc",
+)
+
+
+def why_not_here() -> str | None:
+    """Why network namespaces cannot be made here; None where they can."""
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        return f"these commands are missing: {', '.join(missing)}"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    try:
+        run_command("unshare", *UNSHARE, "ip", "link", "add", "probe", "type", "bridge")
+        run_command(
+            "ip", "link", "add", "qd-probe", "type", "veth", "peer", "name", "qd-probe-peer"
+        )
+    except RuntimeError as exc:
+        return str(exc)
+    run_command("ip", "link", "del", "qd-probe")
+    return None
+
+
+class MultiNode:
+    """The cluster and the service on it; a context manager.
+
+    Args:
+        config: Further configuration of the service.
+        log: Called with a line for each step of the start.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 2,
+        config: dict[str, Any] | None = None,
+        log: Any = lambda line: None,
+    ) -> None:
+        self._subnet = SUBNET.format(third=1 + os.getpid() % 250)
+        self.nodes = nodes(self._subnet, num_prefill=num_prefill, num_decode=num_decode)
+        self.api_key = secrets.token_urlsafe(24)
+        self.url = f"http://{self.nodes[0].address}:{HTTP_PORT}"
+        self._config = serve_config(self.nodes, config or {})
+        self._log = log
+        self._uplink = f"qd{os.getpid()}"
+        self._folder: Path | None = None
+        self._outer: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> MultiNode:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End everything, and wait until it is gone."""
+        if self._outer is not None:
+            self._outer.kill()  # and the kernel all that is in its PID namespace
+            self._outer.wait()
+            for pipe in (self._outer.stdin, self._outer.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self._outer = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def status(self) -> dict[str, Any]:
+        """Desired and actual state of the service, each replica with its `node`.
+
+        Raises: RuntimeError: It cannot be had.
+        """
+        line = self._inside("status")
+        if not line:
+            raise RuntimeError(f"the cluster has ended or does not answer\n{self.logs()}")
+        found: dict[str, Any] = json.loads(line)
+        if "failure" in found:
+            raise RuntimeError(found["failure"])
+        names = {node.address: node.name for node in self.nodes}
+        for replica in found["replicas"]:
+            replica["node"] = names[found["addresses"][replica["node_id"]]]
+        return found
+
+    def received_bytes(self, node: str) -> int:
+        """Bytes that have come to a node over its veth pair so far."""
+        links = json.loads(self._in_bridge("ip", "-json", "-stats", "link", "show", f"to-{node}"))
+        return int(links[0]["stats64"]["tx"]["bytes"])  # what the bridge's end has sent
+
+    def logs(self) -> str:
+        """The last lines of every process's output."""
+        if self._folder is None:
+            return ""
+        texts = []
+        for path in sorted(self._folder.glob("*.log")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            texts.append("\n".join([f"== {path.name}", *lines[-15:]]))
+        return "\n".join(texts)
+
+    def _start(self) -> None:
+        reason = why_not_here()
+        if reason is not None:
+            raise RuntimeError(reason)
+        # Short: Ray's sockets are in it, and a socket's path has at most 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="qd-", dir="/tmp"))
+        plan = {
+            "nodes": [asdict(node) for node in self.nodes],
+            "folder": str(self._folder),
+            "bridge_address": f"{self._subnet}.{BRIDGE_ADDRESS}",
+        }
+        (self._folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        (self._folder / "serve.yaml").write_text(yaml.safe_dump(self._config), encoding="utf-8")
+        command = [
+            sys.executable,
+            "-m",
+            "deploy.multinode_inside",
+            "run",
+            f"{self._folder}/plan.json",
+        ]
+        self._outer = subprocess.Popen(
+            ["unshare", *UNSHARE, *command],
+            stdin=subprocess.PIPE,  # its end is the sign to stop
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        self._await_line("network")
+        self._join_bridge()
+        self._log(f"{len(self.nodes)} network namespaces are joined by {self._subnet}.0/24")
+        self._await_line("ray")
+        self._log("Ray runs in all of them")
+        self._await_line("serve")
+        self._await_health()
+        self._log("all replicas are ready")
+
+    def _environment(self) -> dict[str, str]:
+        root = str(Path(__file__).resolve().parents[1])
+        own = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+            # All nodes start at once, on a machine that may be busy.
+            "RAY_agent_register_timeout_ms": str(AGENT_TIMEOUT_MS),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "QUADRIGA_API_KEY": self.api_key,
+        }
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "QUADRIGA_"))}
+        return inherited | own
+
+    def _await_line(self, expected: str) -> None:
+        """Raises: RuntimeError: It ended or said something else; with the logs."""
+        assert self._outer is not None and self._outer.stdout is not None
+        line = _read_line(self._outer.stdout, START_TIMEOUT_S)
+        if line != expected:
+            raise RuntimeError(f"{expected}: {line or 'it ended or took too long'}\n{self.logs()}")
+
+    def _join_bridge(self) -> None:
+        """Give this machine's own network an end of the bridge."""
+        assert self._outer is not None
+        pid = str(self._outer.pid)
+        peer = ("peer", "name", UPLINK, "netns", pid)
+        run_command("ip", "link", "add", self._uplink, "type", "veth", *peer)
+        run_command("ip", "addr", "add", f"{self._subnet}.{HOST_ADDRESS}/24", "dev", self._uplink)
+        run_command("ip", "link", "set", self._uplink, "up")
+        self._in_bridge("ip", "link", "set", UPLINK, "master", BRIDGE, "up")
+
+    def _await_health(self) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not (self._is_healthy() and self._is_complete()):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the service is not ready in time\n{self.logs()}")
+            time.sleep(POLL_INTERVAL_S)
+
+    def _is_complete(self) -> bool:
+        return bool(self.status()["is_ready"])
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _in_bridge(self, *command: str) -> str:
+        """Run a command where the bridge is."""
+        assert self._outer is not None
+        return run_command("nsenter", "--target", str(self._outer.pid), "--net", *command)
+
+    def _inside(self, verb: str) -> str:
+        """Run one of this file's own verbs on the head."""
+        assert self._outer is not None and self._folder is not None
+        assert self._outer.stdin is not None and self._outer.stdout is not None
+        self._outer.stdin.write(f"{verb}\n")
+        self._outer.stdin.flush()
+        return _read_line(self._outer.stdout, 2 * COMMAND_TIMEOUT_S)
+
+
+def _read_line(pipe: IO[str], timeout_s: float) -> str:
+    """The next line, or nothing when the pipe ends or the time is over."""
+    ready, _, _ = select.select([pipe], [], [], timeout_s)
+    return pipe.readline().strip() if ready else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. engine.compile=off")
+    parser.add_argument("--prefill-nodes", type=int, default=1)
+    parser.add_argument("--decode-nodes", type=int, default=2)
+    options = parser.parse_args(argv)
+    settings = dict(setting.partition("=")[::2] for setting in options.settings)
+    return serve_until_signal(options.prefill_nodes, options.decode_nodes, settings)
+
+
+def serve_until_signal(num_prefill: int, num_decode: int, settings: dict[str, str]) -> int:
+    """Start, say how to ask, and wait for Ctrl-C."""
+    try:
+        with MultiNode(
+            num_prefill=num_prefill, num_decode=num_decode, config=settings, log=print
+        ) as cluster:
+            for replica in cluster.status()["replicas"]:
+                print(f"  {replica['name']} on {replica['node']}")
+            body = '{"model": "quadriga-s", "prompt": "Sort: 3 1 2\\n"}'
+            print(
+                f"curl -s {cluster.url}/v1/completions -H 'content-type: application/json' "
+                f"-H 'authorization: Bearer {cluster.api_key}' -d '{body}'"
+            )
+            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    except KeyboardInterrupt:
+        pass
+    except RuntimeError as exc:
+        print(f"multinode: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+{{/* The service's own configuration, from `models` and `config`. */}}
+
+{{- define "quadriga.device" -}}
+{{- dig "engine" "device" "cpu" .Values.config -}}
+{{- end -}}
+
+{{/* Folder of a downloaded model: the last part of its repository. */}}
+{{- define "quadriga.downloadPath" -}}
+{{- printf "%s/%s" (trimSuffix "/" .root.Values.modelStorage.mountPath) (base .download.repo) -}}
+{{- end -}}
+
+{{- define "quadriga.downloads" -}}
+{{- $downloads := list -}}
+{{- range .Values.models -}}
+{{- with .download -}}
+{{- $downloads = append $downloads (dict "repo" .repo "revision" (.revision | default "main") "path" (include "quadriga.downloadPath" (dict "root" $ "download" .))) -}}
+{{- end -}}
+{{- end -}}
+{{- $downloads | uniq | toJson -}}
+{{- end -}}
+
+{{/* Name of the download job; another list of models makes another job, as a job cannot change. */}}
+{{- define "quadriga.downloadJob" -}}
+{{- $facts := list (include "quadriga.downloads" .) (include "quadriga.image" .) .Values.modelDownload (include "quadriga.modelClaim" .) | toJson -}}
+{{- printf "%s-models-%s" (include "quadriga.fullname" .) (sha256sum $facts | trunc 8) -}}
+{{- end -}}
+
+{{/* The merged settings of all worker groups, by name. */}}
+{{- define "quadriga.groups" -}}
+{{- $groups := dict -}}
+{{- range $name, $own := .Values.workerGroups -}}
+{{- if $own -}}
+{{- $group := mergeOverwrite (deepCopy $.Values.workerDefaults) (deepCopy $own) -}}
+{{- $role := ternary (dict) (dict "quadriga/role" $group.role) (eq $group.role "any") -}}
+{{- $_ := set $group "labels" (merge (dict) $role (dict "quadriga/group" $name) $group.labels) -}}
+{{- $_ := set $groups $name $group -}}
+{{- end -}}
+{{- end -}}
+{{- $groups | toJson -}}
+{{- end -}}
+
+{{/* Roles that have groups of their own: where there are none, replicas go anywhere. */}}
+{{- define "quadriga.pools" -}}
+{{- $roles := dict -}}
+{{- range $group := include "quadriga.groups" . | fromJson -}}
+{{- $_ := set $roles $group.role true -}}
+{{- end -}}
+{{- $pools := list -}}
+{{- range .Values.models -}}
+{{- $pool := omit (deepCopy .) "download" -}}
+{{- if .download -}}
+{{- $_ := set $pool "model" (include "quadriga.downloadPath" (dict "root" $ "download" .download)) -}}
+{{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $field := printf "%s_labels" $role -}}
+{{- if and (not (hasKey $pool $field)) (hasKey $roles $role) -}}
+{{- $_ := set $pool $field (dict "quadriga/role" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- $pools = append $pools $pool -}}
+{{- end -}}
+{{- $pools | toJson -}}
+{{- end -}}
+
+{{/* Everything `serve_app.app:build` takes. What is reserved is said, as nodes may join later. */}}
+{{- define "quadriga.args" -}}
+{{- $args := deepCopy .Values.config -}}
+{{- $isCuda := eq (include "quadriga.device" .) "cuda" -}}
+{{- $engine := dict "device" "cpu" "resources_cpus" 1 "resources_gpus" (ternary 1 0 $isCuda) -}}
+{{- $_ := set $args "engine" (mergeOverwrite $engine ($args.engine | default dict)) -}}
+{{- $_ := set $args "pools" (include "quadriga.pools" . | fromJsonArray) -}}
+{{- if .Values.apiKeys.existingSecret -}}
+{{- $file := dict "api_keys_file" (printf "%s/keys" (include "quadriga.keysPath" .)) -}}
+{{- $_ := set $args "auth" (mergeOverwrite ($args.auth | default dict) $file) -}}
+{{- end -}}
+{{- if .Values.admin.enabled -}}
+{{- $_ := set $args "admin" (dict "host" "0.0.0.0" "port" .Values.admin.port) -}}
+{{- end -}}
+{{- $args | toYaml -}}
+{{- end -}}
+
+{{- define "quadriga.keysPath" -}}/etc/quadriga/auth{{- end -}}
+
+{{/* What Serve is told: https://docs.ray.io, "Serve config files". */}}
+{{- define "quadriga.serveConfig" -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: {{ .Values.http.port }}
+{{- if .Values.grpc.enabled }}
+grpc_options:
+  port: {{ .Values.grpc.port }}
+  grpc_servicer_functions:
+    - serve_app.grpc_wire.add_quadriga_to_server
+    - grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server
+  enable_reflection: true
+{{- end }}
+logging_config:
+  encoding: JSON
+applications:
+  - name: {{ .Values.config.name | default "quadriga" }}
+    route_prefix: /
+    import_path: serve_app.app:build
+    args:
+      {{- include "quadriga.args" . | nindent 6 }}
+    deployments:
+      - name: Ingress
+        graceful_shutdown_timeout_s: {{ .Values.drainSeconds }}
+{{- end -}}

@@ -1,0 +1,76 @@
+{{/* Names and labels. */}}
+
+{{- define "quadriga.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 47 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* At most 47 characters: KubeRay adds a suffix, and the result is a Service's name. */}}
+{{- define "quadriga.fullname" -}}
+{{- $name := include "quadriga.name" . -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 47 | trimSuffix "-" -}}
+{{- end -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$" $full) -}}
+{{- fail (printf "the name %q must begin with a letter, hold only a-z, 0-9 and '-', and have at most 47 characters; set fullnameOverride" $full) -}}
+{{- end -}}
+{{- $full -}}
+{{- end -}}
+
+{{- define "quadriga.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/name: {{ include "quadriga.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/part-of: quadriga
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Metadata of one of the chart's objects: (dict "root" $ "name" … "annotations" … "labels" …). */}}
+{{- define "quadriga.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "quadriga.labels" .root | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* What never changes on a pod, and is selected on: the chart's version must not be in it. */}}
+{{- define "quadriga.selector" -}}
+quadriga/release: {{ include "quadriga.fullname" . }}
+{{- end -}}
+
+{{- define "quadriga.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "quadriga.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quadriga.serveService" -}}
+{{- include "quadriga.fullname" . }}-serve-svc
+{{- end -}}
+
+{{- define "quadriga.modelClaim" -}}
+{{- default (printf "%s-models" (include "quadriga.fullname" .)) .Values.modelStorage.existingClaim -}}
+{{- end -}}
+
+{{- define "quadriga.image" -}}
+{{- $image := .Values.image -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- $variant := ternary "cuda" "cpu" (eq (include "quadriga.device" .) "cuda") -}}
+{{- printf "%s:%s" $image.repository (default (printf "%s-%s" .Chart.AppVersion $variant) $image.tag) -}}
+{{- end -}}
+{{- end -}}

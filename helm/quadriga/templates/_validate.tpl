@@ -1,0 +1,226 @@
+{{/* Values that contradict each other; the schema has refused what is wrong by itself. */}}
+{{- define "quadriga.validate" -}}
+{{- include "quadriga.validateAccess" . -}}
+{{- include "quadriga.validateModels" . -}}
+{{- include "quadriga.validateUpgrades" . -}}
+{{- include "quadriga.validateState" . -}}
+{{- include "quadriga.validateGroups" . -}}
+{{- include "quadriga.validateCapacity" . -}}
+{{- end -}}
+
+{{- define "quadriga.validateAccess" -}}
+{{- $v := .Values -}}
+{{- if not $v.apiKeys.existingSecret -}}
+{{- range $what, $on := dict "grpc.enabled" $v.grpc.enabled "ingress.enabled" $v.ingress.enabled "gateway.enabled" $v.gateway.enabled "admin.enabled" $v.admin.enabled "tls.secretName" (ne $v.tls.secretName "") -}}
+{{- if $on -}}
+{{- fail (printf "%s needs API keys: put them into a Secret and name it in apiKeys.existingSecret" $what) -}}
+{{- end -}}
+{{- end -}}
+{{- if not (or $v.networkPolicy.enabled $v.apiKeys.allowAnonymous) -}}
+{{- fail "networkPolicy.enabled is false and there are no API keys, so every pod of the cluster could use the service: name a Secret in apiKeys.existingSecret, or set apiKeys.allowAnonymous" -}}
+{{- end -}}
+{{- else if $v.apiKeys.allowAnonymous -}}
+{{- fail "apiKeys.allowAnonymous and apiKeys.existingSecret exclude each other: with keys, every caller shows one" -}}
+{{- end -}}
+{{- if $v.ingress.enabled -}}
+{{- if not $v.ingress.hosts -}}
+{{- fail "ingress.hosts: name at least one host" -}}
+{{- end -}}
+{{- if not (or $v.ingress.tlsSecret $v.ingress.allowPlaintext) -}}
+{{- fail "ingress.tlsSecret is empty, so API keys would travel in the clear: name a TLS Secret, or set ingress.allowPlaintext where something in front speaks TLS" -}}
+{{- end -}}
+{{- end -}}
+{{- if $v.gateway.enabled -}}
+{{- if not $v.gateway.hostnames -}}
+{{- fail "gateway.hostnames: name at least one host" -}}
+{{- end -}}
+{{- if and (not $v.gateway.parentRefs) (not (and $v.gateway.className $v.gateway.tlsSecret)) -}}
+{{- fail "gateway: name the Gateways that exist in gateway.parentRefs, or set gateway.className and gateway.tlsSecret for one of the chart's own" -}}
+{{- end -}}
+{{- if and $v.grpc.enabled (not $v.gateway.grpcHostnames) -}}
+{{- fail "gateway.grpcHostnames: grpc.enabled needs at least one host of its own there" -}}
+{{- end -}}
+{{- range $v.gateway.grpcHostnames -}}
+{{- if has . $v.gateway.hostnames -}}
+{{- fail (printf "gateway.grpcHostnames: %q is in gateway.hostnames too; a listener gives a host to one kind of route" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $v.tls.secretName -}}
+{{- if not $v.haproxy.enabled -}}
+{{- fail "tls.secretName needs haproxy.enabled, which speaks TLS at the pods; or let an Ingress or a Gateway do it" -}}
+{{- end -}}
+{{- if and $v.gateway.enabled $v.grpc.enabled -}}
+{{- fail "tls.secretName and a gateway with grpc.enabled exclude each other: one of the two ends TLS for gRPC" -}}
+{{- end -}}
+{{- else if $v.tls.clientCaSecret -}}
+{{- fail "tls.clientCaSecret: client certificates need tls.secretName too" -}}
+{{- end -}}
+{{- if and $v.podMonitor.enabled $v.apiKeys.existingSecret (not $v.podMonitor.keySecret.name) -}}
+{{- fail "podMonitor.keySecret: with API keys /metrics asks for one with `admin`; name its Secret" -}}
+{{- end -}}
+{{- if and $v.otel.enabled (not $v.otel.endpoint) -}}
+{{- fail "otel.endpoint: needed when otel.enabled" -}}
+{{- end -}}
+{{- $ports := dict "6379" "Ray" "8080" "Ray" "8265" "Ray" "10001" "Ray" -}}
+{{- range $what, $port := dict "http.port" $v.http.port "grpc.port" $v.grpc.port "admin.port" $v.admin.port "tls.httpsPort" $v.tls.httpsPort "tls.grpcPort" $v.tls.grpcPort -}}
+{{- $number := int $port | toString -}}
+{{- if hasKey $ports $number -}}
+{{- fail (printf "%s: %s is taken by %s" $what $number (get $ports $number)) -}}
+{{- end -}}
+{{- $_ := set $ports $number $what -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quadriga.validateModels" -}}
+{{- $seen := dict -}}
+{{- range $i, $model := .Values.models -}}
+{{- if $model.download -}}
+{{- if not $.Values.modelStorage.enabled -}}
+{{- fail (printf "models[%d].download needs a volume: set modelStorage.enabled" $i) -}}
+{{- end -}}
+{{- if $model.model -}}
+{{- fail (printf "models[%d]: model and download exclude each other; the model is called after its repository" $i) -}}
+{{- end -}}
+{{- $folder := base $model.download.repo -}}
+{{- $origin := printf "%s@%s" $model.download.repo ($model.download.revision | default "main") -}}
+{{- if ne (get $seen $folder | default $origin) $origin -}}
+{{- fail (printf "models[%d].download: %s and %s would share the folder %s" $i (get $seen $folder) $origin $folder) -}}
+{{- end -}}
+{{- $_ := set $seen $folder $origin -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quadriga.validateUpgrades" -}}
+{{- $v := .Values -}}
+{{- $longest := dig "ingress" "max_deadline_s" 3600 $v.config -}}
+{{- if lt (float64 $v.drainSeconds) (float64 $longest) -}}
+{{- fail (printf "drainSeconds is %v, less than config.ingress.max_deadline_s (%v): upgrades would cut long streams; raise it or lower the deadline" $v.drainSeconds $longest) -}}
+{{- end -}}
+{{- with $v.upgradeStrategy -}}
+{{- if eq .type "NewClusterWithIncrementalUpgrade" -}}
+{{- if not $v.autoscaling.enabled -}}
+{{- fail "upgradeStrategy.type NewClusterWithIncrementalUpgrade needs autoscaling.enabled" -}}
+{{- end -}}
+{{- if not .gatewayClassName -}}
+{{- fail "upgradeStrategy.gatewayClassName: needed for NewClusterWithIncrementalUpgrade" -}}
+{{- end -}}
+{{- if gt (int .stepSizePercent) (int .maxSurgePercent) -}}
+{{- fail (printf "upgradeStrategy.stepSizePercent is %d, more than maxSurgePercent (%d)" (int .stepSizePercent) (int .maxSurgePercent)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quadriga.validateState" -}}
+{{- $v := .Values -}}
+{{- with $v.gcsFaultTolerance -}}
+{{- if .enabled -}}
+{{- if and (eq .backend "redis") (not .redisAddress) -}}
+{{- fail "gcsFaultTolerance.redisAddress: needed with the backend redis" -}}
+{{- end -}}
+{{- range concat $v.env $v.head.env -}}
+{{- if eq .name "RAY_REDIS_ADDRESS" -}}
+{{- fail "RAY_REDIS_ADDRESS must not be set beside gcsFaultTolerance: KubeRay sets it" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quadriga.validateGroups" -}}
+{{- include "quadriga.validateLabels" (dict "where" "head" "pod" .Values.head) -}}
+{{- include "quadriga.validateLabels" (dict "where" "workerDefaults" "pod" .Values.workerDefaults) -}}
+{{- range $name, $own := .Values.workerGroups -}}
+{{- include "quadriga.validateLabels" (dict "where" (printf "workerGroups.%s" $name) "pod" ($own | default dict)) -}}
+{{- end -}}
+{{- range $name, $group := include "quadriga.groups" . | fromJson -}}
+{{- if gt (int $group.minReplicas) (int $group.maxReplicas) -}}
+{{- fail (printf "workerGroups.%s: minReplicas is %d, more than maxReplicas (%d)" $name (int $group.minReplicas) (int $group.maxReplicas)) -}}
+{{- end -}}
+{{- if or (lt (int $group.replicas) (int $group.minReplicas)) (gt (int $group.replicas) (int $group.maxReplicas)) -}}
+{{- fail (printf "workerGroups.%s: replicas is %d, outside minReplicas..maxReplicas (%d..%d)" $name (int $group.replicas) (int $group.minReplicas) (int $group.maxReplicas)) -}}
+{{- end -}}
+{{- if eq $name "head" -}}
+{{- fail "workerGroups.head: the name is the head's; take another" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quadriga.validateLabels" -}}
+{{- range $field := list "labels" "podLabels" -}}
+{{- range $label, $_ := get $.pod $field | default dict -}}
+{{- if regexMatch "^(quadriga|ray\\.io)/" $label -}}
+{{- fail (printf "%s.%s: %s is a label that the chart or Ray sets; take another prefix" $.where $field $label) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whole CPUs of a pod, as KubeRay tells Ray: rounded up. */}}
+{{- define "quadriga.cpus" -}}
+{{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" 0 .) . | toString -}}
+{{- if hasSuffix "m" $cpu -}}
+{{- divf (trimSuffix "m" $cpu | float64) 1000 | ceil | int -}}
+{{- else -}}
+{{- $cpu | float64 | ceil | int -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Every replica must find a place at the largest size of the groups it may be in. */}}
+{{- define "quadriga.validateCapacity" -}}
+{{- $engine := (include "quadriga.args" . | fromYaml).engine -}}
+{{- if eq $engine.device "auto" -}}
+{{- fail "config.engine.device: \"auto\" depends on which nodes joined first; say cpu or cuda" -}}
+{{- end -}}
+{{- range $field := list "resources_cpus" "resources_gpus" -}}
+{{- if kindIs "string" (get $engine $field) -}}
+{{- fail (printf "config.engine.%s: %q depends on which nodes joined first; give a number" $field (get $engine $field)) -}}
+{{- end -}}
+{{- end -}}
+{{- $wanted := dict -}}
+{{- range $pool := include "quadriga.pools" . | fromJsonArray -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $key := get $pool (printf "%s_labels" $role) | default dict | toJson -}}
+{{- $count := get $pool (printf "%s_replicas" $role) | default (ternary 1 2 (eq $role "prefill")) -}}
+{{- $_ := set $wanted $key (add ($count | int) (get $wanted $key | default 0)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $count := $wanted -}}
+{{- $labels := fromJson $key -}}
+{{- $slots := 0 -}}
+{{- $names := list -}}
+{{- range $name, $group := include "quadriga.groups" $ | fromJson -}}
+{{- $matches := true -}}
+{{- range $label, $value := $labels -}}
+{{- if ne (get $group.labels $label | toString) $value -}}{{- $matches = false -}}{{- end -}}
+{{- end -}}
+{{- if $matches -}}
+{{- $names = append $names $name -}}
+{{- $pods := mul (int $group.maxReplicas) (int $group.numOfHosts) -}}
+{{- $fit := include "quadriga.replicasPerPod" (dict "group" $group "engine" $engine "gpu" $.Values.gpuResourceName) | int -}}
+{{- $slots = add $slots (mul $pods $fit) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $names -}}
+{{- fail (printf "no worker group has the labels %s that replicas of a model ask for; add them to a group's labels" $key) -}}
+{{- end -}}
+{{- if gt (int $count) (int $slots) -}}
+{{- fail (printf "%d replicas ask for nodes with the labels %s, but the worker groups %s hold %d of them at most (config.engine.resources_cpus: %v, resources_gpus: %v): raise maxReplicas or the limits in resources" (int $count) $key (join ", " $names) (int $slots) $engine.resources_cpus $engine.resources_gpus) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Replicas that fit into one pod of a group, by CPUs and GPUs. */}}
+{{- define "quadriga.replicasPerPod" -}}
+{{- $fit := 1024 -}}
+{{- if gt (float64 .engine.resources_cpus) 0.0 -}}
+{{- $fit = min $fit (divf (include "quadriga.cpus" .group.resources | float64) (float64 .engine.resources_cpus) | floor | int) -}}
+{{- end -}}
+{{- if gt (float64 .engine.resources_gpus) 0.0 -}}
+{{- $gpus := dig "limits" .gpu 0 .group.resources | float64 -}}
+{{- $fit = min $fit (divf $gpus (float64 .engine.resources_gpus) | floor | int) -}}
+{{- end -}}
+{{- $fit -}}
+{{- end -}}

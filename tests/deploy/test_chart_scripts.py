@@ -1,0 +1,135 @@
+"""The scripts that run in the cluster: fetching models, waiting for them, one completion."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.deploy.charts import CHART
+
+MARKER = ".quadriga-complete"
+
+
+def script(name: str) -> Callable[[], int]:
+    main: Callable[[], int] = runpy.run_path(str(CHART / "files" / name))["main"]
+    return main
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub that has one model, and one repository that is none."""
+    fetched: list[str] = []
+
+    def snapshot_download(repo: str, *, revision: str, local_dir: Path, **_: Any) -> None:
+        fetched.append(f"{repo}@{revision}")
+        local_dir.mkdir(parents=True, exist_ok=True)
+        (local_dir / ("config.json" if repo == "org/model" else "README.md")).write_text("{}")
+
+    module = types.ModuleType("huggingface_hub")
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return fetched
+
+
+def tell(monkeypatch: pytest.MonkeyPatch, *models: dict[str, str]) -> None:
+    monkeypatch.setenv("MODELS", json.dumps(models))
+    monkeypatch.setenv("TIMEOUT_S", "0")
+
+
+def test_a_model_is_fetched_once_and_then_waited_for(
+    tmp_path: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"repo": "org/model", "revision": "main", "path": str(tmp_path / "model")}
+    tell(monkeypatch, model)
+    assert script("wait_for_models.py")() == 1, "it is not there"
+    assert script("download_models.py")() == 0
+    assert script("download_models.py")() == 0
+    assert hub == ["org/model@main"]
+    assert script("wait_for_models.py")() == 0
+    tell(monkeypatch, model | {"revision": "other"})
+    assert script("wait_for_models.py")() == 1, "another revision is not there"
+    assert script("download_models.py")() == 0
+    assert hub[-1] == "org/model@other"
+    assert script("wait_for_models.py")() == 0
+
+
+def test_what_is_no_model_is_never_called_complete(
+    tmp_path: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(monkeypatch, {"repo": "org/else", "revision": "main", "path": str(tmp_path / "else")})
+    assert script("download_models.py")() == 1
+    assert not (tmp_path / "else" / MARKER).exists()
+
+
+class Service(BaseHTTPRequestHandler):
+    """Answers as `answers` says, by path."""
+
+    answers: ClassVar[dict[str, tuple[int, Any]]] = {}
+    seen: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, self.headers["authorization"]))
+        status, body = self.answers[self.path]
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Service]]:
+    Service.seen = []
+    Service.answers = {
+        "/v1/models": (200, {"data": [{"id": "m"}]}),
+        "/v1/completions": (200, {"usage": {"completion_tokens": 8}}),
+    }
+    server = HTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("TIMEOUT_S", "0")
+    yield Service
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_one_completion_passes(service: type[Service], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "secret\n")
+    assert script("one_completion.py")() == 0
+    assert service.seen == [
+        ("/v1/models", "Bearer secret"),
+        ("/v1/completions", "Bearer secret"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (200, {"usage": {"completion_tokens": 7}}),
+        (200, {"error": "?"}),
+        (401, {"error": {"message": "no"}}),
+        (503, {"error": {"message": "not yet"}}),
+    ],
+)
+def test_one_completion_fails(service: type[Service], answer: tuple[int, Any]) -> None:
+    service.answers["/v1/completions"] = answer
+    assert script("one_completion.py")() == 1

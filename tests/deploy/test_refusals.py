@@ -1,0 +1,204 @@
+"""Bad values are refused, with a message that says what to do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from quadriga.config import PoolConfig, QuadrigaConfig
+from tests.deploy.charts import CASES, CHART, needs_helm, render
+
+pytestmark = needs_helm
+
+KEYS = {"apiKeys": {"existingSecret": "keys"}}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    # The schema
+    "unknown value": ({"modles": []}, "modles"),
+    "unknown value in a group": ({"workerGroups": {"decode": {"replica": 2}}}, "decode"),
+    "unknown field of our configuration": ({"config": {"engine": {"thread": 1}}}, "thread"),
+    "out of bounds": ({"config": {"decode": {"max_slots": 0}}}, "max_slots"),
+    "pools beside models": ({"config": {"pools": []}}, "pools"),
+    "keys in clear": ({"config": {"auth": {"api_keys": ["k"]}}}, "api_keys"),
+    "no model": ({"models": []}, "models"),
+    "not a quantity": ({"head": {"shmSize": "1 gig"}}, "shmSize"),
+    "wrong enum": ({"upgradeStrategy": {"type": "Rolling"}}, "type"),
+    "long name": ({"fullnameOverride": "q" * 48}, "fullnameOverride"),
+    "our own label": ({"head": {"podLabels": {"quadriga/role": "x"}}}, "head.podLabels"),
+    "group name": ({"workerGroups": {"Decode_1": {}}}, "'Decode_1' does not match"),
+    # Conflicts
+    "gRPC without keys": ({"grpc": {"enabled": True}}, "grpc.enabled needs API keys"),
+    "Ingress without keys": (
+        {"ingress": {"enabled": True, "hosts": ["a.b"]}},
+        "ingress.enabled needs API keys",
+    ),
+    "admin port without keys": ({"admin": {"enabled": True}}, "admin.enabled needs API keys"),
+    "open to all": ({"networkPolicy": {"enabled": False}}, "apiKeys.allowAnonymous"),
+    "open with keys": (
+        {"apiKeys": {"existingSecret": "k", "allowAnonymous": True}},
+        "exclude each other",
+    ),
+    "no host": (KEYS | {"ingress": {"enabled": True}}, "ingress.hosts"),
+    "plaintext Ingress": (
+        KEYS | {"ingress": {"enabled": True, "hosts": ["a.b"]}},
+        "keys would travel in the clear",
+    ),
+    "no gateway": (
+        KEYS | {"gateway": {"enabled": True, "hostnames": ["a.b"]}},
+        "gateway.parentRefs",
+    ),
+    "one host for both routes": (
+        KEYS
+        | {
+            "grpc": {"enabled": True},
+            "gateway": {
+                "enabled": True,
+                "parentRefs": [{"name": "g"}],
+                "hostnames": ["a.b"],
+                "grpcHostnames": ["a.b"],
+            },
+        },
+        "one kind of route",
+    ),
+    "TLS without HAProxy": (
+        KEYS | {"tls": {"secretName": "t"}, "haproxy": {"enabled": False}},
+        "tls.secretName needs haproxy.enabled",
+    ),
+    "client CA without TLS": (KEYS | {"tls": {"clientCaSecret": "c"}}, "tls.clientCaSecret"),
+    "metrics without a key": (KEYS | {"podMonitor": {"enabled": True}}, "podMonitor.keySecret"),
+    "one port twice": ({"http": {"port": 9000}}, "9000 is taken by"),
+    "a port of Ray's": ({"http": {"port": 8265}}, "8265 is taken by Ray"),
+    "traces to nowhere": ({"otel": {"enabled": True}}, "otel.endpoint"),
+    "download without a volume": (
+        {"models": [{"download": {"repo": "a/b"}}]},
+        "modelStorage.enabled",
+    ),
+    "model and download": (
+        {
+            "models": [{"model": "x", "download": {"repo": "a/b"}}],
+            "modelStorage": {"enabled": True},
+        },
+        "exclude each other",
+    ),
+    "two models, one folder": (
+        {
+            "models": [{"download": {"repo": "a/b"}}, {"download": {"repo": "c/b"}}],
+            "modelStorage": {"enabled": True},
+        },
+        "share the folder b",
+    ),
+    "streams cut": ({"drainSeconds": 60}, "drainSeconds is 60, less than"),
+    "incremental without autoscaling": (
+        {
+            "upgradeStrategy": {
+                "type": "NewClusterWithIncrementalUpgrade",
+                "gatewayClassName": "envoy",
+            }
+        },
+        "needs autoscaling.enabled",
+    ),
+    "incremental without a class": (
+        {
+            "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade"},
+            "autoscaling": {"enabled": True},
+        },
+        "upgradeStrategy.gatewayClassName",
+    ),
+    "steps above surge": (
+        {
+            "upgradeStrategy": {
+                "type": "NewClusterWithIncrementalUpgrade",
+                "gatewayClassName": "envoy",
+                "stepSizePercent": 50,
+                "maxSurgePercent": 20,
+            },
+            "autoscaling": {"enabled": True},
+        },
+        "more than maxSurgePercent",
+    ),
+    "no Redis": ({"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress"),
+    "two Redises": (
+        {
+            "gcsFaultTolerance": {"enabled": True, "redisAddress": "r:6379"},
+            "env": [{"name": "RAY_REDIS_ADDRESS", "value": "r:6379"}],
+        },
+        "RAY_REDIS_ADDRESS",
+    ),
+    "min above max": (
+        {"workerGroups": {"decode": {"minReplicas": 3}}},
+        "minReplicas is 3, more than maxReplicas (2)",
+    ),
+    "replicas outside": (
+        {"workerGroups": {"decode": {"replicas": 1}}},
+        "outside minReplicas..maxReplicas (2..2)",
+    ),
+    "a group called head": ({"workerGroups": {"head": {"role": "any"}}}, "workerGroups.head"),
+    "device by chance": ({"config": {"engine": {"device": "auto"}}}, "say cpu or cuda"),
+    "CPUs by chance": ({"config": {"engine": {"resources_cpus": "auto"}}}, "give a number"),
+    "no group for the labels": (
+        {"models": [{"decode_labels": {"pool": "x"}}]},
+        'no worker group has the labels {"pool":"x"}',
+    ),
+    "too few pods": (
+        {"models": [{"decode_replicas": 3}]},
+        "3 replicas ask for nodes with the labels",
+    ),
+    "no GPU in the pods": ({"config": {"engine": {"device": "cuda"}}}, "hold 0 of them"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_values_are_refused(case: str) -> None:
+    import helm_python
+
+    values, message = REFUSED[case]
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(values)
+    assert message in str(refused.value)
+
+
+def test_the_defaults_that_templates_assume_are_ours() -> None:
+    import helm_python
+
+    with pytest.raises(helm_python.HelmError) as refused:
+        render({"config": {"ingress": None}})
+    longest_s = QuadrigaConfig().ingress.max_deadline_s
+    assert f"config.ingress.max_deadline_s ({longest_s:.0f})" in str(refused.value)
+    pool = PoolConfig()
+    models = [{"prefill_labels": {}, "decode_labels": {}}]
+    fits = pool.prefill_replicas + pool.decode_replicas
+    render({"models": models, "workerGroups": _one_group(fits)})
+    with pytest.raises(helm_python.HelmError, match=f"{fits} replicas ask for nodes"):
+        render({"models": models, "workerGroups": _one_group(fits - 1)})
+
+
+def _one_group(num_pods: int) -> dict[str, Any]:
+    pods = {"role": "any", "replicas": 1, "minReplicas": 1, "maxReplicas": num_pods}
+    return {"prefill": None, "decode": None, "all": pods}
+
+
+def test_a_release_that_begins_with_a_digit_is_refused() -> None:
+    import helm_python
+
+    with (
+        helm_python.Chart.load(CHART) as chart,
+        pytest.raises(helm_python.HelmError, match="begin with a letter"),
+    ):
+        chart.render({}, name="1st", namespace="x")
+
+
+def test_a_long_release_name_is_cut_to_what_kuberay_takes() -> None:
+    import helm_python
+
+    with helm_python.Chart.load(CHART) as chart:
+        files = chart.render({}, name="q" * 53, namespace="x")
+    assert f"name: {'q' * 47}\n" in files["quadriga/templates/rayservice.yaml"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_lint_finds_nothing(case: str) -> None:
+    import helm_python
+
+    found = helm_python.lint(CHART, copy.deepcopy(CASES[case]), strict=True, quiet=True)
+    assert not [m for m in found.get("messages", []) if "icon is recommended" not in str(m)], found

@@ -1,0 +1,244 @@
+"""What the rendered objects promise: hardened pods, stable selectors, upgrades that cut nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quadriga.config import load_config
+from tests.deploy.charts import (
+    BARE,
+    CASES,
+    CHART,
+    EVERYTHING,
+    Document,
+    needs_helm,
+    one,
+    pod_templates,
+    render,
+    serve_config,
+)
+
+pytestmark = needs_helm
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@every_case
+def test_pods_are_hardened(case: str) -> None:
+    for group, template in pod_templates(render(CASES[case])).items():
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["automountServiceAccountToken"] is (
+            group == "head" and CASES[case].get("autoscaling", {}).get("enabled", False)
+        )
+        ours = {"ray-head", "ray-worker", "haproxy-starter", "wait-for-models"}
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            if container["name"] in ours:
+                context = container["securityContext"]
+                assert context["readOnlyRootFilesystem"] is True
+                assert context["allowPrivilegeEscalation"] is False
+                assert context["capabilities"]["drop"] == ["ALL"]
+        assert "livenessProbe" not in pod["containers"][0], "probes are KubeRay's"
+
+
+def test_everything_that_can_be_written_to_is_a_volume() -> None:
+    for template in pod_templates(render(EVERYTHING)).values():
+        ray = template["spec"]["containers"][0]
+        mounts = {m["mountPath"] for m in ray["volumeMounts"]}
+        assert {"/tmp", "/home/quadriga", "/dev/shm"} <= mounts
+        volumes = {v["name"] for v in template["spec"]["volumes"]}
+        for container in [*template["spec"]["containers"], *template["spec"]["initContainers"]]:
+            assert {m["name"] for m in container.get("volumeMounts", [])} <= volumes
+
+
+def test_another_chart_version_changes_no_pod(tmp_path: Path) -> None:
+    other = tmp_path / "quadriga"
+    shutil.copytree(CHART, other)
+    facts = yaml.safe_load((other / "Chart.yaml").read_text())
+    facts["version"] = "9.9.9"
+    (other / "Chart.yaml").write_text(yaml.safe_dump(facts))
+    for values in (CASES["defaults"], EVERYTHING):
+        old, new = (one(render(values, chart=c), "RayService") for c in (CHART, other))
+        assert (
+            old["metadata"]["labels"]["helm.sh/chart"] != new["metadata"]["labels"]["helm.sh/chart"]
+        )
+        assert old["spec"] == new["spec"]
+
+
+def test_another_configuration_changes_no_pod() -> None:
+    """It is applied in place; KubeRay starts another cluster only when pods change."""
+    spec = one(render({}), "RayService")["spec"]
+    changed = {
+        "models": [{"model": "quadriga-l", "decode_replicas": 1}],
+        "config": {"decode": {"max_slots": 4}},
+    }
+    other = one(render(changed), "RayService")["spec"]
+    assert spec["serveConfigV2"] != other["serveConfigV2"]
+    assert spec["rayClusterConfig"] == other["rayClusterConfig"]
+
+
+def test_nothing_selects_on_a_generated_name() -> None:
+    stable = {"quadriga/release", "quadriga/group", "ray.io/node-type", "ray.io/serve"}
+    num_seen = 0
+    for document in render(EVERYTHING):
+        spec = document.get("spec", {})
+        selector = spec.get("podSelector") or spec.get("selector")
+        if selector and document["kind"] != "Job":
+            labels = selector.get("matchLabels", selector)
+            assert set(labels) <= stable, document["kind"]
+            num_seen += 1
+    assert num_seen >= 6
+    for template in pod_templates(render(EVERYTHING)).values():
+        assert template["metadata"]["labels"]["quadriga/release"] == "quadriga"
+
+
+def test_policy_ports_are_ports_of_the_pods() -> None:
+    for case, values in CASES.items():
+        documents = render(values)
+        policies = [d for d in documents if d["kind"] == "NetworkPolicy"]
+        named = {
+            p["port"]
+            for policy in policies
+            for rule in policy["spec"]["ingress"]
+            for p in rule.get("ports", [])
+        }
+        ports = pod_templates(documents)["head"]["spec"]["containers"][0]["ports"]
+        assert named <= {p["name"] for p in ports}, case
+
+
+def test_services_and_monitors_use_ports_of_the_pods() -> None:
+    for values in CASES.values():
+        documents = render(values)
+        ports = {
+            p["name"] for p in pod_templates(documents)["head"]["spec"]["containers"][0]["ports"]
+        }
+        for document in documents:
+            if document["kind"] == "Service":
+                assert {p["targetPort"] for p in document["spec"]["ports"]} <= ports
+            if document["kind"] == "PodMonitor":
+                assert {e["port"] for e in document["spec"]["podMetricsEndpoints"]} <= ports
+
+
+@every_case
+def test_grace_covers_the_longest_request(case: str) -> None:
+    documents = render(CASES[case])
+    told = serve_config(documents)["applications"][0]
+    longest_s = load_config(told["args"]).ingress.max_deadline_s
+    assert told["deployments"][0]["graceful_shutdown_timeout_s"] >= longest_s
+    spec = one(documents, "RayService")["spec"]
+    assert spec["rayClusterDeletionDelaySeconds"] >= longest_s
+    for template in pod_templates(documents).values():
+        assert template["spec"]["terminationGracePeriodSeconds"] >= longest_s
+
+
+def test_pods_have_the_environment_that_the_service_prepares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import os
+
+    from serve_app.environment import prepare_environment
+
+    for name in list(os.environ):
+        if name.startswith("RAY_"):
+            monkeypatch.delenv(name)
+    before = set(os.environ)
+    prepare_environment()
+    prepared = {name: os.environ[name] for name in set(os.environ) - before}
+    for name in prepared:
+        monkeypatch.delenv(name)
+    assert len(prepared) >= 5
+    env = pod_templates(render({}))["head"]["spec"]["containers"][0]["env"]
+    assert prepared.items() <= {e["name"]: e.get("value") for e in env}.items()
+
+
+def test_a_variable_is_never_given_twice_and_the_users_wins() -> None:
+    for template in pod_templates(render(EVERYTHING)).values():
+        env = template["spec"]["containers"][0]["env"]
+        assert len({e["name"] for e in env}) == len(env)
+        assert {"name": "RAY_enable_timeline", "value": "1"} in env
+
+
+def test_pods_wait_for_downloads() -> None:
+    documents = render(EVERYTHING)
+    job = one(documents, "Job")
+    downloads = json.loads(_env(job["spec"]["template"]["spec"]["containers"][0], "MODELS"))
+    assert downloads == [{"path": "/models/tiny", "repo": "org/tiny", "revision": "0123abc"}]
+    pools = serve_config(documents)["applications"][0]["args"]["pools"]
+    assert [p["model"] for p in pools] == ["quadriga-s", "/models/tiny"]
+    for template in pod_templates(documents).values():
+        [wait] = [c for c in template["spec"]["initContainers"] if c["name"] == "wait-for-models"]
+        assert json.loads(_env(wait, "MODELS")) == downloads
+
+
+def test_another_list_of_downloads_makes_another_job() -> None:
+    values = copy.deepcopy(EVERYTHING)
+    values["models"][1]["download"]["revision"] = "other"
+    first, second = one(render(EVERYTHING), "Job"), one(render(values), "Job")
+    assert first["metadata"]["name"] != second["metadata"]["name"]
+
+
+def test_the_helm_test_needs_a_key_where_the_service_does() -> None:
+    def hooks(values: dict[str, Any]) -> list[Document]:
+        return [d for d in render(values) if "helm.sh/hook" in d["metadata"].get("annotations", {})]
+
+    [hook] = hooks({})
+    assert hook["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    [hook] = hooks(EVERYTHING)
+    key = [e for e in hook["spec"]["containers"][0]["env"] if e["name"] == "API_KEY"]
+    assert key[0]["valueFrom"]["secretKeyRef"]["name"] == "test"
+    assert not hooks({"apiKeys": {"existingSecret": "k"}})
+
+
+def test_tls_at_the_pods() -> None:
+    template = pod_templates(render(EVERYTHING))["head"]["spec"]
+    assert _env(template["containers"][0], "QUADRIGA_TLS_CERT") == "/etc/quadriga/tls/tls.crt"
+    [starter] = [c for c in template["initContainers"] if c["name"] == "haproxy-starter"]
+    assert _env(starter, "QUADRIGA_TLS_CLIENT_CA") == "/etc/quadriga/client-ca/ca.crt"
+    assert _env(template["containers"][0], "RAY_SERVE_HAPROXY_BINARY_PATH") in starter["args"][0]
+
+
+def test_without_haproxy_nothing_starts_it() -> None:
+    for template in pod_templates(render(BARE)).values():
+        assert "initContainers" not in template["spec"]
+        names = {e["name"] for e in template["spec"]["containers"][0]["env"]}
+        assert not any(name.startswith("RAY_SERVE_HAPROXY_BINARY") for name in names)
+
+
+def test_budgets_are_whole_numbers() -> None:
+    budgets = [d for d in render(EVERYTHING) if d["kind"] == "PodDisruptionBudget"]
+    assert {d["metadata"]["name"]: d["spec"]["minAvailable"] for d in budgets} == {
+        "quadriga-head": 1,
+        "quadriga-decode": 1,
+    }
+
+
+def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
+    chart = tmp_path / "quadriga"
+    shutil.copytree(CHART, chart)
+    for folder in ("dashboards", "alerts"):
+        shutil.rmtree(chart / folder, ignore_errors=True)
+        (chart / folder).mkdir()
+    (chart / "dashboards" / "one_page.json").write_text('{"title": "{{ not a template }}"}\n')
+    rule = {"alert": "A", "expr": "up == 0", "annotations": {"summary": "{{ $labels.pod }}"}}
+    for name in ("a", "b"):
+        groups = {"groups": [{"name": name, "rules": [rule]}]}
+        (chart / "alerts" / f"{name}.yaml").write_text(yaml.safe_dump(groups))
+    documents = render(EVERYTHING, chart=chart)
+    [page] = [d for d in documents if d["metadata"]["name"] == "quadriga-one-page"]
+    assert page["data"] == {"one_page.json": '{"title": "{{ not a template }}"}\n'}
+    assert page["metadata"]["labels"]["grafana_dashboard"] == "1"
+    groups = one(documents, "PrometheusRule")["spec"]["groups"]
+    assert [g["name"] for g in groups] == ["a", "b"]
+    assert groups[0]["rules"] == [rule]
+
+
+def _env(container: Document, name: str) -> str:
+    [value] = [e["value"] for e in container["env"] if e["name"] == name]
+    return str(value)
