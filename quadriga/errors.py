@@ -7,10 +7,13 @@
     │   ├── NotFound              404  NOT_FOUND            unknown route or request id
     │   ├── MethodNotAllowed      405  UNIMPLEMENTED
     │   ├── BodyTooLarge          413  INVALID_ARGUMENT
+    │   ├── HeadersTooLarge       431  INVALID_ARGUMENT
     │   └── RequestTimeout        408  DEADLINE_EXCEEDED    the body did not arrive in time
     ├── Unauthenticated           401  UNAUTHENTICATED
+    ├── Forbidden                 403  PERMISSION_DENIED    the key is good, but not for this
     ├── Overloaded                429  RESOURCE_EXHAUSTED   says when to retry
-    │   └── KVCacheExhausted      429  RESOURCE_EXHAUSTED
+    │   ├── KVCacheExhausted      429  RESOURCE_EXHAUSTED
+    │   └── KeyLimitReached       429  RESOURCE_EXHAUSTED   the API key's own limit
     ├── Unavailable               503  UNAVAILABLE          no capacity, starting or draining
     ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
     ├── Cancelled                 499  CANCELLED
@@ -127,6 +130,13 @@ class BodyTooLarge(InvalidRequest):
     default_code = "body_too_large"
 
 
+class HeadersTooLarge(InvalidRequest):
+    """The request has more headers, or larger ones, than are read."""
+
+    http_status = 431
+    default_code = "headers_too_large"
+
+
 class RequestTimeout(InvalidRequest):
     """The client did not send its whole request in time."""
 
@@ -145,6 +155,15 @@ class Unauthenticated(QuadrigaError):
     default_code = "invalid_api_key"
 
 
+class Forbidden(QuadrigaError):
+    """The API key is known and may not do this."""
+
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
+    openai_type = "permission_error"
+    default_code = "permission_denied"
+
+
 class Overloaded(QuadrigaError):
     """Queues are full; `retry_after_s` says when a retry is predicted to succeed."""
 
@@ -159,6 +178,12 @@ class KVCacheExhausted(Overloaded):
     """No KV cache room for the sequence on any replica of its class."""
 
     default_code = "kv_cache_exhausted"
+
+
+class KeyLimitReached(Overloaded):
+    """The API key is at a limit of its own; other keys are served."""
+
+    default_code = "rate_limit_exceeded"
 
 
 class Unavailable(QuadrigaError):

@@ -1,10 +1,12 @@
-"""`python -m serve_app [key=value …]`: the service on this machine until Ctrl-C."""
+"""`python -m serve_app [key=value …]`: the service on this machine until Ctrl-C.
+
+`python -m serve_app keys` makes API keys; see `serve_app.key_command`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -16,23 +18,34 @@ from typing import Any
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError, QuadrigaError, Unavailable
 from serve_app.auth import KEY_VARIABLE, ApiKeys
-from serve_app.environment import prepare_environment
-from serve_app.launch import LOOPBACK, Addresses, LocalService
+from serve_app.environment import haproxy_enabled, prepare_environment
+from serve_app.key_command import key_command
+from serve_app.keys import make_key
+from serve_app.launch import LOOPBACK, Addresses, LocalService, is_free
 from serve_app.quiet import QuietOutput
 from serve_app.startup import describe
+from serve_app.tls import DEFAULT_GRPC_PORT, DEFAULT_HTTPS_PORT, Tls, is_loopback
 
 KEY_FILE = "api_key"
+DEFAULT_ADMIN_PORT = 8001
+ADMIN_PORT_VARIABLE = "QUADRIGA_ADMIN_PORT"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, start, wait, stop. Returns the exit status."""
-    options = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["keys"]:
+        return key_command(given[1:])
+    options = _parser().parse_args(given)
     try:
+        addresses = _addresses(options)
+        addresses.check()
+        addresses.to_environment()
         prepare_environment(haproxy=options.haproxy)
-        config = load_config(_arguments(options.config, options.settings))
+        config = load_config(_admin_port(_arguments(options.config, options.settings)))
         keys = ApiKeys.load(config.auth)
-        if not keys.digests and options.host not in (LOOPBACK, "localhost", "::1"):
+        if not keys.digests and not is_loopback(options.host):
             raise ConfigError(
                 f"--host: {options.host} is not loopback, so API keys are needed: set "
                 f"{KEY_VARIABLE} or auth.api_keys_file",
@@ -43,22 +56,17 @@ def main(argv: list[str] | None = None) -> int:
             key, path = _own_key()
             keys = ApiKeys.of([key], is_http_open=True)
             hint = f"key: in {path}"
-        return _serve(config, keys, options, hint)
+        return _serve(config, keys, addresses, hint)
     except QuadrigaError as exc:
         print(f"quadriga: {exc.message}", file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
 
 
-def _serve(
-    config: QuadrigaConfig, keys: ApiKeys, options: argparse.Namespace, key_hint: str
-) -> int:
+def _serve(config: QuadrigaConfig, keys: ApiKeys, addresses: Addresses, key_hint: str) -> int:
     """Serve until a signal comes; only our own lines reach the terminal.
 
     Raises: ConfigError, Unavailable: It cannot be started.
     """
-    addresses = Addresses(
-        options.host, options.http_port, None if options.no_grpc else options.grpc_port
-    )
     began_s = time.monotonic()
 
     with QuietOutput() as output:
@@ -84,6 +92,8 @@ def _serve(
                 grpc_address=addresses.grpc_target,
                 key_hint=key_hint,
             )
+            if config.admin.port is not None:
+                text += f"\n  admin http://{config.admin.host}:{config.admin.port}/metrics\n"
             say(f"{text}\nLogs are in {output.path.parent}\nCtrl-C stops everything.")
             stopped.wait()
         except (KeyboardInterrupt, SystemExit):  # a signal during the start; Ray's own handler
@@ -109,7 +119,46 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--grpc-port", type=int, default=_port("QUADRIGA_GRPC_PORT", 9000))
     parser.add_argument("--no-grpc", action="store_true", help="HTTP only")
     parser.add_argument("--haproxy", action="store_true", help="HAProxy instead of Serve's proxy")
+    tls = parser.add_argument_group("TLS", "certificate and key in PEM; then only TLS is spoken")
+    tls.add_argument("--tls-cert", type=Path, help="certificate with its chain")
+    tls.add_argument("--tls-key", type=Path)
+    tls.add_argument("--tls-client-ca", type=Path, help="ask clients for a certificate of this CA")
+    tls.add_argument("--https-port", type=int, default=DEFAULT_HTTPS_PORT)
+    tls.add_argument("--grpc-tls-port", type=int, default=DEFAULT_GRPC_PORT)
     return parser
+
+
+def _addresses(options: argparse.Namespace) -> Addresses:
+    """Raises: ConfigError when the TLS options do not go together."""
+    tls = Tls.from_environment()
+    if options.tls_cert is not None and options.tls_key is not None:
+        tls = Tls(
+            options.tls_cert.absolute(),
+            options.tls_key.absolute(),
+            options.tls_client_ca and options.tls_client_ca.absolute(),
+            options.https_port,
+            options.grpc_tls_port,
+            "" if options.host == "0.0.0.0" else options.host,
+        )
+    elif options.tls_cert or options.tls_key or options.tls_client_ca:
+        raise ConfigError("--tls-cert and --tls-key are both needed for TLS", param="tls-cert")
+    return Addresses(
+        options.host,
+        options.http_port,
+        None if options.no_grpc else options.grpc_port,
+        tls,
+        options.haproxy or haproxy_enabled(),
+    )
+
+
+def _admin_port(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the admin port on, unless they say otherwise or another service has it."""
+    named = isinstance(arguments.get("admin"), dict) and "port" in arguments["admin"]
+    if named or "admin.port" in arguments:
+        return arguments
+    if ADMIN_PORT_VARIABLE in os.environ:
+        return arguments | {"admin.port": _port(ADMIN_PORT_VARIABLE, 0) or None}
+    return arguments | {"admin.port": DEFAULT_ADMIN_PORT if is_free(DEFAULT_ADMIN_PORT) else None}
 
 
 def _port(variable: str, default: int) -> int:
@@ -148,7 +197,7 @@ def _own_key() -> tuple[str, Path]:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.is_file() and (key := path.read_text(encoding="utf-8").strip()):
         return key, path
-    key = secrets.token_urlsafe(32)
+    key = make_key()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
         handle.write(key + "\n")

@@ -7,6 +7,7 @@ from typing import Any
 from ray import serve
 
 from quadriga.config import QuadrigaConfig, load_config
+from serve_app.admin import check_admin
 from serve_app.auth import ApiKeys
 from serve_app.environment import haproxy_enabled
 from serve_app.ingress import Ingress
@@ -29,7 +30,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     explain_in_serve_cli()
     config = load_config(args)
-    return application(config, ApiKeys.load(config.auth), announces=True)
+    keys = ApiKeys.load(config.auth)
+    check_admin(config.admin, keys)
+    return application(config, keys, announces=True)
 
 
 def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> serve.Application:

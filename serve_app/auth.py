@@ -1,94 +1,137 @@
-"""API keys: held as hashes, compared in constant time."""
+"""Who may call: keys from configuration, file and environment, compared in constant time."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quadriga.config import AuthConfig
-from quadriga.errors import ConfigError, Unauthenticated
+from quadriga.errors import ConfigError, Forbidden, Unauthenticated
+from serve_app.keys import ANONYMOUS, ApiKey, check_unique, digest, parse_lines
 
 KEY_VARIABLE = "QUADRIGA_API_KEY"
-ANONYMOUS = "anonymous"
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+LINES_VARIABLE = "QUADRIGA_API_KEYS"
+MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The accepted keys.
+    """The accepted keys; a value that travels to the ingress replicas and holds only hashes.
 
     Attributes:
-        digests: SHA-256 of each key; only these travel to the ingress replicas.
+        fixed: From configuration and environment.
+        from_file: From `file`, as it was when it was read.
+        file: Read again when it changes.
         is_http_open: HTTP asks for no key; gRPC always does, as it listens on every interface.
     """
 
-    digests: tuple[bytes, ...] = ()
+    fixed: tuple[ApiKey, ...] = ()
+    from_file: tuple[ApiKey, ...] = ()
+    file: str | None = None
     is_http_open: bool = True
 
     @classmethod
     def of(cls, keys: Iterable[str], *, is_http_open: bool = False) -> ApiKeys:
-        """Raises: ConfigError when a key is empty."""
+        """Keys as they are, named in order. Raises: ConfigError when one is empty."""
         given = list(dict.fromkeys(keys))
         if any(not key.strip() for key in given):
-            raise ConfigError("auth.api_keys: an empty key is no key", param="auth.api_keys")
-        return cls(tuple(_digest(key) for key in given), is_http_open or not given)
+            raise ConfigError("an empty API key is no key", param="auth.api_keys")
+        fixed = tuple(ApiKey(f"key-{i}", digest(key), is_admin=True) for i, key in enumerate(given))
+        return cls(fixed, is_http_open=is_http_open or not given)
 
     @classmethod
     def load(cls, config: AuthConfig) -> ApiKeys:
-        """Collect keys from configuration, file and environment; with any, HTTP asks for one.
+        """Collect what is configured; with any key, or a file for them, HTTP asks for one.
 
-        Raises: ConfigError when the file cannot be read or holds none, or a key is empty.
+        Raises: ConfigError when the file cannot be read, or a line is no key line.
         """
-        keys = list(config.api_keys)
-        if config.api_keys_file is not None:
-            keys += _read_keys(Path(config.api_keys_file).expanduser())
-        if os.environ.get(KEY_VARIABLE):
-            keys.append(os.environ[KEY_VARIABLE])
-        return cls.of(keys)
+        fixed = list(parse_lines(config.api_keys, "auth.api_keys"))
+        fixed += parse_lines(os.environ.get(LINES_VARIABLE, "").splitlines(), LINES_VARIABLE)
+        if own := os.environ.get(KEY_VARIABLE):
+            if not own.strip():
+                raise ConfigError(f"{KEY_VARIABLE}: an empty API key is no key")
+            fixed.append(ApiKey("environment", digest(own.strip()), is_admin=True))
+        path = config.api_keys_file
+        from_file: tuple[ApiKey, ...] = ()
+        if path is not None:
+            path = str(Path(path).expanduser())
+            from_file = read_key_file(path)
+            if not from_file:
+                raise ConfigError(
+                    f"auth.api_keys_file: {path} holds no key", param="auth.api_keys_file"
+                )
+        check_unique([*fixed, *from_file], "auth.api_keys")
+        return cls(tuple(fixed), from_file, path, is_http_open=not fixed and path is None)
 
-    def http_owner(self, authorization: str | None) -> str:
-        """Return who an HTTP caller is (a name that is no secret), from its header.
+    @property
+    def all(self) -> tuple[ApiKey, ...]:
+        return self.fixed + self.from_file
 
-        Raises: Unauthenticated when HTTP asks for a key and this is none.
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """Hashes of all keys; none: gRPC stays closed."""
+        return tuple(key.digest for key in self.all)
+
+    def with_file(self, from_file: tuple[ApiKey, ...]) -> ApiKeys:
+        """The same with the file's new content. Raises: ConfigError on doubles."""
+        check_unique([*self.fixed, *from_file], "auth.api_keys_file")
+        return replace(self, from_file=from_file)
+
+    def http_caller(self, authorization: str | None, *, admin: bool = False) -> ApiKey:
+        """Return who an HTTP caller is, from its header.
+
+        Args:
+            admin: Only keys with `admin` will do.
+
+        Raises: Unauthenticated when HTTP asks for a key and this is none; Forbidden.
         """
-        return ANONYMOUS if self.is_http_open else self._owner(authorization)
+        if self.is_http_open:
+            return ANONYMOUS
+        return self.admin_caller(authorization) if admin else self._caller(authorization)
 
-    def grpc_owner(self, authorization: str | None) -> str:
-        """The same for gRPC, which never goes without keys."""
-        if not self.digests:
+    def admin_caller(self, authorization: str | None) -> ApiKey:
+        """The same where a key is needed whatever is open. Raises: Unauthenticated, Forbidden."""
+        caller = self._caller(authorization)
+        if not caller.is_admin:
+            raise Forbidden(f"the API key {caller.name!r} is not an admin's")
+        return caller
+
+    def grpc_caller(self, authorization: str | None) -> ApiKey:
+        """The same for gRPC, which never goes without keys. Raises: Unauthenticated."""
+        if not self.fixed and self.file is None:
             raise Unauthenticated(
-                "gRPC needs API keys to be on: set auth.api_keys_file, auth.api_keys or "
+                f"gRPC needs API keys to be on: set auth.api_keys_file, {LINES_VARIABLE} or "
                 f"{KEY_VARIABLE} on the server",
                 code="api_keys_off",
             )
-        return self._owner(authorization)
+        return self._caller(authorization)
 
-    def _owner(self, authorization: str | None) -> str:
+    def _caller(self, authorization: str | None) -> ApiKey:
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthenticated("an API key is needed: send 'Authorization: Bearer KEY'")
-        given = _digest(key.strip())
-        # Every key is compared, so that the time taken tells nothing.
-        if not sum(hmac.compare_digest(given, known) for known in self.digests):
+        given = digest(key.strip())
+        found = None
+        for known in self.all:  # every one, so that the time taken tells nothing
+            if hmac.compare_digest(given, known.digest):
+                found = known
+        if found is None:
             raise Unauthenticated("the API key is not known here")
-        return given.hex()[:16]
+        return found
 
 
-def _read_keys(path: Path) -> list[str]:
+def read_key_file(path: str) -> tuple[ApiKey, ...]:
+    """The keys of a file. Raises: ConfigError when it cannot be read or is no key file."""
+    name = "auth.api_keys_file"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with open(path, "rb") as handle:
+            data = handle.read(MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(
-            f"auth.api_keys_file: {path} cannot be read: {exc}", param="auth.api_keys_file"
-        ) from exc
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"auth.api_keys_file: {path} holds no key", param="auth.api_keys_file")
-    return keys
+        raise ConfigError(f"{name}: {path} cannot be read: {exc}", param=name) from exc
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{name}: {path} is above {MAX_FILE_BYTES} bytes", param=name)
+    return parse_lines(text.splitlines(), f"{name} {path}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from serve_app.haproxy import BINARY_VARIABLE, without_splicing
-
-HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+from serve_app.haproxy import BINARY_VARIABLE, starter_script
+from serve_app.tls import HAPROXY_VARIABLE
 
 
 def haproxy_enabled() -> bool:
@@ -41,4 +40,4 @@ def prepare_environment(*, haproxy: bool = False) -> None:
         os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")
         os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(min(4, os.cpu_count() or 1)))
         if BINARY_VARIABLE not in os.environ:
-            os.environ[BINARY_VARIABLE] = str(without_splicing())
+            os.environ[BINARY_VARIABLE] = str(starter_script())

@@ -10,12 +10,19 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError, Unavailable
+from quadriga.errors import (
+    Cancelled,
+    InvalidRequest,
+    QuadrigaError,
+    Unauthenticated,
+    Unavailable,
+)
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app import grpc_wire as wire
 from serve_app.bodies import parse_body
 from serve_app.errors import as_quadriga
 from serve_app.front import FrontDesk
+from serve_app.keys import ApiKey
 from serve_app.openai_schema import ChatBody, CompletionBody
 from serve_app.session import Delta, Reader, Session
 from serve_app.sessions import check_key
@@ -32,11 +39,15 @@ class GrpcDoor:
 
     An error travels as a message whose `error` is set, because Serve drops the trailing metadata
     (and with it when to retry) of a call that raises.
+
+    Args:
+        needs_tls: Only calls that came over TLS are answered, on this port; None: all are.
     """
 
-    def __init__(self, desk: FrontDesk) -> None:
+    def __init__(self, desk: FrontDesk, *, needs_tls: int | None = None) -> None:
         self._desk = desk
         self._limits = desk.config.ingress
+        self._needs_tls = needs_tls
 
     async def generate(self, data: bytes, context: Any) -> AsyncGenerator[Any, None]:
         """Generate: yields `GenerateResponse`."""
@@ -87,9 +98,10 @@ class GrpcDoor:
     async def cancel(self, data: bytes, context: Any) -> Any:
         """Cancel: returns `CancelResponse`."""
         try:
-            owner = self._owner(context)
+            caller = self._caller(context)
             request = wire.parse_request(pb.CancelRequest, data, self._limits.max_body_bytes)
-            session = self._desk.sessions.get((owner, check_key(request.request_id, "request_id")))
+            request_id = check_key(request.request_id, "request_id")
+            session = self._desk.sessions.get((caller.name, request_id))
             if session is not None and not session.done:
                 self._desk.abort(session, Cancelled("cancelled by the client"))
             return pb.CancelResponse(found=session is not None)
@@ -100,7 +112,7 @@ class GrpcDoor:
     async def list_models(self, data: bytes, context: Any) -> Any:
         """ListModels: returns `ListModelsResponse`."""
         try:
-            self._owner(context)
+            self._caller(context)
             rows = self._desk.models.listing()["data"]
             return pb.ListModelsResponse(
                 models=[
@@ -129,31 +141,35 @@ class GrpcDoor:
         return kinds(status=kinds.SERVING)
 
     async def _begin(self, data: bytes, context: Any) -> tuple[Session, Reader]:
-        owner = self._owner(context)
+        caller = self._caller(context)
         request = wire.parse_request(pb.GenerateRequest, data, self._limits.max_body_bytes)
         spec = await self._spec(request)
-        session = self._session(owner, request, spec)
+        session = self._session(caller, request, spec)
         try:
-            return session, session.reader(_resume_cursors(request, session))
+            digests = list(request.resume_digest)
+            return session, session.reader(_resume_cursors(request, session), digests or None)
         except InvalidRequest:
             self._desk.leave(session)
             raise
 
-    def _session(self, owner: str, request: Any, spec: GenerateSpec) -> Session:
+    def _session(self, caller: ApiKey, request: Any, spec: GenerateSpec) -> Session:
         if not request.request_id:
             if request.resume_from:
                 raise InvalidRequest("resume_from: needs request_id", param="resume_from")
-            return self._desk.open(spec)
+            return self._desk.open(spec, caller=caller)
         request_copy = pb.GenerateRequest()
         request_copy.CopyFrom(request)
         request_copy.ClearField("resume_from")
+        request_copy.ClearField("resume_digest")
         request_copy.ClearField("deadline_ms")  # what is left of it shrinks from try to try
         fingerprint = hashlib.sha256(request_copy.SerializeToString(deterministic=True)).digest()
         return self._desk.open_or_resume(
             spec,
-            (owner, request.request_id),
+            caller,
+            request.request_id,
             fingerprint,
             is_resumption=any(request.resume_from),
+            may_begin=bool(request.resume_digest),
         )
 
     async def _spec(self, request: Any) -> GenerateSpec:
@@ -172,10 +188,16 @@ class GrpcDoor:
         model = self._desk.models.find(body.model)
         return await completion_spec(body, model, self._limits, self._desk.encode, **common)
 
-    def _owner(self, context: Any) -> str:
+    def _caller(self, context: Any) -> ApiKey:
+        """Raises: Unauthenticated, KeyLimitReached."""
+        if self._needs_tls and not _is_secure(context):
+            raise Unauthenticated(
+                f"this port speaks no TLS and answers nobody; call port {self._needs_tls} with TLS",
+                code="tls_needed",
+            )
         metadata = dict(context.invocation_metadata())
         value = metadata.get("authorization")
-        return self._desk.keys.grpc_owner(value if isinstance(value, str) else None)
+        return self._desk.gate.grpc_caller(value if isinstance(value, str) else None)
 
     def _failed(self, exc: Exception, context: Any) -> QuadrigaError:
         error = as_quadriga(exc)
@@ -192,6 +214,11 @@ class GrpcDoor:
         self._desk.metrics.requests.labels("grpc", code).inc()
 
 
+def _is_secure(context: Any) -> bool:
+    """Whether the call came over TLS, as gRPC itself knows."""
+    return b"ssl" in (context.auth_context() or {}).get("transport_security_type", ())
+
+
 def _at_end(deltas: list[Delta]) -> bool:
     return any(delta.finish is not None for delta in deltas)
 
@@ -204,8 +231,14 @@ def _resume_cursors(request: Any, session: Session) -> list[int]:
         raise InvalidRequest(
             f"resume_from: {len(cursors)} numbers for {count} choices", param="resume_from"
         )
+    num_digests = len(request.resume_digest)
+    if num_digests not in (0, count):
+        raise InvalidRequest(
+            f"resume_digest: {num_digests} numbers for {count} choices", param="resume_digest"
+        )
     for cursor, choice in zip(cursors, session.choices, strict=True):
-        if not 0 <= cursor <= len(choice.state.output_ids):
+        most = choice.state.sampling.max_tokens if num_digests else len(choice.state.output_ids)
+        if not 0 <= cursor <= most:
             raise InvalidRequest(
                 f"resume_from: choice {choice.index} has {len(choice.state.output_ids)} "
                 f"tokens so far, not {cursor}",

@@ -1,53 +1,136 @@
-"""HAProxy as Serve configures it, without splicing: a client that hangs up must be noticed.
+"""HAProxy as Serve configures it, with what Serve leaves out: hang-ups noticed, and TLS.
 
 Serve's template sets `option splice-request`. With it HAProxy (2.8) does not see a client hang up
 that sent headers and body apart, as most HTTP libraries do, until the whole answer is there; the
-request goes on holding its slot for nobody. HAProxy's switch `-dS` turns splicing off, and Serve
-takes another binary by `RAY_SERVE_HAPROXY_BINARY_PATH`: so it is given a two-line script.
+request goes on holding its slot for nobody. HAProxy's switch `-dS` turns splicing off.
 
-On a cluster, every node that runs a proxy needs the variable before `ray start`:
+Serve's template has no TLS either. Where `QUADRIGA_TLS_CERT` is set, HAProxy reads a second file,
+with a front end for HTTPS and one for gRPC over TLS, which pass on to Serve's own.
+
+Serve takes another binary by `RAY_SERVE_HAPROXY_BINARY_PATH`: so it is given a short script. On a
+cluster, every node that runs a proxy needs the variable before `ray start`:
 `export RAY_SERVE_HAPROXY_BINARY_PATH=$(python -m serve_app.haproxy)`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
 from pathlib import Path
 
 from quadriga.errors import ConfigError, QuadrigaError
+from serve_app.tls import Tls, port_variable
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+HTTP_PORT_VARIABLE = "QUADRIGA_HTTP_PORT"
+GRPC_PORT_VARIABLE = "QUADRIGA_GRPC_PORT"
+
+TLS_CONFIG = """\
+defaults quadriga
+    mode http
+    timeout connect 5s
+    timeout client 3600s
+    timeout server 3600s
+    timeout http-request 30s
+    timeout http-keep-alive 90s
+    option http-no-delay
+    option abortonclose
+
+frontend quadriga_https
+    bind {host}:{https_port} ssl crt {bundle} alpn h2,http/1.1 ssl-min-ver TLSv1.2{client}
+    # Serve's own routes, and what has the admin port.
+    http-request return status 404 if {{ path_beg /-/ }} || {{ path /metrics }}
+    default_backend quadriga_http
+
+backend quadriga_http
+    server local 127.0.0.1:{http_port}
+
+frontend quadriga_grpc_tls
+    bind {host}:{grpc_tls_port} ssl crt {bundle} alpn h2 ssl-min-ver TLSv1.2{client}
+    default_backend quadriga_grpc
+
+backend quadriga_grpc
+    server local 127.0.0.1:{grpc_port} proto h2
+"""
 
 
-def without_splicing(folder: Path | None = None) -> Path:
-    """Write the script that starts HAProxy without splicing, and return its path.
+def starter_script(
+    folder: Path | None = None, *, tls: Tls | None = None, http_port: int = 0, grpc_port: int = 0
+) -> Path:
+    """Write the script that starts HAProxy, and what belongs to it; return its path.
 
     Args:
         folder: Where to; by default the user's cache.
+        tls: Take TLS in front; by default as the environment says.
+        http_port: Serve's own; by default as the environment says, else 8000.
+        grpc_port: The same, else 9000.
 
     Raises:
-        ConfigError: There is no HAProxy here, or the folder cannot be written.
+        ConfigError: There is no HAProxy here, the certificate is no good, or the folder cannot be
+            written.
     """
     if folder is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = cache / "quadriga"
-    script = folder / "haproxy-without-splicing"
-    text = f'#!/bin/sh\nexec {shlex.quote(_binary())} -dS "$@"\n'
+    tls = tls or Tls.from_environment()
+    if tls is None:
+        start = f'exec {shlex.quote(_binary())} -dS "$@"'
+        texts = {"haproxy-without-splicing": f"#!/bin/sh\n{start}\n"}
+    else:
+        tls.check()
+        texts = _with_tls(
+            folder,
+            tls,
+            http_port or port_variable(HTTP_PORT_VARIABLE, 8000),
+            grpc_port or port_variable(GRPC_PORT_VARIABLE, 9000),
+        )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not script.is_file() or script.read_text(encoding="utf-8") != text:
-            draft = script.with_suffix(f".{os.getpid()}")
-            draft.write_text(text, encoding="utf-8")
-            draft.chmod(0o700)
-            draft.replace(script)  # another process may be running it
+        for name, text in texts.items():
+            _write(folder / name, text)
     except OSError as exc:
         raise ConfigError(
-            f"{script} cannot be written ({exc}); set XDG_CACHE_HOME to a folder that can, or "
+            f"{folder} cannot be written ({exc}); set XDG_CACHE_HOME to a folder that can, or "
             f"{BINARY_VARIABLE} to an HAProxy of your own"
         ) from exc
-    return script
+    return folder / next(iter(texts))
+
+
+def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int) -> dict[str, str]:
+    """Script and configuration by name; names tell services with other certificates apart."""
+    mark = hashlib.sha256(repr((tls, http_port, grpc_port)).encode()).hexdigest()[:12]
+    bundle = folder / f"haproxy-{mark}.pem"
+    client = f" ca-file {tls.client_ca} verify required" if tls.client_ca else ""
+    config = TLS_CONFIG.format(
+        host=tls.host or "*",
+        https_port=tls.https_port,
+        grpc_tls_port=tls.grpc_port,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        bundle=bundle,
+        client=client,
+    )
+    extra = folder / f"haproxy-{mark}.cfg"
+    cert, key, out = (shlex.quote(str(path)) for path in (tls.cert, tls.key, bundle))
+    # HAProxy wants both in one file; made at every start, so that an exchanged one counts. Ours
+    # comes after Serve's configuration, whose `global` section must be the first.
+    script = (
+        "#!/bin/sh\n"
+        f"(umask 077; cat {cert} {key} > {out}.$$ && mv {out}.$$ {out}) || exit 1\n"
+        f'exec {shlex.quote(_binary())} -dS "$@" -f {shlex.quote(str(extra))}\n'
+    )
+    return {f"haproxy-{mark}": script, extra.name: config}
+
+
+def _write(path: Path, text: str) -> None:
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.chmod(0o700)
+    draft.replace(path)  # another process may be running it
 
 
 def _binary() -> str:
@@ -62,6 +145,6 @@ def _binary() -> str:
 if __name__ == "__main__":
     os.environ.pop(BINARY_VARIABLE, None)  # or the script would start itself
     try:
-        print(without_splicing())
+        print(starter_script())
     except QuadrigaError as error:
         sys.exit(f"quadriga: {error.message}")

@@ -36,26 +36,27 @@ from serve_app.prompts import plain_messages
 
 logger = logging.getLogger("quadriga.http")
 
-SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
-MAX_WARNED_FIELDS = 8
-
 Handler = Callable[[Call], Awaitable[None]]
 
 
 class Endpoint:
-    """A route's handler as an ASGI application that answers every error in OpenAI's format."""
+    """A route's handler as an ASGI application that answers every error in OpenAI's format.
 
-    def __init__(self, desk: FrontDesk, handler: Handler) -> None:
+    Args:
+        door: Label of the metrics.
+    """
+
+    def __init__(self, desk: FrontDesk, handler: Handler, door: str = "http") -> None:
         self._desk = desk
         self._handler = handler
+        self._requests = desk.metrics.requests
+        self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send)
+        limits = self._desk.config.ingress
         try:
+            call.check_headers(limits.max_headers, limits.max_header_bytes)
             await self._handler(call)
         except Exception as exc:  # the border: whatever it is, the client gets the documented form
             error = as_quadriga(exc)
@@ -68,7 +69,7 @@ class Endpoint:
             else:
                 await call.answer_error(error)
         finally:
-            self._desk.metrics.requests.labels("http", str(call.status)).inc()
+            self._requests.labels(self._door, str(call.status)).inc()
 
 
 class HttpDoor:
@@ -103,8 +104,11 @@ class HttpDoor:
         ):
             endpoint = Endpoint(self._desk, handler)
             app.router.routes.append(Route(path, endpoint, methods=[method]))
-        app.add_exception_handler(HTTPException, _routing_error)
-        app.openapi = lambda: openapi_document(self._limits)  # type: ignore[method-assign]
+        app.add_exception_handler(HTTPException, routing_error)
+        needs_key = not self._desk.gate.keys.is_http_open
+        app.openapi = lambda: openapi_document(  # type: ignore[method-assign]
+            self._limits, needs_key=needs_key
+        )
         return app
 
     async def health(self, call: Call) -> None:
@@ -115,23 +119,19 @@ class HttpDoor:
         await call.answer_json({"status": "alive"})
 
     async def metrics(self, call: Call) -> None:
-        try:
-            page = await self._desk.metrics_page()
-        except QuadrigaError as exc:
-            # A page without the others' counters would look like counters that fell.
-            raise Unavailable(f"metrics cannot be gathered now: {exc.message}") from exc
-        await call.answer(page, content_type=CONTENT_TYPE.encode())
+        self._check_caller(call, admin=True)
+        await answer_metrics(self._desk, call)
 
     async def models(self, call: Call) -> None:
-        self._owner(call)
+        self._check_caller(call)
         await call.answer_json(self._desk.models.listing())
 
     async def model(self, call: Call) -> None:
-        self._owner(call)
+        self._check_caller(call)
         await call.answer_json(self._desk.models.describe(call.scope["path_params"]["model"]))
 
     async def tokenize(self, call: Call) -> None:
-        self._owner(call)
+        self._check_caller(call)
         body = parse_body(TokenizeBody, parse_json(await self._body(call)))
         model = self._desk.models.find(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -153,7 +153,7 @@ class HttpDoor:
         await call.answer_json(answer)
 
     async def detokenize(self, call: Call) -> None:
-        self._owner(call)
+        self._check_caller(call)
         body = parse_body(DetokenizeBody, parse_json(await self._body(call)))
         model = self._desk.models.find(body.model)
         size = model.checkpoint.vocab_size
@@ -166,8 +166,9 @@ class HttpDoor:
         text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
         await call.answer_json({"prompt": text})
 
-    def _owner(self, call: Call) -> str:
-        return self._desk.keys.http_owner(call.headers.get("authorization"))
+    def _check_caller(self, call: Call, *, admin: bool = False) -> None:
+        """Raises: Unauthenticated, Forbidden, KeyLimitReached."""
+        self._desk.gate.http_caller(call.headers.get("authorization"), admin=admin)
 
     async def _body(self, call: Call) -> bytes:
         return await call.body(
@@ -175,7 +176,17 @@ class HttpDoor:
         )
 
 
-async def _routing_error(request: Request, exc: Exception) -> Response:
+async def answer_metrics(desk: FrontDesk, call: Call) -> None:
+    """Answer with the whole cluster's metrics. Raises: Unavailable."""
+    try:
+        page = await desk.metrics_page()
+    except QuadrigaError as exc:
+        # A page without the others' counters would look like counters that fell.
+        raise Unavailable(f"metrics cannot be gathered now: {exc.message}") from exc
+    await call.answer(page, content_type=CONTENT_TYPE.encode())
+
+
+async def routing_error(request: Request, exc: Exception) -> Response:
     """404 and 405, which the router raises itself, in the documented form."""
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     error: QuadrigaError

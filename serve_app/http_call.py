@@ -7,7 +7,14 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from quadriga.errors import BodyTooLarge, Cancelled, InvalidRequest, QuadrigaError, RequestTimeout
+from quadriga.errors import (
+    BodyTooLarge,
+    Cancelled,
+    HeadersTooLarge,
+    InvalidRequest,
+    QuadrigaError,
+    RequestTimeout,
+)
 from serve_app.bodies import check_unicode
 from serve_app.errors import error_headers, error_json
 
@@ -40,6 +47,19 @@ class Call:
     @property
     def path(self) -> str:
         return str(self.scope["path"])
+
+    def check_headers(self, max_headers: int, max_bytes: int) -> None:
+        """Raises: HeadersTooLarge."""
+        headers = self.scope["headers"]
+        if len(headers) > max_headers:
+            raise HeadersTooLarge(
+                f"the request has {len(headers)} headers, above the limit of {max_headers}"
+            )
+        size = sum(len(name) + len(value) for name, value in headers)
+        if size > max_bytes:
+            raise HeadersTooLarge(
+                f"the headers have {size} bytes, above the limit of {max_bytes} bytes"
+            )
 
     async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
         """Read the whole body.

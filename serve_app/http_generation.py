@@ -15,6 +15,7 @@ from serve_app.bodies import parse_body
 from serve_app.errors import error_frame
 from serve_app.front import FrontDesk
 from serve_app.http_call import Call, parse_json
+from serve_app.keys import ApiKey
 from serve_app.openai_schema import ChatBody, CompletionBody
 from serve_app.rendering import ChatRenderer, CompletionRenderer, Renderer
 from serve_app.session import Reader, Session
@@ -55,7 +56,7 @@ class HttpGeneration:
         to_spec: Callable[..., Awaitable[GenerateSpec]],
         renderer_class: type[Renderer],
     ) -> None:
-        owner = self._desk.keys.http_owner(call.headers.get("authorization"))
+        caller = self._desk.gate.http_caller(call.headers.get("authorization"))
         raw = await call.body(
             max_bytes=self._limits.max_body_bytes, timeout_s=self._limits.body_timeout_s
         )
@@ -68,7 +69,7 @@ class HttpGeneration:
             request_id=uuid.uuid4().hex,
             now_unix_s=self._desk.clock.unix_s(),
         )
-        session = self._session(call, owner, raw, spec)
+        session = self._session(call, caller, raw, spec)
         try:
             reader = session.reader(_resume_cursors(call, session))
         except InvalidRequest:
@@ -119,14 +120,16 @@ class HttpGeneration:
         except QuadrigaError as exc:
             await call.write(error_frame(exc), more=False)
 
-    def _session(self, call: Call, owner: str, raw: bytes, spec: GenerateSpec) -> Session:
+    def _session(self, call: Call, caller: ApiKey, raw: bytes, spec: GenerateSpec) -> Session:
         """The session under the caller's idempotency key, or a new one."""
         given = call.headers.get("idempotency-key")
         if given is None:
-            return self._desk.open(spec)
-        key = (owner, check_key(given, "idempotency-key"))
+            return self._desk.open(spec, caller=caller)
+        key = check_key(given, "idempotency-key")
         fingerprint = hashlib.sha256(call.path.encode() + b"\0" + raw).digest()
-        return self._desk.open_or_resume(spec, key, fingerprint, is_resumption=_is_resumption(call))
+        return self._desk.open_or_resume(
+            spec, caller, key, fingerprint, is_resumption=_is_resumption(call)
+        )
 
     def _warning_headers(self, spec: GenerateSpec) -> list[tuple[bytes, bytes]]:
         """Name the fields that were ignored, to the client always, to the log once each."""

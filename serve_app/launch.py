@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -15,11 +17,15 @@ from typing import Any
 from quadriga.checkpoint import read_checkpoint
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import ConfigError, QuadrigaError, ReplicaDied, Unavailable
+from serve_app.admin import check_admin
 from serve_app.auth import ApiKeys
 from serve_app.environment import prepare_environment
+from serve_app.haproxy import GRPC_PORT_VARIABLE, HTTP_PORT_VARIABLE
 from serve_app.ray_errors import LOCAL_REMEDY, explain
+from serve_app.tls import Tls, is_loopback
 
 LOOPBACK = "127.0.0.1"
+DEFAULT_PLAIN_GRPC_PORT = 9000
 OBJECT_STORE_BYTES = 256 << 20
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 20.0
@@ -30,20 +36,77 @@ class Addresses:
     """Where the service listens.
 
     Attributes:
-        grpc_port: None where gRPC is off.
+        host: Of everything but gRPC without TLS, which Serve's own proxy opens on every interface.
+        http_port: Without TLS; not open where Serve's own proxy speaks TLS.
+        grpc_port: Without TLS; None where gRPC is off.
+        tls: Clients come over TLS; without it everything else is on loopback, or in a network
+            that may read along.
+        is_haproxy: HAProxy stands in front, and has TLS, instead of Serve's own proxy.
     """
 
     host: str = LOOPBACK
     http_port: int = 8000
     grpc_port: int | None = None
+    tls: Tls | None = None
+    is_haproxy: bool = False
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.host}:{self.http_port}"
+        if self.tls is None:
+            return f"http://{self.host}:{self.http_port}"
+        return f"https://{self.host}:{self.tls.https_port}"
 
     @property
     def grpc_target(self) -> str | None:
-        return None if self.grpc_port is None else f"{self.host}:{self.grpc_port}"
+        if self.grpc_port is None:
+            return None
+        return f"{self.host}:{self.grpc_port if self.tls is None else self.tls.grpc_port}"
+
+    @property
+    def health_url(self) -> str:
+        """Where this machine looks whether it is up; past HAProxy's TLS, which may ask for more."""
+        options = self.http_options()
+        return f"{'https' if 'ssl_certfile' in options else 'http'}://{options['host']}:{options['port']}"
+
+    def http_options(self) -> dict[str, Any]:
+        """What Serve is told to listen on, and how."""
+        if self.tls is None:
+            return {"host": self.host, "port": self.http_port}
+        if self.is_haproxy:  # HAProxy's TLS stands before Serve's ports
+            return {"host": LOOPBACK, "port": self.http_port}
+        return {
+            "host": self.host,
+            "port": self.tls.https_port,
+            "ssl_certfile": str(self.tls.cert),
+            "ssl_keyfile": str(self.tls.key),
+        }
+
+    def to_environment(self) -> None:
+        """Tell the proxies, which are processes of Serve's, about TLS."""
+        if self.tls is not None:
+            self.tls.to_environment()
+            os.environ[HTTP_PORT_VARIABLE] = str(self.http_port)
+            os.environ[GRPC_PORT_VARIABLE] = str(self.grpc_port or DEFAULT_PLAIN_GRPC_PORT)
+
+    def check(self) -> None:
+        """Raises: ConfigError where clients would not be asked for what they should be."""
+        if self.tls is None:
+            return
+        self.tls.check()
+        if self.tls.client_ca is not None and not self.is_haproxy and not is_loopback(self.host):
+            raise ConfigError(
+                "--tls-client-ca: Serve's own proxy asks HTTP clients for no certificate; use "
+                "--haproxy, or --host 127.0.0.1 to have gRPC only behind client certificates",
+                param="tls-client-ca",
+            )
+
+
+def _unverified() -> ssl.SSLContext:
+    """For a look at our own port by its address, for which no certificate need be made out."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def free_port() -> int:
@@ -51,6 +114,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a TCP port of loopback now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
 
 
 class LocalService:
@@ -86,7 +160,10 @@ class LocalService:
         """
         for pool in self.config.pools:
             read_checkpoint(pool.model)  # what cannot be found is said before Ray is started
+        self.addresses.check()
+        check_admin(self.config.admin, self._keys)
         self._check_ports()
+        self.addresses.to_environment()
         prepare_environment()
         self._start_ray()
         self._progress("Ray is up")
@@ -95,10 +172,17 @@ class LocalService:
         self._await_ready()
 
     def _check_ports(self) -> None:
-        host, grpc_port = self.addresses.host, self.addresses.grpc_port
-        wanted = [("--http-port", host, self.addresses.http_port)]
-        if grpc_port is not None and self._keys.digests:
-            wanted.append(("--grpc-port", "", grpc_port))  # Serve listens on every interface
+        where, admin = self.addresses, self.config.admin
+        options = where.http_options()
+        wanted = [("--http-port", options["host"], options["port"])]
+        if where.grpc_port is not None and self._keys.digests:
+            wanted.append(("--grpc-port", "", where.grpc_port))  # Serve listens on every interface
+            if where.tls is not None:
+                wanted.append(("--grpc-tls-port", where.host, where.tls.grpc_port))
+        if where.tls is not None and where.is_haproxy:
+            wanted.append(("--https-port", where.host, where.tls.https_port))
+        if admin.port is not None:
+            wanted.append(("admin.port", admin.host, admin.port))
         for option, address, port in wanted:
             try:
                 with socket.socket() as probe:
@@ -144,7 +228,7 @@ class LocalService:
         try:
             serve.start(
                 proxy_location="HeadOnly",
-                http_options={"host": self.addresses.host, "port": self.addresses.http_port},
+                http_options=self.addresses.http_options(),
                 grpc_options=grpc_options,
             )
             serve.run(
@@ -232,7 +316,8 @@ class LocalService:
 
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.addresses.http_url}/health", timeout=5) as reply:
+            url = f"{self.addresses.health_url}/health"
+            with urllib.request.urlopen(url, timeout=5, context=_unverified()) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False

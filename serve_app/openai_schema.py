@@ -22,6 +22,15 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TOKENS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+}
+_NO_TOOLS: dict[str, Any] = {"enum": [None, "none", "auto"]}
+
+
 class Body(BaseModel):
     """Strict about types, lenient about unknown fields (they are reported back as ignored)."""
 
@@ -29,12 +38,16 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """What a stream carries beside the text; needs `stream: true`."""
+
     include_usage: bool | None = Field(None, description="One last chunk with the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
 
 
 class ResponseFormat(Body):
-    type: str = Field(description='Only "text".')
+    """The form of the answer."""
+
+    type: str = Field(description='Only "text".', json_schema_extra={"enum": ["text"]})
 
 
 class GenerationFields(Body):
@@ -43,27 +56,64 @@ class GenerationFields(Body):
     model: str = Field(
         "quadriga-auto", max_length=512, description="Model id; `quadriga-auto` lets us choose."
     )
-    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_LIMIT)
-    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_LIMIT)
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOKENS_LIMIT,
+        description="Most tokens of the answer; completions: 16 by default, 0 only with `echo`; "
+        "chats: what is left of the context. With the prompt it must fit the context.",
+    )
+    min_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOKENS_LIMIT,
+        description="No end and no stop token before this many; at most `max_tokens`.",
+    )
     temperature: float | None = Field(None, ge=0, le=2, description=f"0 is greedy; {_DEFAULT}")
-    top_p: float | None = Field(None, gt=0, le=1, description=_DEFAULT)
+    top_p: float | None = Field(
+        None, gt=0, le=1, description=f"Share of probability to sample from; {_DEFAULT}"
+    )
     top_k: int | None = Field(
-        None, ge=-1, le=INT32_MAX, description=f"0 and -1 are off; {_DEFAULT}"
+        None,
+        ge=-1,
+        le=INT32_MAX,
+        description=f"Sample from this many tokens; 0 and -1 are off; {_DEFAULT}",
     )
-    min_p: float | None = Field(None, ge=0, le=1, description=_DEFAULT)
-    repetition_penalty: float | None = Field(None, gt=0, le=10, description=_DEFAULT)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description=f"Least probability, as a share of the most probable token's; {_DEFAULT}",
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description=f"Above 1: tokens seen so far are less likely; {_DEFAULT}"
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Off the logit of each token generated before; default 0."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="The same for each time it was generated; default 0."
+    )
     logit_bias: dict[str, Bias] | None = Field(
-        None, max_length=MAX_LOGIT_BIAS, description="Token id (as text) to bias, -100 to 100."
+        None,
+        max_length=MAX_LOGIT_BIAS,
+        description="Token id (as text) to bias, -100 to 100.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
     )
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    seed: int | None = Field(
+        None,
+        ge=INT64_MIN,
+        le=INT64_MAX,
+        description="The same seed and request give the same answer; drawn where absent.",
+    )
     n: int | None = Field(None, ge=1, le=INT32_MAX, description="Choices; bounded by the server.")
     stop: str | list[str] | None = Field(None, description="Matched across token borders.")
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stop_token_ids: list[TokenId] | None = Field(
+        None, max_length=MAX_STOP_TOKEN_IDS, description="Tokens that end the answer; not shown."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on after the end token.")
+    stream: bool | None = Field(None, description="Answer as events, as it is generated.")
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream: true`.")
     return_token_ids: bool | None = Field(
         None, description="`token_ids` of the output in every choice, chunks included."
     )
@@ -73,8 +123,8 @@ class GenerationFields(Body):
     deadline_ms: int | None = Field(
         None, ge=1, le=INT32_MAX, description="Answer 504 when not done by then."
     )
-    user: str | None = Field(None, max_length=4096)
-    response_format: ResponseFormat | None = None
+    user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
+    response_format: ResponseFormat | None = Field(None, description='Only `{"type": "text"}`.')
     exit_threshold: float | None = Field(
         None, ge=0, le=1, description="Confidence from which a token leaves early; 1: never."
     )
@@ -97,13 +147,10 @@ class CompletionBody(GenerationFields):
         description="A string, a list of strings, token ids, or a list of lists of token ids.",
         json_schema_extra={
             "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                {
-                    "type": "array",
-                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                },
+                _TEXT,
+                _TOKENS,
+                {"type": "array", "minItems": 1, "items": _TEXT},
+                {"type": "array", "minItems": 1, "items": _TOKENS},
             ]
         },
     )
@@ -112,60 +159,99 @@ class CompletionBody(GenerationFields):
         None, ge=0, le=INT32_MAX, description="Alternatives to report per token."
     )
     best_of: int | None = Field(None, ge=1, le=INT32_MAX, description="Must equal `n`.")
-    suffix: str | None = Field(None, description="Refused: not supported.")
+    suffix: str | None = Field(
+        None, description="Not supported: null or empty.", json_schema_extra={"maxLength": 0}
+    )
 
 
 class ContentPart(Body):
-    type: str = Field(description='Only "text" (or "refusal").')
-    text: str | None = None
-    refusal: str | None = None
+    """A part of a message's content."""
+
+    type: str = Field(
+        description='Only "text" (or "refusal"); the field of that name must be there.',
+        json_schema_extra={"enum": ["text", "refusal"]},
+    )
+    text: str | None = Field(None, description="With type text.")
+    refusal: str | None = Field(None, description="With type refusal.")
 
 
 class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
+        description="Who speaks; `developer` is read as `system`."
+    )
+    content: str | list[ContentPart] | None = Field(
+        None, description="Text, or text parts, which are joined."
+    )
+    name: str | None = Field(None, description="Passed on to the chat template.")
+    tool_call_id: str | None = Field(None, description="Accepted; changes nothing.")
+    refusal: str | None = Field(None, description="Accepted; changes nothing.")
 
 
 class ChatBody(GenerationFields):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_LIMIT)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=INT32_MAX)
-    tools: list[Any] | None = Field(None, description="Refused: not supported.")
-    tool_choice: Any = Field(None, description='Only null, "none" or "auto".')
-    functions: list[Any] | None = Field(None, description="Refused: not supported.")
-    function_call: Any = Field(None, description='Only null, "none" or "auto".')
-    modalities: list[str] | None = Field(None, description='Only ["text"].')
-    audio: Any = Field(None, description="Refused: not supported.")
+    messages: list[ChatMessage] = Field(
+        min_length=1, max_length=4096, description="The conversation so far."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS_LIMIT, description="`max_tokens` by its newer name; wins over it."
+    )
+    logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=INT32_MAX, description="Alternatives per token; needs `logprobs: true`."
+    )
+    tools: list[Any] | None = Field(
+        None, description="Not supported: null or empty.", json_schema_extra={"maxItems": 0}
+    )
+    tool_choice: Any = Field(
+        None, description='Only null, "none" or "auto".', json_schema_extra=_NO_TOOLS
+    )
+    functions: list[Any] | None = Field(
+        None, description="Not supported: null or empty.", json_schema_extra={"maxItems": 0}
+    )
+    function_call: Any = Field(
+        None, description='Only null, "none" or "auto".', json_schema_extra=_NO_TOOLS
+    )
+    modalities: list[str] | None = Field(
+        None,
+        description='Only ["text"].',
+        json_schema_extra={"items": {"enum": ["text"]}, "maxItems": 1},
+    )
+    audio: Any = Field(None, description="Not supported: null.", json_schema_extra={"type": "null"})
 
 
 class TokenizeBody(Body):
     """POST /tokenize: give `prompt` or `messages`."""
 
-    model: str = Field("quadriga-auto", max_length=512)
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
+    prompt: str | None = Field(None, description="Text; not together with `messages`.")
+    messages: list[ChatMessage] | None = Field(
+        None, min_length=1, max_length=4096, description="A conversation, put in the chat template."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="By default with `prompt`, not with `messages`."
+    )
+    return_token_strs: bool | None = Field(None, description="The text of each token as well.")
 
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    model: str = Field("quadriga-auto", max_length=512)
-    tokens: list[TokenId] = Field(max_length=10_000_000)
+    model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
+    tokens: list[TokenId] = Field(
+        max_length=10_000_000, description="Each inside the model's vocabulary."
+    )
 
 
 class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+    """What went wrong."""
+
+    message: str = Field(description="One sentence: field, value, limit and remedy.")
+    type: str = Field(description="The kind of error, in OpenAI's words.")
+    param: str | None = Field(description="The field at fault.")
+    code: str | None = Field(description="The reason, for programs.")
 
 
 class ErrorBody(BaseModel):

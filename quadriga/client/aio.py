@@ -38,7 +38,10 @@ class AsyncClient:
     Args:
         target: `host:port`.
         api_key: Sent as `authorization: Bearer …`.
-        tls: Use TLS; implied by `root_certificates` (PEM).
+        tls: Use TLS; implied by any certificate.
+        root_certificates: Whom to trust instead of the public CAs, in PEM.
+        client_certificate: Shown to a server that asks for one, with its chain; in PEM.
+        client_key: Of the client's certificate, in PEM.
         timeout_s: For a whole request, retries included; overridden per call.
     """
 
@@ -49,10 +52,17 @@ class AsyncClient:
         api_key: str | None = None,
         tls: bool = False,
         root_certificates: bytes | None = None,
+        client_certificate: bytes | None = None,
+        client_key: bytes | None = None,
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
     ) -> None:
-        secure = credentials(tls=tls, root_certificates=root_certificates)
+        secure = credentials(
+            tls=tls,
+            root_certificates=root_certificates,
+            client_certificate=client_certificate,
+            client_key=client_key,
+        )
         if secure is None:
             self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         else:

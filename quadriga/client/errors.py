@@ -11,6 +11,7 @@ import grpc
 from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
+    Forbidden,
     InvalidRequest,
     InvariantViolation,
     NotFound,
@@ -24,12 +25,16 @@ from quadriga.errors import (
 _BY_STATUS: dict[str, type[QuadrigaError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
     "UNAUTHENTICATED": Unauthenticated,
+    "PERMISSION_DENIED": Forbidden,
     "NOT_FOUND": NotFound,
     "RESOURCE_EXHAUSTED": Overloaded,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,
     "UNAVAILABLE": Unavailable,
 }
+
+
+_BROKEN = ("INTERNAL", "UNKNOWN")
 
 
 def _subclasses(base: type[QuadrigaError]) -> Iterator[type[QuadrigaError]]:
@@ -47,7 +52,9 @@ def from_rpc(exc: grpc.RpcError) -> QuadrigaError:
     status = call.code().name
     metadata = dict(call.trailing_metadata() or ())
     code = metadata.get("quadriga-error-code")
-    fallback = _BY_STATUS.get(status, InvariantViolation)
+    # The service names every error of its own: without a name, whoever held the call is gone.
+    nameless = Unavailable if not code and status in _BROKEN else InvariantViolation
+    fallback = _BY_STATUS.get(status, nameless)
     cls = _BY_CODE.get(code, fallback) if code else fallback
     if cls.grpc_code != status:
         cls = ReplicaError if code and status == "UNAVAILABLE" else fallback

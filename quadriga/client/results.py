@@ -26,11 +26,13 @@ class Usage:
 
     Attributes:
         exits: Layers run → output tokens that left there.
+        rebuilds: How often a choice was begun anew after the loss of a replica.
     """
 
     prompt_tokens: int
     completion_tokens: int
     exits: Mapping[int, int] = field(default_factory=dict)
+    rebuilds: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -42,10 +42,17 @@ class Client:
         api_key: str | None = None,
         tls: bool = False,
         root_certificates: bytes | None = None,
+        client_certificate: bytes | None = None,
+        client_key: bytes | None = None,
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
     ) -> None:
-        secure = credentials(tls=tls, root_certificates=root_certificates)
+        secure = credentials(
+            tls=tls,
+            root_certificates=root_certificates,
+            client_certificate=client_certificate,
+            client_key=client_key,
+        )
         if secure is None:
             self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import grpc
 from quadriga.client.results import Choice, Completion, Message, Model, Piece, Usage
 from quadriga.errors import InvariantViolation
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from quadriga.types import FinishReason, TokenLogprob
+from quadriga.types import FinishReason, TokenLogprob, token_digest
 
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -60,16 +61,25 @@ def affinity(request_id: str) -> list[tuple[str, str]]:
     return [("session_id", request_id), ("idempotency-key", request_id)]
 
 
-def credentials(*, tls: bool, root_certificates: bytes | None) -> grpc.ChannelCredentials | None:
-    if not tls and root_certificates is None:
+def credentials(
+    *,
+    tls: bool,
+    root_certificates: bytes | None,
+    client_certificate: bytes | None,
+    client_key: bytes | None,
+) -> grpc.ChannelCredentials | None:
+    """What the channel is secured with, or None. Raises: ValueError on half a client identity."""
+    if (client_certificate is None) != (client_key is None):
+        raise ValueError("client_certificate and client_key go together; one is missing")
+    if not tls and root_certificates is None and client_certificate is None:
         return None
-    return grpc.ssl_channel_credentials(root_certificates=root_certificates)
+    return grpc.ssl_channel_credentials(root_certificates, client_key, client_certificate)
 
 
 def make_request(
     prompt: Prompt, model: str | None, request_id: str | None, options: Options
 ) -> Any:
-    """Build the message of a request; it always has an id, so that it can be resumed.
+    """Build the message of a request; it can always be resumed, as it has an id and a seed.
 
     Raises: TypeError for an unknown option; ValueError where a value fits no field.
     """
@@ -93,6 +103,8 @@ def make_request(
             request.logit_bias.update(options["logit_bias"])
         elif value is not None:
             setattr(request, name, value)
+    if not request.HasField("seed"):
+        request.seed = random.getrandbits(63)
     return request
 
 
@@ -125,10 +137,12 @@ class StreamProgress:
 
     Attributes:
         received: Tokens had so far, per choice.
+        digests: Of those tokens, per choice: who begins the request anew says the same ones.
     """
 
     request: Any
     received: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
     finished: set[int] = field(default_factory=set)
     is_complete: bool = False
     num_choices: int = 1
@@ -136,12 +150,15 @@ class StreamProgress:
     def __post_init__(self) -> None:
         self.num_choices = self.request.n if self.request.HasField("n") else 1
         self.received = [0] * self.num_choices
+        self.digests = [0] * self.num_choices
 
     def next_request(self) -> Any:
         """The request as it stands now: from the beginning, or from what is still missing."""
         del self.request.resume_from[:]
+        del self.request.resume_digest[:]
         if any(self.received):
             self.request.resume_from.extend(self.received)
+            self.request.resume_digest.extend(self.digests)
         return self.request
 
     def take(self, message: Any) -> list[Piece]:
@@ -159,6 +176,8 @@ class StreamProgress:
                 )
             if index in self.finished:
                 continue
+            new = delta.token_ids[self.received[index] - first :]
+            self.digests[index] = token_digest(new, self.digests[index])
             self.received[index] = first + len(delta.token_ids)
             finish = _FINISH.get(delta.finish_reason)
             if finish is not None:
@@ -183,7 +202,9 @@ class StreamProgress:
 
 
 def _usage(message: Any) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens, dict(message.exits))
+    return Usage(
+        message.prompt_tokens, message.completion_tokens, dict(message.exits), message.rebuilds
+    )
 
 
 def _logprobs(rows: Iterable[Any]) -> tuple[TokenLogprob, ...]:

@@ -149,7 +149,12 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"priority": 2**40}, "priority"),
     ({"suffix": "z"}, "suffix"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"exit_threshold": 0.9}, "exit_threshold"),
+    ({"exit_threshold": 1.5}, "exit_threshold"),
+    ({"exit_threshold": -0.1}, "exit_threshold"),
+    ({"exit_policy": "lenient"}, "exit_policy"),
+    ({"max_depth": 1}, "max_depth"),
+    ({"max_depth": 9}, "max_depth"),
+    ({"sla_tbt_ms": -1}, "sla_tbt_ms"),
     ({"model": 5}, "model"),
     ({"user": 5}, "user"),
 ]

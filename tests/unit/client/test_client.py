@@ -30,7 +30,7 @@ from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import (
     QuadrigaServicer,
     add_QuadrigaServicer_to_server,
 )
-from quadriga.types import FinishReason
+from quadriga.types import FinishReason, token_digest
 from serve_app.grpc_wire import set_error
 
 WORDS = ["one ", "two ", "three ", "four"]
@@ -111,6 +111,10 @@ def test_a_broken_stream_is_taken_up_where_it_broke(servicer: Servicer, client: 
     assert [p.text for p in pieces] == WORDS
     assert [list(r.resume_from) for r in servicer.requests] == [[], [2], [3]]
     assert len({r.request_id for r in servicer.requests}) == 1
+    digests = [[], [token_digest([0, 1])], [token_digest([0, 1, 2])]]
+    assert [list(r.resume_digest) for r in servicer.requests] == digests
+    assert len({r.seed for r in servicer.requests}) == 1, "the same seed, so the same answer"
+    assert all(r.HasField("seed") for r in servicer.requests)
     assert pieces[-1].usage is not None
     assert pieces[-1].finish_reason is FinishReason.LENGTH
     assert servicer.cancelled == []

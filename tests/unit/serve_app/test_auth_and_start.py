@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import pickle
 import stat
@@ -8,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import AuthConfig
-from quadriga.errors import ConfigError, InvalidRequest, Unauthenticated
+from quadriga.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated
 from serve_app.__main__ import _arguments, _own_key, main
-from serve_app.auth import ANONYMOUS, KEY_VARIABLE, ApiKeys
+from serve_app.auth import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
+from serve_app.keys import ANONYMOUS, KeyLimits
 from serve_app.sessions import check_key
 from serve_app.startup import describe
 
@@ -18,31 +21,40 @@ from serve_app.startup import describe
 @pytest.fixture(autouse=True)
 def no_key_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(LINES_VARIABLE, raising=False)
+
+
+def line_of(key: str, name: str, rest: str = "") -> str:
+    return f"{name} sha256:{hashlib.sha256(key.encode()).hexdigest()} {rest}"
 
 
 def test_without_keys_http_is_open_and_grpc_closed() -> None:
     keys = ApiKeys.load(AuthConfig())
-    assert keys.http_owner(None) == ANONYMOUS
+    assert keys.http_caller(None) == ANONYMOUS
     with pytest.raises(Unauthenticated, match="keys to be on"):
-        keys.grpc_owner("Bearer x")
+        keys.grpc_caller("Bearer x")
 
 
 def test_keys_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\none\n\n two \n")
+    file.write_text(f"# ours\n{line_of('one', 'a')}\n\n {line_of('two', 'b', 'admin')} \n")
     monkeypatch.setenv(KEY_VARIABLE, "three")
-    keys = ApiKeys.load(AuthConfig(api_keys=("four",), api_keys_file=str(file)))
-    owners = {keys.http_owner(f"Bearer {key}") for key in ("one", "two", "three", "four")}
-    assert len(owners) == 4
-    for wrong in (None, "", "Bearer", "Bearer ", "Bearer five", "Basic one", "Bearer # ours"):
+    monkeypatch.setenv(LINES_VARIABLE, line_of("four", "d"))
+    keys = ApiKeys.load(AuthConfig(api_keys=(line_of("five", "e"),), api_keys_file=str(file)))
+    callers = [keys.http_caller(f"Bearer {k}") for k in ("one", "two", "three", "four", "five")]
+    assert [c.name for c in callers] == ["a", "b", "environment", "d", "e"]
+    assert [c.is_admin for c in callers] == [False, True, True, False, False]
+    for wrong in (None, "", "Bearer", "Bearer ", "Bearer six", "Basic one", "Bearer # ours"):
         with pytest.raises(Unauthenticated):
-            keys.http_owner(wrong)
+            keys.http_caller(wrong)
+    with pytest.raises(Forbidden):
+        keys.http_caller("Bearer one", admin=True)
 
 
 def test_a_generated_key_leaves_http_open() -> None:
     keys = ApiKeys.of(["made"], is_http_open=True)
-    assert keys.http_owner("Bearer none") == ANONYMOUS
-    assert keys.grpc_owner("bearer made") != ANONYMOUS
+    assert keys.http_caller("Bearer none") == ANONYMOUS
+    assert keys.grpc_caller("bearer made") != ANONYMOUS
 
 
 def test_no_key_leaves_the_process() -> None:
@@ -51,13 +63,66 @@ def test_no_key_leaves_the_process() -> None:
     assert "very-secret" not in repr(keys)
 
 
-@pytest.mark.parametrize("content", [None, "", "# none\n", b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "# none\n", b"\xff", "a-plain-key\n", "x" * ((1 << 20) + 1)],
+    ids=["absent", "empty", "comment", "bytes", "plain", "huge"],
+)
 def test_unusable_key_files(tmp_path: Path, content: str | bytes | None) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match="api_keys_file"):
         ApiKeys.load(AuthConfig(api_keys_file=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("secret-key-as-it-is", "key line is"),
+        ("name secret-key-as-it-is", "key line is"),
+        ("name sha256:abc", "key line is"),
+        (line_of("k", "n", "colour=red"), "no option"),
+        (line_of("k", "n", "concurrency=1.5"), "whole number"),
+        (line_of("k", "n", "requests_per_s=0"), "above 0"),
+        (line_of("k", "n", "tokens_per_min=nan"), "above 0"),
+        (line_of("k", "n", "concurrency=2 concurrency=3"), "twice"),
+    ],
+)
+def test_a_bad_key_line_is_named_and_not_quoted(line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        ApiKeys.load(AuthConfig(api_keys=(line_of("good", "good"), line)))
+    assert "line 2" in caught.value.message
+    assert "secret-key-as-it-is" not in caught.value.message
+
+
+def test_names_and_keys_are_there_once() -> None:
+    for lines in ((line_of("k", "a"), line_of("l", "a")), (line_of("k", "a"), line_of("k", "b"))):
+        with pytest.raises(ConfigError):
+            ApiKeys.load(AuthConfig(api_keys=lines))
+
+
+def test_the_command_makes_a_key_that_opens(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--requests-per-s", "2.5", "--tokens-per-min", "6000", "--concurrency", "3"]
+    assert main(["keys", "--name", "alice", "--admin", *options]) == 0
+    printed = capsys.readouterr()
+    key = printed.err.removeprefix("key: ").strip()
+    keys = ApiKeys.load(AuthConfig(api_keys=(printed.out,)))
+    caller = keys.http_caller(f"Bearer {key}", admin=True)
+    assert caller.limits == KeyLimits(2.5, 6000, 3)
+    assert key not in printed.out
+    assert caller.line() == printed.out.strip()
+
+
+def test_the_command_hashes_a_key_there_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("k" * 40 + "\n"))
+    assert main(["keys", "--name", "bob", "--stdin"]) == 0
+    assert capsys.readouterr().out.strip() == line_of("k" * 40, "bob").strip()
+    monkeypatch.setattr("sys.stdin", io.StringIO("short\n"))
+    assert main(["keys", "--name", "bob", "--stdin"]) == 2
+    assert main(["keys", "--name", "two words"]) == 2
 
 
 def test_an_empty_key_is_no_key() -> None:
@@ -99,6 +164,9 @@ def test_settings_win_over_the_file(tmp_path: Path) -> None:
         ["decode_replicas=0"],
         ["--config", "/nowhere.yaml"],
         ["--host", "0.0.0.0"],
+        ["--tls-cert", "/nowhere.pem"],
+        ["--tls-cert", "/nowhere.pem", "--tls-key", "/nowhere.key"],
+        ["keys", "--name", "a/b"],
     ],
 )
 def test_start_up_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

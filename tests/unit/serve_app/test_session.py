@@ -9,8 +9,9 @@ import pytest
 from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied
 from quadriga.text import StopMatcher
 from quadriga.types import Emission, FinishReason, SamplingParams, SequenceState
+from serve_app.choice import Choice
 from serve_app.models import ServedModel
-from serve_app.session import Choice, Session
+from serve_app.session import Session
 from serve_app.spec import GenerateSpec, Prompt
 
 
@@ -58,7 +59,7 @@ def test_the_move_may_be_known_before_the_first_token(choice: Choice) -> None:
     assert choice.accept("d", tokens(1, 41, epoch=1)) == 0, "also when delivered twice"
     assert choice.accept("p", tokens(0, 40)) == 2
     assert choice.state.output_ids == [40, 41]
-    assert (choice.replica, choice.heirs) == ("d", set())
+    assert (choice.replica, choice.heirs) == ("d", {})
 
 
 def test_former_owners_are_ignored(choice: Choice) -> None:

@@ -1,0 +1,17 @@
+"""OpenAI's client: a conversation, whole."""
+
+import os
+
+from openai import OpenAI
+
+url = os.environ.get("QUADRIGA_URL", "http://127.0.0.1:8000")
+client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("QUADRIGA_API_KEY", "none"))
+
+answer = client.chat.completions.create(
+    model="quadriga-auto",
+    messages=[{"role": "user", "content": "Sort: 7 3 9 1"}],
+    max_completion_tokens=32,
+    temperature=0,
+)
+print(answer.choices[0].message.content)
+print(f"{answer.model}: {answer.usage.completion_tokens} tokens")

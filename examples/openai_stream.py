@@ -1,0 +1,22 @@
+"""OpenAI's client: text as it comes, with the usage at the end."""
+
+import os
+
+from openai import OpenAI
+
+url = os.environ.get("QUADRIGA_URL", "http://127.0.0.1:8000")
+client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("QUADRIGA_API_KEY", "none"))
+
+stream = client.completions.create(
+    model="quadriga-auto",
+    prompt="Count from 3 to 30.\n",
+    max_tokens=64,
+    temperature=0,
+    stream=True,
+    stream_options={"include_usage": True},
+)
+for chunk in stream:
+    for choice in chunk.choices:
+        print(choice.text, end="", flush=True)
+    if chunk.usage is not None:
+        print(f"\n{chunk.usage.completion_tokens} tokens")

@@ -1,0 +1,138 @@
+"""The way of a sequence to its prefill replica: admitted, submitted, again where that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from quadriga.batching.rebuild import num_prefill_tokens
+from quadriga.clock import Clock
+from quadriga.config import IngressConfig
+from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied, ReplicaError, Unavailable
+from quadriga.types import AdmitRequest, SequenceState
+from serve_app.choice import Choice
+from serve_app.cluster import Cluster
+from serve_app.pump import Pumps
+from serve_app.reaper import Reaper
+from serve_app.recovery import pause_s
+from serve_app.view import ClusterWatch
+
+LAUNCH_ATTEMPTS = 3
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 1.0
+
+
+class Launcher:
+    """Brings sequences onto the road, new ones and those that are to be rebuilt.
+
+    A new one is refused where the cluster is full, and after a few failures. A rebuilt one was
+    admitted before: it waits for room, and for replicas that are being started, until
+    `ingress.rebuild_patience_s`. The request's own deadline ends either.
+
+    Args:
+        rename: Has a sequence freed wherever it may be, and returns the new name under which it
+            goes on: a submission that failed may still have arrived, and must not run twice.
+    """
+
+    def __init__(
+        self,
+        config: IngressConfig,
+        cluster: Cluster,
+        watch: ClusterWatch,
+        clock: Clock,
+        pumps: Pumps,
+        reaper: Reaper,
+        *,
+        rename: Callable[[Choice], str],
+    ) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._watch = watch
+        self._clock = clock
+        self._pumps = pumps
+        self._reaper = reaper
+        self._rename = rename
+
+    async def launch(self, choice: Choice, name: str) -> None:
+        """Have a sequence accepted that is called `name`.
+
+        Returns early where it ended, or was lost and got another name, meanwhile.
+
+        "Nobody is ready" is often over in a moment: after a stall of the machine every report is
+        old at once although the replicas live. So it is asked again, ever more rarely.
+
+        Raises:
+            QuadrigaError: Nobody takes it, or nobody did for too long.
+        """
+        is_rebuild = choice.num_rebuilds > 0
+        patience = self._config.rebuild_patience_s if is_rebuild else None
+        give_up_s = self._clock.now_s() + (patience or self._config.admission_patience_s)
+        wait_s = FIRST_PAUSE_S
+        num_failures = 0
+        if is_rebuild:
+            await asyncio.sleep(pause_s(choice.num_stalled - 1))
+        while choice.is_called(name):
+            try:
+                admission = await self._watch.admit(_admit_request(choice.state))
+            except (Unavailable, Overloaded) as exc:
+                if isinstance(exc, Overloaded) and not is_rebuild:
+                    raise
+                wait_s = await self._wait(give_up_s, wait_s, exc)
+                continue
+            if not choice.is_called(name):
+                return
+            try:
+                await self._submit(choice, name, admission.prefill_replica)
+                return
+            except (ReplicaError, Overloaded, Unavailable) as exc:
+                if not choice.is_called(name):
+                    return
+                num_failures += 1
+                if isinstance(exc, ReplicaDied):
+                    self._watch.forget(admission.prefill_replica)
+                if not is_rebuild and num_failures == LAUNCH_ATTEMPTS:
+                    raise
+                name = self._rename(choice)
+                if is_rebuild:
+                    wait_s = await self._wait(give_up_s, wait_s, exc)
+
+    async def _submit(self, choice: Choice, name: str, replica: str) -> None:
+        choice.replica = replica
+        self._pumps.watch(replica, name)
+        # A copy: it travels in a moment, with others, and the sequence may be renamed until then.
+        state = choice.state
+        await self._cluster.submit(
+            replica,
+            replace(
+                state,
+                output_ids=list(state.output_ids),
+                exit_layers=list(state.exit_layers),
+            ),
+        )
+        if choice.is_called(name):
+            choice.heard_s = self._clock.now_s()
+        else:  # it ended, or was lost, while it was being submitted
+            self._reaper.cancel(replica, name)
+
+    async def _wait(self, give_up_s: float, wait_s: float, error: QuadrigaError) -> float:
+        """Wait a moment; returns how long the next one is. Raises: `error`, at `give_up_s`."""
+        left_s = give_up_s - self._clock.now_s()
+        if left_s <= 0:
+            raise error
+        # Spread, so that those who wait do not all come back at once.
+        await asyncio.sleep(min(left_s, wait_s * random.uniform(0.5, 1.0)))
+        return min(2 * wait_s, MAX_PAUSE_S)
+
+
+def _admit_request(state: SequenceState) -> AdmitRequest:
+    num_tokens = num_prefill_tokens(state)
+    return AdmitRequest(
+        sequence_id=state.sequence_id,
+        model=state.model,
+        num_prompt_tokens=num_tokens,
+        max_tokens=state.max_total_tokens - num_tokens,
+        priority=state.priority,
+        deadline_unix_s=state.deadline_unix_s,
+    )

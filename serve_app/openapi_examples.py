@@ -1,0 +1,111 @@
+"""Examples of the OpenAPI page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quadriga.errors import (
+    BodyTooLarge,
+    DeadlineExceeded,
+    Forbidden,
+    HeadersTooLarge,
+    InvalidRequest,
+    InvariantViolation,
+    Overloaded,
+    QuadrigaError,
+    RequestTimeout,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+)
+
+CREATED = 1_767_225_600
+USAGE = {
+    "prompt_tokens": 11,
+    "completion_tokens": 9,
+    "total_tokens": 20,
+    "quadriga": {"exits": {"4": 5, "8": 4}},
+}
+MODEL = {
+    "id": "quadriga-auto",
+    "object": "model",
+    "created": CREATED,
+    "owned_by": "quadriga",
+    "root": "quadriga-s",
+    "parent": None,
+    "max_model_len": 2048,
+}
+MODELS = {"object": "list", "data": [MODEL | {"id": "quadriga-s"}, MODEL]}
+HEALTH = {"status": "ok", "models": ["quadriga-s"]}
+ALIVE = {"status": "alive"}
+METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n"
+TOKENS = {"tokens": [52, 81, 84], "count": 3, "max_model_len": 2048}
+TEXT = {"prompt": "Sort: 7 3 9 1\n"}
+COMPLETION: dict[str, Any] = {
+    "id": "cmpl-5f0c1d",
+    "object": "text_completion",
+    "created": CREATED,
+    "model": "quadriga-s",
+    "choices": [{"index": 0, "text": "1 3 7 9", "logprobs": None, "finish_reason": "stop"}],
+    "usage": USAGE,
+}
+CHAT: dict[str, Any] = {
+    "id": "chatcmpl-5f0c1d",
+    "object": "chat.completion",
+    "created": CREATED,
+    "model": "quadriga-s",
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "1 3 7 9", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ],
+    "usage": USAGE,
+}
+STREAM = 'data: {"id":"cmpl-5f0c1d", …}\n\ndata: [DONE]\n\n'
+COMPLETION_REQUESTS: dict[str, Any] = {
+    "text": {"model": "quadriga-auto", "prompt": "Sort: 7 3 9 1\n", "max_tokens": 32},
+    "token ids, scored": {"prompt": [52, 81, 84], "max_tokens": 4, "logprobs": 2, "echo": True},
+    "events": {
+        "prompt": "Count from 3 to 30.\n",
+        "max_tokens": 64,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+}
+CHAT_REQUESTS: dict[str, Any] = {
+    "one turn": {
+        "model": "quadriga-auto",
+        "messages": [{"role": "user", "content": "Sort: 7 3 9 1"}],
+        "max_completion_tokens": 32,
+    },
+    "parts": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Reverse: 5 6 7"}]},
+        ],
+        "max_tokens": 16,
+        "temperature": 0.7,
+        "seed": 7,
+    },
+}
+TOKENIZE_REQUESTS: dict[str, Any] = {
+    "text": {"prompt": "Sort: 7 3 9 1\n"},
+    "messages": {"messages": [{"role": "user", "content": "Sort: 7 3 9 1"}]},
+}
+DETOKENIZE_REQUESTS: dict[str, Any] = {"ids": {"tokens": [52, 81, 84]}}
+ERRORS: dict[type[QuadrigaError], str] = {
+    InvalidRequest: "temperature: Input should be less than or equal to 2 (got 3)",
+    Unauthenticated: "the API key is not known here",
+    Forbidden: "the API key 'alice' is not an admin's",
+    UnknownModel: "model 'gpt' is not served here; served: quadriga-s (or 'quadriga-auto')",
+    RequestTimeout: "the body was not here within 30 s",
+    BodyTooLarge: "the body is larger than the limit of 4000000 bytes",
+    Overloaded: "the queues are full; retry in 1 s",
+    HeadersTooLarge: "the request has 140 headers, above the limit of 100",
+    InvariantViolation: "an internal error (KeyError); see the server's log",
+    Unavailable: "no replica is ready",
+    DeadlineExceeded: "the request was not done within its deadline of 5 s",
+}

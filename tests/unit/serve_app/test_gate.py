@@ -1,0 +1,190 @@
+"""Keys with limits: each is kept to its own, in the client's format, and the file is read again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.clock import ManualClock
+from quadriga.config import AuthConfig
+from quadriga.errors import KeyLimitReached, Unauthenticated
+from serve_app.auth import ApiKeys
+from serve_app.gate import Gate
+from serve_app.grpc_door import GrpcDoor
+from serve_app.keys import ApiKey, KeyLimits, digest
+from serve_app.metrics import IngressMetrics
+from tests.unit.serve_app.conftest import MakeStand
+from tests.unit.serve_app.test_front import until
+from tests.unit.serve_app.test_grpc_door import Context, wants
+
+
+def keys_of(**limits: KeyLimits) -> ApiKeys:
+    """Keys that are their own names."""
+    made = tuple(ApiKey(name, digest(name), limit) for name, limit in limits.items())
+    return ApiKeys(made, is_http_open=False)
+
+
+def gate_of(**limits: KeyLimits) -> tuple[Gate, ManualClock]:
+    clock = ManualClock(100.0)
+    return Gate(keys_of(**limits), clock, IngressMetrics("i")), clock
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_requests_per_second() -> None:
+    gate, clock = gate_of(a=KeyLimits(requests_per_s=2), b=KeyLimits())
+    for _ in range(2):
+        gate.http_caller("Bearer a")
+    with pytest.raises(KeyLimitReached, match="2 requests per second") as caught:
+        gate.http_caller("Bearer a")
+    assert caught.value.retry_after_s == pytest.approx(0.5)
+    for _ in range(50):
+        gate.http_caller("Bearer b")
+    clock.advance(0.49)
+    with pytest.raises(KeyLimitReached):
+        gate.grpc_caller("Bearer a")
+    clock.advance(0.02)
+    gate.grpc_caller("Bearer a")
+    clock.advance(3600)
+    for _ in range(2):
+        gate.http_caller("Bearer a")
+    with pytest.raises(KeyLimitReached):  # an hour of silence saves nothing up
+        gate.http_caller("Bearer a")
+
+
+def test_a_slow_rate_lets_the_first_one_in() -> None:
+    gate, clock = gate_of(a=KeyLimits(requests_per_s=0.1))
+    gate.http_caller("Bearer a")
+    with pytest.raises(KeyLimitReached) as caught:
+        gate.http_caller("Bearer a")
+    assert caught.value.retry_after_s == pytest.approx(10)
+    clock.advance(10)
+    gate.http_caller("Bearer a")
+
+
+def test_tokens_per_minute_are_waited_for() -> None:
+    gate, clock = gate_of(a=KeyLimits(tokens_per_min=600))
+    caller = gate.http_caller("Bearer a")
+    ticket = gate.begin(caller, 500)
+    other = gate.begin(caller, 50)
+    ticket.close(200)  # 150 in debt at ten a second
+    with pytest.raises(KeyLimitReached, match="600 tokens per minute") as caught:
+        gate.begin(caller, 1)
+    assert caught.value.retry_after_s == pytest.approx(15)
+    other.close(0)
+    clock.advance(15)
+    gate.begin(caller, 1).close(0)
+
+
+def test_a_new_limit_counts_at_once_and_what_runs_is_not_forgotten() -> None:
+    gate, _ = gate_of(a=KeyLimits(concurrency=5))
+    caller = gate.http_caller("Bearer a")
+    running = [gate.begin(caller, 1) for _ in range(3)]
+    gate.keys = keys_of(a=KeyLimits(concurrency=3))
+    caller = gate.http_caller("Bearer a")
+    with pytest.raises(KeyLimitReached, match="3 requests at once"):
+        gate.begin(caller, 1)
+    running.pop().close(0)
+    gate.begin(caller, 1)
+
+
+async def test_the_limit_in_both_clients_formats(make_stand: MakeStand) -> None:
+    gate = asyncio.Event()
+    stand = await make_stand(
+        keys=keys_of(a=KeyLimits(concurrency=1), b=KeyLimits(concurrency=1)), gate=gate
+    )
+    body = {"prompt": "hi", "max_tokens": 100}
+    first = asyncio.ensure_future(
+        stand.http.post("/v1/completions", json=body, headers=bearer("a"))
+    )
+    await until(lambda: stand.cluster.num_held == 1)
+    refused = await stand.http.post("/v1/completions", json=body, headers=bearer("a"))
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert refused.headers["retry-after"] == "1"
+    assert "x-should-retry" not in refused.headers
+    context = Context("Bearer a")
+    await GrpcDoor(stand.desk).generate_once(wants(), context)
+    assert context.code is not None
+    assert context.code.name == "RESOURCE_EXHAUSTED"
+    assert context.trailing["retry-after-ms"] == "1000"
+    other = asyncio.ensure_future(
+        stand.http.post("/v1/completions", json=body, headers=bearer("b"))
+    )
+    gate.set()
+    assert (await first).status_code == 200
+    assert (await other).status_code == 200
+    again = await stand.http.post("/v1/completions", json=body, headers=bearer("a"))
+    assert again.status_code == 200
+
+
+async def test_every_way_out_makes_room(make_stand: MakeStand) -> None:
+    """Success, refusal, a bad request, a client that goes: the one slot is always free again."""
+    stand = await make_stand(keys=keys_of(a=KeyLimits(concurrency=1)))
+    for fields in ({}, {"max_tokens": -1}, {"echo": True, "max_tokens": 0}, {"deadline_ms": 1}):
+        body: dict[str, Any] = {"prompt": "hi", "max_tokens": 100} | fields
+        reply = await stand.http.post("/v1/completions", json=body, headers=bearer("a"))
+        assert reply.status_code != 429, reply.text
+    stand.cluster.gate = asyncio.Event()
+    stream = GrpcDoor(stand.desk).generate(wants(), Context("Bearer a"))
+    await anext(stream)
+    await stream.aclose()
+    stand.cluster.gate.set()
+    last = await stand.http.post("/v1/completions", json={"prompt": "hi"}, headers=bearer("a"))
+    assert last.status_code == 200
+
+
+async def test_a_resumed_request_is_one_request(make_stand: MakeStand) -> None:
+    """An abandoned stream keeps its place; taking it up again needs no second one."""
+    gate = asyncio.Event()
+    stand = await make_stand(keys=keys_of(a=KeyLimits(concurrency=1)), gate=gate)
+    door = GrpcDoor(stand.desk)
+    stream = door.generate(wants(request_id="r1"), Context("Bearer a"))
+    await anext(stream)
+    await stream.aclose()
+    context = Context("Bearer a")
+    await door.generate_once(wants(request_id="r2"), context)
+    assert context.trailing["quadriga-error-code"] == "rate_limit_exceeded"
+    gate.set()
+    context = Context("Bearer a")
+    await door.generate_once(wants(request_id="r1"), context)
+    assert context.code is None
+
+
+async def test_the_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def write(*names: str) -> None:
+        draft = tmp_path / "draft"
+        draft.write_text("\n".join(ApiKey(n, digest(n)).line() for n in names))
+        os.replace(draft, file)
+
+    file = tmp_path / "keys"
+    write("a", "b")
+    gate = Gate(
+        ApiKeys.load(AuthConfig(api_keys_file=str(file))), ManualClock(), IngressMetrics("i")
+    )
+    await gate.reload()
+    write("b", "c")
+    await gate.reload()
+    gate.http_caller("Bearer c")
+    with pytest.raises(Unauthenticated):
+        gate.http_caller("Bearer a")
+    with caplog.at_level(logging.ERROR):
+        file.write_text("a line that is none")
+        await gate.reload()
+        file.unlink()
+        await gate.reload()
+    assert len(caplog.records) == 2
+    gate.http_caller("Bearer c")
+    write()  # nobody any more, which does not open the door
+    await gate.reload()
+    for caller in (gate.http_caller, gate.grpc_caller):
+        with pytest.raises(Unauthenticated):
+            caller("Bearer c")

@@ -1,0 +1,277 @@
+"""Whatever dies, hangs or wakes, and whenever: every stream is the one of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import serve_app.front
+import serve_app.road
+from quadriga.config import load_config
+from quadriga.errors import Cancelled, DeadlineExceeded, MigrationFailed, QuadrigaError, ReplicaDied
+from quadriga.types import Emission, FinishReason, Role, SamplingParams
+from serve_app.auth import ApiKeys
+from serve_app.front import FrontDesk
+from serve_app.models import ModelDirectory
+from serve_app.session import Session
+from serve_app.spec import GenerateSpec, Prompt
+from tests.unit.serve_app.conftest import MODEL
+from tests.unit.serve_app.mortal_cluster import MortalCluster, MortalReplica, expected
+
+QUICK = {
+    "ingress.poll_timeout_s": 0.05,
+    "ingress.replica_silence_s": 0.15,
+    "ingress.max_rebuilds": 8,
+    "ingress.rebuild_patience_s": 5.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_app.front, "HOUSEKEEPING_INTERVAL_S", 0.02)
+    monkeypatch.setattr(serve_app.road, "AUDIT_AFTER_S", 0.3)
+
+
+@asynccontextmanager
+async def desk_over(cluster: MortalCluster, **config: Any) -> AsyncIterator[FrontDesk]:
+    desk = FrontDesk(
+        load_config(QUICK | config),
+        ModelDirectory([MODEL]),
+        ApiKeys(),
+        cluster,  # type: ignore[arg-type]  # what operators see is not here
+        ingress_id="i",
+    )
+    desk.start()
+    try:
+        yield desk
+    finally:
+        await desk.close()
+        await cluster.close()
+
+
+def ask(desk: FrontDesk, number: int, max_tokens: int, *, deadline_s: float = 20.0) -> Session:
+    now = time.time()
+    prompt = Prompt([30 + number, 31, 32], "abc")
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return desk.open(
+        GenerateSpec(
+            f"r{number}", "quadriga-s", (prompt,), 1, sampling, (), False, 0, now, now + deadline_s
+        )
+    )
+
+
+async def read(session: Session) -> list[int]:
+    """Read to the end as a client does; a token twice, or one missing, is an error."""
+    tokens: list[int] = []
+    num_first = 0
+    reader = session.reader()
+    finish: FinishReason | None = None
+    while deltas := await reader.read():
+        for delta in deltas:
+            assert delta.first_index == len(tokens)
+            tokens += delta.token_ids
+            num_first += delta.is_first
+            finish = delta.finish
+    assert finish is FinishReason.LENGTH
+    assert num_first == 1
+    assert session.num_output_tokens == len(tokens)
+    return tokens
+
+
+async def all_well(desk: FrontDesk, cluster: MortalCluster, sessions: list[Session]) -> None:
+    got = await asyncio.gather(*(read(s) for s in sessions))
+    for session, tokens in zip(sessions, got, strict=True):
+        (choice,) = session.choices
+        assert tokens == expected(choice.state.prompt_ids, len(tokens))
+        assert len(tokens) == choice.state.sampling.max_tokens
+        assert len(choice.state.exit_layers) == len(tokens)
+    assert cluster.num_doubled == 0, "a name was submitted twice"
+    assert not desk._road.sessions()
+
+
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110  (the fake has no event for every condition)
+            await asyncio.sleep(0.001)
+
+
+def owner(cluster: MortalCluster, session: Session) -> MortalReplica:
+    name = session.choices[0].replica
+    assert name is not None
+    return cluster.replicas[name]
+
+
+async def test_the_owner_dies_in_mid_stream() -> None:
+    cluster = MortalCluster()
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 60)
+        for _ in range(4):
+            seen = session.num_output_tokens
+            await until(lambda seen=seen: session.num_output_tokens > seen + 5)
+            cluster.kill(owner(cluster, session))
+        await all_well(desk, cluster, [session])
+        (choice,) = session.choices
+        assert choice.num_rebuilds >= 4
+        assert [s.sequence_id for s in cluster.submitted[1:]] == [
+            f"{cluster.submitted[0].sequence_id}.{k}" for k in range(1, len(cluster.submitted))
+        ]
+        resumed = [len(s.output_ids) for s in cluster.submitted]
+        assert resumed == sorted(resumed), "each goes on where the ingress was"
+        assert [s.epoch for s in cluster.submitted] == sorted({s.epoch for s in cluster.submitted})
+
+
+async def test_the_prefill_replica_dies_before_the_first_token() -> None:
+    cluster = MortalCluster(gap=50)
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 10)
+        await until(lambda: bool(cluster.submitted))
+        cluster.kill(owner(cluster, session))
+        await all_well(desk, cluster, [session])
+        assert session.choices[0].num_rebuilds == 1
+
+
+@pytest.mark.parametrize("gap", [0, 1, 3, 30])
+@pytest.mark.parametrize("moment", ["announced", "committed"])
+@pytest.mark.parametrize("victims", ["source", "heir", "both"])
+async def test_deaths_around_a_hand_off(victims: str, moment: str, gap: int) -> None:
+    """Before the commit and after it; before the ingress has heard of it, and after."""
+    cluster = MortalCluster(gap=gap)
+    moments = 0
+
+    def strike(at: str, source: MortalReplica, heir: MortalReplica) -> None:
+        nonlocal moments
+        moments += at == moment
+        if at == moment and moments <= 2:
+            for victim in {"source": [source], "heir": [heir]}.get(victims, [source, heir]):
+                cluster.kill(victim)
+
+    cluster.on_move = strike
+    async with desk_over(cluster) as desk:
+        await all_well(desk, cluster, [ask(desk, 0, 12)])
+        assert moments > 0
+
+
+async def test_a_hung_replica_that_wakes_does_no_harm() -> None:
+    cluster = MortalCluster()
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 300)
+        await until(lambda: session.num_output_tokens > 5)
+        sleeper = owner(cluster, session)
+        sleeper.awake.clear()
+        await until(lambda: session.choices[0].num_rebuilds == 1)
+        await until(lambda: owner(cluster, session) is not sleeper)
+        sleeper.awake.set()
+        await all_well(desk, cluster, [session])
+        await until(lambda: not sleeper.own)
+        assert session.choices[0].num_rebuilds == 1
+
+
+async def test_a_sequence_that_nobody_has_is_found() -> None:
+    """Its owner lives and has lost it: the ingress asks in the end, and begins it anew."""
+    cluster = MortalCluster()
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 100)
+        await until(lambda: session.num_output_tokens > 5)
+        owner(cluster, session).own.clear()
+        await all_well(desk, cluster, [session])
+        assert session.choices[0].num_rebuilds == 1
+
+
+@pytest.mark.parametrize("error", [MigrationFailed("4 failed"), Cancelled("silent ingress")])
+async def test_what_befell_the_replica_is_no_verdict(error: QuadrigaError) -> None:
+    cluster = MortalCluster()
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 100)
+        await until(lambda: session.num_output_tokens > 5)
+        state = session.choices[0].state
+        replica = owner(cluster, session)
+        replica.own.clear()
+        replica.put(Emission(state.sequence_id, state.epoch, 0, error=error))
+        await all_well(desk, cluster, [session])
+
+
+Strikes = st.lists(
+    st.tuples(
+        st.integers(0, 120),  # when: tokens that all streams have together
+        st.sampled_from(["kill", "hang"]),
+        st.sampled_from([Role.PREFILL, Role.DECODE]),
+        st.integers(0, 9),  # which of the living
+    ),
+    max_size=7,
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(strikes=Strikes, gap=st.integers(0, 12), num_streams=st.integers(1, 5))
+def test_any_order_of_deaths_and_hangs(
+    strikes: list[tuple[int, str, Role, int]], gap: int, num_streams: int
+) -> None:
+    asyncio.run(_survive(strikes, gap, num_streams))
+
+
+async def _survive(strikes: list[tuple[int, str, Role, int]], gap: int, num_streams: int) -> None:
+    cluster = MortalCluster(gap=gap)
+    async with desk_over(cluster) as desk:
+        sessions = [ask(desk, i, 40) for i in range(num_streams)]
+        striking = asyncio.ensure_future(_strike(cluster, sessions, sorted(strikes)))
+        try:
+            await all_well(desk, cluster, sessions)
+        finally:
+            striking.cancel()
+
+
+async def _strike(
+    cluster: MortalCluster, sessions: list[Session], strikes: list[tuple[int, str, Role, int]]
+) -> None:
+    for at, action, role, which in strikes:
+        while sum(s.num_output_tokens for s in sessions) < at:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        able = [r for r in cluster.of(role) if r.is_well]
+        victim = able[which % len(able)]
+        if action == "kill" or len(able) == 1:
+            cluster.kill(victim)
+        else:
+            victim.awake.clear()
+            asyncio.get_running_loop().call_later(0.4, victim.awake.set)
+
+
+async def test_rebuilding_ends() -> None:
+    """A request that kills whoever takes it must not go round for ever."""
+    cluster = MortalCluster(gap=20)
+
+    def strike(at: str, source: MortalReplica, heir: MortalReplica) -> None:
+        cluster.kill(source)
+        cluster.kill(heir)
+
+    cluster.on_move = strike
+    async with desk_over(cluster, **{"ingress.max_rebuilds": 2}) as desk:
+        session = ask(desk, 0, 10)
+        with pytest.raises(ReplicaDied):
+            await read(session)
+        assert session.choices[0].num_rebuilds == 2
+        assert not desk._road.sessions()
+
+
+async def test_the_deadline_ends_a_rebuild() -> None:
+    cluster = MortalCluster()
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 500, deadline_s=0.4)
+        await until(lambda: session.num_output_tokens > 5)
+        for replica in cluster.of(Role.PREFILL):
+            replica.awake.clear()
+        cluster.kill(owner(cluster, session))
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await read(session)
+        assert time.monotonic() - started < 2.0
+        assert not desk._road.sessions()
+        for replica in cluster.of(Role.PREFILL):
+            replica.awake.set()
+        await until(lambda: not any(r.own for r in cluster.replicas.values()))
