@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quadriga.clock import ManualClock
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.types import SampledToken, SequenceState
+from quadriga.types import KVExtent, SampledToken, SequenceState
 
 EOS = 0
 
@@ -47,6 +47,8 @@ class FakeRunner:
 
     def emit(self, rows: Sequence[int]) -> list[SampledToken]:
         raise AssertionError("a runner without exits runs whole passes")
+
+    num_filled = 0
 
     def attach(self, row: int, state: SequenceState) -> None:
         assert row not in self.attached, f"row {row} is taken"
@@ -88,6 +90,15 @@ class FakeRunner:
     def restore(self, row: int, state: SequenceState, suspended: list[int]) -> None:
         self.attach(row, state)
         self.kv[row] = list(suspended)
+
+    def extents(self, row: int) -> list[KVExtent]:
+        return [KVExtent(0, self.num_layers, len(self.kv[row]))]
+
+    def read_rest(self, row: int) -> int | None:
+        return None
+
+    def resume(self, row: int, state: SequenceState, rest: int | None) -> None:
+        self.attach(row, state)
 
     def read_kv(
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int
@@ -162,6 +173,20 @@ class FakeSegmentRunner(FakeRunner):
     def restore(self, row: int, state: SequenceState, suspended: list[int]) -> None:
         super().restore(row, state, suspended[1:])
         self.next_segment[row] = suspended[0]
+
+    def extents(self, row: int) -> list[KVExtent]:
+        """Of a token that waits at an exit, the layers that were run; the others are complete."""
+        at, begins = self.next_segment[row], (0, *self._ends[:-1])
+        ran = [len(self.kv[row]) - (0 < at <= i) for i in range(len(self._ends))]
+        return [KVExtent(*e) for e in zip(begins, self._ends, ran, strict=True)]
+
+    def read_rest(self, row: int) -> int:
+        return self.next_segment[row]
+
+    def resume(self, row: int, state: SequenceState, rest: int | None) -> None:
+        super().resume(row, state, rest)
+        assert rest is not None
+        self.next_segment[row] = rest
 
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         assert rows and len(set(rows)) == len(rows), f"rows {rows}"

@@ -3,13 +3,15 @@
 A sequence passes through: reserved (its row is being filled by a transfer) → front (ready for its
 next token) ⇄ waiting at an exit (its token did not leave there and its next layers have not begun)
 → gone. Only where memory fills, a sequence is paused: its row moves to host memory and comes back
-later, wherever it was.
+later, wherever it was. One that moves to another replica is at rest for a moment in between.
 """
 
 from __future__ import annotations
 
 import math
 
+from quadriga.batching.departures import Departures
+from quadriga.batching.depth import DepthChanges
 from quadriga.batching.exit_gate import ExitGate
 from quadriga.batching.finish import FinishRule, append_token
 from quadriga.batching.places import Place, Places, Running, summary
@@ -23,7 +25,7 @@ from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
-from quadriga.types import Emission, SampledToken, SequenceState
+from quadriga.types import Emission, ResumePoint, SampledToken, SequenceState
 
 RATE_WINDOW_S = 10.0
 
@@ -41,6 +43,11 @@ class DecodeLoop:
         criterion: How a confidence is compared with its threshold.
         is_partial: The model has layers beyond those loaded, so that tokens which leave the deepest
             one below their threshold are breaches.
+        parks_strict: Those of strict sequences do not leave there, and wait until layers are loaded
+            or the sequence is taken away; `depth.needs_deeper` names them.
+
+    Attributes:
+        depth: Changes of the depth that is loaded.
 
     Not thread-safe: one thread calls everything. (KV may be written from other threads into rows
     that are reserved and not yet running.)
@@ -57,6 +64,7 @@ class DecodeLoop:
         counters: ExitCounters | None = None,
         criterion: Criterion = "top",
         is_partial: bool = False,
+        parks_strict: bool = False,
     ) -> None:
         self.slots = slots
         self.counters = counters or ExitCounters()
@@ -74,9 +82,22 @@ class DecodeLoop:
             counters=self.counters,
             criterion=criterion,
             is_partial=is_partial,
+            parks_strict=parks_strict,
         )
         self._preemption = Preemption(
             runner=runner, slots=slots, places=self._places, clock=clock, enter=self._enter
+        )
+        self.departures = Departures(runner=runner, places=self._places, enter=self._enter)
+        self.depth = DepthChanges(
+            runner=runner,
+            slots=slots,
+            places=self._places,
+            gate=self._gate,
+            preemption=self._preemption,
+            departures=self.departures,
+            clock=clock,
+            run=self._run_range,
+            follow=self._follow_depth,
         )
         self._first_deadline_unix_s = math.inf  # of all who are here; may be of one who is gone
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
@@ -99,21 +120,47 @@ class DecodeLoop:
             ContextTooLong: It can never fit.
         """
         self._preemption.make_room(max_total_tokens, num_tokens, priority)
-        return self.slots.reserve(sequence_id, max_total_tokens, num_tokens)
+        slot = self.slots.reserve(sequence_id, max_total_tokens, num_tokens)
+        self.depth.reserved(sequence_id)
+        return slot
 
-    def join(self, state: SequenceState) -> None:
+    def join(
+        self,
+        state: SequenceState,
+        resume: ResumePoint | None = None,
+        depth: int | None = None,
+    ) -> None:
         """Let a sequence, whose row is reserved and filled, take part from the next step on.
+
+        Args:
+            resume: Where it stood, for one that was decoding elsewhere.
+            depth: Layers of its KV, where it was prefilled shallower than this replica is.
 
         Raises:
             InvariantViolation: It has no reservation, or nothing to continue from.
+            MigrationFailed: Layers of its KV were let go while it came.
         """
         slot = self.slots.get(state.sequence_id)
-        if slot is None or state.sequence_id in self._places.rows:
+        if slot is None or self._holds(state.sequence_id):
             raise InvariantViolation(f"sequence {state.sequence_id} cannot join: no free slot")
         if not state.output_ids:
             raise InvariantViolation(f"sequence {state.sequence_id} joins without a first token")
-        self._runner.attach(slot.row, state)
-        self._enter(slot.row, state, self._places.front)
+        came_with = self.depth.came_with(state.sequence_id, depth)
+        if resume is None:
+            self._runner.attach(slot.row, state)
+            self.depth.attached(slot.row, came_with)
+            self._enter(slot.row, state, self._places.front)
+            return
+        self.depth.check_arrival(state.sequence_id, resume, came_with)
+        at = resume.waited_at
+        if at is not None and at > len(self._places.waiting):
+            at = None  # beyond what is loaded here: the token is run again
+        place = self._places.at(at)
+        self._runner.resume(slot.row, state, resume.rest)
+        self._enter(slot.row, state, place)
+
+    def _holds(self, sequence_id: str) -> bool:
+        return sequence_id in self._places.rows or sequence_id in self.departures.at_rest
 
     def _enter(self, row: int, state: SequenceState, place: Place) -> None:
         now_s = self._clock.now_s()
@@ -128,18 +175,20 @@ class DecodeLoop:
             ),
             threshold=state.exits.threshold,
             bar=self._gate.bar(state.exits),
-            last_segment=self._gate.last_segment(state.exits),
+            last_segment=0,
             gap_s=state.exits.sla_tbt_s,
             num_tokens=state.num_tokens,
             since_s=now_s,
+            is_strict=state.exits.policy == "strict",
         )
+        self.depth.settle_in(running)
         self._places.add(running)
         self._first_deadline_unix_s = min(self._first_deadline_unix_s, state.deadline_unix_s)
         gap_s = running.gap_s or self._rebatcher.target_gap_s(self.num_running)
         running.deadline_s = now_s + gap_s
 
     def leave(self, sequence_id: str) -> SequenceState | None:
-        """Take a sequence out and free its slot, reserved or running.
+        """Take a sequence out and free its slot, reserved, running or at rest.
 
         A token that waits at an exit is dropped; whoever goes on with the sequence computes it
         again.
@@ -147,6 +196,11 @@ class DecodeLoop:
         Returns:
             Its state when it was running, else None.
         """
+        resting = self.departures.at_rest.pop(sequence_id, None)
+        if resting is not None:
+            self.slots.release(sequence_id)
+            self._runner.detach(resting.row)
+            return resting.state
         paused = self._preemption.paused.pop(sequence_id, None)
         if paused is not None:
             return paused.state
@@ -166,13 +220,17 @@ class DecodeLoop:
         """Schedule → run → judge → commit. Returns (ingress id, emission) pairs."""
         emissions = self._expire()
         self._preemption.balance()
-        if not self._places.running:
-            return emissions
+        self.depth.repay()
+        if self._places.num_runnable:
+            self._run(*self._schedule(self._clock.now_s()), emissions)
+        return emissions
+
+    def _run(self, ran: Range, group: list[Running], emissions: Emissions) -> None:
+        """Run → judge → commit."""
         clock, runner = self._clock, self._runner
-        ran, group = self._schedule(clock.now_s())
         num_tokens = sum([r.num_tokens for r in group])
         rows = [r.row for r in group]
-        started_s = clock.now_s()
+        started_s, filled = clock.now_s(), runner.num_filled
         if ran.first == 0 and ran.stop == self._num_segments and not self._is_partial:
             tokens = runner.decode(rows)
             leavers, passed, judged_s = group, None, 0.0
@@ -184,19 +242,35 @@ class DecodeLoop:
             tokens = runner.emit([r.row for r in leavers]) if leavers else []
         now_s = clock.now_s()
         seconds = now_s - started_s - judged_s  # the runner's own
-        self._rebatcher.observe(ran, len(group), num_tokens, seconds, passed)
+        filled = runner.num_filled - filled
+        self._rebatcher.observe(ran, len(group), num_tokens, seconds, passed, filled)
         if leavers:
             self._commit(leavers, tokens, now_s, emissions)
         self._token_time.add((now_s - started_s) / max(1, len(leavers)) * self.num_running)
         self._rate.add(len(leavers), now_s=now_s)
-        return emissions
+
+    def _run_range(self, ran: Range, emissions: Emissions) -> None:
+        """Run a range that is nobody's choice, as far as its rows may go."""
+        self._run(*self._group_of(ran, self._clock.now_s()), emissions)
+
+    def _follow_depth(self, before: tuple[int, ...]) -> None:
+        """The runner's segments are others now."""
+        ends = self._runner.segment_ends
+        self._num_segments = len(ends)
+        self._is_partial = ends[-1] < self.depth.full_depth
+        self._rebatcher = self._rebatcher.resized(before, ends)
+        self._gate.follow(ends, self._rebatcher, is_partial=self._is_partial)
 
     def _schedule(self, now_s: float) -> tuple[Range, list[Running]]:
         """Choose the next range, and the group that runs it."""
         places = self._places
         front = Waiting(len(places.front), sum([r.num_tokens for r in places.front.values()]))
         waiting = [summary(place.values()) for place in places.waiting]
-        ran = self._rebatcher.choose(front, waiting, now_s)
+        return self._group_of(self._rebatcher.choose(front, waiting, now_s), now_s)
+
+    def _group_of(self, ran: Range, now_s: float) -> tuple[Range, list[Running]]:
+        """The group that waits before a range, and the range as far as all of it may go."""
+        places = self._places
         group = list(places.before(ran.first).values())
         if not group:
             raise InvariantViolation(f"nobody waits before segment {ran.first}")
@@ -247,7 +321,7 @@ class DecodeLoop:
         now_unix_s = self._clock.unix_s()
         if now_unix_s < self._first_deadline_unix_s:
             return []
-        states = self.running
+        states = self._expiring
         late = [s for s in states if s.deadline_unix_s <= now_unix_s]
         self._first_deadline_unix_s = min(
             (s.deadline_unix_s for s in states if s.deadline_unix_s > now_unix_s), default=math.inf
@@ -268,11 +342,18 @@ class DecodeLoop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._places.running or self._preemption.paused)
+        places = self._places
+        if places.num_runnable or self.depth.has_work:
+            return True
+        return bool(self._preemption.paused) and not places.running
 
     @property
     def running(self) -> list[SequenceState]:
-        """States of the running sequences, in order of joining, then of the paused ones."""
+        """States of the running sequences, in order of joining, of the paused, of those at rest."""
+        return self._expiring + [r.state for r in self.departures.at_rest.values()]
+
+    @property
+    def _expiring(self) -> list[SequenceState]:
         paused = [p.state for p in self._preemption.paused.values()]
         return [r.state for r in self._places.running.values()] + paused
 
@@ -294,6 +375,10 @@ class DecodeLoop:
     def num_resumes(self) -> int:
         """Sequences moved back since the start."""
         return self._preemption.num_resumes
+
+    def is_paused(self, sequence_id: str) -> bool:
+        """Whether a sequence is in host memory."""
+        return sequence_id in self._preemption.paused
 
     @property
     def num_paused(self) -> int:

@@ -19,6 +19,7 @@ class ExitGate:
         criterion: How a confidence is compared with its threshold.
         is_partial: The model has layers beyond those loaded, so that tokens which leave the deepest
             one below their threshold are breaches.
+        parks_strict: Strict sequences wait there instead, for somebody to take them deeper.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ExitGate:
         counters: ExitCounters,
         criterion: Criterion,
         is_partial: bool,
+        parks_strict: bool = False,
     ) -> None:
         self._ends = tuple(ends)
         self._places = places
@@ -37,6 +39,18 @@ class ExitGate:
         self._counters = counters
         self._criterion = criterion
         self._is_partial = is_partial
+        self._parks_strict = parks_strict
+
+    def follow(self, ends: Sequence[int], rebatcher: Rebatcher, *, is_partial: bool) -> None:
+        """Follow the loaded depth."""
+        self._ends = tuple(ends)
+        self._rebatcher = rebatcher
+        self._is_partial = is_partial
+
+    @property
+    def depth(self) -> int:
+        """Layers loaded."""
+        return self._ends[-1]
 
     def bar(self, exits: ExitParams) -> float:
         """The confidence from which a token passes: c ≥ bar."""
@@ -63,9 +77,7 @@ class ExitGate:
     ) -> tuple[list[Running], int | None]:
         """Who leaves at the exit behind `ran`, and how many may; the others wait there from now."""
         if ran.stop == len(self._ends):
-            if self._is_partial:
-                self._count_breaches(group, confidences)
-            return group, None
+            return self._leave_last(group, confidences, now_s), None
         passed = [c >= r.bar for c, r in zip(confidences, group, strict=True)]
         stays = [r for r, p in zip(group, passed, strict=True) if not p]
         place = self._places.waiting[ran.stop - 1]
@@ -92,6 +104,29 @@ class ExitGate:
         self._counters.buffered += len(stays)
         return leavers, count
 
+    def _parks(self, running: Running) -> bool:
+        """Whether a sequence needs more depth than there is; one that limits itself does not."""
+        return running.is_strict and not 0 < running.state.exits.max_depth <= self._ends[-1]
+
+    def _leave_last(
+        self, group: list[Running], confidences: list[float], now_s: float
+    ) -> list[Running]:
+        """At the deepest exit all leave, but for strict ones that need more depth than there is."""
+        if not self._is_partial:
+            return group
+        parked = (
+            [r for r, c in zip(group, confidences, strict=True) if c < r.bar and self._parks(r)]
+            if self._parks_strict
+            else []
+        )
+        for running in parked:
+            self._places.move(running, self._places.parked[-1], now_s)
+        stays = {running.row for running in parked}
+        pairs = [(r, c) for r, c in zip(group, confidences, strict=True) if r.row not in stays]
+        leavers = [r for r, _ in pairs]
+        self._count_breaches(leavers, [c for _, c in pairs])
+        return leavers
+
     def _leave(
         self, verdict: Verdict, at: AtExit, group: list[Running], now_s: float
     ) -> list[Running]:
@@ -101,6 +136,11 @@ class ExitGate:
         leavers = []
         for running, confidence, passed in zip(group, at.confidences, at.passed, strict=True):
             if running.last_segment == exit_index:
+                if running.owes and not passed:
+                    running.wants = True
+                    if running.is_strict:
+                        self._places.move(running, self._places.parked[exit_index], now_s)
+                        continue
                 self._count_breaches([running], [confidence])
                 leavers.append(running)
             elif verdict is Verdict.LEAVE or (passed and verdict is Verdict.SPLIT):

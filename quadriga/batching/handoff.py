@@ -23,7 +23,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from quadriga.errors import KVTransportError, MigrationFailed
-from quadriga.types import DepthClass, KVPart, TransferOffer
+from quadriga.types import DepthClass, KVExtent, KVPart, TransferOffer
 
 Value = TypeVar("Value")
 
@@ -61,14 +61,33 @@ class Lease:
 
 
 class LeaseTable:
-    """Every transfer a replica is receiving, and what became of the recent ones."""
+    """Every transfer a replica is receiving, and what became of the recent ones.
 
-    def __init__(self, depth_class: DepthClass) -> None:
+    Args:
+        depth_class: Of the replica; `follow` tells of another one.
+        any_depth: Sequences of other depths of the model are taken, too: the replica's depth
+            changes, and layers that are not here are left out. What runs already comes from a depth
+            that is not greater.
+    """
+
+    def __init__(self, depth_class: DepthClass, *, any_depth: bool = False) -> None:
         self._depth_class = depth_class
+        self._any_depth = any_depth
         self._open: dict[str, Lease] = {}
         self._storing: dict[str, Lease] = {}
         self._ended: OrderedDict[str, LeaseState] = OrderedDict()
         self._epochs: OrderedDict[str, int] = OrderedDict()
+
+    def follow(self, depth_class: DepthClass) -> None:
+        """The replica holds another number of layers from now on."""
+        self._depth_class = depth_class
+
+    def _is_for_us(self, offered: DepthClass, *, is_live: bool) -> bool:
+        mine = self._depth_class
+        if offered == mine:
+            return True
+        fits = not is_live or offered.depth <= mine.depth
+        return self._any_depth and offered.model == mine.model and fits
 
     def check_offer(self, offer: TransferOffer) -> list[str]:
         """Decide on an offer before room is looked for.
@@ -79,7 +98,7 @@ class LeaseTable:
         Raises:
             MigrationFailed: The offer is for another depth class, stale, or already over.
         """
-        if offer.depth_class != self._depth_class:
+        if not self._is_for_us(offer.depth_class, is_live=offer.is_live):
             raise MigrationFailed(
                 f"transfer {offer.transfer_id} is for {offer.depth_class}; "
                 f"this replica serves {self._depth_class}",
@@ -149,8 +168,8 @@ class LeaseTable:
         if offer.source != source:
             raise _refused(part, f"the lease is {offer.source}'s, not {source}'s")
         last_layer = part.first_layer + part.num_layers
-        if not (0 <= part.first_layer < last_layer <= self._depth_class.depth):
-            raise _refused(part, f"layers {part.first_layer}..{last_layer} are not held here")
+        if not (0 <= part.first_layer < last_layer <= offer.depth_class.depth):
+            raise _refused(part, f"layers {part.first_layer}..{last_layer} were not offered")
         stop = part.start + part.num_tokens
         if not (0 <= part.start < stop <= offer.max_total_tokens):
             raise _refused(
@@ -195,7 +214,13 @@ class LeaseTable:
         return lease.state not in (LeaseState.OPEN, LeaseState.COMMITTED)
 
     def commit(
-        self, transfer_id: str, *, epoch: int, num_tokens: int, checksums: Sequence[int]
+        self,
+        transfer_id: str,
+        *,
+        epoch: int,
+        num_tokens: int,
+        checksums: Sequence[int],
+        extents: Sequence[KVExtent] = (),
     ) -> Lease | None:
         """Make the sequence this replica's own.
 
@@ -203,6 +228,7 @@ class LeaseTable:
             epoch: The state's epoch, which must be the offered one.
             num_tokens: Positions whose KV the sequence needs to go on.
             checksums: Of every part, in order of their indices, as the source computed them.
+            extents: What of that was computed at all, per run of layers; empty for everything.
 
         Returns:
             The lease, or None when it was committed before.
@@ -226,7 +252,10 @@ class LeaseTable:
                 code="stale_epoch",
             )
         _verify_parts(lease, checksums)
-        gap = _first_gap(lease.parts.values(), self._depth_class.depth, num_tokens)
+        depth = lease.offer.depth_class.depth
+        extents = extents or (KVExtent(0, depth, num_tokens),)
+        _verify_extents(lease, extents, depth, num_tokens)
+        gap = _first_gap(lease.parts.values(), extents)
         if gap is not None:
             raise MigrationFailed(
                 f"transfer {transfer_id} lacks layer {gap[0]} from position {gap[1]} on",
@@ -277,6 +306,10 @@ class LeaseTable:
         """Ids of all open transfers."""
         return list(self._open)
 
+    def offers(self) -> list[TransferOffer]:
+        """Offers of the open leases."""
+        return [lease.offer for lease in self._open.values()]
+
     def sequences(self) -> set[str]:
         """Ids of sequences whose row a transfer holds, or a thread still writes."""
         leases = [*self._open.values(), *self._storing.values()]
@@ -285,6 +318,11 @@ class LeaseTable:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def num_live(self) -> int:
+        """Open transfers of sequences that are decoding at their source."""
+        return sum(lease.offer.is_live for lease in self._open.values())
 
     @property
     def num_closing(self) -> int:
@@ -330,9 +368,32 @@ def _verify_parts(lease: Lease, checksums: Sequence[int]) -> None:
         )
 
 
-def _first_gap(parts: Iterable[KVPart], depth: int, num_tokens: int) -> tuple[int, int] | None:
+def _verify_extents(lease: Lease, extents: Sequence[KVExtent], depth: int, num_tokens: int) -> None:
+    """Raise MigrationFailed unless these are the layers, each filled no further than the first."""
+    begins = [extent.first_layer for extent in extents]
+    ends = [extent.stop_layer for extent in extents]
+    tokens = [extent.num_tokens for extent in extents]
+    is_sane = (
+        begins == [0, *ends[:-1]]
+        and ends[-1] == depth
+        and all(begin < end for begin, end in zip(begins, ends, strict=True))
+        and tokens == sorted(tokens, reverse=True)
+        and tokens[-1] >= 0
+        # The newest token has KV only where it was run already and waits at an exit.
+        and num_tokens <= tokens[0] <= num_tokens + 1
+    )
+    if not is_sane:
+        raise MigrationFailed(
+            f"transfer {lease.offer.transfer_id} of {num_tokens} tokens claims KV that {depth} "
+            f"layers cannot have: {list(extents)}",
+            code="incoherent",
+        )
+
+
+def _first_gap(parts: Iterable[KVPart], extents: Sequence[KVExtent]) -> tuple[int, int] | None:
     """(layer, position) of the first KV that no part brought, or None."""
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(depth)]
+    needed = [e.num_tokens for e in extents for _ in range(e.first_layer, e.stop_layer)]
+    spans: list[list[tuple[int, int]]] = [[] for _ in needed]
     for part in parts:
         for layer in range(part.first_layer, part.first_layer + part.num_layers):
             spans[layer].append((part.start, part.start + part.num_tokens))
@@ -342,6 +403,6 @@ def _first_gap(parts: Iterable[KVPart], depth: int, num_tokens: int) -> tuple[in
             if start > covered:
                 break
             covered = max(covered, stop)
-        if covered < num_tokens:
+        if covered < needed[layer]:
             return layer, covered
     return None

@@ -73,6 +73,12 @@ class Outbox:
         box.unsent.clear()
         return PollReply(self._incarnation, box.last_seq, list(box.entries))
 
+    def unacknowledged(self, ingress_id: str, sequence_id: str) -> list[Emission]:
+        """Emissions with tokens of one sequence that its ingress may not have, oldest first."""
+        box = self._mailboxes.get(ingress_id)
+        entries = box.entries if box is not None else ()
+        return [e for e in entries if e.sequence_id == sequence_id and e.token_ids]
+
     def heard(self, ingress_id: str, *, now_s: float) -> None:
         """Note a sign of life of an ingress that has nothing to poll for."""
         box = self._mailboxes.get(ingress_id)
@@ -105,6 +111,7 @@ def _extend(earlier: Emission, emission: Emission) -> bool:
         and emission.prompt_logprobs is None
         and (earlier.logprobs is None) == (emission.logprobs is None)
         and bool(earlier.token_ids)
+        and (earlier.depth == emission.depth or not emission.token_ids)
         and emission.first_index == earlier.first_index + len(earlier.token_ids)
     )
     if not mergeable:

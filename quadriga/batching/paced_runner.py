@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from quadriga.interfaces import LayersDone, ModelRunner, PrefillChunk
+from quadriga.errors import ConfigError
+from quadriga.interfaces import LayersDone, ModelRunner, PrefillChunk, ResizableRunner
 from quadriga.pacing import PaceProfile
-from quadriga.types import SampledToken, SequenceState
+from quadriga.types import KVExtent, SampledToken, SequenceState
 
 
 class PacedRunner:
@@ -81,6 +82,11 @@ class PacedRunner:
         """See `ModelRunner.emit`."""
         return self._runner.emit(rows)
 
+    @property
+    def num_filled(self) -> int:
+        """See `ModelRunner.num_filled`."""
+        return self._runner.num_filled
+
     @contextmanager
     def _paced(self, rows: Sequence[int], share: float) -> Iterator[None]:
         started_s = self._now_s()
@@ -103,6 +109,19 @@ class PacedRunner:
         self._runner.restore(row, state, suspended)
         self._states[row] = state
 
+    def extents(self, row: int) -> list[KVExtent]:
+        """See `ModelRunner.extents`."""
+        return self._runner.extents(row)
+
+    def read_rest(self, row: int) -> object:
+        """See `ModelRunner.read_rest`."""
+        return self._runner.read_rest(row)
+
+    def resume(self, row: int, state: SequenceState, rest: object) -> None:
+        """See `ModelRunner.resume`."""
+        self._runner.resume(row, state, rest)
+        self._states[row] = state
+
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> object:
         """See `ModelRunner.read_kv`."""
         return self._runner.read_kv(row, first_layer, num_layers, start, stop)
@@ -110,3 +129,46 @@ class PacedRunner:
     def write_kv(self, row: int, first_layer: int, start: int, kv: object) -> None:
         """See `ModelRunner.write_kv`."""
         self._runner.write_kv(row, first_layer, start, kv)
+
+    # See `ResizableRunner`: what is paced changes its depth if what is inside does.
+
+    @property
+    def full_depth(self) -> int:
+        runner = self._runner
+        return runner.full_depth if isinstance(runner, ResizableRunner) else runner.num_layers
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        runner = self._runner
+        if isinstance(runner, ResizableRunner):
+            return runner.kv_capacity_tokens
+        return runner.num_rows * runner.row_capacity_tokens
+
+    def take_depth(self, prepared: object) -> None:
+        self._resizable.take_depth(prepared)
+
+    def check_drop(self, depth: int) -> None:
+        self._resizable.check_drop(depth)
+
+    def drop_to(self, depth: int) -> None:
+        self._resizable.drop_to(depth)
+
+    def set_depth_of(self, row: int, depth: int) -> None:
+        self._resizable.set_depth_of(row, depth)
+
+    def depth_of(self, row: int) -> int:
+        runner = self._runner
+        return runner.depth_of(row) if isinstance(runner, ResizableRunner) else runner.num_layers
+
+    def repay(self, row: int, max_tokens: int) -> int:
+        return self._resizable.repay(row, max_tokens)
+
+    @property
+    def _resizable(self) -> ResizableRunner:
+        if not isinstance(self._runner, ResizableRunner):
+            raise ConfigError(
+                "depth: the paced engine runs its model as it is; only the native engine changes "
+                "its depth while it serves",
+                param="depth",
+            )
+        return self._runner

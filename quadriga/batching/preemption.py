@@ -179,6 +179,5 @@ class Preemption:
         del self.paused[state.sequence_id]
         self.num_resumes += 1
         self._runner.restore(slot.row, state, paused.suspended)
-        at, places = paused.waited_at, self._places
-        self._enter(slot.row, state, places.front if at is None else places.waiting[at])
+        self._enter(slot.row, state, self._places.at(paused.waited_at))
         return True

@@ -8,6 +8,7 @@ from typing import Protocol
 from quadriga.batching.finish import append_token, finish_reason
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.rates import Ewma, RateMeter
+from quadriga.batching.rebuild import check_record, chunk_of, num_prefill_tokens
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import Clock
 from quadriga.errors import DeadlineExceeded, InvariantViolation, KVCacheExhausted, QuadrigaError
@@ -42,6 +43,9 @@ class PrefillEvents(Protocol):
         finish: FinishReason | None,
     ) -> None:
         """The prompt is done. `state` holds the first token, except when none was asked for."""
+
+    def on_rebuilt(self, state: SequenceState) -> None:
+        """The KV of a sequence that spoke before is there again; it has nothing new to say."""
 
     def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
         """The sequence ended here; its slot is free again."""
@@ -81,7 +85,9 @@ class PrefillLoop:
         self._events = events
         self._eos_token_ids = eos_token_ids
         self._chunk_tokens = chunk_tokens
+        self._layer_groups = layer_groups
         self._group_ends = _group_ends(runner.num_layers, layer_groups)
+        self._is_held = False
         self._clock = clock
         self._active: list[_Job] = []
         self._computed: dict[str, SequenceState] = {}
@@ -90,7 +96,13 @@ class PrefillLoop:
         self._step_time = Ewma(0.1)
 
     def submit(self, state: SequenceState) -> None:
-        """Queue a sequence. Raises: Overloaded."""
+        """Queue a sequence, a new one or one that is to be rebuilt.
+
+        Raises:
+            Overloaded: The queue is full.
+            InvariantViolation: Its exit record does not cover its output.
+        """
+        check_record(state)
         now_s = self._clock.now_s()
         rate = self._rate.per_s(now_s=now_s)
         self._queue.push(state, now_s=now_s, drain_tokens_per_s=rate)
@@ -111,7 +123,33 @@ class PrefillLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._active) or (len(self._queue) > 0 and not self._is_stalled)
+        may_start = not self._is_stalled and not self._is_held
+        return bool(self._active) or (len(self._queue) > 0 and may_start)
+
+    def hold(self) -> None:
+        """Start no more sequences, until `resume`: those under way go on, others wait in the queue.
+
+        The KV of a prompt has the same layers from its first token to its last, so the depth
+        changes between prompts, when the loop `is_quiet`.
+        """
+        self._is_held = True
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it is held, and no sequence has a row (any more)."""
+        return self._is_held and not self.slots.num_held
+
+    def resume(self, kv_capacity_tokens: int | None = None) -> None:
+        """Start sequences again, at the depth that the runner has now.
+
+        Args:
+            kv_capacity_tokens: What fits now; None: as much as before.
+        """
+        self._is_held = False
+        self._is_stalled = False
+        self._group_ends = _group_ends(self._runner.num_layers, self._layer_groups)
+        if kv_capacity_tokens is not None:
+            self.slots.resize(kv_capacity_tokens)
 
     def step(self) -> None:
         """Compute one chunk: receive → schedule → run → hand out."""
@@ -150,6 +188,8 @@ class PrefillLoop:
             job.done_tokens += len(chunk.token_ids)
             if token is not None:
                 self._finish_prompt(job, token)
+            elif not _remaining(job):
+                self._finish_rebuild(job)
 
     def _expire(self) -> None:
         now_unix_s = self._clock.unix_s()
@@ -162,6 +202,8 @@ class PrefillLoop:
 
     def _start_waiting(self, now_s: float) -> None:
         """Give rows to waiting sequences, as many as this chunk has room for."""
+        if self._is_held:
+            return
         budget = self._chunk_tokens - sum(_remaining(job) for job in self._active)
         self._is_stalled = False
         self._queue.take(self._try_start, token_budget=budget, now_s=now_s)
@@ -169,7 +211,7 @@ class PrefillLoop:
     def _try_start(self, state: SequenceState) -> bool:
         """Start one sequence; False when it must wait for a hand-off to release its room."""
         try:
-            slot = self.slots.reserve(state.sequence_id, len(state.prompt_ids))
+            slot = self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
         except KVCacheExhausted:
             self._is_stalled = True
             return False
@@ -189,12 +231,12 @@ class PrefillLoop:
             if budget <= 0:
                 break
             num_tokens = min(budget, _remaining(job))
-            stop = job.done_tokens + num_tokens
-            chunk = PrefillChunk(
+            chunk = chunk_of(
+                job.state,
                 row=job.row,
-                token_ids=job.state.prompt_ids[job.done_tokens : stop],
                 start=job.done_tokens,
-                is_last=stop == len(job.state.prompt_ids),
+                stop=job.done_tokens + num_tokens,
+                num_layers=self._runner.num_layers,
             )
             batch.append((job, chunk))
             budget -= num_tokens
@@ -217,6 +259,11 @@ class PrefillLoop:
             self.release(state.sequence_id)
         self._events.on_first_token(state, logprobs, token.prompt_logprobs, finish)
 
+    def _finish_rebuild(self, job: _Job) -> None:
+        self._active.remove(job)
+        self._computed[job.state.sequence_id] = job.state
+        self._events.on_rebuilt(job.state)
+
     def check(self) -> None:
         """Verify who holds a slot against who is being computed or handed off.
 
@@ -236,7 +283,7 @@ class PrefillLoop:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens not yet computed, queued and active."""
+        """Tokens not yet computed, queued and active."""
         return self._queue.num_tokens + sum(_remaining(job) for job in self._active)
 
     @property
@@ -247,7 +294,7 @@ class PrefillLoop:
     @property
     def used_tokens(self) -> int:
         active = sum(job.done_tokens for job in self._active)
-        return active + sum(len(s.prompt_ids) for s in self._computed.values())
+        return active + sum(num_prefill_tokens(s) for s in self._computed.values())
 
     @property
     def tokens_per_s(self) -> float:
@@ -259,7 +306,7 @@ class PrefillLoop:
 
 
 def _remaining(job: _Job) -> int:
-    return len(job.state.prompt_ids) - job.done_tokens
+    return num_prefill_tokens(job.state) - job.done_tokens
 
 
 def _group_ends(num_layers: int, layer_groups: int) -> list[int]:

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quadriga.batching.rebuild import num_prefill_tokens
 from quadriga.errors import Overloaded
 from quadriga.types import SequenceState
 
@@ -44,7 +45,7 @@ class PrefillQueue:
         Raises:
             Overloaded: The queue is full; says when it is predicted to have room.
         """
-        num_tokens = len(state.prompt_ids)
+        num_tokens = num_prefill_tokens(state)
         is_full = len(self._waiting) >= self._max_sequences
         # One prompt longer than the whole budget may still wait alone.
         if is_full or (self._waiting and self._num_tokens + num_tokens > self._max_tokens):
@@ -76,7 +77,7 @@ class PrefillQueue:
         for item in self._preferred(now_s):
             if token_budget <= 0 or not start(item.state):
                 break
-            token_budget -= len(item.state.prompt_ids)
+            token_budget -= num_prefill_tokens(item.state)
             self._take(item)
             num_taken += 1
         return num_taken
@@ -101,7 +102,7 @@ class PrefillQueue:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens waiting."""
+        """Tokens waiting to be computed."""
         return self._num_tokens
 
     def _preferred(self, now_s: float) -> list[_Waiting]:
@@ -110,10 +111,10 @@ class PrefillQueue:
         Priorities are never mixed by similarity: only the head's own class is reordered.
         """
         head = self._waiting[0]
-        head_tokens = len(head.state.prompt_ids)
+        head_tokens = num_prefill_tokens(head.state)
         aged, similar, rest = [], [], []
         for item in self._waiting[1:]:
-            num_tokens = len(item.state.prompt_ids)
+            num_tokens = num_prefill_tokens(item.state)
             ratio = max(num_tokens, head_tokens) / max(1, min(num_tokens, head_tokens))
             if item.order[0] != head.order[0]:
                 rest.append(item)
@@ -127,4 +128,4 @@ class PrefillQueue:
 
     def _take(self, item: _Waiting) -> None:
         self._waiting.remove(item)
-        self._num_tokens -= len(item.state.prompt_ids)
+        self._num_tokens -= num_prefill_tokens(item.state)

@@ -53,6 +53,16 @@ class KernelPass:
     positions: npt.NDArray[np.int64]
 
 
+class _Workers:
+    """The threads of one engine's kernels; they end with the last decoder that uses them."""
+
+    def __init__(self, library: KernelLibrary, threads: int) -> None:
+        self.pool = library.pool_new(threads)
+        if not self.pool:
+            raise BuildUnavailable(f"{threads} threads could not be started")
+        weakref.finalize(self, library.pool_free, self.pool)
+
+
 class CompiledDecoder:
     """`Decoder`'s operations on the kernels; float32 on CPUs.
 
@@ -60,14 +70,12 @@ class CompiledDecoder:
     number of threads, to the bit.
     """
 
-    def __init__(self, library: KernelLibrary, eager: Decoder, threads: int) -> None:
+    def __init__(self, library: KernelLibrary, eager: Decoder, workers: _Workers) -> None:
         self.config = eager.config
         self._eager = eager  # owns every tensor that the structures below point at
         self._library = library
-        self._pool = library.pool_new(threads)
-        if not self._pool:
-            raise BuildUnavailable(f"{threads} threads could not be started")
-        weakref.finalize(self, library.pool_free, self._pool)
+        self._workers = workers
+        self._pool = workers.pool
         self._layers = (CLayer * eager.num_layers)(*_layers(eager))
         self._model = _model(eager, self._layers)
         self._kv_maps = {
@@ -79,6 +87,15 @@ class CompiledDecoder:
         self._heads = {depth: _head(eager, h) for depth, h in eager.weights.heads.items()}
         self._scratch = torch.empty(0)
         self._head_scratch = torch.empty(0)
+
+    @property
+    def eager(self) -> Decoder:
+        """What it stands for."""
+        return self._eager
+
+    def over(self, eager: Decoder) -> CompiledDecoder:
+        """The same kernels and threads over another decoder; only one of both may run at a time."""
+        return CompiledDecoder(self._library, eager, self._workers)
 
     @property
     def num_layers(self) -> int:
@@ -279,7 +296,14 @@ class KernelSwap:
 
     def take(self) -> CompiledDecoder | None:
         """Return the compiled decoder once it is there; never blocks."""
-        return self._ready
+        ready = self._ready
+        if ready is not None and ready.eager is not self._eager:
+            ready = self._ready = ready.over(self._eager)  # some microseconds a layer
+        return ready
+
+    def follow(self, eager: Decoder) -> None:
+        """Prepare for another decoder instead; on the thread that calls `take`."""
+        self._eager = eager
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a build under way, if there is one."""
@@ -296,7 +320,9 @@ class KernelSwap:
 
     def _load(self, path: Path) -> None:
         try:
-            self._ready = CompiledDecoder(KernelLibrary(path), self._eager, self._spec.threads)
+            library = KernelLibrary(path)
+            workers = _Workers(library, self._spec.threads)
+            self._ready = CompiledDecoder(library, self._eager, workers)
         except OSError as exc:
             logger.warning("the engine stays eager: %s cannot be loaded: %s", path, exc)
         except BuildUnavailable as exc:

@@ -14,8 +14,9 @@ Rows never move: a batch names the rows it works on, in any order.
 
 from __future__ import annotations
 
+import copy
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -73,6 +74,9 @@ class KVCache(Protocol):
 class RowKVCache:
     """The CPU form: dense rows, committed lazily.
 
+    Which layers there are never changes: `at_depth` makes another cache over the same buffers, so
+    that other threads which copy rows meanwhile hold on to a whole one.
+
     Args:
         num_rows: Sequences held at once.
         capacity: Most tokens of one sequence.
@@ -96,9 +100,28 @@ class RowKVCache:
         self._shape = (num_rows, num_blocks, num_kv_heads, KV_BLOCK, head_dim)
         self._row_bytes = num_blocks * num_kv_heads * KV_BLOCK * head_dim * dtype.itemsize
         self._is_overcommitted = budget_tokens < num_rows * capacity
-        self._maps: list[mmap.mmap] = []
-        self.keys = [self._reserve(dtype) for _ in range(num_layers)]
-        self.values = [self._reserve(dtype) for _ in range(num_layers)]
+        self._dtype = dtype
+        # Of each layer: keys, then values.
+        self._maps: list[tuple[mmap.mmap, mmap.mmap]] = []
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._add_layers(num_layers)
+
+    def at_depth(self, num_layers: int) -> RowKVCache:
+        """The cache of the first `num_layers` layers, on the same buffers as far as they go.
+
+        Layers that are new are empty. The memory of layers that are left out goes back to the
+        system with the last cache, decoder or copy under way that names them.
+        """
+        other = copy.copy(self)
+        other._maps = self._maps[:num_layers]
+        other.keys, other.values = self.keys[:num_layers], self.values[:num_layers]
+        other._add_layers(num_layers - len(other.keys))
+        return other
+
+    def buffers(self, first_layer: int) -> Sequence[object]:
+        """All that holds the memory of layers from `first_layer` on, one entry a layer."""
+        return [*zip(self._maps, self.keys, self.values, strict=True)][first_layer:]
 
     @property
     def num_layers(self) -> int:
@@ -175,10 +198,18 @@ class RowKVCache:
         end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         if end <= begin:
             return
-        for buffer in self._maps:
-            buffer.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        for layer in self._maps:
+            for buffer in layer:
+                buffer.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
-    def _reserve(self, dtype: torch.dtype) -> torch.Tensor:
+    def _add_layers(self, count: int) -> None:
+        for _ in range(count):
+            (key_map, keys), (value_map, values) = self._reserve(), self._reserve()
+            self._maps.append((key_map, value_map))
+            self.keys.append(keys)
+            self.values.append(values)
+
+    def _reserve(self) -> tuple[mmap.mmap, torch.Tensor]:
         """Zeroed address space: a masked position must hold a number, not the heap's leavings.
 
         Huge pages only where all rows may be committed at once: they would commit far more than
@@ -186,8 +217,7 @@ class RowKVCache:
         """
         num_bytes = self._shape[0] * self._row_bytes
         buffer, memory = reserve(num_bytes, huge=not self._is_overcommitted)
-        self._maps.append(buffer)
-        return memory.view(dtype).view(self._shape)
+        return buffer, memory.view(self._dtype).view(self._shape)
 
 
 def check_range(

@@ -6,14 +6,18 @@ Source: ARES, prediction from the serving model's own hidden states; see `quadri
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from quadriga.batching.lengths import Answer
+from quadriga.engine.runner import Left
 from quadriga.errors import ConfigError
 from quadriga.length_heads import LENGTH_WEIGHTS, LengthHeadSpec, read_length_heads
+from quadriga.types import LengthPrediction, SequenceState
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -26,7 +30,9 @@ class LengthHeads:
         self._heads = heads
 
     @classmethod
-    def load(cls, folder: Path, hidden_size: int, depth: int) -> LengthHeads | None:
+    def load(
+        cls, folder: Path, hidden_size: int, depth: int, device: str = "cpu"
+    ) -> LengthHeads | None:
         """Read the heads of exits up to `depth`; None where the checkpoint has none of them.
 
         Raises:
@@ -62,7 +68,7 @@ class LengthHeads:
                         + (f" and makes {spec.num_outputs}" if is_last else ""),
                         param="model",
                     )
-                layers.append((weight.float(), bias.float()))
+                layers.append((weight.float().to(device), bias.float().to(device)))
                 width = weight.shape[0]
             heads[k] = layers
         return cls(spec, heads)
@@ -93,3 +99,30 @@ class LengthHeads:
         tokens = torch.expm1(x.clamp(0.0, 20.0))
         tokens[:, 1:] = torch.cummax(tokens[:, 1:], dim=1).values
         return tokens
+
+
+class Leaver(Protocol):
+    """A runner that remembers who left in its last pass; `NativeRunner`."""
+
+    @property
+    def left(self) -> Left | None: ...
+
+
+class RunnerLengths:
+    """`quadriga.batching.lengths.LengthModel` over a runner and its heads."""
+
+    def __init__(self, runner: Leaver, heads: LengthHeads) -> None:
+        self._runner = runner
+        self._heads = heads
+
+    def ask(self) -> tuple[list[SequenceState], Answer] | None:
+        """See `LengthModel.ask`: computed now, copied from the device when the answer is read."""
+        left = self._runner.left
+        if left is None or left.depth not in self._heads.depths:
+            return None
+        tokens = self._heads.predict(left.of_states, left.depth)
+        has_range = self._heads.spec.num_outputs > 2
+        return left.states, lambda: [
+            LengthPrediction(row[0], row[1], row[-1]) if has_range else LengthPrediction(*3 * row)
+            for row in tokens[:, : None if has_range else 1].tolist()
+        ]

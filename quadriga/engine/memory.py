@@ -34,20 +34,28 @@ def reserve(num_bytes: int, *, huge: bool) -> tuple[mmap.mmap, torch.Tensor]:
     view = torch.frombuffer(buffer, dtype=torch.uint8)
     if not huge:
         return buffer, view[:num_bytes]
+    offset = -view.data_ptr() % HUGE_PAGE_BYTES
+    whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-    offset = -view.data_ptr() % HUGE_PAGE_BYTES
+            if whole:
+                buffer.madvise(mmap.MADV_HUGEPAGE, offset, whole)
+            # What is left over would commit a whole huge page.
+            buffer.madvise(mmap.MADV_NOHUGEPAGE, offset + whole)
     return buffer, view[offset : offset + num_bytes]
 
 
 class Arena:
     """Hands out tensors from a few large maps, so that small tensors share huge pages.
 
-    The memory is freed with the last of its tensors.
+    A map is freed with the last of its tensors.
+
+    Args:
+        slab_bytes: Size of a map.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slab_bytes: int = _SLAB_BYTES) -> None:
+        self._slab_bytes = slab_bytes
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +63,8 @@ class Arena:
         num_bytes = math.prod(shape) * dtype.itemsize
         padded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if padded > self._free.numel():
-            _, self._free = reserve(max(padded, _SLAB_BYTES), huge=True)
+            slab = max(padded, self._slab_bytes)
+            _, self._free = reserve(slab, huge=slab >= HUGE_PAGE_BYTES // 2)
         taken, self._free = self._free[:num_bytes], self._free[padded:]
         return taken.view(dtype).view(shape)
 

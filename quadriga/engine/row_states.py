@@ -20,6 +20,9 @@ class RowStates(Protocol):
     @property
     def state_bytes(self) -> int: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def put(self, rows: Ints, slots: Ints, states: torch.Tensor) -> None:
         """Keep states [n, hidden] at (rows, slots)."""
 
@@ -48,6 +51,10 @@ class MappedStates:
     @property
     def state_bytes(self) -> int:
         return self._row_bytes // self._capacity
+
+    @property
+    def device(self) -> torch.device:
+        return self._states.device
 
     def put(self, rows: Ints, slots: Ints, states: torch.Tensor) -> None:
         """See `RowStates.put`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,21 +10,34 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quadriga.engine.compiled import KernelSwap
+from quadriga.engine.compiled import CompiledDecoder, KernelSwap
 from quadriga.engine.cuda.decoder import PagedDecoder
 from quadriga.engine.cuda.loading import find_gpu, load_paged
+from quadriga.engine.depth import (
+    PreparedLayers,
+    check_depth,
+    layer_bytes,
+    let_go,
+    prepare,
+    repay,
+    resizable,
+    shallower,
+    spec_at,
+)
+from quadriga.engine.host_tensor import HostTensor
 from quadriga.engine.kv_cache import KVCache, RowKVCache
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder, top_two
 from quadriga.engine.models.layers import Span
+from quadriga.engine.rebuild import RecordedPass, recorded_depths
 from quadriga.engine.row_states import MappedStates
 from quadriga.engine.sampler import RowSampler, choose, process, sample, token_logprobs
 from quadriga.engine.skipped_kv import SkippedKVStore, SuspendedSkips
-from quadriga.engine.weights import load_weights
+from quadriga.engine.weights import ModelWeights, load_weights
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.types import SampledToken, SequenceState, TokenLogprob
+from quadriga.types import KVExtent, SampledToken, SequenceState, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -47,26 +61,69 @@ class _Exit:
 
 
 @dataclass(frozen=True, slots=True)
+class RowRest:
+    """What a row holds beside its KV, in host memory.
+
+    Attributes:
+        position, hidden: Of the newest token that was run, which may wait at an exit; −1 where
+            none was run here.
+    """
+
+    position: int
+    hidden: HostTensor
+    skipped: SuspendedSkips | None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The tokens that left in the last pass.
+
+    Attributes:
+        depth: Layers run for them.
+        samplers: Of their rows, and maybe of others.
+        hidden: [len(samplers), hidden], as they left the last layer run, before any norm.
+        chosen: Indices into both, where not all of them left.
+    """
+
+    depth: int
+    samplers: Sequence[RowSampler]
+    hidden: torch.Tensor
+    chosen: Sequence[int] | None = None
+
+    @property
+    def states(self) -> list[SequenceState]:
+        """Their sequences."""
+        if self.chosen is None:
+            return [sampler.state for sampler in self.samplers]
+        return [self.samplers[i].state for i in self.chosen]
+
+    @property
+    def of_states(self) -> torch.Tensor:
+        """Parallel to `states`: [n, hidden]; good until the next pass."""
+        return self.hidden if self.chosen is None else self.hidden[list(self.chosen)]
+
+
+@dataclass(frozen=True, slots=True)
 class SuspendedRow:
     """A row in host memory.
 
     Attributes:
-        kv: Each segment's, as far as it was computed, the current token included:
-            [layers, 2, num_kv_heads, tokens, head_dim].
-        position, hidden: Of the current token, which may wait at an exit.
+        kv: Of each extent: [layers, 2, num_kv_heads, tokens, head_dim].
+        rest: What there is beside it.
     """
 
     kv: list[torch.Tensor]
-    position: int
-    hidden: torch.Tensor
-    skipped: SuspendedSkips | None
+    rest: RowRest
 
 
 class NativeRunner:
     """One model at one depth on one device; see `quadriga.interfaces.ModelRunner`.
 
     One thread calls everything except `read_kv` and `write_kv`, which other threads may call for
-    rows that no pass is working on.
+    rows that no pass is working on, and `prepare_depth`.
+
+    Attributes:
+        spec: What is loaded now.
     """
 
     def __init__(
@@ -77,7 +134,9 @@ class NativeRunner:
         skipped: SkippedKVStore | None = None,
     ) -> None:
         self.spec = spec
+        self._started = spec
         self._config = decoder.config
+        self._eager = decoder
         self._decoder: AnyDecoder = decoder
         self._swap = KernelSwap(spec, decoder) if isinstance(decoder, Decoder) else None
         self._cache = cache
@@ -94,6 +153,8 @@ class NativeRunner:
             cache.num_rows, decoder.config.hidden_size, dtype=embed.dtype, device=embed.device
         )
         self._exit: _Exit | None = None
+        self._left: Left | None = None
+        self._freeing: threading.Event | None = None
 
     @classmethod
     def load(cls, spec: EngineSpec) -> NativeRunner:
@@ -133,12 +194,19 @@ class NativeRunner:
             budget_tokens=spec.kv_capacity_tokens,
         )
         skipped = None
-        if spec.exits.layers:
+        if spec.can_exit and (spec.exits.layers or spec.exit_plan.layers):
             ends = (*spec.exits.layers, spec.depth)
             states = MappedStates(spec.num_rows, cache.capacity, config.hidden_size, dtype)
-            skipped = SkippedKVStore(spec.skipped_kv, ends, cache, states)
+            skipped = SkippedKVStore(
+                spec.skipped_kv, ends, cache, states, _kept_at_end(spec), spec.replay_newest
+            )
         depths = skipped.depths if skipped is not None and skipped.mode == "alias" else None
         return cls(spec, Decoder(config, weights, cache, depths), cache, skipped)
+
+    @property
+    def left(self) -> Left | None:
+        """Who left in the last pass; None where nobody did, or before the first."""
+        return self._left
 
     @property
     def skipped(self) -> SkippedKVStore | None:
@@ -184,6 +252,7 @@ class NativeRunner:
         self._samplers[row] = RowSampler(
             state, self._config.vocab_size, self.spec.checkpoint.eos_token_ids
         )
+        self._positions[row] = -1
         if self._skipped is not None:
             self._skipped.start(row, state.num_tokens - 1)
 
@@ -216,10 +285,15 @@ class NativeRunner:
         decoder = self._fastest()
         batch = decoder.plan(spans)
         x = decoder.embed(token_ids, batch)
-        for layer in range(self.num_layers):
-            x = decoder.run_layers(x, batch, layer, layer + 1)
-            if on_layers is not None:
-                on_layers(layer, 1)
+        depths = recorded_depths(chunks, self._ends, self.spec.skipped_kv)
+        if depths is None:
+            for layer in range(self.num_layers):
+                x = decoder.run_layers(x, batch, layer, layer + 1)
+                if on_layers is not None:
+                    on_layers(layer, 1)
+        else:
+            recorded = RecordedPass(decoder, self._cache, self.spec.skipped_kv, spans, depths)
+            x = recorded.run(x, batch, self._ends, on_layers)
         if self._skipped is not None:
             for span in spans:
                 self._skipped.start(span.row, span.stop)
@@ -232,6 +306,10 @@ class NativeRunner:
             return []
         samplers = self._samplers_of(rows)
         x = self._pass(rows, samplers, 0, len(self._ends))
+        self._left = Left(self.num_layers, samplers, x)
+        if self._skipped is not None and self._skipped.keeps_last:
+            indices = np.array(rows, dtype=np.int64)
+            self._skipped.leave(indices, self._positions[indices], len(self._ends) - 1, x)
         if all(s.is_plain for s in samplers):
             return [
                 SampledToken(t, self.num_layers) for t in self._decoder.best(x, self.num_layers)
@@ -242,6 +320,7 @@ class NativeRunner:
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         """See `ModelRunner.advance`."""
         samplers = self._samplers_of(rows)
+        self._left = None
         x = self._pass(rows, samplers, first, stop)
         depth = self._ends[stop - 1]
         found = self._decoder.candidates(x, depth)
@@ -269,8 +348,9 @@ class NativeRunner:
             chosen = None
         if at is None or chosen is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the exit just run")
+        self._left = Left(at.depth, at.samplers, at.hidden, chosen)
         some = np.array(chosen, dtype=np.int64)
-        if self._skipped is not None and at.depth < self.num_layers:
+        if self._skipped is not None and (at.depth < self.num_layers or self._skipped.keeps_last):
             indices = np.array(rows, dtype=np.int64)
             places = torch.from_numpy(some).to(self._device, non_blocking=True)
             states = at.hidden.index_select(0, places)
@@ -298,14 +378,21 @@ class NativeRunner:
         else:
             where = self._positions[indices]
         if self._skipped is not None:
+            if self._skipped.may_owe:
+                self._repay_before(rows, stop)
             self._skipped.enter(decoder, indices, where, first, stop)
         batch = decoder.plan_tokens(indices, where)
         x = decoder.embed(token_ids, batch) if not first else self._hidden.index_select(0, at_rows)
         first_layer = self._ends[first - 1] if first else 0
         x = decoder.run_layers(x, batch, first_layer, self._ends[stop - 1])
-        if stop < len(self._ends):
+        if stop < len(self._ends) or self._may_deepen:
             self._hidden.index_copy_(0, at_rows, x)
         return x
+
+    @property
+    def num_filled(self) -> int:
+        """See `ModelRunner.num_filled`."""
+        return 0 if self._skipped is None else self._skipped.num_filled
 
     @property
     def exit_rows(self) -> list[int]:
@@ -344,30 +431,55 @@ class NativeRunner:
     @torch.inference_mode()
     def suspend(self, row: int) -> SuspendedRow:
         """See `ModelRunner.suspend`."""
-        state = self._sampler(row).state
-        suspended = SuspendedRow(
-            kv=[
-                self._cache.read(row, begin, end - begin, 0, tokens).cpu()
-                for begin, end, tokens in self._computed(row, state.num_tokens)
-            ],
-            position=int(self._positions[row]),
-            hidden=self._hidden[row].to("cpu", copy=True),
-            skipped=None if self._skipped is None else self._skipped.suspend(row, state.num_tokens),
-        )
+        kv = [
+            self._cache.read(
+                row, e.first_layer, e.stop_layer - e.first_layer, 0, e.num_tokens
+            ).cpu()
+            for e in self.extents(row)
+        ]
+        suspended = SuspendedRow(kv, self.read_rest(row))
         self.detach(row)
         return suspended
 
     @torch.inference_mode()
     def restore(self, row: int, state: SequenceState, suspended: SuspendedRow) -> None:
         """See `ModelRunner.restore`."""
-        self.attach(row, state)
+        for begin, kv in zip((0, *self._ends), suspended.kv, strict=False):
+            self.write_kv(row, begin, 0, kv)
+        self.resume(row, state, suspended.rest)
+
+    def extents(self, row: int) -> list[KVExtent]:
+        """See `ModelRunner.extents`; one for each segment."""
+        state = self._sampler(row).state
+        # The newest token has KV where it was run already and waits at an exit.
+        is_run = int(self._positions[row]) == state.num_tokens - 1
+        num_tokens = state.num_tokens if is_run else state.num_tokens - 1
+        tokens = [num_tokens] * len(self._ends)
+        if self._skipped is not None:
+            tokens = self._skipped.computed(row, num_tokens).tolist()
         begins = (0, *self._ends[:-1])
-        for begin, kv in zip(begins, suspended.kv, strict=True):
-            self._cache.write(row, begin, 0, kv)
-        self._positions[row] = suspended.position
-        self._hidden[row] = suspended.hidden
-        if self._skipped is not None and suspended.skipped is not None:
-            self._skipped.restore(row, suspended.skipped)
+        return [KVExtent(*e) for e in zip(begins, self._ends, tokens, strict=True)]
+
+    @torch.inference_mode()
+    def read_rest(self, row: int) -> RowRest:
+        """See `ModelRunner.read_rest`."""
+        num_tokens = self._sampler(row).state.num_tokens
+        return RowRest(
+            position=int(self._positions[row]),
+            hidden=HostTensor.of(self._hidden[row]),
+            skipped=None if self._skipped is None else self._skipped.suspend(row, num_tokens),
+        )
+
+    @torch.inference_mode()
+    def resume(self, row: int, state: SequenceState, rest: RowRest) -> None:
+        """See `ModelRunner.resume`."""
+        if (rest.skipped is None) != (self._skipped is None):
+            raise InvariantViolation("a row with exits cannot go on in one without, nor one back")
+        self.attach(row, state)
+        self._positions[row] = rest.position
+        self._hidden[row] = rest.hidden.tensor(self._device)
+        if self._skipped is not None and rest.skipped is not None:
+            self._skipped.restore(row, rest.skipped, self._fastest())
 
     def read_kv(
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int
@@ -376,20 +488,151 @@ class NativeRunner:
         return self._cache.read(row, first_layer, num_layers, start, stop)
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
-        """See `ModelRunner.write_kv`."""
-        self._cache.write(row, first_layer, start, kv)
+        """See `ModelRunner.write_kv`; layers of the model that are not loaded are left out."""
+        cache = self._cache
+        num_layers = max(0, min(kv.shape[0], cache.num_layers - first_layer))
+        if num_layers < kv.shape[0] <= self.full_depth - first_layer:
+            kv = kv[:num_layers]
+        if len(kv):
+            cache.write(row, first_layer, start, kv)
+
+    # Changing the depth: see `quadriga.engine.depth`.
+
+    @property
+    def weights(self) -> ModelWeights:
+        """What is loaded."""
+        return self._eager.weights
+
+    @property
+    def full_depth(self) -> int:
+        """See `ResizableRunner.full_depth`."""
+        return self.spec.checkpoint.num_layers
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """See `ResizableRunner.kv_capacity_tokens`."""
+        return self.spec.kv_capacity_tokens
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """See `ResizableRunner.depths`."""
+        return self.spec.depths
+
+    def prepare_depth(self, depth: int, *, timeout_s: float = 600.0) -> PreparedLayers:
+        """Load layers up to `depth`, beside what runs; the caller waits and closes them.
+
+        Any thread but the engine's.
+
+        Raises:
+            ConfigError: No such depth, weights that are missing or damaged, no room for KV.
+            DeadlineExceeded: It took longer than `timeout_s`.
+        """
+        spec = self.spec
+        eager = resizable(spec, self._eager, depth)
+        check_depth(spec, depth, deeper=True)
+        per_layer = layer_bytes(eager.weights.layers[0])
+        spec = spec_at(spec, self._started, depth, per_layer)
+        compiled = self._decoder if isinstance(self._decoder, CompiledDecoder) else None
+        return prepare(spec, eager, compiled, timeout_s=timeout_s)
+
+    def take_depth(self, prepared: PreparedLayers) -> None:
+        """Run the layers that were loaded from the next pass on.
+
+        Raises:
+            ConfigError: They were made for another depth than is loaded now, or are closed.
+            InvariantViolation: Rows are in use, and the engine has no segments.
+        """
+        if prepared.before != self.num_layers or prepared.eager is None:
+            state = "closed" if prepared.eager is None else f"made for {prepared.before} layers"
+            raise ConfigError(
+                f"depth: the layers prepared are {state}; this engine holds {self.num_layers}: "
+                "prepare them again",
+                param="depth",
+            )
+        self._change(prepared.spec, prepared.eager, prepared.compiled)
+
+    def check_drop(self, depth: int) -> None:
+        """See `ResizableRunner.check_drop`."""
+        resizable(self.spec, self._eager, depth)
+        check_depth(self.spec, depth, deeper=False)
+
+    def drop_to(self, depth: int) -> None:
+        """Let the layers behind the first `depth` go; tokens that wait behind them are lost.
+
+        Raises:
+            ConfigError: The engine cannot hold so many.
+            InvariantViolation: Rows are in use, and the engine has no segments.
+        """
+        self.check_drop(depth)
+        eager = resizable(self.spec, self._eager, depth)
+        per_layer = layer_bytes(eager.weights.layers[0])
+        spec = spec_at(self.spec, self._started, depth, per_layer)
+        left = shallower(eager, depth)
+        del eager  # so that its memory is given back on another thread than this
+        self._change(spec, left, None)
+
+    def _change(self, spec: EngineSpec, eager: Decoder, compiled: CompiledDecoder | None) -> None:
+        """Run another number of layers from the next pass on."""
+        used = {row: s.state.num_tokens - 1 for row, s in enumerate(self._samplers) if s}
+        if used and self._skipped is None:
+            raise InvariantViolation(
+                f"{len(used)} rows are in use; without exits the depth changes between sequences"
+            )
+        fastest = self._fastest()
+        old: list[object] = [self._eager, fastest]
+        if isinstance(fastest, CompiledDecoder):
+            self._decoder = compiled or fastest.over(eager)
+        else:
+            self._decoder = eager
+        if self._swap is not None:
+            self._swap.follow(eager)
+        self.spec, self._eager, self._cache = spec, eager, eager.cache
+        self._ends = (*spec.exits.layers, spec.depth)
+        self._exit = self._left = None
+        if self._skipped is not None:
+            self._skipped.resize(self._ends, eager.cache, _kept_at_end(spec), used)
+        del fastest
+        self._freeing = let_go(old, spec.depth)
+
+    def wait_freed(self, timeout_s: float) -> bool:
+        """Wait until layers that were let go have given their memory back; False: not yet."""
+        return self._freeing is None or self._freeing.wait(timeout_s)
+
+    def set_depth_of(self, row: int, depth: int) -> None:
+        """See `ResizableRunner.set_depth_of`."""
+        if self._skipped is not None and depth < self.num_layers:
+            self._skipped.start(row, self._sampler(row).state.num_tokens - 1, depth)
+
+    def depth_of(self, row: int) -> int:
+        """See `ResizableRunner.depth_of`."""
+        return self.num_layers if self._skipped is None else self._skipped.depth_of(row)
+
+    @torch.inference_mode()
+    def repay(self, row: int, max_tokens: int) -> int:
+        """See `ResizableRunner.repay`."""
+        if self._skipped is None:
+            return 0
+        state = self._sampler(row).state
+        return repay(self._fastest(), self._cache, self._skipped, row, state, max_tokens)
+
+    def _repay_before(self, rows: Sequence[int], stop: int) -> None:
+        """For callers that do not repay in time: no pass may run over what is owed."""
+        store = self._skipped
+        assert store is not None
+        for row in rows:
+            if store.depth_of(row) < self._ends[stop - 1]:
+                self.repay(row, self.row_capacity_tokens)
+        store.may_owe = store.is_owed
+
+    @property
+    def _may_deepen(self) -> bool:
+        """Whether a token that went through all layers may have to go on in more."""
+        return self._skipped is not None and self.num_layers < self.full_depth
 
     def close(self) -> None:
         """Give the device memory that is not tensors' back; the runner is of no use afterwards."""
         if isinstance(self._decoder, PagedDecoder):
             self._decoder.close()
-
-    def _computed(self, row: int, num_tokens: int) -> list[tuple[int, int, int]]:
-        """Per segment its first layer, one past its last, and how many positions have KV there."""
-        tokens = [num_tokens] * len(self._ends)
-        if self._skipped is not None:
-            tokens = self._skipped.computed(row, num_tokens).tolist()
-        return list(zip((0, *self._ends[:-1]), self._ends, tokens, strict=True))
 
     def _fastest(self) -> AnyDecoder:
         """The compiled decoder from the step after it became ready, until then the eager one."""
@@ -404,13 +647,17 @@ class NativeRunner:
         """Head and sampling for the prompts that end here; prompt logprobs for all that ask."""
         results: list[SampledToken | None] = [None] * len(chunks)
         for chunk, span in zip(chunks, spans, strict=True):
-            if self._sampler(chunk.row).params.num_prompt_logprobs is not None:
+            wants = self._sampler(chunk.row).params.num_prompt_logprobs is not None
+            if wants and chunk.depths is None:  # a rebuilt sequence has told them
                 self._collect_prompt_logprobs(x[span.begin : span.end], chunk)
         ended = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        self._left = None
         if not ended:
             return results
-        logits = self._decoder.logits(x[[spans[i].end - 1 for i in ended]], self.num_layers)
+        last = x[[spans[i].end - 1 for i in ended]]
+        logits = self._decoder.logits(last, self.num_layers)
         samplers = [self._sampler(chunks[i].row) for i in ended]
+        self._left = Left(self.num_layers, samplers, last)
         for i, token in zip(ended, sample(logits, samplers, self.num_layers), strict=True):
             token.prompt_logprobs = self._prompt_logprobs.pop(chunks[i].row, None)
             results[i] = token
@@ -442,3 +689,9 @@ class NativeRunner:
         if sampler is None:
             raise InvariantViolation(f"row {row} has no sequence attached")
         return sampler
+
+
+def _kept_at_end(spec: EngineSpec) -> int:
+    """Hidden states per row to keep behind the deepest layer loaded, for those that may follow."""
+    is_partial = spec.depth < spec.checkpoint.num_layers
+    return spec.keep_tokens if is_partial and spec.exit_plan.layers else 0

@@ -8,6 +8,8 @@ never opened: loading one runs code from it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +25,7 @@ from quadriga.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_OPT = "model.decoder"
 CPU = torch.device("cpu")
 
 
@@ -126,7 +129,7 @@ class TensorFiles:
     ) -> None:
         self._path = path
         self._dtype = dtype
-        self._arena = Arena() if device.type == "cpu" else DeviceArena(device)
+        self._arena: Arena | DeviceArena = Arena() if device.type == "cpu" else DeviceArena(device)
         self._open: dict[str, Any] = {}
         self._names: dict[str, str] = {}
         if single_file == SINGLE_FILE and (path / INDEX_FILE).is_file():
@@ -156,11 +159,31 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @contextmanager
+    def apart(self, num_bytes: int) -> Iterator[None]:
+        """Put what is read inside into memory of its own, which goes when those tensors go.
+
+        Args:
+            num_bytes: About as much as that will be.
+        """
+        shared = self._arena
+        if isinstance(shared, Arena):
+            self._arena = Arena(num_bytes)
+        try:
+            yield
+        finally:
+            self._arena = shared
+
     def into(self, name: str, target: torch.Tensor) -> None:
         """Read a tensor into `target`, converting its dtype.
 
         Raises:
-            ConfigError: It is absent, has another shape, or is not a float tensor.
+            ConfigError: It is absent, has another shape, is not a float tensor, or holds something
+                that is not a finite number of the engine's dtype.
         """
         stored = self._stored(name)
         if stored.shape != target.shape:
@@ -170,6 +193,14 @@ class TensorFiles:
                 param="model",
             )
         target.copy_(stored)
+        # On the host, without a copy: the sum of finite numbers of a tensor is finite in float64.
+        seen = target if target.device.type == "cpu" else stored
+        if not torch.isfinite(seen.sum(dtype=torch.float64)):
+            raise ConfigError(
+                f"model: tensor {name} of {self._path} holds NaN or infinity as {seen.dtype}; the "
+                "checkpoint is damaged, or needs a wider engine.dtype",
+                param="model",
+            )
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
         """Return a copy of a tensor in the engine's dtype. Raises: ConfigError as `into`."""
@@ -261,24 +292,67 @@ def load_weights(
             f"depth: {depth} must be in 1..{config.num_layers}, the layers of {path.name}",
             param="depth",
         )
-    load = _load_opt if config.family == "opt" else _load_rope_family
     with TensorFiles(path, dtype, device=device) as files:
-        weights, final = load(files, config, depth, num_positions)
+        weights = _read_ends(files, config, num_positions)
+        for index in range(depth):
+            weights.layers.append(read_layer(files, config, index))
+        final = read_final_head(files, config, weights.embed)
     at = [k for k in exits.layers if k <= depth] if exits is not None else []
     weights.heads[depth] = final
-    if exits is None or not at:
-        return weights
-    own = [_own_map(layer, config) for layer in weights.layers]
-    weights.kv_maps = {k: list(own) for k in at}
-    if fitted_maps and (path / SKIPPED_KV_WEIGHTS).is_file():
-        _read_fitted(path, config, weights)
-    if exits.kind == "shared":
-        weights.heads.update(dict.fromkeys(at, final))
-        return weights
-    with TensorFiles(path, dtype, EXITS_WEIGHTS, device) as files:
-        for layer in at:
-            weights.heads[layer] = _exit_head(files, config, exits, layer, final)
+    if exits is not None and at:
+        weights.kv_maps = kv_maps_of(
+            path, config, weights.layers, at, fitted=fitted_maps, like=weights.embed
+        )
+        weights.heads.update(read_exit_heads(path, config, exits, at, final))
     return weights
+
+
+def read_layer(files: TensorFiles, config: ModelConfig, index: int) -> LayerWeights:
+    """Read layer `index`, from 0, into memory of its own. Raises: ConfigError as `into`."""
+    read = _opt_layer if config.family == "opt" else _rope_family_layer
+    with files.apart(config.layer_values * files.dtype.itemsize):
+        return read(files, config, index)
+
+
+def kv_maps_of(
+    path: Path,
+    config: ModelConfig,
+    layers: list[LayerWeights],
+    exits: list[int],
+    *,
+    fitted: bool,
+    like: torch.Tensor,
+    known: dict[int, list[KVMap]] | None = None,
+) -> dict[int, list[KVMap]]:
+    """For each exit, how K and V of every layer are made of the hidden state there.
+
+    Args:
+        fitted: Use the checkpoint's fitted maps where it has some.
+        like: Any tensor of the model: its dtype, on its device.
+        known: Maps that are loaded already; those layers are not read again.
+    """
+    maps = {k: list((known or {}).get(k, ())) for k in exits}
+    for of_exit in maps.values():
+        of_exit += [_own_map(layer, config) for layer in layers[len(of_exit) :]]
+    if fitted and (path / SKIPPED_KV_WEIGHTS).is_file():
+        have = {k: len(of_exit) for k, of_exit in (known or {}).items()}
+        _read_fitted(path, config, maps, have, like)
+    return maps
+
+
+def read_exit_heads(
+    path: Path, config: ModelConfig, exits: ExitSpec, at: list[int], final: Head
+) -> dict[int, Head]:
+    """Heads of some exits, none of them the end of the model; `final` is the model's own."""
+    if exits.kind == "shared" or not at:
+        return dict.fromkeys(at, final)
+    weight = final.weight
+    heads = {}
+    with TensorFiles(path, weight.dtype, EXITS_WEIGHTS, weight.device) as files:
+        for layer in at:
+            with files.apart(config.vocab_size * config.hidden_size * weight.itemsize):
+                heads[layer] = _exit_head(files, config, exits, layer, final)
+    return heads
 
 
 def _own_map(layer: LayerWeights, config: ModelConfig) -> KVMap:
@@ -288,19 +362,35 @@ def _own_map(layer: LayerWeights, config: ModelConfig) -> KVMap:
     return KVMap(layer.attn_norm, Affine(layer.qkv.weight[config.q_size :], bias))
 
 
-def _read_fitted(path: Path, config: ModelConfig, weights: ModelWeights) -> None:
-    """Put fitted maps in the place of own ones, for the exits and layers that have some."""
+def _read_fitted(
+    path: Path,
+    config: ModelConfig,
+    kv_maps: dict[int, list[KVMap]],
+    have: dict[int, int],
+    like: torch.Tensor,
+) -> None:
+    """Put fitted maps in the place of own ones, for the exits and layers that have some.
+
+    Args:
+        have: Exit → layers whose maps are right already.
+    """
     size, width = config.hidden_size, 2 * config.kv_size
-    dtype, device = weights.embed.dtype, weights.embed.device
+    dtype, device = like.dtype, like.device
     unit = Affine(torch.ones(size, dtype=dtype, device=device))
     if config.norm == "layer":
         unit.bias = torch.zeros(size, dtype=dtype, device=device)
     with TensorFiles(path, dtype, SKIPPED_KV_WEIGHTS, device) as files:
-        for depth, maps in weights.kv_maps.items():
-            for layer in range(depth, len(maps)):
-                name = f"exits.{depth}.kv.{layer}"
-                if f"{name}.weight" in files:
-                    maps[layer] = KVMap(unit, _linear(files, name, width, size, True))
+        num_layers = max(len(maps) for maps in kv_maps.values())
+        for layer in range(num_layers):
+            names = {
+                depth: f"exits.{depth}.kv.{layer}"
+                for depth in kv_maps
+                if max(depth, have.get(depth, 0)) <= layer
+                and f"exits.{depth}.kv.{layer}.weight" in files
+            }
+            with files.apart(len(names) * width * (size + 1) * dtype.itemsize):
+                for depth, name in names.items():
+                    kv_maps[depth][layer] = KVMap(unit, _linear(files, name, width, size, True))
 
 
 def _exit_head(
@@ -317,75 +407,81 @@ def _exit_head(
     )
 
 
-def _load_rope_family(
-    files: TensorFiles, config: ModelConfig, depth: int, _num_positions: int
-) -> tuple[ModelWeights, Head]:
+def _read_ends(files: TensorFiles, config: ModelConfig, num_positions: int) -> ModelWeights:
+    """What lies before the first layer."""
     c = config
-    embed = files.read("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    weights = ModelWeights(embed, {})
-    final = Head(
-        Affine(files.read("model.norm.weight", c.hidden_size)), _head_weight(files, c, embed)
-    )
-    for index in range(depth):
-        at = f"model.layers.{index}"
-        attn, mlp = f"{at}.self_attn", f"{at}.mlp"
-        layer = LayerWeights(
-            attn_norm=Affine(files.read(f"{at}.input_layernorm.weight", c.hidden_size)),
-            qkv=_qkv(files, c, attn),
-            out=_linear(files, f"{attn}.o_proj", c.hidden_size, c.q_size, c.out_bias),
-            mlp_norm=Affine(files.read(f"{at}.post_attention_layernorm.weight", c.hidden_size)),
-            up=_stacked(
-                files,
-                [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
-                [c.ffn_size, c.ffn_size],
-                c.hidden_size,
-                c.mlp_bias,
-            ),
-            down=_linear(files, f"{mlp}.down_proj", c.hidden_size, c.ffn_size, c.mlp_bias),
-        )
-        if c.qk_norm:
-            layer.q_norm = files.read(f"{attn}.q_norm.weight", c.head_dim)
-            layer.k_norm = files.read(f"{attn}.k_norm.weight", c.head_dim)
-        weights.layers.append(layer)
-    return weights, final
-
-
-def _load_opt(
-    files: TensorFiles, config: ModelConfig, depth: int, num_positions: int
-) -> tuple[ModelWeights, Head]:
-    c = config
-    root = "model.decoder"
-    embed = files.read(f"{root}.embed_tokens.weight", c.vocab_size, c.embed_size)
+    if c.family != "opt":
+        name = "model.embed_tokens.weight"
+        return ModelWeights(files.read(name, c.vocab_size, c.hidden_size), {})
+    embed = files.read(f"{_OPT}.embed_tokens.weight", c.vocab_size, c.embed_size)
     # OPT's position table starts with two rows that belong to padding.
-    table = files.read(f"{root}.embed_positions.weight", c.max_positions + 2, c.hidden_size)
+    table = files.read(f"{_OPT}.embed_positions.weight", c.max_positions + 2, c.hidden_size)
     weights = ModelWeights(embed, {}, positions=table[2 : 2 + num_positions].clone())
+    if c.embed_size != c.hidden_size:
+        weights.project_in = files.read(f"{_OPT}.project_in.weight", c.hidden_size, c.embed_size)
+    return weights
+
+
+def read_final_head(
+    files: TensorFiles,
+    config: ModelConfig,
+    embed: torch.Tensor,
+    weight: torch.Tensor | None = None,
+) -> Head:
+    """The model's own head, behind its last layer.
+
+    Args:
+        weight: Its largest part, where that is loaded already.
+    """
+    c = config
+    if weight is None:
+        weight = embed if c.tied_head else files.read("lm_head.weight", c.vocab_size, c.embed_size)
+    if c.family != "opt":
+        return Head(Affine(files.read("model.norm.weight", c.hidden_size)), weight)
     final = Head(
-        _layer_norm(files, f"{root}.final_layer_norm", c) if c.final_norm else None,
-        _head_weight(files, c, embed),
+        _layer_norm(files, f"{_OPT}.final_layer_norm", c) if c.final_norm else None, weight
     )
     if c.embed_size != c.hidden_size:
-        weights.project_in = files.read(f"{root}.project_in.weight", c.hidden_size, c.embed_size)
-        final.project = files.read(f"{root}.project_out.weight", c.embed_size, c.hidden_size)
-    for index in range(depth):
-        at = f"{root}.layers.{index}"
-        attn = f"{at}.self_attn"
-        weights.layers.append(
-            LayerWeights(
-                attn_norm=_layer_norm(files, f"{at}.self_attn_layer_norm", c),
-                qkv=_qkv(files, c, attn),
-                out=_linear(files, f"{attn}.out_proj", c.hidden_size, c.q_size, c.out_bias),
-                mlp_norm=_layer_norm(files, f"{at}.final_layer_norm", c),
-                up=_linear(files, f"{at}.fc1", c.ffn_size, c.hidden_size, c.mlp_bias),
-                down=_linear(files, f"{at}.fc2", c.hidden_size, c.ffn_size, c.mlp_bias),
-            )
-        )
-    return weights, final
+        final.project = files.read(f"{_OPT}.project_out.weight", c.embed_size, c.hidden_size)
+    return final
 
 
-def _head_weight(files: TensorFiles, config: ModelConfig, embed: torch.Tensor) -> torch.Tensor:
-    if config.tied_head:
-        return embed
-    return files.read("lm_head.weight", config.vocab_size, config.embed_size)
+def _rope_family_layer(files: TensorFiles, config: ModelConfig, index: int) -> LayerWeights:
+    c = config
+    at = f"model.layers.{index}"
+    attn, mlp = f"{at}.self_attn", f"{at}.mlp"
+    layer = LayerWeights(
+        attn_norm=Affine(files.read(f"{at}.input_layernorm.weight", c.hidden_size)),
+        qkv=_qkv(files, c, attn),
+        out=_linear(files, f"{attn}.o_proj", c.hidden_size, c.q_size, c.out_bias),
+        mlp_norm=Affine(files.read(f"{at}.post_attention_layernorm.weight", c.hidden_size)),
+        up=_stacked(
+            files,
+            [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
+            [c.ffn_size, c.ffn_size],
+            c.hidden_size,
+            c.mlp_bias,
+        ),
+        down=_linear(files, f"{mlp}.down_proj", c.hidden_size, c.ffn_size, c.mlp_bias),
+    )
+    if c.qk_norm:
+        layer.q_norm = files.read(f"{attn}.q_norm.weight", c.head_dim)
+        layer.k_norm = files.read(f"{attn}.k_norm.weight", c.head_dim)
+    return layer
+
+
+def _opt_layer(files: TensorFiles, config: ModelConfig, index: int) -> LayerWeights:
+    c = config
+    at = f"{_OPT}.layers.{index}"
+    attn = f"{at}.self_attn"
+    return LayerWeights(
+        attn_norm=_layer_norm(files, f"{at}.self_attn_layer_norm", c),
+        qkv=_qkv(files, c, attn),
+        out=_linear(files, f"{attn}.out_proj", c.hidden_size, c.q_size, c.out_bias),
+        mlp_norm=_layer_norm(files, f"{at}.final_layer_norm", c),
+        up=_linear(files, f"{at}.fc1", c.ffn_size, c.hidden_size, c.mlp_bias),
+        down=_linear(files, f"{at}.fc2", c.hidden_size, c.ffn_size, c.mlp_bias),
+    )
 
 
 def _qkv(files: TensorFiles, config: ModelConfig, attn: str) -> Affine:

@@ -62,6 +62,9 @@ class Pipeline:
 
     def on_kv(self, state: SequenceState, row: int, *span: int) -> None: ...
 
+    def on_rebuilt(self, state: SequenceState) -> None:
+        raise AssertionError("nothing is lost here")
+
     def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
         raise error
 

@@ -107,12 +107,19 @@ class Audit:
         return self._policy.judge(group, now_s)
 
     def observe(
-        self, ran: Range, count: int, num_tokens: int, seconds: float, passed: int | None
+        self,
+        ran: Range,
+        count: int,
+        num_tokens: int,
+        seconds: float,
+        passed: int | None,
+        filled: int = 0,
     ) -> None:
         assert passed is None or 0 <= passed <= count
+        assert filled >= 0 and (ran.stop > 1 or not filled)
         if ran.first == 0:
             self._last_front_s = seconds
-        self._policy.observe(ran, count, num_tokens, seconds, passed)
+        self._policy.observe(ran, count, num_tokens, seconds, passed, filled)
 
     def target_gap_s(self, running: int) -> float:
         gap_s = self._policy.target_gap_s(running)

@@ -19,7 +19,7 @@ from quadriga.engine.sampler import RowSampler, choose, process, sample, token_l
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.types import RelayMemory, SampledToken, SequenceState, TokenLogprob
+from quadriga.types import KVExtent, RelayMemory, SampledToken, SequenceState, TokenLogprob
 
 
 class BatonRunner:
@@ -192,6 +192,11 @@ class BatonRunner:
         chosen = logits[[of_row[row] for row in rows]]
         return choose(chosen, [self._sampler(row) for row in rows], self.num_layers)
 
+    @property
+    def num_filled(self) -> int:
+        """See `ModelRunner.num_filled`."""
+        return 0
+
     def suspend(self, row: int) -> RowKV:
         """See `ModelRunner.suspend`."""
         self._sampler(row)
@@ -204,6 +209,17 @@ class BatonRunner:
         self.attach(row, state)
         self._rows.restore(row, suspended)
 
+    def extents(self, row: int) -> list[KVExtent]:
+        """See `ModelRunner.extents`."""
+        return [KVExtent(0, self.num_layers, self._sampler(row).state.num_tokens - 1)]
+
+    def read_rest(self, row: int) -> None:
+        """See `ModelRunner.read_rest`: K/V is all there is."""
+
+    def resume(self, row: int, state: SequenceState, rest: None) -> None:
+        """See `ModelRunner.resume`."""
+        self.attach(row, state)
+
     def memory(self) -> RelayMemory:
         """What is held now, and how much work was idle so far."""
         return self._rows.memory()
@@ -213,7 +229,8 @@ class BatonRunner:
     ) -> torch.Tensor:
         """See `ModelRunner.read_kv`. Raises: InvariantViolation when not all of it is computed."""
         self._check_row(row)
-        return self._rows.read(row, first_layer, num_layers, start, stop)
+        # In host memory: complete, whatever stream it is sent on.
+        return self._rows.read(row, first_layer, num_layers, start, stop).cpu()
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
         """See `ModelRunner.write_kv`; the row joins the batch at its first `decode`.
@@ -245,6 +262,11 @@ class BatonRunner:
                 f"prefill chunk of row {chunk.row} covers positions {chunk.start}.."
                 f"{stop}; must be non-empty and within {self.row_capacity_tokens}"
             )
+        if chunk.depths is not None and min(chunk.depths) < self.num_layers:
+            raise InvariantViolation(
+                f"prefill chunk of row {chunk.row} has tokens that left after {min(chunk.depths)} "
+                f"layers; an unmodified model runs all {self.num_layers}"
+            )
         row = self._rows.own(chunk.row)
         if row.length < chunk.start:
             raise InvariantViolation(
@@ -263,7 +285,10 @@ class BatonRunner:
         """Run one pass; return (chunk, logits [vocab]) of the prompts that end in it."""
         lasts = [len(chunks[i].token_ids) - 1 for i in group]
         params = [self._sampler(chunks[i].row).params for i in group]
-        wants_all = [p.num_prompt_logprobs is not None for p in params]
+        wants_all = [  # a rebuilt sequence has told them
+            p.num_prompt_logprobs is not None and chunks[i].depths is None
+            for i, p in zip(group, params, strict=True)
+        ]
         keep = None if any(wants_all) else sorted(set(lasts))
         announce = _one_by_one(on_layers)
         logits = prompt_pass(

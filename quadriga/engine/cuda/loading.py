@@ -78,10 +78,11 @@ def load_paged(
         dtype=dtype,
         budget_tokens=spec.kv_capacity_tokens,
         device=device,
+        host_copies=spec.host_copies,
         page_tokens=page_tokens,
     )
     skipped = None
-    if spec.exits.layers:
+    if spec.exits.layers and spec.can_exit:
         states = PagedStates(
             num_rows=spec.num_rows,
             capacity=spec.row_capacity_tokens,
@@ -91,7 +92,9 @@ def load_paged(
             device=device,
             page_tokens=page_tokens,
         )
-        skipped = SkippedKVStore(spec.skipped_kv, ends, cache, states)
+        skipped = SkippedKVStore(
+            spec.skipped_kv, ends, cache, states, replay_newest=spec.replay_newest
+        )
     decoder = PagedDecoder(config, weights, cache, attention)
     if recorder is None and device.type == "cuda" and spec.compile != "off":
         if attention.in_graphs:
@@ -141,7 +144,8 @@ def _load_weights(
 
 
 def _keeps_states(spec: EngineSpec) -> bool:
-    return bool(spec.exits.layers) and spec.skipped_kv not in ("alias", "copy")
+    is_made_of_states = spec.skipped_kv not in ("alias", "copy")
+    return bool(spec.exits.layers) and spec.can_exit and is_made_of_states
 
 
 def bytes_per_token(spec: EngineSpec, config: ModelConfig) -> int:

@@ -48,6 +48,10 @@ class PagedStates:
     def state_bytes(self) -> int:
         return self._states.shape[1] * self._states.element_size()
 
+    @property
+    def device(self) -> torch.device:
+        return self._states.device
+
     def put(self, rows: Ints, slots: Ints, states: torch.Tensor) -> None:
         """See `RowStates.put`. Raises: KVCacheExhausted: See `PageTable.ensure`."""
         self.pages.ensure(rows, slots + 1, range(1))

@@ -94,6 +94,13 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def layer_values(self) -> int:
+        """Numbers in one layer, matrices exactly, vectors (norms, biases) at most."""
+        matrices = 2 * self.q_size + 2 * self.kv_size + (3 if self.gated else 2) * self.ffn_size
+        vectors = 8 * self.hidden_size + self.q_size + 2 * self.kv_size + 2 * self.ffn_size
+        return self.hidden_size * matrices + vectors
+
 
 def read_model_config(path: Path) -> ModelConfig:
     """Read `path/config.json`.

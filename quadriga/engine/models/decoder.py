@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -109,6 +110,12 @@ class Decoder:
             self.cos, self.sin = rope_table(
                 config.rope, config.head_dim, cache.capacity, weights.embed.dtype
             )
+
+    def over(self, weights: ModelWeights, cache: RowKVCache) -> Decoder:
+        """The same model with more or fewer layers."""
+        other = copy.copy(self)
+        other.weights, other.cache = weights, cache
+        return other
 
     @property
     def num_layers(self) -> int:

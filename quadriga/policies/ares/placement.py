@@ -29,6 +29,16 @@ class StepCosts:
     per_token_s: float
 
 
+def mean_costs(snapshots: Sequence[ReplicaSnapshot]) -> StepCosts:
+    """What the replicas' own forecasts say of a step, on average."""
+    forecasts = [s.forecast for s in snapshots if s.forecast is not None]
+    count = max(1, len(forecasts))
+    return StepCosts(
+        sum(f.per_sequence_s for f in forecasts) / count,
+        sum(f.per_token_s for f in forecasts) / count,
+    )
+
+
 def best_replica(
     cluster: ClusterForecast,
     request: PlaceRequest,
@@ -77,10 +87,15 @@ class AresPlacement:
     """Placement by forecast; by current load where there is no prediction or no forecast.
 
     Args:
-        load_only: Asked at each placement: predictions are not to be believed now.
+        costs: None: the mean of what the forecasts say.
+
+    Attributes:
+        load_only: Predictions are not to be believed now.
     """
 
-    def __init__(self, costs: StepCosts, settings: AresSettings | None = None) -> None:
+    def __init__(
+        self, costs: StepCosts | None = None, settings: AresSettings | None = None
+    ) -> None:
         self._costs = costs
         self._settings = settings or AresSettings()
         self._current = CurrentLoad()
@@ -95,5 +110,6 @@ class AresPlacement:
             return self._current.choose(request, snapshots)
         by_name = {s.info.name: s for s in snapshots}
         able = np.array([has_room(by_name[n], request) for n in cluster.names])
-        index = best_replica(cluster, request, able, self._settings, self._costs)
+        costs = self._costs or mean_costs(snapshots)
+        index = best_replica(cluster, request, able, self._settings, costs)
         return None if index is None else cluster.names[index]

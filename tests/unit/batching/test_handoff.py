@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quadriga.batching.handoff import MAX_REMEMBERED, LeaseState, LeaseTable
 from quadriga.errors import KVTransportError, MigrationFailed
-from quadriga.types import DepthClass, KVPart, TransferOffer
+from quadriga.types import DepthClass, KVExtent, KVPart, TransferOffer
 
 DEPTH = 4
 CLASS = DepthClass("m", DEPTH)
@@ -74,6 +74,91 @@ def test_a_missing_part_is_named(missing: int) -> None:
     layer, position = (missing % 2) * 2, (missing // 2) * 6
     with pytest.raises(MigrationFailed, match=f"layer {layer} from position {position}"):
         table.commit("t", epoch=1, num_tokens=10, checksums=[p.checksum for p in sent])
+
+
+def extents(*tokens: int) -> list[KVExtent]:
+    """Of segments of two layers each."""
+    return [KVExtent(2 * i, 2 * i + 2, n) for i, n in enumerate(tokens)]
+
+
+def test_what_was_never_computed_need_not_come(table: LeaseTable) -> None:
+    pieces = [part(0, 0, 4, 0, 6), part(1, 0, 2, 6, 5)]
+    for piece in pieces:
+        store(table, piece)
+    sums = [p.checksum for p in pieces]
+    for claimed, gap in ((extents(11, 7), "layer 2 from position 6"), ((), "layer 2")):
+        with pytest.raises(MigrationFailed, match=gap) as refusal:
+            table.commit("t", epoch=1, num_tokens=10, checksums=sums, extents=claimed)
+        assert refusal.value.code == "incomplete"
+    assert table.commit("t", epoch=1, num_tokens=10, checksums=sums, extents=extents(11, 6))
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [
+        extents(10),
+        extents(10, 10, 10),
+        extents(9, 9),
+        extents(12, 10),
+        extents(10, 11),
+        extents(10, -1),
+        [KVExtent(0, 3, 10), KVExtent(2, 4, 10)],
+        [KVExtent(0, 1, 10), KVExtent(2, 4, 10)],
+        [KVExtent(0, 0, 10), KVExtent(0, 4, 10)],
+        [KVExtent(2, 4, 10), KVExtent(0, 2, 10)],
+    ],
+)
+def test_a_claim_that_no_row_can_make(table: LeaseTable, claimed: list[KVExtent]) -> None:
+    """Too few layers, too many, too little of the first, more below than above, gaps, overlaps."""
+    store(table, part(0, 0, 4, 0, 12))
+    with pytest.raises(MigrationFailed) as refusal:
+        table.commit("t", epoch=1, num_tokens=10, checksums=[7], extents=claimed)
+    assert refusal.value.code == "incoherent"
+    assert table.state("t") is LeaseState.OPEN
+
+
+@given(
+    tokens=st.lists(st.integers(0, 12), min_size=2, max_size=2),
+    cuts=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 12)), max_size=12),
+)
+def test_a_commit_wants_exactly_what_was_computed(
+    tokens: list[int], cuts: list[tuple[int, int, int]]
+) -> None:
+    """Random pieces, as rounds of pre-copy send them; a cell nobody brought is always found."""
+    table = LeaseTable(CLASS)
+    table.open(offer(), row=3, now_s=0.0)
+    tokens = [10 + tokens[0] % 2, min(tokens[1], 10)]
+    brought: set[tuple[int, int]] = set()
+    sums = []
+    reach = [0] * DEPTH
+    for first, count, length in cuts:
+        layers = range(first, min(first + count, DEPTH))
+        start = min(reach[layer] for layer in layers)
+        stop = min(start + length, 12)
+        if stop == start:
+            continue
+        piece = part(len(sums), first, len(layers), start, stop - start)
+        store(table, piece)
+        sums.append(piece.checksum)
+        for layer in layers:
+            brought |= {(layer, position) for position in range(start, stop)}
+            reach[layer] = max(reach[layer], stop)
+    wanted = {(layer, p) for layer in range(DEPTH) for p in range(tokens[layer // 2])}
+    if wanted <= brought:
+        assert table.commit("t", epoch=1, num_tokens=10, checksums=sums, extents=extents(*tokens))
+        return
+    with pytest.raises(MigrationFailed) as refusal:
+        table.commit("t", epoch=1, num_tokens=10, checksums=sums, extents=extents(*tokens))
+    assert refusal.value.code == "incomplete"
+    assert table.state("t") is LeaseState.OPEN
+
+
+def test_live_transfers_are_counted(table: LeaseTable) -> None:
+    assert table.num_live == 0
+    table.open(replace(offer("u", "v"), is_live=True), row=1, now_s=0.0)
+    assert table.num_live == 1
+    table.abort("u")
+    assert table.num_live == 0
 
 
 def test_fewer_parts_than_the_source_sent(table: LeaseTable) -> None:

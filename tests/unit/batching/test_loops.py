@@ -45,6 +45,7 @@ class Events:
     started: list[str] = field(default_factory=list)
     kv: list[tuple[str, int, int, int, int]] = field(default_factory=list)
     done: dict[str, FinishReason | None] = field(default_factory=dict)
+    rebuilt: list[str] = field(default_factory=list)
     errors: dict[str, QuadrigaError] = field(default_factory=dict)
 
     def on_start(self, state: SequenceState, row: int) -> None:
@@ -69,6 +70,9 @@ class Events:
         finish: FinishReason | None,
     ) -> None:
         self.done[state.sequence_id] = finish
+
+    def on_rebuilt(self, state: SequenceState) -> None:
+        self.rebuilt.append(state.sequence_id)
 
     def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
         self.errors[state.sequence_id] = error

@@ -78,3 +78,18 @@ def test_silence_is_noticed_and_a_dropped_ingress_forgotten() -> None:
     assert outbox.silent(now_s=31, longer_than_s=30) == ["gone"]
     outbox.drop("gone")
     assert outbox.num_pending == 1
+
+
+def test_what_an_ingress_may_not_know_of_a_sequence() -> None:
+    outbox = Outbox("r1")
+    assert outbox.unacknowledged("i", "a") == []
+    outbox.put("i", token("a", 0, 10), now_s=0)
+    outbox.put("i", token("b", 0, 20), now_s=0)
+    first = outbox.collect("i", 0, now_s=0)
+    outbox.put("i", token("a", 1, 11), now_s=0)
+    outbox.put("i", Emission("a", epoch=0, moved_to="r2", move="begun"), now_s=0)
+    outbox.put("i", token("a", 2, 12), now_s=0)
+    assert [e.token_ids for e in outbox.unacknowledged("i", "a")] == [[10], [11], [12]]
+    outbox.collect("i", first.last_seq, now_s=0)
+    assert [e.token_ids for e in outbox.unacknowledged("i", "a")] == [[11], [12]]
+    assert outbox.unacknowledged("another", "a") == []

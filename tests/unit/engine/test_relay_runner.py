@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from quadriga.batching.rebuild import chunk_of
 from quadriga.engine import load_runner
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.errors import ConfigError, InvariantViolation
@@ -67,6 +69,29 @@ def test_rows_are_exclusive(runner: BatonRunner) -> None:
         runner.read_kv(8, 0, 1, 0, 0)
     with pytest.raises(InvariantViolation, match="row -1 is outside"):
         runner.attach(-1, make_state([1]))
+
+
+def test_a_lost_sequence_is_rebuilt_and_goes_on(runner: BatonRunner) -> None:
+    state = make_state([1, 5, 9], num_prompt_logprobs=0)
+    start(runner, 0, state)
+    state.exit_layers.append(3)
+    for _ in range(6):
+        token = runner.decode([0])[0]
+        state.output_ids.append(token.token_id)
+        state.exit_layers.append(token.exit_layer)
+    lost = replace(state, output_ids=state.output_ids[:4], exit_layers=state.exit_layers[:4])
+    runner.attach(1, lost)
+    for begin, stop in ((0, 2), (2, 6)):
+        chunk = chunk_of(lost, row=1, start=begin, stop=stop, num_layers=runner.num_layers)
+        assert runner.prefill([chunk]) == [None]
+    kv = runner.read_kv(0, 0, 3, 0, 6)
+    torch.testing.assert_close(runner.read_kv(1, 0, 3, 0, 6), kv, rtol=1e-4, atol=1e-4)
+    while len(lost.output_ids) < len(state.output_ids):
+        lost.output_ids.append(runner.decode([1])[0].token_id)
+    assert lost.output_ids == state.output_ids
+    runner.attach(2, make_state([1]))
+    with pytest.raises(InvariantViolation, match="left after 2 layers"):
+        runner.prefill([PrefillChunk(2, [1], 0, False, depths=[2])])
 
 
 def test_chunks_must_fit(runner: BatonRunner) -> None:

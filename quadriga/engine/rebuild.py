@@ -1,0 +1,140 @@
+"""A prefill pass in which every token goes as deep as it once went, and no deeper.
+
+What a token skipped the first time is made up for as it was then (`engine/skipped_kv.py`), from the
+same hidden state by the same map, only earlier: before the deeper tokens of the pass want it. A
+token's stand-in depends on nothing but its own state, so when it is made does not matter, and the
+KV is that of the sequence that was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quadriga.engine.kv_cache import KVCache
+from quadriga.engine.models.decoder import AnyDecoder
+from quadriga.engine.models.layers import Span
+from quadriga.exits import SkippedKV
+from quadriga.interfaces import LayersDone, PrefillChunk
+
+Ints = npt.NDArray[np.int64]
+
+
+def recorded_depths(
+    chunks: Sequence[PrefillChunk], ends: Sequence[int], mode: SkippedKV
+) -> Ints | None:
+    """Layers that each token of a prefill pass runs, chunk after chunk; None where all run all.
+
+    A depth that is no exit here (the sequence comes from other exits) counts as the next deeper
+    one. Replayed layers are the layers themselves: there is nothing to stand in for.
+
+    Args:
+        ends: Layers run at the end of each segment, ascending, the loaded depth last.
+    """
+    if mode == "replay" or len(ends) == 1 or all(c.depths is None for c in chunks):
+        return None
+    exits = np.asarray(ends, dtype=np.int64)
+    full = exits[-1]
+    recorded = np.concatenate(
+        [np.full(len(c.token_ids), full) if c.depths is None else c.depths for c in chunks]
+    )
+    depths = exits[np.searchsorted(exits, np.minimum(recorded, full))]
+    return None if (depths == full).all() else depths
+
+
+class RecordedPass:
+    """One pass over T tokens that stop at recorded depths.
+
+    Args:
+        spans: The tokens, sequence by sequence.
+        depths: Layers each token runs: [T].
+    """
+
+    def __init__(
+        self,
+        decoder: AnyDecoder,
+        cache: KVCache,
+        mode: SkippedKV,
+        spans: Sequence[Span],
+        depths: Ints,
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._mode = mode
+        self._depths = depths
+        counts = [s.end - s.begin for s in spans]
+        self._rows = np.repeat(np.array([s.row for s in spans], dtype=np.int64), counts)
+        self._positions = np.concatenate(
+            [np.arange(s.start, s.stop, dtype=np.int64) for s in spans]
+        )
+
+    def run(
+        self, x: torch.Tensor, batch: Any, ends: Sequence[int], on_layers: LayersDone | None
+    ) -> torch.Tensor:
+        """Give all tokens their K and V in all layers.
+
+        Args:
+            x: The embedded tokens, [T, hidden]; overwritten.
+            batch: The plan of a pass over all of them.
+            ends: Layers run at the end of each segment; every depth is one of them.
+
+        Returns:
+            [T, hidden], each as it came out of the last layer it ran.
+        """
+        left = torch.empty_like(x)
+        running = np.arange(len(self._depths))
+        begin = 0
+        for end in ends:
+            goes_on = self._depths[running] > begin
+            if not goes_on.all():
+                _place(left, running[~goes_on], x, np.flatnonzero(~goes_on))
+                x = x.index_select(0, _index(np.flatnonzero(goes_on), x))
+                running = running[goes_on]
+                if running.size:
+                    batch = self._decoder.plan(self._runs(running))
+            # Before the layers run: whoever goes on attends to those who stopped.
+            self._stand_in(left, begin, end)
+            for layer in range(begin, end):
+                if running.size:
+                    x = self._decoder.run_layers(x, batch, layer, layer + 1)
+                if on_layers is not None:
+                    on_layers(layer, 1)
+            begin = end
+        _place(left, running, x, np.arange(len(running)))
+        return left
+
+    def _stand_in(self, left: torch.Tensor, first: int, stop: int) -> None:
+        """Make up for K and V in layers [first, stop) of the tokens that stopped before them."""
+        for depth in np.unique(self._depths[self._depths <= first]).tolist():
+            of = np.flatnonzero(self._depths == depth)
+            rows, positions = self._rows[of], self._positions[of]
+            if self._mode in ("alias", "copy"):
+                self._cache.copy_layers(rows, positions, depth - 1, first, stop)
+                continue
+            states = left.index_select(0, _index(of, left))
+            plan = self._decoder.plan_tokens(rows, positions)
+            self._decoder.project_kv(states, plan, first, stop, depth)
+
+    def _runs(self, of: Ints) -> list[Span]:
+        """Some of the tokens, as runs of consecutive positions of one row."""
+        rows, positions = self._rows[of], self._positions[of]
+        breaks = np.flatnonzero((np.diff(rows) != 0) | (np.diff(positions) != 1)) + 1
+        edges = [0, *breaks.tolist(), len(of)]
+        return [
+            Span(int(rows[begin]), begin, end, int(positions[begin]))
+            for begin, end in pairwise(edges)
+        ]
+
+
+def _place(left: torch.Tensor, at: Ints, x: torch.Tensor, of: Ints) -> None:
+    """Put states `of` x to where they belong in the whole pass."""
+    left.index_copy_(0, _index(at, left), x.index_select(0, _index(of, x)))
+
+
+def _index(of: Ints, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(of).to(like.device)

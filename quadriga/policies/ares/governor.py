@@ -1,0 +1,224 @@
+"""The rescheduler with all that must be remembered from tick to tick, and its guard rails.
+
+Fresh snapshots and the time in, orders out: which replicas and sequences are left alone, whether
+predictions are believed, what a transfer costs by what the last ones took. The actor around it
+only sends the orders and brings back the reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from quadriga.config import SchedulerConfig
+from quadriga.policies.ares.amend import with_fixed
+from quadriga.policies.ares.cluster import by_class
+from quadriga.policies.ares.drift import DriftMonitor
+from quadriga.policies.ares.orders import OrderBook
+from quadriga.policies.ares.recording import Tick
+from quadriga.policies.ares.rescheduler import Rescheduler
+from quadriga.policies.ares.settings import AresSettings, TransferCosts
+from quadriga.policies.load import LOW_WATERMARK
+from quadriga.types import (
+    DepthClass,
+    LengthOutcome,
+    MigrationOrder,
+    MigrationReport,
+    ReplicaSnapshot,
+    Role,
+)
+
+FIRST_BANDWIDTH_BYTES_PER_S = 100e6
+"""Until a move was measured."""
+ROUND_TRIP_S = 0.01
+MIN_MEASURED_BYTES = 65_536
+_RATE = 0.2
+
+
+def settings_of(config: SchedulerConfig) -> AresSettings:
+    """The policies' constants as configured."""
+    ares = config.ares
+    return AresSettings(
+        theta=ares.theta,
+        decay=ares.decay,
+        min_gain=ares.min_gain,
+        memory_limit=ares.memory_limit,
+        memory_horizon_s=ares.memory_horizon_s,
+        rescue_limit=ares.rescue_limit,
+        cooldown_s=ares.cooldown_s,
+        max_moves=ares.max_moves,
+        cost_factor=ares.cost_factor,
+        remaining_factor=ares.remaining_factor,
+        hold_share=ares.hold_share,
+    )
+
+
+@dataclass(slots=True)
+class TickSummary:
+    """The last tick, for operators.
+
+    Attributes:
+        why: By depth class: what was decided, in a few words.
+    """
+
+    at_unix_s: float = 0.0
+    took_s: float = 0.0
+    why: dict[str, str] = field(default_factory=dict)
+
+
+class Governor:
+    """Decides when and what to move; see the module.
+
+    Args:
+        record: Called with every decision and all it saw.
+    """
+
+    def __init__(self, config: SchedulerConfig, record: Callable[[Tick], None]) -> None:
+        self._record = record
+        self._bandwidth = FIRST_BANDWIDTH_BYTES_PER_S
+        self._drift: dict[str, DriftMonitor] = {}
+        self.last = TickSummary()
+        self.book = OrderBook(
+            max_concurrent=config.ares.max_concurrent_moves, backoff_s=config.ares.backoff_s
+        )
+        self.configure(config)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Take a new configuration; what is under way goes on."""
+        self.config = config
+        self.book.max_concurrent = config.ares.max_concurrent_moves
+        self.book.backoff_s = config.ares.backoff_s
+        self.settings = settings_of(config)
+
+    @property
+    def is_on(self) -> bool:
+        return self.config.ares.mode != "off"
+
+    def wanted_classes(self, snapshots: Iterable[ReplicaSnapshot]) -> frozenset[DepthClass]:
+        """Classes whose replicas shall predict and forecast: somebody looks at it, and there is
+        more than one place for a sequence to be."""
+        if not self.is_on and self.config.placement != "ares":
+            return frozenset()
+        places = Counter(s.info.depth_class for s in snapshots if s.info.role is Role.DECODE)
+        return frozenset(c for c, count in places.items() if count > 1)
+
+    def is_distrusted(self, model: str) -> bool:
+        """Whether a model's predictions are not to be believed now."""
+        monitor = self._drift.get(model)
+        return monitor is not None and monitor.is_drifting
+
+    @property
+    def drift(self) -> dict[str, DriftMonitor]:
+        """What is known of the predictions, by model."""
+        return self._drift
+
+    def ended_lengths(self, model: str, outcomes: Sequence[LengthOutcome]) -> None:
+        """Sequences of a model have ended by themselves."""
+        monitor = self._drift.setdefault(model, DriftMonitor())
+        for outcome in outcomes:
+            monitor.ended(outcome.prediction, outcome.remaining_tokens)
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Between two decode replicas, as configured or as measured."""
+        configured = self.config.ares.bandwidth_bytes_per_s
+        return self._bandwidth if configured == "auto" else configured
+
+    def tick(
+        self, snapshots: Sequence[ReplicaSnapshot], *, now_s: float, now_unix_s: float
+    ) -> list[MigrationOrder]:
+        """Decide the moves of this moment and enter them into the book.
+
+        Args:
+            snapshots: All that is known; those too old are left out.
+
+        Raises:
+            ConfigError: A forecast is malformed.
+        """
+        started_s = time.perf_counter()
+        busy, fixed = self.book.busy(now_s), self.book.fixed(now_s)
+        fresh = [
+            s if s.forecast is None else replace(s, forecast=with_fixed(s.forecast, fixed))
+            for s in snapshots
+            if s.info.role is Role.DECODE
+            and now_unix_s - s.taken_unix_s <= self.config.snapshot_max_age_s
+        ]
+        orders: list[MigrationOrder] = []
+        self.last = TickSummary(now_unix_s)
+        for depth_class, members in by_class(fresh).items():
+            orders += self._decide(depth_class, members, busy, now_unix_s)
+        orders = orders[: self.book.num_free]
+        for order in orders:
+            self.book.ordered(order, now_unix_s)
+        self.last.took_s = time.perf_counter() - started_s
+        return orders
+
+    def _decide(
+        self,
+        depth_class: DepthClass,
+        members: list[ReplicaSnapshot],
+        busy: frozenset[str],
+        now_unix_s: float,
+    ) -> list[MigrationOrder]:
+        able = [s for s in members if s.forecast is not None]
+        if len(able) < 2:
+            self.last.why[str(depth_class)] = f"{len(able)} of {len(members)} replicas can forecast"
+            return []
+        costs = self.costs(able)
+        settings = self._settings_for(able)
+        predicts = self.config.ares.mode == "ares"
+        load_only = self.is_distrusted(depth_class.model)
+        rescheduler = Rescheduler(settings, predicts=predicts)
+        orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only)
+        self._record(
+            Tick(
+                at_s=now_unix_s,
+                snapshots=able,
+                settings=settings,
+                costs=costs,
+                predicts=predicts,
+                load_only=load_only,
+                busy=busy,
+                orders=orders,
+            )
+        )
+        self.last.why[str(depth_class)] = _why(orders, able, busy, load_only)
+        return orders
+
+    def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:
+        """Where memory is promised as it is used, newcomers are let in up to the low mark only."""
+        if all(s.info.reservation == "longest" for s in members):
+            return self.settings
+        limit = min(self.settings.memory_limit, LOW_WATERMARK)
+        return replace(self.settings, memory_limit=limit)
+
+    def costs(self, members: Sequence[ReplicaSnapshot]) -> TransferCosts:
+        """What moving a sequence of a class costs."""
+        sizes = [s.forecast.bytes_per_token for s in members if s.forecast is not None]
+        return TransferCosts(max(sizes, default=0.0), self.bandwidth_bytes_per_s, ROUND_TRIP_S)
+
+    def ended(self, order: MigrationOrder, report: MigrationReport, *, now_s: float) -> None:
+        """An order has come to its end."""
+        self.book.ended(order, report, now_s)
+        if report.outcome == "moved" and report.bytes_sent >= MIN_MEASURED_BYTES:
+            seconds = max(report.took_s - ROUND_TRIP_S, 1e-4)
+            measured = report.bytes_sent / seconds
+            self._bandwidth += _RATE * (measured - self._bandwidth)
+
+
+def _why(
+    orders: Sequence[MigrationOrder],
+    members: Sequence[ReplicaSnapshot],
+    busy: frozenset[str],
+    load_only: bool,
+) -> str:
+    """What a tick decided, in a few words."""
+    by = "the present load; predictions do not hold" if load_only else "the forecast"
+    if orders:
+        return f"{len(orders)} ordered, by {by}"
+    taking_part = sum(s.info.name in busy for s in members)
+    if taking_part:
+        return f"none ordered, by {by}; {taking_part} of {len(members)} replicas take part in one"
+    return f"balanced, or nothing worth its cost, by {by}"

@@ -1,0 +1,119 @@
+"""Orders that are out, and what became of the recent ones: who is to be left alone for now.
+
+Soft state: a scheduler that starts anew knows nothing of orders under way. They end by themselves
+(source and destination hold the leases), the sequences on their way are marked as such in the
+snapshots, and a second order for one of them is refused by its source.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from quadriga.types import MigrationOrder, MigrationReport
+
+SETTLE_S = 3.0
+"""After a move its replicas are taken part in no other until both have reported anew, or for this
+long: until then their snapshots still show the sequence where it was."""
+MAX_BACKOFF_FACTOR = 16.0
+MAX_RECENT = 256
+MAX_REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class Decision:
+    """One order and its end, for operators.
+
+    Attributes:
+        report: None while it is under way.
+    """
+
+    at_unix_s: float
+    order: MigrationOrder
+    report: MigrationReport | None = None
+
+
+@dataclass(slots=True)
+class _Settling:
+    """A replica whose last snapshot may be older than its last move."""
+
+    since_s: float
+
+
+class OrderBook:
+    """Who takes part in a move, and who is left alone after one that failed.
+
+    Args:
+        max_concurrent: Orders out at once.
+        backoff_s: Rest of a sequence after its first failure; doubles with each further one.
+
+    Attributes:
+        recent: The last decisions, oldest first.
+        outcomes: Number of ended orders by outcome.
+    """
+
+    def __init__(self, *, max_concurrent: int, backoff_s: float) -> None:
+        self.max_concurrent = max_concurrent
+        self.backoff_s = backoff_s
+        self.recent: deque[Decision] = deque(maxlen=MAX_RECENT)
+        self.outcomes: Counter[str] = Counter()
+        self._out: dict[str, Decision] = {}
+        self._settling: dict[str, _Settling] = {}
+        self._resting: dict[str, float] = {}  # replica → until when
+        self._strikes: dict[str, tuple[int, float]] = {}  # sequence → (failures, until when)
+
+    @property
+    def under_way(self) -> list[MigrationOrder]:
+        return [decision.order for decision in self._out.values()]
+
+    @property
+    def num_free(self) -> int:
+        """Orders that may still be given."""
+        return max(0, self.max_concurrent - len(self._out))
+
+    def busy(self, now_s: float) -> frozenset[str]:
+        """Replicas that shall neither give nor take now."""
+        self._settling = {
+            name: s for name, s in self._settling.items() if now_s - s.since_s < SETTLE_S
+        }
+        self._resting = {name: until for name, until in self._resting.items() if until > now_s}
+        taking_part = {name for o in self.under_way for name in (o.source, o.destination)}
+        return frozenset(taking_part | self._settling.keys() | self._resting.keys())
+
+    def fixed(self, now_s: float) -> frozenset[str]:
+        """Sequences that shall stay where they are now."""
+        return frozenset(s for s, (_, until) in self._strikes.items() if until > now_s)
+
+    def ordered(self, order: MigrationOrder, now_unix_s: float) -> None:
+        """An order is going out."""
+        decision = Decision(now_unix_s, order)
+        self._out[order.sequence_id] = decision
+        self.recent.append(decision)
+
+    def ended(self, order: MigrationOrder, report: MigrationReport, now_s: float) -> None:
+        """An order is over, in whatever way."""
+        decision = self._out.pop(order.sequence_id, None)
+        if decision is not None:
+            decision.report = report
+        self.outcomes[report.outcome] += 1
+        if report.outcome in ("moved", "unknown"):
+            for name in (order.source, order.destination):
+                self._settling[name] = _Settling(now_s)
+        if report.outcome in ("refused", "failed", "unknown"):
+            count = self._strikes.get(order.sequence_id, (0, 0.0))[0] + 1
+            pause_s = self.backoff_s * min(2.0 ** (count - 1), MAX_BACKOFF_FACTOR)
+            self._strikes[order.sequence_id] = count, now_s + pause_s
+            self._resting[order.destination] = now_s + self.backoff_s
+            while len(self._strikes) > MAX_REMEMBERED:
+                del self._strikes[next(iter(self._strikes))]
+
+    def reported(self, replica: str, now_s: float) -> None:
+        """A replica's snapshot has arrived, taken after everything that ended before."""
+        settling = self._settling.get(replica)
+        if settling is not None and settling.since_s < now_s:
+            del self._settling[replica]
+
+    def replica_died(self, replica: str) -> None:
+        """Nothing is known of it any more; orders it takes part in end by themselves."""
+        self._settling.pop(replica, None)
+        self._resting.pop(replica, None)

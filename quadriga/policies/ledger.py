@@ -1,0 +1,114 @@
+"""What the replicas' last reports do not show yet: sequences sent to them, and begun by them.
+
+So that a burst does not go to one replica, and a queue is not thought full for a report too long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quadriga.policies.ares.amend import Promised, with_promised
+from quadriga.types import PlaceRequest, ReplicaSnapshot
+
+UNSEEN_MAX_S = 5.0
+"""A sequence that was sent and not reported for this long never arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A sequence sent to a replica that has not reported its arrival yet.
+
+    Attributes:
+        promised: Its forecast, where it is sent to a decode replica with a prediction.
+    """
+
+    since_s: float
+    prompt_tokens: int
+    reserved_tokens: int
+    promised: Promised | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A sequence that left a prefill queue; `at_unix_s` is by that replica's clock."""
+
+    at_unix_s: float
+    prompt_tokens: int
+
+
+class Ledger:
+    """Sequences by replica, between the scheduler's decision and the replica's report of it."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, dict[str, Sent]] = {}
+        self._begun: dict[str, dict[str, Begun]] = {}
+
+    def sent(self, replica: str, sequence_id: str, sent: Sent) -> None:
+        """A sequence goes to a replica."""
+        self._sent.setdefault(replica, {})[sequence_id] = sent
+
+    def begun(self, request: PlaceRequest, source: ReplicaSnapshot | None) -> None:
+        """A sequence looks for a decode replica: it waits in no prefill queue any more.
+
+        Args:
+            source: What its prefill replica last reported.
+        """
+        is_unreported = False
+        for sent in self._sent.values():
+            is_unreported |= sent.pop(request.sequence_id, None) is not None
+        if is_unreported or source is None or source.load_unix_s >= request.started_unix_s:
+            return
+        begun = Begun(request.started_unix_s, request.num_tokens)
+        self._begun.setdefault(request.source, {})[request.sequence_id] = begun
+
+    def reported(self, snapshot: ReplicaSnapshot, accepted: tuple[str, ...] | list[str]) -> None:
+        """A report has come in: what it shows is forgotten here."""
+        name = snapshot.info.name
+        sent = self._sent.get(name, {})
+        for sequence_id in accepted:
+            sent.pop(sequence_id, None)
+        begun = self._begun.get(name, {})
+        for sequence_id in [i for i, b in begun.items() if b.at_unix_s <= snapshot.load_unix_s]:
+            del begun[sequence_id]
+
+    def finished(self, sequence_ids: list[str] | tuple[str, ...]) -> None:
+        """Sequences are over."""
+        for sequence_id in sequence_ids:
+            for sent in self._sent.values():
+                sent.pop(sequence_id, None)
+            for begun in self._begun.values():
+                begun.pop(sequence_id, None)
+
+    def forget(self, replica: str) -> None:
+        """A replica is gone."""
+        self._sent.pop(replica, None)
+        self._begun.pop(replica, None)
+
+    def num_sent(self) -> dict[str, int]:
+        """Sequences on their way, by replica."""
+        return {name: len(sent) for name, sent in self._sent.items()}
+
+    def adjust(self, snapshot: ReplicaSnapshot, *, now_s: float) -> ReplicaSnapshot:
+        """The report with what it does not show yet."""
+        name = snapshot.info.name
+        sent, begun = self._sent.get(name, {}), self._begun.get(name, {})
+        if not sent and not begun:
+            return snapshot
+        for sequence_id in [i for i, s in sent.items() if s.since_s < now_s - UNSEEN_MAX_S]:
+            del sent[sequence_id]
+        forecast = snapshot.forecast
+        if forecast is not None:
+            promised = [s.promised for s in sent.values() if s.promised is not None]
+            forecast = with_promised(forecast, promised, snapshot.step_time_s)
+        reserved = sum(s.reserved_tokens for s in sent.values())
+        waiting = max(0, snapshot.num_waiting - len(begun))
+        waiting_tokens = max(
+            0, snapshot.waiting_tokens - sum(b.prompt_tokens for b in begun.values())
+        )
+        return replace(
+            snapshot,
+            forecast=forecast,
+            num_waiting=waiting + len(sent),
+            waiting_tokens=waiting_tokens + sum(s.prompt_tokens for s in sent.values()),
+            reserved_tokens=snapshot.reserved_tokens + reserved,
+        )

@@ -1,0 +1,175 @@
+"""Decode replicas without processes: engines, loops, lease tables, and sequences that move."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import replace
+
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.departures import Reading, Rest
+from quadriga.batching.handoff import LeaseTable
+from quadriga.batching.precopy import PreCopy
+from quadriga.batching.slots import SlotTable
+from quadriga.clock import SystemClock
+from quadriga.engine.runner import NativeRunner
+from quadriga.engine_spec import EngineSpec
+from quadriga.exits import ExitCounters
+from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.types import (
+    KVExtent,
+    KVPart,
+    ResumePoint,
+    SequenceState,
+    TransferOffer,
+)
+from tests.equivalence.models import whole_prompt
+
+_names = itertools.count()
+
+
+class Member:
+    """One replica."""
+
+    def __init__(self, spec: EngineSpec, *, rebatches: bool) -> None:
+        self.spec = spec
+        self.runner = NativeRunner.load(spec)
+        counters = ExitCounters()
+        costs = SegmentCosts(len(self.runner.segment_ends), spec.num_rows)
+        self.loop = DecodeLoop(
+            runner=self.runner,
+            slots=SlotTable(
+                num_rows=spec.num_rows,
+                row_capacity_tokens=spec.row_capacity_tokens,
+                kv_capacity_tokens=spec.kv_capacity_tokens,
+            ),
+            eos_token_ids=(),
+            clock=SystemClock(),
+            rebatcher=DrexRebatcher(costs, counters=counters, deterministic=True)
+            if rebatches
+            else None,
+            counters=counters,
+            criterion=spec.exits.criterion,
+        )
+        self.table = LeaseTable(spec.depth_class)
+
+    def begin(self, state: SequenceState) -> None:
+        """Prefill and join."""
+        runner = self.runner
+        slot = self.loop.reserve(state.sequence_id, state.max_total_tokens, state.num_tokens)
+        runner.attach(slot.row, state)
+        token = runner.prefill([whole_prompt(slot.row, state)])[0]
+        assert token is not None
+        runner.detach(slot.row)
+        state.output_ids.append(token.token_id)
+        state.exit_layers.append(token.exit_layer)
+        self.loop.join(state)
+
+    @property
+    def is_at_base_line(self) -> bool:
+        loop = self.loop
+        return (loop.slots.num_held, loop.slots.reserved_tokens, self.table.num_open) == (0, 0, 0)
+
+
+class Move:
+    """One migration, piece by piece, its parts and its commit through a real lease table."""
+
+    def __init__(
+        self, source: Member, destination: Member, sequence_id: str, *, max_cells: int = 1
+    ) -> None:
+        self.source, self.destination = source, destination
+        self.sequence_id = sequence_id
+        self.resume: ResumePoint | None = None
+        self._max_cells = max_cells
+        self._books = PreCopy()
+        self._checksums: list[int] = []
+        state = source.loop.departures.state(sequence_id)
+        assert state is not None
+        self.transfer_id = f"t{next(_names)}"
+        slot = destination.loop.reserve(sequence_id, state.max_total_tokens, state.num_tokens)
+        self._row = slot.row
+        self._epoch = state.epoch + 1
+        offer = TransferOffer(
+            self.transfer_id,
+            sequence_id,
+            destination.spec.depth_class,
+            "source",
+            self._epoch,
+            state.num_tokens,
+            state.max_total_tokens,
+            "gloo",
+            5.0,
+            is_live=True,
+        )
+        self.lease = destination.table.open(offer, self._row, now_s=0.0)
+
+    def piece(self) -> bool | None:
+        """Send one piece; True when the sequence may rest, None when it is over."""
+        reading = self.source.loop.departures.read(self.sequence_id, self._books, self._max_cells)
+        if reading is None:
+            return None
+        self._send(reading)
+        return not reading.parts
+
+    def freeze(self) -> Rest | None:
+        """Let it rest, as soon as little enough is missing; None when it is over."""
+        found = self.source.loop.departures.freeze(self.sequence_id, self._books)
+        while isinstance(found, Reading):
+            self._send(found)
+            found = self.source.loop.departures.freeze(self.sequence_id, self._books)
+        return found
+
+    def finish(self, rest: Rest) -> SequenceState:
+        """Send the rest and commit; returns the state that runs from here on."""
+        self._send(rest.reading)
+        owned = replace(rest.state, epoch=self._epoch)
+        state, self.resume = pickle.loads(pickle.dumps((owned, rest.resume), 5))
+        assert isinstance(state, SequenceState)
+        assert isinstance(self.resume, ResumePoint)
+        self.commit(state, self.resume.extents)
+        self.destination.loop.join(state, self.resume)
+        assert self.source.loop.leave(self.sequence_id) is not None
+        return state
+
+    def commit(self, state: SequenceState, extents: tuple[KVExtent, ...]) -> None:
+        lease = self.destination.table.commit(
+            self.transfer_id,
+            epoch=state.epoch,
+            num_tokens=state.num_tokens - 1,
+            checksums=self._checksums,
+            extents=extents,
+        )
+        assert lease is self.lease
+
+    def abort(self) -> None:
+        if self.destination.table.abort(self.transfer_id) is not None:
+            self.destination.loop.leave(self.sequence_id)
+
+    def _send(self, reading: Reading) -> None:
+        table, runner = self.destination.table, self.destination.runner
+        for span, kv in reading.parts:
+            part = KVPart(
+                self.transfer_id,
+                len(self._checksums),
+                span.first_layer,
+                span.stop_layer - span.first_layer,
+                span.start,
+                span.stop - span.start,
+                tuple(kv.shape),
+                "float32",
+                7 + len(self._checksums),
+            )
+            lease = table.begin_store("source", part, now_s=0.0)
+            runner.write_kv(lease.row, span.first_layer, span.start, kv)
+            table.end_store(lease, part, part.checksum, now_s=0.0)
+            self._checksums.append(part.checksum)
+
+
+def move(source: Member, destination: Member, sequence_id: str) -> tuple[SequenceState, Move]:
+    """A whole migration between two steps."""
+    transfer = Move(source, destination, sequence_id)
+    while transfer.piece() is False:
+        pass
+    rest = transfer.freeze()
+    assert rest is not None
+    return transfer.finish(rest), transfer

@@ -1,0 +1,215 @@
+"""A sequence rebuilt from prompt, output and exit record has the KV that was lost, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.rebuild import chunk_of, num_prefill_tokens
+from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint import ASSETS
+from quadriga.clock import SystemClock
+from quadriga.engine.runner import NativeRunner
+from quadriga.errors import InvariantViolation
+from quadriga.exits import ExitCounters, ExitParams, SkippedKV
+from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.text import load_tokenizer
+from quadriga.types import SequenceState
+from tests.equivalence.models import make_spec, make_state, whole_prompt
+from tests.equivalence.paged import load_on_pages
+
+MODES: tuple[SkippedKV, ...] = ("linear", "project", "copy", "alias", "replay")
+MODELS = ("quadriga-s", "quadriga-l")
+CAPACITY = 160
+MAX_TOKENS = 40
+PROMPTS = ("Sort: 7 3 9 1 4 8 2 6\n", "Once upon a time")
+
+
+@cache
+def runner(model: str, mode: SkippedKV, compiled: str = "wait") -> NativeRunner:
+    spec = make_spec(
+        ASSETS / model,
+        compile=compiled,
+        skipped_kv=mode,
+        num_rows=5,
+        row_capacity_tokens=CAPACITY,
+    )
+    return NativeRunner.load(replace(spec, exits=spec.checkpoint.exits))
+
+
+def states(model: str, threshold: float) -> list[SequenceState]:
+    tokenizer = load_tokenizer(ASSETS / model, model)
+    made = []
+    for i, prompt in enumerate(PROMPTS):
+        sampling = {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": 11 + i}
+        state = make_state(
+            tokenizer.encode(prompt), max_tokens=MAX_TOKENS, ignore_eos=True, **sampling
+        )
+        made.append(replace(state, sequence_id=f"s{i}", exits=ExitParams(threshold=threshold)))
+    return made
+
+
+def make_loop(of: NativeRunner) -> DecodeLoop:
+    counters = ExitCounters()
+    costs = SegmentCosts(len(of.segment_ends), of.num_rows)
+    return DecodeLoop(
+        runner=of,
+        slots=SlotTable(
+            num_rows=of.num_rows,
+            row_capacity_tokens=CAPACITY,
+            kv_capacity_tokens=of.num_rows * CAPACITY,
+        ),
+        eos_token_ids=(),
+        clock=SystemClock(),
+        rebatcher=DrexRebatcher(costs, counters=counters, deterministic=True),
+        counters=counters,
+        criterion=of.spec.exits.criterion,
+    )
+
+
+def start(loop: DecodeLoop, of: NativeRunner, state: SequenceState) -> int:
+    """Prefill in the row that the loop goes on with."""
+    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
+    of.attach(slot.row, state)
+    token = of.prefill([whole_prompt(slot.row, state)])[0]
+    assert token is not None
+    state.output_ids.append(token.token_id)
+    state.exit_layers.append(token.exit_layer)
+    kv = of.read_kv(slot.row, 0, of.num_layers, 0, len(state.prompt_ids))
+    of.detach(slot.row)
+    of.write_kv(slot.row, 0, 0, kv)
+    loop.join(state)
+    return slot.row
+
+
+def lost_at(of: NativeRunner, state: SequenceState, num_tokens: int) -> torch.Tensor:
+    """Run a sequence to so many tokens; returns its KV, all that was skipped made up for."""
+    loop = make_loop(of)
+    row = start(loop, of, state)
+    while len(state.output_ids) < num_tokens:
+        loop.step()
+    kv = filled_kv(of, row, state.num_tokens - 1)
+    loop.leave(state.sequence_id)
+    return kv
+
+
+def filled_kv(of: NativeRunner, row: int, num_tokens: int) -> torch.Tensor:
+    """The row's KV once everything that was skipped is made up for."""
+    assert of.skipped is not None
+    at = np.array([row]), np.array([num_tokens])
+    of.skipped.enter(of._decoder, *at, 1, len(of.segment_ends))
+    if of.skipped.mode == "alias" and of._decoder.reads_depths:
+        of.skipped._unalias(row)
+    return of.read_kv(row, 0, of.num_layers, 0, num_tokens)
+
+
+def rebuild(
+    of: NativeRunner, row: int, state: SequenceState, chunk_tokens: int, beside: int | None = None
+) -> torch.Tensor:
+    """Compute a sequence anew, chunk by chunk; with `beside`, in one pass with another's prompt."""
+    total = num_prefill_tokens(state)
+    of.attach(row, state)
+    for begin in range(0, total, chunk_tokens):
+        stop = min(total, begin + chunk_tokens)
+        chunks = [chunk_of(state, row=row, start=begin, stop=stop, num_layers=of.num_layers)]
+        if beside is not None:
+            other = make_state([5 + k for k in range(9)])
+            of.attach(beside, other)
+            chunks.append(whole_prompt(beside, other))
+        seen: list[int] = []
+        sampled = of.prefill(chunks, lambda first, count, seen=seen: seen.append(first + count))
+        assert seen == list(range(1, of.num_layers + 1))
+        assert sampled[0] is None, "a rebuild samples nothing"
+        if beside is not None:
+            of.detach(beside)
+    kv = of.read_kv(row, 0, of.num_layers, 0, total)
+    of.detach(row)
+    return kv
+
+
+def run_alone(of: NativeRunner, state: SequenceState) -> SequenceState:
+    loop = make_loop(of)
+    start(loop, of, state)
+    while loop.has_work:
+        loop.step()
+    return state
+
+
+def go_on(of: NativeRunner, state: SequenceState, kv: torch.Tensor) -> SequenceState:
+    """What a decode replica makes of rebuilt KV."""
+    loop = make_loop(of)
+    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
+    of.write_kv(slot.row, 0, 0, kv)
+    loop.join(state)
+    while loop.has_work:
+        loop.step()
+    return state
+
+
+def copy_of(state: SequenceState, num_tokens: int) -> SequenceState:
+    """All that an ingress has of it after so many tokens."""
+    return replace(
+        state,
+        output_ids=state.output_ids[:num_tokens],
+        exit_layers=state.exit_layers[:num_tokens],
+    )
+
+
+@pytest.mark.parametrize("threshold", [0.9, 0.98])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_rebuilt_sequence_is_the_one_that_was_lost(
+    model: str, mode: SkippedKV, threshold: float
+) -> None:
+    of = runner(model, mode)
+    assert of.is_compiled
+    whole = [run_alone(of, s) for s in states(model, threshold)]
+    assert len({k for s in whole for k in s.exit_layers[1:]}) > 1, "not all leave at one depth"
+    for i, state in enumerate(whole):
+        for num_tokens in (1, 13 + 5 * i, MAX_TOKENS - 1):
+            was = lost_at(of, states(model, threshold)[i], num_tokens)
+            lost = copy_of(state, num_tokens)
+            kv = rebuild(of, 4, lost, chunk_tokens=(7, 256)[i % 2])
+            assert torch.equal(kv, was), f"{num_tokens} tokens of {state.sequence_id}"
+            again = go_on(of, lost, kv)
+            assert again.output_ids == state.output_ids
+            assert again.exit_layers == state.exit_layers
+
+
+def test_beside_a_prompt_and_without_kernels() -> None:
+    """A pass that rebuilds and prefills; the eager decoder rounds otherwise, so nearly."""
+    lost = copy_of(run_alone(runner("quadriga-s", "linear"), states("quadriga-s", 0.9)[0]), 31)
+    kv = rebuild(runner("quadriga-s", "linear"), 4, lost, 256)
+    assert torch.equal(rebuild(runner("quadriga-s", "linear"), 4, lost, 11, beside=3), kv)
+    for mode in MODES:
+        exact = rebuild(runner("quadriga-s", mode), 4, lost, 256)
+        eager = rebuild(runner("quadriga-s", mode, "off"), 4, lost, 19, beside=3)
+        torch.testing.assert_close(eager, exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_on_pages(mode: SkippedKV) -> None:
+    """As GPUs keep KV; without the store that only decode replicas have."""
+    lost = copy_of(run_alone(runner("quadriga-s", "linear"), states("quadriga-s", 0.9)[0]), 31)
+    exact = rebuild(runner("quadriga-s", mode), 4, lost, 256)
+    paged = load_on_pages(replace(runner("quadriga-s", mode).spec, compile="off", can_exit=False))
+    assert paged.skipped is None
+    torch.testing.assert_close(rebuild(paged, 4, lost, 19, beside=3), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_depths_that_are_no_exits_here_count_as_the_next_deeper() -> None:
+    of = runner("quadriga-s", "linear")
+    state = run_alone(of, states("quadriga-s", 0.9)[0])
+    other = replace(state, exit_layers=[{2: 1, 4: 3}.get(k, k + 9) for k in state.exit_layers])
+    assert torch.equal(rebuild(of, 4, other, 256), rebuild(of, 4, state, 256))
+
+
+def test_a_record_that_does_not_cover_the_output_is_refused() -> None:
+    state = replace(make_state([1, 2]), output_ids=[3, 4], exit_layers=[8])
+    with pytest.raises(InvariantViolation, match="cannot be rebuilt"):
+        chunk_of(state, row=0, start=0, stop=3, num_layers=8)

@@ -1,0 +1,149 @@
+"""A sequence at rest on its way to another replica keeps its row, is silent, and can go on."""
+
+from __future__ import annotations
+
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.departures import Rest
+from quadriga.batching.precopy import PreCopy
+from quadriga.batching.slots import SlotTable
+from quadriga.clock import ManualClock
+from quadriga.errors import DeadlineExceeded
+from quadriga.exits import ExitCounters, ExitParams
+from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.types import SamplingParams, SequenceState
+from tests.fake_runner import FakeSegmentRunner
+
+ENDS = (2, 5, 8)
+
+
+class Replica:
+    """A decode loop with exits over a fake runner."""
+
+    def __init__(self, rows: int = 4) -> None:
+        self.clock = ManualClock()
+        self.runner = FakeSegmentRunner(rows, ends=ENDS, clock=self.clock)
+        counters = ExitCounters()
+        self.loop = DecodeLoop(
+            runner=self.runner,
+            slots=SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=rows * 256),
+            eos_token_ids=(),
+            clock=self.clock,
+            rebatcher=DrexRebatcher(
+                SegmentCosts(len(ENDS), rows), counters=counters, deterministic=True
+            ),
+            counters=counters,
+        )
+
+    def take(self, name: str, *, deadline_unix_s: float = 1e18) -> SequenceState:
+        state = SequenceState(
+            sequence_id=name,
+            request_id=name,
+            model="fake",
+            prompt_ids=[7 + len(name), 9, 11],
+            sampling=SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True),
+            ingress_id="i",
+            arrival_unix_s=0.0,
+            deadline_unix_s=deadline_unix_s,
+            exits=ExitParams(threshold=0.5),
+            output_ids=[3],
+            exit_layers=[8],
+        )
+        slot = self.loop.reserve(name, state.max_total_tokens, state.num_tokens)
+        self.runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
+        self.loop.join(state)
+        return state
+
+    def freeze(self, name: str) -> Rest:
+        books = PreCopy()
+        found = self.loop.departures.freeze(name, books)
+        while not isinstance(found, Rest):
+            assert found is not None
+            found = self.loop.departures.freeze(name, books)
+        return found
+
+
+def test_at_rest_it_is_silent_and_holds_its_row() -> None:
+    replica = Replica()
+    loop = replica.loop
+    one, other = replica.take("one"), replica.take("other")
+    for _ in range(6):
+        loop.step()
+    rest = replica.freeze("one")
+    said = list(one.output_ids)
+    num_other = len(other.output_ids)
+    for _ in range(12):
+        assert all(emission.sequence_id == "other" for _, emission in loop.step())
+        loop.check()
+    assert one.output_ids == said
+    assert len(other.output_ids) > num_other + 3
+    assert rest.state.output_ids == said
+    assert rest.state.output_ids is not one.output_ids, "nobody changes what is sent"
+    assert {s.sequence_id for s in loop.running} == {"one", "other"}, "it is still held"
+    assert loop.num_running == 1
+    assert set(loop.slots.holders) == {"one", "other"}
+    assert loop.departures.thaw("one", epoch=7)
+    assert not loop.departures.thaw("one")
+    assert one.epoch == 7
+    while loop.has_work:
+        loop.step()
+    assert len(one.output_ids) == 50
+    assert loop.slots.holders == []
+
+
+def test_resting_it_may_be_cancelled() -> None:
+    replica = Replica()
+    state = replica.take("one")
+    replica.loop.step()
+    replica.freeze("one")
+    assert replica.loop.leave("one") is state
+    assert replica.loop.slots.holders == []
+    assert not replica.loop.departures.thaw("one")
+    replica.take("one")
+
+
+def test_it_does_not_expire_at_rest_but_right_afterwards() -> None:
+    """Who owns it is being settled: an error of ours could end what runs elsewhere."""
+    replica = Replica()
+    loop = replica.loop
+    replica.take("one", deadline_unix_s=replica.clock.unix_s() + 10.0)
+    replica.take("other")
+    loop.step()
+    replica.freeze("one")
+    replica.clock.advance(60.0)
+    for _ in range(3):
+        assert all(e.error is None for _, e in loop.step())
+    loop.departures.thaw("one")
+    errors = [e.error for _, e in loop.step() if e.sequence_id == "one"]
+    assert len(errors) == 1
+    assert isinstance(errors[0], DeadlineExceeded)
+    assert loop.slots.holders == ["other"]
+
+
+def test_who_is_not_here_is_not_read() -> None:
+    replica = Replica()
+    departures = replica.loop.departures
+    assert departures.state("one") is None
+    assert departures.read("one", PreCopy(), 1) is None
+    assert departures.freeze("one", PreCopy()) is None
+    replica.take("one")
+    assert departures.state("one") is not None
+    assert replica.loop.pause("one")
+    assert departures.read("one", PreCopy(), 1) is None
+    assert replica.loop.is_paused("one")
+
+
+def test_a_token_that_went_deep_costs_another_piece_before_the_rest() -> None:
+    replica = Replica()
+    state = replica.take("one")
+    books = PreCopy()
+    while not (reading := replica.loop.departures.read("one", books, 1)) or reading.parts:
+        assert reading is not None
+    deep = next(
+        i for i in range(200) if replica.loop.step() is not None and len(state.output_ids) > 8
+    )
+    assert deep > 5
+    found = replica.loop.departures.freeze("one", books)
+    assert not isinstance(found, Rest), "more than may be left came about since"
+    assert found is not None
+    assert found.parts
+    assert isinstance(replica.freeze("one"), Rest)

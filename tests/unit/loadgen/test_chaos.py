@@ -1,0 +1,98 @@
+"""What counts as lost, duplicated, differing or hung, and which processes are found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from loadgen.bench.process_cpu import service_processes
+from loadgen.capture import Capture, Transport
+from loadgen.chaos.cells import QUICK, Cell, Fault, Moment, Victim
+from loadgen.chaos.command import summary
+from loadgen.chaos.load import Answer, make_streams
+from loadgen.chaos.verdicts import CellResult
+from loadgen.checker import Verdict
+from loadgen.checker.verdict import Choice, FaultKind, Write
+
+CELL = Cell(Fault.KILL, Moment.MID_STREAM, Victim.DECODE)
+WANTED = [5, 6, 7, 8]
+
+
+def answer(*faults: FaultKind, tokens: list[int] | None = None, **extension: Any) -> Answer:
+    verdict = Verdict(choices=[Choice(token_ids=WANTED if tokens is None else tokens)])
+    verdict.choices[0].writes = [Write(t, 1) for t in (1.0, 1.1, 3.1, 3.2)]
+    verdict.extension = extension
+    for kind in faults:
+        verdict.add(kind, "…")
+    spec = make_streams(1, max_tokens=4, seed=0)[0]
+    return Answer(spec, False, Capture(Transport.HTTP, sent_s=0.5), verdict)
+
+
+def judged(*answers: Answer) -> CellResult:
+    result = CellResult(CELL)
+    result.add(answers, [WANTED], struck_s=1.05)
+    return result
+
+
+def test_all_cells_are_different() -> None:
+    assert len(set(QUICK)) == len(QUICK) == 16
+
+
+@pytest.mark.parametrize(
+    ("one", "column"),
+    [
+        (answer(FaultKind.TIMEOUT, FaultKind.LENGTH), "hung"),
+        (answer(FaultKind.DUPLICATE), "duplicated"),
+        (answer(FaultKind.GAP), "lost"),
+        (answer(FaultKind.ERROR_FRAME), "lost"),
+        (answer(FaultKind.CONNECTION), "lost"),
+        (answer(tokens=[5, 6, 9, 8]), "differing"),
+        (answer(tokens=[5, 6, 7]), "differing"),
+    ],
+)
+def test_every_fault_has_its_column(one: Answer, column: str) -> None:
+    result = judged(one, answer())
+    counts = {c: getattr(result, c) for c in ("lost", "duplicated", "differing", "hung")}
+    assert counts == dict.fromkeys(counts, 0) | {column: 1}
+    assert not result.is_ok
+    assert result.faults
+
+
+def test_recovery_is_the_longest_silence_after_the_blow() -> None:
+    result = judged(answer(rebuilds=1), answer(rebuilds=0))
+    assert result.is_ok
+    assert result.rebuilt == 1
+    assert result.recovery_s == [pytest.approx(2.0)]
+
+
+def test_what_was_skipped_or_stayed_broken_has_failed() -> None:
+    assert not CellResult(CELL).is_ok, "no run"
+    result = judged(answer())
+    result.not_restored.append("processes are fewer")
+    assert not result.is_ok
+    last = json.loads(summary([result, CellResult(CELL)], seconds=1.0))
+    assert len(last["failed"]) == 2
+
+
+def test_streams_are_greedy_and_seeded_with_and_without_exits() -> None:
+    streams = make_streams(12, max_tokens=9, seed=3)
+    kinds = {(s.temperature > 0, s.extra["exit_threshold"]) for s in streams}
+    assert len(kinds) == 6
+    assert streams == make_streams(12, max_tokens=9, seed=3)
+
+
+def test_processes_are_found_by_their_titles() -> None:
+    code = "import sys, time; sys.stdout.write('.'); sys.stdout.flush(); time.sleep(60)"
+    with subprocess.Popen(
+        ["ray::DecodeReplica", "-c", code], executable=sys.executable, stdout=subprocess.PIPE
+    ) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.read(1)
+            assert service_processes(child.pid)["decode"] == [child.pid]
+        finally:
+            child.kill()

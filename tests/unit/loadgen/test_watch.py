@@ -1,0 +1,130 @@
+"""The terminal view, and the figures of the rescheduling benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from loadgen import watch
+from loadgen.bench import rescheduling
+from loadgen.bench.rescheduling_report import (
+    Run,
+    count_differences,
+    figures,
+    headline,
+    step_variances,
+)
+from loadgen.metrics import Distribution, Summary
+from quadriga.config import load_config
+from quadriga.errors import ConfigError
+from quadriga.policies.ares.view import replica_view
+from quadriga.types import MigrationReport
+from tests.unit.policies.test_ares_governor import uneven
+
+
+def view(*, moves: int = 1) -> dict[str, Any]:
+    order = {
+        "sequence_id": "abcdefghijklmnop", "source": "q:decode:0:aa", "destination": "q:decode:1:b",
+        "cause": "balance", "gain": 0.25, "num_tokens": 400, "remaining_tokens": 120.0,
+        "depth_class": "m@8", "at_unix_s": 90.0,
+    }  # fmt: skip
+    done = asdict(MigrationReport("s", "refused", "no_room: full", stall_s=0.02))
+    return {
+        "at_unix_s": 100.0,
+        "mode": "ares",
+        "placement": "current_load",
+        "replicas": [replica_view(s, now_unix_s=100.0) for s in uneven()],
+        "outcomes": {"refused": moves},
+        "lengths": {
+            "m": {
+                "coverage": 0.7, "mean_error_tokens": 30.0, "num_ended": 9, "is_distrusted": True,
+            }
+        },
+        "last_tick": {"why": {"m@8": "1 ordered, by the forecast"}},
+        "recent": [order | {"report": done}] * moves + [order | {"report": None}],
+    }  # fmt: skip
+
+
+def shown(seen: dict[str, Any], moves: int = 12) -> str:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(watch.frame(seen, moves=moves))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return str(text)
+
+
+def test_the_view_shows_replicas_forecasts_and_moves() -> None:
+    text = shown(view())
+    for part in (
+        "rescheduling ares", "1 ordered, by the forecast", "busy", "idle0", "never", "decode 0",
+        "refused (no_room: full)", "under way", "10 s", "25%", "predictions do not hold",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_the_newest_moves_come_first_and_no_more_than_asked_for() -> None:
+    text = shown(view(moves=30), moves=5)
+    assert text.count("abcdef") + text.count("ghijklmnop") >= 5
+    assert text.count("refused (no_room") == 4
+    assert text.index("under way") < text.index("refused (no_room")
+
+
+def test_an_empty_cluster_is_shown_too() -> None:
+    assert "no decode replica" in shown({"at_unix_s": 1.0, "replicas": []})
+
+
+def test_without_an_admin_port_it_says_what_to_do() -> None:
+    parser = argparse.ArgumentParser()
+    watch.add_arguments(parser)
+    with pytest.raises(ConfigError, match=r"admin\.port"):
+        watch.run(parser.parse_args(["--once", "--url", "http://127.0.0.1:9"]))
+
+
+def run(policy: str, tpots_ms: list[float], *, texts: dict[int, str], moved: int = 0) -> Run:
+    tpots = [t / 1e3 for t in tpots_ms]
+    summary = Summary(requests=len(tpots), ok=len(tpots), tpot=Distribution.of(tpots))
+    report = asdict(MigrationReport("s", "moved", stall_s=0.03))
+    return Run(
+        policy, summary, tpots, tpots, [1.0 if moved else 4.0], texts,
+        {"outcomes": {"moved": moved} if moved else {}, "recent": [{"report": report}] * moved}, 0,
+    )  # fmt: skip
+
+
+def test_figures_are_over_all_runs_and_the_headline_compares_the_ends() -> None:
+    off = run("off", [20.0, 40.0], texts={0: "a", 1: "b"})
+    ares = [run("ares", [20.0, 20.0], texts={0: "a", 1: text}, moved=2) for text in ("b", "c")]
+    results = {"off": figures([off]), "ares": figures(ares)}
+    assert results["ares"]["moves"] == {"moved": 4}
+    assert results["ares"]["move_stall_p50_ms"] == 30.0
+    found = headline(results, ["off", "ares"])
+    assert found["p99_tpot_reduction"] == pytest.approx(1 - 20 / 39.8, abs=1e-3)
+    assert found["step_variance_reduction"] == 0.75
+    assert found["moved"] == 4
+    assert count_differences([off, *ares]) == 1
+
+
+def test_variance_is_between_replicas_that_run() -> None:
+    def sample(*steps: tuple[float, int]) -> dict[str, Any]:
+        rows = [{"role": "decode", "step_s": s, "num_running": n} for s, n in steps]
+        return {"replicas": [*rows, {"role": "prefill", "step_s": 9.0, "num_running": 1}]}
+
+    found = step_variances([sample((0.01, 1), (0.02, 1), (0.5, 0)), sample((0.01, 1), (0.02, 0))])
+    assert found == pytest.approx([25.0])
+
+
+@pytest.mark.parametrize("policy", list(rescheduling.POLICIES))
+def test_the_benchmarks_settings_are_a_configuration(policy: str) -> None:
+    parser = argparse.ArgumentParser()
+    rescheduling.add_arguments(parser)
+    args = parser.parse_args(["--duration-s", "5", "--rate", "8"])
+    settings = dict(s.split("=", 1) for s in rescheduling.settings_of(args, policy, 9999))
+    values = {k: int(v) if v.isdigit() else v for k, v in settings.items()}
+    config = load_config(values)
+    assert config.scheduler.ares.mode == policy.split("-")[0]
+    specs = rescheduling.make_specs(args)
+    assert specs == rescheduling.make_specs(args)
+    assert len(specs) == 40
