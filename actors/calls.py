@@ -44,6 +44,19 @@ def forget_actor(name: str) -> None:
     _handles.pop(name, None)
 
 
+async def restart(name: str) -> None:
+    """End the process of an actor that hangs; Ray starts a restartable one again.
+
+    Raises:
+        ReplicaError: It is gone for good, or Ray does not do it.
+    """
+    handle = await asyncio.to_thread(get_actor, name)
+    try:
+        await asyncio.to_thread(ray.kill, handle, no_restart=False)
+    except (RayError, ValueError) as exc:
+        raise ReplicaError(f"{name} was not restarted: {exc}") from exc
+
+
 async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
     """Call a method of a named actor and await its result.
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
 
 from actors import kept
-from actors.calls import call, get_actor
+from actors.calls import call, get_actor, restart
+from actors.exits_view import exits_view
 from actors.fleet import Fleet, Key, Phase
+from actors.fleet_metrics import FleetMetrics
+from actors.helios import HeliosControl, HeliosSetup, set_up
 from actors.lifecycle import (
     end_this_actor,
     fingerprint,
@@ -29,12 +32,14 @@ from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.metrics import MetricsHub
 from quadriga.pacing import find_profile
 from quadriga.resolve import Deployment, Hardware, ReplicaSpec, resolve
-from quadriga.types import Role
+from quadriga.types import AutoReport, Role
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 CALL_TIMEOUT_S = 2.0
+SCHEDULER_SILENCE_S = 20.0
+"""The scheduler is restarted when it has answered nothing for this long."""
 KEEP_METRICS_S = 10.0
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
@@ -67,11 +72,14 @@ class Controller:
         self._clock = SystemClock()
         self._heard_s = self._clock.now_s()
         self._hub = MetricsHub()
+        self._metrics = FleetMetrics(app)
         self._hub_is_restored = asyncio.Event()
         self._saving = asyncio.Lock()
         self._kept_s = self._clock.now_s()
+        self._scheduler_heard_s = self._clock.now_s()
         self._wake = asyncio.Event()
         self._desired: Desired | None = None
+        self._helios: HeliosControl | None = None
         self._error: str | None = None
         self._is_ending = False
         self._is_started = asyncio.Event()
@@ -90,6 +98,8 @@ class Controller:
         desired = await asyncio.to_thread(_resolve, config)
         await self._is_started.wait()
         if self._desired is None or self._desired.config != desired.config:
+            setup = await asyncio.to_thread(_set_up, self._app, desired)
+            self._choose_by(setup)
             text = json.dumps(desired.config).encode()
             await asyncio.to_thread(kept.save, self._app, "desired", text)
         self._apply(desired)
@@ -108,6 +118,7 @@ class Controller:
         What it shows is kept first, so that no counter falls when this process dies thereafter.
         """
         await self._hub_is_restored.wait()
+        self._push_own_metrics()
         page = self._hub.exposition(now_s=self._clock.now_s())
         await self._keep_metrics()
         return page
@@ -117,7 +128,7 @@ class Controller:
         desired = self._desired
         members = self._fleet.members.values()
         ready = [m for m in members if m.phase is Phase.READY]
-        num_wanted = len(desired.places) if desired is not None else 0
+        num_wanted = len(self._places(desired)) if desired is not None else 0
         return {
             "app": self._app,
             "models": desired.models if desired is not None else [],
@@ -139,6 +150,34 @@ class Controller:
             ],
         }
 
+    async def operators_view(self) -> dict[str, Any]:
+        """The fleet and what its replicas count at their exits, for the admin port."""
+        return {
+            "fleet": await self.status(),
+            "exits": exits_view(self._hub),
+            "helios": await self.history(),
+        }
+
+    async def auto_reports(self, reports: Sequence[AutoReport]) -> None:
+        """What became of requests whose model was chosen for them; see `HeliosControl`."""
+        if self._helios is not None:
+            self._helios.report(reports)
+
+    async def history(self) -> dict[str, Any] | None:
+        """What HELIOS knows and decided, as plain values; None where it is off."""
+        return self._helios.view() if self._helios is not None else None
+
+    def _push_own_metrics(self) -> None:
+        desired = self._desired
+        families = self._metrics.snapshot(
+            [role for role, _ in desired.places] if desired is not None else [],
+            [(m.key[0], m.phase) for m in self._fleet.members.values()],
+            num_respawns=self._fleet.num_respawns,
+            is_failing=self._error is not None,
+            helios=self._helios.view() if self._helios is not None else None,
+        )
+        self._hub.push(self._metrics.registry.source, families, now_s=self._clock.now_s())
+
     async def stop(self) -> None:
         """End the whole application: replicas, scheduler and this actor."""
         background(self._end("stopped"))
@@ -156,6 +195,8 @@ class Controller:
             self._wake.clear()
             try:
                 await self._reconcile()
+                if self._helios is not None:
+                    self._helios.tick()
                 self._error = None
             except (QuadrigaError, RayError, ValueError) as exc:
                 self._error = str(exc)
@@ -211,7 +252,9 @@ class Controller:
         saved = await asyncio.to_thread(kept.load, self._app, "desired")
         config = self._first_config if saved is None else json.loads(saved)
         try:
-            self._apply(await asyncio.to_thread(_resolve, config))
+            desired = await asyncio.to_thread(_resolve, config)
+            self._choose_by(await asyncio.to_thread(_set_up, self._app, desired))
+            self._apply(desired)
         except QuadrigaError as exc:
             self._error = str(exc)
             logger.error("the configuration cannot be served: %s", exc)
@@ -221,13 +264,27 @@ class Controller:
         self._fleet.lifecycle = desired.deployment.config.lifecycle
         self._wake.set()
 
+    def _choose_by(self, setup: HeliosSetup | None) -> None:
+        """Let model and depth be chosen from now on, or not any more."""
+        if setup is None:
+            if self._helios is not None:
+                background(self._helios.withdraw())
+            self._helios = None
+            return
+        self._helios = HeliosControl(self._app, setup, self._fleet, self._clock)
+
+    def _places(self, desired: Desired) -> Mapping[Key, ReplicaSpec]:
+        """What shall run, as of now."""
+        return desired.places if self._helios is None else self._helios.places()
+
     async def _reconcile(self) -> None:
         """One comparison: spawn what lacks, retire what is surplus or outdated."""
         desired = self._desired
         if desired is None:
             return
         background(self._configure_scheduler(desired))
-        for key, spec in desired.places.items():
+        places = self._places(desired)
+        for key, spec in places.items():
             members = self._fleet.of(key)
             if any(m.fingerprint is None for m in members):
                 continue  # adopted, and not yet known
@@ -244,10 +301,14 @@ class Controller:
                 m.phase is Phase.PENDING and self._clock.now_s() - m.since_s > SURGE_PATIENCE_S
                 for m in current
             )
-            if outdated and (is_replaced or has_no_room):
+            if self._helios is not None:
+                may_go = is_replaced and bool(outdated) and self._helios.may_go(outdated[0])
+            else:
+                may_go = is_replaced or has_no_room
+            if outdated and may_go:
                 self._fleet.retire(outdated[0], "its configuration has changed")
         for member in list(self._fleet.members.values()):
-            if member.key not in desired.places:
+            if member.key not in places:
                 self._fleet.retire(member, "the configuration asks for fewer")
 
     async def _configure_scheduler(self, desired: Desired) -> None:
@@ -260,8 +321,25 @@ class Controller:
                 self._ingress_age_s(),
                 timeout_s=CALL_TIMEOUT_S,
             )
+            self._scheduler_heard_s = self._clock.now_s()
         except QuadrigaError as exc:
             logger.info("the scheduler was not configured: %s", exc)
+            if exc.code == "timeout":
+                await self._restart_hung_scheduler()
+            else:  # it died, and Ray starts it anew
+                self._scheduler_heard_s = self._clock.now_s()
+
+    async def _restart_hung_scheduler(self) -> None:
+        now_s = self._clock.now_s()
+        silence_s = now_s - self._scheduler_heard_s
+        if silence_s <= SCHEDULER_SILENCE_S:
+            return
+        self._scheduler_heard_s = now_s
+        logger.warning("the scheduler hangs: no answer for %.1f s; it is restarted", silence_s)
+        try:
+            await restart(scheduler_name(self._app))
+        except QuadrigaError as exc:
+            logger.warning("%s", exc)
 
     def _ingress_age_s(self) -> float:
         return self._clock.now_s() - self._heard_s
@@ -279,6 +357,14 @@ class Controller:
         except QuadrigaError as exc:
             logger.info("the scheduler was not stopped: %s", exc)
         await end_this_actor()
+
+
+def _set_up(app: str, desired: Desired) -> HeliosSetup | None:
+    """Prepare the choice of models, where it is wanted; blocks. Raises: ConfigError."""
+    config = desired.deployment.config
+    if not config.helios.enabled:
+        return None
+    return set_up(app, config, cluster_hardware(), desired.places)
 
 
 def _resolve(config: dict[str, Any]) -> Desired:

@@ -94,6 +94,10 @@ class Fleet:
         """Replicas of one place in the desired state that are not on their way out."""
         return [m for m in self.members.values() if m.key == key and m.phase is not Phase.RETIRING]
 
+    def num_failures(self, key: Key) -> int:
+        """Processes of a place that died, one after the other, before one was well for long."""
+        return self._num_failures.get(key, 0)
+
     def may_spawn(self, key: Key) -> bool:
         """Whether the back-off after a death is over."""
         return self._clock.now_s() >= self._not_before_s.get(key, 0.0)

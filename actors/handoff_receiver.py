@@ -16,13 +16,16 @@ from actors.kv_transport.payload import checksum
 from actors.tasks import background
 from quadriga.batching.handoff import Lease, LeaseState, LeaseTable
 from quadriga.clock import Clock
-from quadriga.errors import KVTransportError, MigrationFailed, QuadrigaError
-from quadriga.types import DepthClass, KVPart, SequenceState, TransferOffer
+from quadriga.errors import KVTransportError, MigrationFailed, Overloaded, QuadrigaError
+from quadriga.types import DepthClass, KVPart, ResumePoint, SequenceState, TransferOffer
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+MAX_LIVE = 2
+"""Running sequences a replica takes over at once: each costs its steps a little."""
 
 
 class RowHost(Protocol):
@@ -36,8 +39,8 @@ class RowHost(Protocol):
     async def release_row(self, sequence_id: str) -> None:
         """Give a promised row back."""
 
-    async def join(self, state: SequenceState) -> None:
-        """Let the sequence run in its row from the next step on."""
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
+        """Let the sequence run in its row from the next step on; `depth` layers of KV came."""
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
         """Store KV in a promised row; called on transport threads."""
@@ -50,9 +53,15 @@ class HandoffReceiver:
     """
 
     def __init__(
-        self, depth_class: DepthClass, host: RowHost, clock: Clock, transports: Sequence[str]
+        self,
+        depth_class: DepthClass,
+        host: RowHost,
+        clock: Clock,
+        transports: Sequence[str],
+        *,
+        any_depth: bool = False,
     ) -> None:
-        self._table = LeaseTable(depth_class)
+        self._table = LeaseTable(depth_class, any_depth=any_depth)
         self._lock = threading.Lock()
         self._host = host
         self._clock = clock
@@ -66,6 +75,7 @@ class HandoffReceiver:
         Raises:
             KVCacheExhausted, ContextTooLong: No room now, or ever.
             MigrationFailed: Stale, for another depth class, over, or by an unknown transport.
+            Overloaded: Code "busy": enough running sequences are on their way here.
         """
         if offer.transport not in self._transports:
             raise MigrationFailed(
@@ -75,6 +85,7 @@ class HandoffReceiver:
             if self._table.get(offer.transfer_id) is not None:
                 return
             rivals = self._table.check_offer(offer)
+            self._check_live(offer)
         for transfer_id in rivals:
             await self.abort(transfer_id)
         row = await self._host.reserve_row(
@@ -82,18 +93,30 @@ class HandoffReceiver:
         )
         try:
             with self._lock:
+                self._check_live(offer)
                 self._table.open(offer, row, now_s=self._clock.now_s())
-        except MigrationFailed:
+        except (MigrationFailed, Overloaded):
             await self._host.release_row(offer.sequence_id)
             raise
 
+    def _check_live(self, offer: TransferOffer) -> None:
+        if offer.is_live and self._table.num_live >= MAX_LIVE:
+            raise Overloaded(f"{MAX_LIVE} running sequences are on their way here", code="busy")
+
     async def commit(
-        self, transfer_id: str, state: SequenceState, checksums: Sequence[int]
+        self,
+        transfer_id: str,
+        state: SequenceState,
+        checksums: Sequence[int],
+        resume: ResumePoint | None = None,
     ) -> None:
         """Verify that everything is there and let the sequence run; may be repeated.
 
+        Args:
+            resume: Where it stood, if it was decoding.
+
         Raises:
-            MigrationFailed: Unknown, ended, stale, incomplete or corrupt.
+            MigrationFailed: Unknown, ended, stale, incomplete, incoherent or corrupt.
         """
         task = self._commits.get(transfer_id)
         if task is None:
@@ -104,17 +127,18 @@ class HandoffReceiver:
                     epoch=state.epoch,
                     num_tokens=state.num_tokens - 1,
                     checksums=checksums,
+                    extents=resume.extents if resume is not None else (),
                 )
             if lease is None:
                 return
-            task = background(self._join(lease, state))
+            task = background(self._join(lease, state, resume))
             self._commits[transfer_id] = task
             task.add_done_callback(lambda _: self._commits.pop(transfer_id, None))
         await asyncio.shield(task)
 
-    async def _join(self, lease: Lease, state: SequenceState) -> None:
+    async def _join(self, lease: Lease, state: SequenceState, resume: ResumePoint | None) -> None:
         try:
-            await self._host.join(state)
+            await self._host.join(state, resume, lease.offer.depth_class.depth)
         except QuadrigaError as exc:
             # A source that hears of a cancellation does not try elsewhere.
             end = LeaseState.CANCELLED if exc.code == "cancelled" else LeaseState.ABORTED
@@ -129,6 +153,9 @@ class HandoffReceiver:
         self, transfer_id: str, end: LeaseState = LeaseState.ABORTED
     ) -> LeaseState | None:
         """End a transfer, unless it is committed; may be repeated. Returns what it is now."""
+        joining = self._commits.get(transfer_id)
+        if joining is not None:  # it may yet fail, and then it is no commit
+            await asyncio.wait({joining})
         with self._lock:
             lease = self._table.abort(transfer_id, end)
             state = self._table.state(transfer_id)
@@ -164,6 +191,11 @@ class HandoffReceiver:
             await self._host.release_row(lease.offer.sequence_id)
         return len(lapsed)
 
+    def follow(self, depth_class: DepthClass) -> None:
+        """The replica holds another number of layers from now on."""
+        with self._lock:
+            self._table.follow(depth_class)
+
     @property
     def num_open(self) -> int:
         with self._lock:
@@ -173,6 +205,11 @@ class HandoffReceiver:
         """Ids of sequences whose row a transfer holds; from any thread."""
         with self._lock:
             return self._table.sequences()
+
+    def offers(self) -> list[TransferOffer]:
+        """Sequences on their way here; from any thread."""
+        with self._lock:
+            return self._table.offers()
 
     def knows(self, source: str) -> bool:
         with self._lock:

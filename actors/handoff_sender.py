@@ -18,10 +18,19 @@ from actors.calls import call
 from actors.kv_transport.payload import checksum
 from actors.tasks import background
 from quadriga.batching.handoff import LeaseState
+from quadriga.batching.lengths import remaining_of
+from quadriga.batching.rendezvous import StepPhase
 from quadriga.config import TransportConfig
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.interfaces import KVTransport
-from quadriga.types import DepthClass, KVPart, ReplicaInfo, SequenceState, TransferOffer
+from quadriga.types import (
+    DepthClass,
+    KVPart,
+    ReplicaInfo,
+    ResumePoint,
+    SequenceState,
+    TransferOffer,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CALL_TIMEOUT_S = 5.0
+GROWTH_TOKENS = 32
+"""What a sequence may grow by while it is on its way."""
 
 
 def call_timeout_s(deadline_s: float) -> float:
@@ -55,8 +66,13 @@ class OutgoingTransfer:
         self._checksums: list[int] = []
         self._renewing = asyncio.create_task(self._renew())
 
-    async def send(self, first_layer: int, start: int, kv: torch.Tensor) -> None:
+    async def send(
+        self, first_layer: int, start: int, kv: torch.Tensor, *, deadline_s: float | None = None
+    ) -> None:
         """Copy KV [num_layers, 2, num_kv_heads, num_tokens, head_dim] to the destination.
+
+        Args:
+            deadline_s: For this part; None for the transport's own.
 
         Raises:
             KVTransportError: It did not arrive within the deadline, or is not wanted any more.
@@ -72,33 +88,46 @@ class OutgoingTransfer:
             dtype=str(kv.dtype).removeprefix("torch."),
             checksum=checksum(kv),
         )
-        await self._transport.send(self.peer.name, part, kv, deadline_s=self._deadline_s)
+        await self._transport.send(
+            self.peer.name, part, kv, deadline_s=deadline_s or self._deadline_s
+        )
         self._checksums.append(part.checksum)
 
-    async def commit(self, state: SequenceState) -> None:
+    async def commit(
+        self,
+        state: SequenceState,
+        resume: ResumePoint | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
         """Make the destination the owner; returns once it has acknowledged.
 
         A lost answer is asked for again: a commit may be repeated.
 
         Args:
             state: The sequence with everything emitted so far; sent with the offered epoch.
+            resume: Where it stands, if it is decoding here.
+            deadline_s: To ask again until then; None for the transport's own.
 
         Raises:
             MigrationFailed: No acknowledgement came. Whether the destination has the sequence is
                 settled by `abort`, which a committed destination refuses.
         """
         owned = replace(state, epoch=self.offer.epoch)
+        deadline_s = deadline_s or self._deadline_s
         try:
-            async with asyncio.timeout(self._deadline_s):
-                await self._commit_until_answered(owned)
+            async with asyncio.timeout(deadline_s):
+                await self._commit_until_answered(owned, resume, call_timeout_s(deadline_s))
         except TimeoutError as exc:
             raise MigrationFailed(
-                f"{self.peer.name} did not acknowledge within {self._deadline_s:.1f} s",
+                f"{self.peer.name} did not acknowledge within {deadline_s:.1f} s",
                 code="timeout",
             ) from exc
         self._renewing.cancel()
 
-    async def _commit_until_answered(self, state: SequenceState) -> None:
+    async def _commit_until_answered(
+        self, state: SequenceState, resume: ResumePoint | None, timeout_s: float
+    ) -> None:
         checksums = tuple(self._checksums)
         transfer_id = self.offer.transfer_id
         while True:
@@ -109,7 +138,8 @@ class OutgoingTransfer:
                     transfer_id,
                     state,
                     checksums,
-                    timeout_s=call_timeout_s(self._deadline_s),
+                    resume,
+                    timeout_s=timeout_s,
                 )
                 return
             except ReplicaError as exc:
@@ -125,14 +155,28 @@ class OutgoingTransfer:
             destination owns the sequence, CANCELLED where the sequence is not wanted any more;
             None when there was no answer.
         """
-        self._renewing.cancel()
-        await self._transport.abort(self.peer.name, self.offer.transfer_id)
         try:
-            state: LeaseState | None = await self._call("abort", self.offer.transfer_id)
+            return await self.settle()
         except QuadrigaError as exc:
             logger.info("abort of %s at %s: %s", self.offer.transfer_id, self.peer.name, exc)
             return None
+
+    async def settle(self) -> LeaseState:
+        """As `abort`, for whoever must know how it ended.
+
+        Raises:
+            ReplicaDied: The destination is gone; or, code "unreachable", cannot be reached now.
+            ReplicaError: It does not answer.
+        """
+        self._renewing.cancel()
+        await self._transport.abort(self.peer.name, self.offer.transfer_id)
+        state: LeaseState = await self._call("abort", self.offer.transfer_id)
         return state
+
+    async def step_phase(self) -> StepPhase:
+        """Where the destination is in its steps. Raises: ReplicaError."""
+        phase: StepPhase = await self._call("step_phase")
+        return phase
 
     async def _call(self, method: str, *args: Any) -> Any:
         timeout_s = call_timeout_s(self._deadline_s)
@@ -163,9 +207,12 @@ class HandoffSender:
         self._config = config
 
     async def reserve(
-        self, peer: str, state: SequenceState, depth_class: DepthClass
+        self, peer: str, state: SequenceState, depth_class: DepthClass, *, is_live: bool = False
     ) -> OutgoingTransfer:
         """Ask a replica for room for a sequence and all it can grow to.
+
+        Args:
+            is_live: The sequence is decoding here, and goes on until the commit.
 
         Raises:
             KVCacheExhausted: It has no room now.
@@ -178,11 +225,15 @@ class HandoffSender:
             depth_class=depth_class,
             source=self._me,
             epoch=state.epoch + 1,
-            num_tokens=state.num_tokens,
+            num_tokens=min(
+                state.num_tokens + (GROWTH_TOKENS if is_live else 0), state.max_total_tokens
+            ),
             max_total_tokens=state.max_total_tokens,
             transport=self._transport.name,
             lease_s=self._config.lease_s,
             priority=state.priority,
+            prediction=remaining_of(state),
+            is_live=is_live,
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:

@@ -8,8 +8,8 @@ from ray.experimental import internal_kv
 
 from actors.calls import NAMESPACE
 
-What = Literal["desired", "metrics"]
-EVERYTHING: tuple[What, ...] = ("desired", "metrics")
+What = Literal["desired", "metrics", "history"]
+EVERYTHING: tuple[What, ...] = ("desired", "metrics", "history")
 
 
 def save(app: str, what: What, value: bytes) -> None:

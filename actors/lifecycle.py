@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from quadriga import tracing
 from quadriga.resolve import ReplicaSpec
 from quadriga.types import Role
 
@@ -46,17 +47,25 @@ def parse_replica_name(app: str, name: str) -> tuple[Role, int] | None:
 def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     """Hash of all that a replica was started with and cannot change while it lives.
 
-    What Ray reserves for it is left out: that follows the cluster's size.
+    What Ray reserves for it is left out: that follows the cluster's size. So is the depth, where it
+    changes while a replica lives.
     """
     engine = asdict(spec.engine)
-    sections = ("transport", "lifecycle", "scheduler", spec.role.value)
-    facts = [engine, *(config[section] for section in sections)]
+    if config["helios"]["enabled"]:
+        engine |= dict.fromkeys(("depth", "exits", "kv_capacity_tokens"))
+    sections = ("transport", "lifecycle", spec.role.value)
+    facts = [engine, dict(spec.node_labels), *(config[section] for section in sections)]
+    # The rest of the scheduler's section is the scheduler's alone, and may change at any time.
+    scheduler = config["scheduler"]
+    facts.append(scheduler["snapshot_interval_s"])
+    facts += [scheduler["ares"][name] for name in ("predict_every_tokens", "reference_step_s")]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 async def end_this_actor() -> None:
     """End the actor this runs in for good: no restart, placement group and process gone."""
+    await asyncio.to_thread(tracing.flush)
     context = ray.get_runtime_context()
     me = context.current_actor
     group = ray.util.get_current_placement_group()

@@ -101,6 +101,10 @@ class Mailroom:
                 if not self._is_held(ingress_id, window, now_s):
                     window.news.set()
 
+    def unacknowledged(self, ingress_id: str, sequence_id: str) -> list[Emission]:
+        """What an ingress may not know yet of a sequence's tokens."""
+        return self._outbox.unacknowledged(ingress_id, sequence_id)
+
     def _is_held(self, ingress_id: str, window: _Window, now_s: float) -> bool:
         """Whether what is pending waits for the window to open; if so, a timer is running."""
         if window.is_urgent or now_s >= window.opens_s or not self._outbox.has_news(ingress_id):

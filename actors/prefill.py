@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from actors.batches import CallBatcher
 from actors.calls import call
+from actors.forecasting import load_lengths
 from actors.kv_feed import KVFeed, StagingBudget
 from actors.lifecycle import scheduler_name
 from actors.prefill_core import PrefillCore
@@ -53,6 +54,7 @@ class PrefillReplica(Replica[PrefillCore]):
         self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         self.line = Line()
         self._view: ClusterView | None = None
+        self.is_scheduler_away = False
         # In turn: nobody counts what others place while the scheduler is away.
         self._fallback = RoundRobin()
         background(self._never_ending(self._keep_view()))
@@ -77,6 +79,7 @@ class PrefillReplica(Replica[PrefillCore]):
         except QuadrigaError:
             self._states.pop(state.sequence_id, None)
             raise
+        self.spans.begin("prefill", state)
         self.accepted(state.sequence_id)
         if self.is_cancelled(state.sequence_id):
             await self._cancel([state.sequence_id])
@@ -98,12 +101,20 @@ class PrefillReplica(Replica[PrefillCore]):
     def first_token(self, state: SequenceState, emission: Emission) -> None:
         """A prompt is done: the token goes out at once, whatever becomes of the hand-off."""
         self.emit([(state.ingress_id, emission)])
+        self.spans.end(state.sequence_id)
         handoff = self._handoffs.get(state.sequence_id)
         if emission.finish is not None:
             self._states.pop(state.sequence_id, None)
             if handoff is not None:
                 self._tasks[state.sequence_id].cancel()
         elif handoff is not None:
+            handoff.prompt_done()
+
+    def rebuilt(self, state: SequenceState) -> None:
+        """The KV of a lost sequence is there again: nothing to say, only to hand on."""
+        self.spans.end(state.sequence_id)
+        handoff = self._handoffs.get(state.sequence_id)
+        if handoff is not None:
             handoff.prompt_done()
 
     def failed(self, state: SequenceState, error: QuadrigaError) -> None:
@@ -152,8 +163,10 @@ class PrefillReplica(Replica[PrefillCore]):
         while True:
             await asyncio.sleep(interval_s)
             try:
-                self._view = await call(scheduler, "directory", timeout_s=interval_s)
+                self._view = await call(scheduler, "directory", timeout_s=max(interval_s, 1.0))
+                self.is_scheduler_away = False
             except QuadrigaError as exc:
+                self.is_scheduler_away = True
                 logger.info("no news from %s: %s", scheduler, exc)
 
     def _handoff_over(self, sequence_id: str, feed: KVFeed) -> None:
@@ -167,13 +180,17 @@ class PrefillReplica(Replica[PrefillCore]):
         return None
 
     def _load_core(self) -> PrefillCore:
+        from quadriga.engine.runner import NativeRunner
+
         runner = load_runner(self.spec.engine)
         self.loaded(runner.spec)
-        return PrefillCore(self, runner)
+        native = runner if isinstance(runner, NativeRunner) else None
+        return PrefillCore(self, runner, load_lengths(runner, self.deepest_spec), native)
 
     async def _cancel(self, sequence_ids: Sequence[str]) -> None:
         for sequence_id in sequence_ids:
             self._states.pop(sequence_id, None)
+            self.spans.end(sequence_id, "cancelled")
             task = self._tasks.get(sequence_id)
             if task is not None:
                 task.cancel()  # it aborts its transfer and releases the row
@@ -190,6 +207,9 @@ class PrefillReplica(Replica[PrefillCore]):
 
     async def _held_for(self, ingress_ids: set[str]) -> list[SequenceState]:
         return [state for state in self._states.values() if state.ingress_id in ingress_ids]
+
+    async def _own(self) -> Container[str]:
+        return self._states.keys()
 
     async def _close(self) -> None:
         tasks = list(self._tasks.values())

@@ -18,17 +18,29 @@ from quadriga.types import Emission, FinishReason, SequenceState, TokenLogprob
 
 if TYPE_CHECKING:
     from actors.prefill import PrefillReplica
+    from quadriga.batching.lengths import LengthModel
+    from quadriga.engine.runner import NativeRunner
 
 
 class PrefillCore:
     """The prefill loop in its host's clothing; everything here runs on the engine thread."""
 
-    def __init__(self, replica: PrefillReplica, runner: ModelRunner) -> None:
+    def __init__(
+        self,
+        replica: PrefillReplica,
+        runner: ModelRunner,
+        lengths: LengthModel | None,
+        resizable: NativeRunner | None = None,
+    ) -> None:
         spec = replica.spec.engine
         settings = replica.config.prefill
         self.runner = runner
+        self.resizable = resizable
+        self._is_watched = replica.config.helios.enabled
         self._replica = replica
         self._num_steps = 0
+        self._lengths = lengths
+        self._has_first_tokens = False
         self._staging = replica.staging
         value_bytes = DTYPE_BYTES[spec.dtype]
         self._bytes_per_token_layer = spec.checkpoint.kv_bytes_per_token(1, value_bytes)
@@ -69,9 +81,22 @@ class PrefillCore:
         self._num_steps += self.loop.has_work
         self.loop.step()
         self._idle_check.step(is_idle=not self.loop.has_work)
+        if self._has_first_tokens:
+            self._has_first_tokens = False
+            self._predict()
         if self._at_end:
             self._replica.post(_run_all, self._at_end)
             self._at_end = []
+
+    def _predict(self) -> None:
+        """Note with the sequences whose prompts are done how long they are expected to go on."""
+        if self._lengths is None or not self._replica.wishes.forecast:
+            return
+        asked = self._lengths.ask()
+        if asked is not None:
+            states, answer = asked
+            for state, said in zip(states, answer(), strict=True):
+                state.prediction, state.predicted_at = said, len(state.output_ids)
 
     def publish(self) -> None:
         loop = self.loop
@@ -106,6 +131,32 @@ class PrefillCore:
         return self.runner.read_kv(
             slot.row, span.first_layer, span.num_layers, span.start, span.stop
         )
+
+    # ResizableCore
+
+    def in_the_way(self, depth: int) -> list[str]:
+        """See `ResizableCore`: every prompt under way, and no other is begun."""
+        self.loop.hold()
+        return [] if self.loop.is_quiet else list(self.loop.slots.holders)
+
+    def change(self, depth: int, prepared: Any) -> list[str]:
+        """See `ResizableCore`."""
+        if not self.loop.is_quiet:
+            return list(self.loop.slots.holders)
+        assert self.resizable is not None
+        try:
+            if prepared is None:
+                self.resizable.drop_to(depth)
+            else:
+                self.resizable.take_depth(prepared)
+        finally:
+            self.loop.resume(self.resizable.kv_capacity_tokens)
+        self._joiner = LayerJoiner(self.runner.num_layers, self._bytes_per_token_layer)
+        return []
+
+    def give_up(self) -> None:
+        """See `ResizableCore`."""
+        self.loop.resume()
 
     # PrefillEvents
 
@@ -155,9 +206,15 @@ class PrefillCore:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish=finish,
+            depth=self.runner.num_layers if self._is_watched else 0,
         )
         self._feeds.pop(state.sequence_id, None)
+        self._has_first_tokens |= finish is None
         self._at_end.append((self._replica.first_token, (state, emission)))
+
+    def on_rebuilt(self, state: SequenceState) -> None:
+        self._feeds.pop(state.sequence_id, None)
+        self._at_end.append((self._replica.rebuilt, (state,)))
 
     def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
         self._feeds.pop(state.sequence_id, None)

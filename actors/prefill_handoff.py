@@ -15,7 +15,9 @@ from actors.calls import call
 from actors.kv_feed import KVFeed, KVRange
 from actors.lifecycle import scheduler_name
 from actors.tasks import background
+from quadriga import tracing
 from quadriga.batching.handoff import LeaseState
+from quadriga.batching.lengths import remaining_of
 from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 4
 """Hand-offs of one sequence that may fail for other reasons than a lack of room."""
-PLACE_TIMEOUT_S = 5.0
+PLACE_TIMEOUT_S = 2.0
 MIN_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
 
@@ -88,6 +90,9 @@ class PrefillHandoff:
         self._feed = feed
         self._failed_on: list[str] = []
         self._prompt_done_s = 0.0
+        self._prompt_done = asyncio.Event()
+        self._placed_from_s = replica.clock.now_s()
+        self._started_unix_s = replica.clock.unix_s()
         self._deadline_s = replica.config.transport.deadline_s
         self._limit: asyncio.Timeout | None = None
 
@@ -96,6 +101,7 @@ class PrefillHandoff:
         self._prompt_done_s = self._replica.clock.now_s()
         self._start_limit()
         self._feed.complete()
+        self._prompt_done.set()
 
     async def run(self) -> None:
         state = self._state
@@ -110,8 +116,10 @@ class PrefillHandoff:
                     "the deadline passed before a decode replica had room", param="deadline_ms"
                 ) from None
             self._replica.handed_off(sequence_id, peer)
+            self._trace(peer)
         except QuadrigaError as exc:
             self._replica.failed(state, exc)
+            self._trace("", exc.code)
         finally:
             self._feed.close()
             if self._replica.engine.is_ready:
@@ -119,8 +127,28 @@ class PrefillHandoff:
                     self._replica.engine.call(lambda core: core.release(sequence_id))
                 )
 
+    def _trace(self, peer: str, error: str | None = None) -> None:
+        tracing.record(
+            "transfer",
+            self._state.traceparent,
+            self._started_unix_s,
+            self._replica.clock.unix_s(),
+            {
+                "quadriga.replica": self._replica.name,
+                "quadriga.sequence_id": self._state.sequence_id,
+                "quadriga.peer": peer,
+                "quadriga.failures": len(self._failed_on),
+            },
+            error,
+        )
+
     async def _hand_off(self) -> str:
         """Try replicas until one owns the sequence. Returns its name."""
+        replica = self._replica
+        if replica.wishes.place_predicted:
+            # How long it will run is known only then, and decides where it goes.
+            await self._prompt_done.wait()
+            self._placed_from_s = replica.clock.now_s()
         while True:
             transfer = await self._reserve()
             peer = transfer.peer.name
@@ -177,7 +205,7 @@ class PrefillHandoff:
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:
         """Send every range, as they become complete. Returns the bytes sent."""
-        import torch
+        from actors.kv_transport.payload import join_layers  # with torch, in the replica only
 
         index = 0
         num_bytes = 0
@@ -185,7 +213,7 @@ class PrefillHandoff:
             if piece.copies is None:
                 kv = await self._read_kv(piece.span)
             else:
-                kv = piece.copies[0] if piece.num_ranges == 1 else torch.cat(piece.copies)
+                kv = piece.copies[0] if piece.num_ranges == 1 else join_layers(piece.copies)
             await transfer.send(piece.span.first_layer, piece.span.start, kv)
             num_bytes += kv.nbytes
             index += piece.num_ranges
@@ -252,8 +280,14 @@ class PrefillHandoff:
             num_tokens=self._state.num_tokens,
             max_total_tokens=self._state.max_total_tokens,
             exclude=exclude,
+            prediction=remaining_of(self._state),
             priority=self._state.priority,
+            waited_s=self._replica.clock.now_s() - self._placed_from_s,
+            source=self._replica.name,
+            started_unix_s=self._started_unix_s,
         )
+        if self._replica.is_scheduler_away:  # as of the last look; asking would take its time
+            return self._replica.place_without_scheduler(request)
         scheduler = scheduler_name(self._replica.config.name)
         try:
             try:
@@ -282,6 +316,7 @@ class PrefillHandoff:
             self._state.sequence_id,
             peer,
             error,
+            extra={"request_id": self._state.request_id, "peer": peer, "code": error.code},
         )
         if isinstance(error, ReplicaDied):
             self._replica.report_death(peer)

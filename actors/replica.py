@@ -7,9 +7,9 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import ray
 
@@ -19,8 +19,11 @@ from actors.engine_thread import Core, EngineThread
 from actors.lifecycle import end_this_actor, fingerprint, scheduler_name
 from actors.mailroom import Mailroom
 from actors.replica_metrics import ReplicaMetrics
+from actors.resizing import Resizing
+from actors.spans import SequenceSpans
 from actors.status import Load, ReplicaStatus
 from actors.tasks import background
+from quadriga import tracing
 from quadriga.clock import SystemClock
 from quadriga.config import QuadrigaConfig
 from quadriga.engine_spec import EngineSpec
@@ -28,23 +31,30 @@ from quadriga.errors import (
     Cancelled,
     InvariantViolation,
     QuadrigaError,
+    ReplicaDied,
     ReplicaError,
     Unavailable,
 )
 from quadriga.interfaces import KVSink
+from quadriga.logs import configure_logging
 from quadriga.resolve import ReplicaSpec
 from quadriga.types import (
     Emission,
     KVPart,
+    LengthOutcome,
     PollReply,
     ReplicaInfo,
     ReplicaSnapshot,
+    ResizeReport,
     Role,
     SequenceState,
+    Wishes,
 )
 
 if TYPE_CHECKING:
     from actors.kv_transport.gloo_frames import ChannelOffer
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +78,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     Attributes:
         reply_spacing_s: Pause after a poll's reply, per sequence in it; see `Mailroom`.
+        wishes: What the scheduler last asked for.
     """
 
     reply_spacing_s: ClassVar[float] = 0.0
@@ -76,12 +87,16 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         # Here, not above: whoever spawns a replica imports this module, and needs no torch.
         from actors.kv_transport.auto import TransportHub
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self.name = name
         self.spec = spec
         self.config = QuadrigaConfig.model_validate(config)
+        configure_logging(
+            self.config.logging.format, self.config.logging.level, process=self.name
+        )
+        tracing.start(name)
         self._fingerprint = fingerprint(spec, config)
         self.clock = SystemClock()
+        self.spans = SequenceSpans(name, self.clock)
         self.incarnation = uuid.uuid4().hex
         self.mail = Mailroom(
             self.incarnation,
@@ -92,6 +107,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.metrics = ReplicaMetrics(name, spec.engine.depth_class.model)
         self.load = Load()
         self._has_load = False
+        self._load_unix_s = 0.0
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._peer_nodes: OrderedDict[str, str] = OrderedDict()
@@ -100,8 +116,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._news = asyncio.Event()
         self._is_draining = False
         self._is_ending = False
+        self.wishes = Wishes()
         self.transport = TransportHub(
-            self.config.transport.kind, name, self._make_sink(), self._host_for
+            self.config.transport.kind,
+            name,
+            self._make_sink(),
+            self._host_for,
+            device=spec.engine.device,
         )
         self.info_record = ReplicaInfo(
             name=name,
@@ -114,6 +135,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             transports=self.transport.names,
             reservation=self.config.decode.reservation if spec.role is Role.DECODE else "longest",
         )
+        self._resizing = Resizing(self)
         self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed)
         self.engine.start()
         for coroutine in (self._report_forever(), self._watch_ingresses()):
@@ -126,6 +148,23 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """
         self.spec = replace(self.spec, engine=engine)
         self.info_record = replace(self.info_record, kv_capacity_tokens=engine.kv_capacity_tokens)
+
+    def resized(self, engine: EngineSpec) -> None:
+        """Another depth is served from now on."""
+        self.loaded(engine)
+        self.info_record = replace(self.info_record, depth_class=engine.depth_class)
+        self._news.set()
+
+    @property
+    def deepest_spec(self) -> EngineSpec:
+        """The engine as deep as it may become."""
+        engine = self.spec.engine
+        is_fixed = not self.config.helios.enabled
+        return engine if is_fixed else replace(engine, depth=engine.checkpoint.num_layers)
+
+    async def on_engine(self, command: Callable[[Core], Result]) -> Result:
+        """Run a command on the engine's thread between two steps. Raises: Unavailable."""
+        return await self.engine.call(command)
 
     # What differs between the two roles.
 
@@ -146,8 +185,16 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Sequences held for these ingresses."""
 
     @abstractmethod
+    async def _own(self) -> Container[str]:
+        """Sequences that run, wait or are being handed on here."""
+
+    @abstractmethod
     async def _close(self) -> None:
         """Release what the role owns beside engine and transport."""
+
+    def _take_outcomes(self) -> list[LengthOutcome]:
+        """What came of length predictions since the last call."""
+        return []
 
     # RPC: the ingress's side.
 
@@ -157,7 +204,10 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         Args:
             ack: `last_seq` of the last reply the ingress got from this incarnation; 0 at first.
         """
-        return await self.mail.poll(ingress_id, ack, timeout_s)
+        reply = await self.mail.poll(ingress_id, ack, timeout_s)
+        if self.engine.error is not None and not reply.emissions:
+            raise ReplicaDied(f"the engine of {self.name} is over: {self.engine.error.message}")
+        return reply
 
     async def ingress_heartbeat(self, ingress_id: str) -> None:
         """A sign of life of an ingress that has nothing to poll for."""
@@ -171,6 +221,14 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self._cancelled.popitem(last=False)
         if self.engine.is_ready:
             await self._cancel(sequence_ids)
+
+    async def holding(self, sequence_ids: Sequence[str]) -> list[str]:
+        """Those of the sequences that are this replica's own, or on their way out of it.
+
+        A sequence that was merely promised room does not count. Raises: Unavailable.
+        """
+        held = await self._own()
+        return [sequence_id for sequence_id in sequence_ids if sequence_id in held]
 
     # RPC: the cluster's side.
 
@@ -194,6 +252,16 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self.load,
             self._fingerprint,
         )
+
+    async def resize(self, depth: int, deadline_s: float) -> ResizeReport:
+        """Load more layers of the model while serving, or drop some; see `Resizing.resize`.
+
+        Raises: Unavailable: The weights are not loaded yet, or the engine is over.
+        """
+        report = await self._resizing.resize(depth, deadline_s)
+        logger.info("%s: %d layers wanted: %s", self.name, depth, report)
+        self.metrics.resized(report, self.info_record)
+        return report
 
     async def wait_forever(self) -> None:
         """Never returns: whoever awaits it learns at once when this process is gone."""
@@ -250,6 +318,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Tell ingresses something; on the event loop. See `Mailroom.put`."""
         self.mail.put(emissions, wakes=wakes)
         self.metrics.count(emissions)
+        if self.spans.open:
+            self.spans.emitted(emissions)
 
     def publish_load(self, load: Load) -> None:
         """Called on the engine thread after every round."""
@@ -257,6 +327,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         has_room = load.num_held < self.load.num_held or load.num_waiting < self.load.num_waiting
         is_news = has_room or not self._has_load
         self.load = load
+        self._load_unix_s = self.clock.unix_s()
         self._has_load = True
         if is_news:
             self.post(self._news.set)
@@ -290,6 +361,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             draining=self._is_draining,
             num_paused=load.num_paused,
             least_priority=load.least_priority,
+            load_unix_s=self._load_unix_s,
         )
 
     async def _report_forever(self) -> None:
@@ -310,7 +382,14 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         accepted, self._accepted = self._accepted[-MAX_REMEMBERED:], []
         scheduler = scheduler_name(self.config.name)
         try:
-            await call(scheduler, "report", self._snapshot(), accepted, timeout_s=timeout_s)
+            self.wishes = await call(
+                scheduler,
+                "report",
+                self._snapshot(),
+                accepted,
+                self._take_outcomes(),
+                timeout_s=timeout_s,
+            )
         except QuadrigaError as exc:
             self._accepted = accepted + self._accepted
             logger.info("report to %s failed: %s", scheduler, exc)
@@ -329,6 +408,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             if silent and self.engine.is_ready:
                 await self._cancel_orphans(silent, forget_after_s=FORGET_FACTOR * request_s)
             self.metrics.gauges(self.load, self.transport.num_fallbacks)
+            self.metrics.sent(self.transport.counts)
             background(self.metrics.push(self.config.name))
 
     async def _cancel_orphans(self, silent: dict[str, float], *, forget_after_s: float) -> None:
@@ -354,6 +434,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     def _engine_failed(self, error: QuadrigaError) -> None:
         """On the event loop: the engine is over, so this process is of no more use."""
         self._is_draining = True
+        self.mail.close()  # whoever polls shall know now
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
             background(self.metrics.push(self.config.name))

@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING
 
 from actors.calls import call
 from actors.exit_metrics import ExitMetrics
+from actors.forecast_metrics import ForecastMetrics
 from actors.lifecycle import controller_name
 from actors.memory_metrics import PauseMetrics, RelayMetrics
+from actors.migration_metrics import MigrationMetrics
+from actors.resize_metrics import ResizeMetrics
+from actors.transport_metrics import TransportMetrics
 from quadriga.errors import QuadrigaError
 from quadriga.metrics import SIZE_BUCKETS_BYTES, Registry
-from quadriga.types import Emission
+from quadriga.types import (
+    Emission,
+    LoadForecast,
+    MigrationCause,
+    MigrationReport,
+    ReplicaInfo,
+    ResizeReport,
+)
 
 if TYPE_CHECKING:
+    from actors.forecasting import Forecasting
+    from actors.kv_transport.counts import TransportCounts
     from actors.status import Load
 
 logger = logging.getLogger(__name__)
@@ -27,7 +40,7 @@ class ReplicaMetrics:
 
     def __init__(self, name: str, model: str) -> None:
         registry = Registry(name)
-        self._registry = registry
+        self.registry = registry
         self._tokens = registry.counter("quadriga_emitted_tokens_total", "Tokens emitted.")
         self._steps = registry.counter(
             "quadriga_engine_steps_total", "Steps of the engine; tokens per step is the batch."
@@ -62,8 +75,12 @@ class ReplicaMetrics:
             "Engines given up because their books contradicted themselves; 0 by promise.",
         )
         self._exits = ExitMetrics(registry)
+        self._transports = TransportMetrics(registry)
         self._pauses = PauseMetrics(registry, model)
         self._relay: RelayMetrics | None = None
+        self._forecast: ForecastMetrics | None = None
+        self._migrations: MigrationMetrics | None = None
+        self._resizes: ResizeMetrics | None = None
 
     def count(self, emissions: Sequence[tuple[str, Emission]]) -> None:
         """Count what (ingress id, emission) pairs carry."""
@@ -80,9 +97,31 @@ class ReplicaMetrics:
     def handoff_failed(self, code: str) -> None:
         self._handoffs.labels(result=code).inc()
 
+    def migrated(self, cause: MigrationCause, report: MigrationReport) -> None:
+        """An order to hand a running sequence over has come to its end."""
+        if self._migrations is None:
+            self._migrations = MigrationMetrics(self.registry)
+        self._migrations.count(cause, report)
+
+    def sent(self, counts: TransportCounts) -> None:
+        """Export what the replica's transports have sent."""
+        self._transports.update(counts)
+
+    def resized(self, report: ResizeReport, info: ReplicaInfo) -> None:
+        """An order to load or drop layers has come to its end."""
+        if self._resizes is None:
+            self._resizes = ResizeMetrics(self.registry)
+        self._resizes.count(report, info)
+
     def violated(self) -> None:
         """The engine's books contradict themselves."""
         self._violations.inc()
+
+    def forecast(self, forecast: LoadForecast, capacity_tokens: int, source: Forecasting) -> None:
+        """Set what describes the future."""
+        if self._forecast is None:
+            self._forecast = ForecastMetrics(self.registry)
+        self._forecast.update(forecast, capacity_tokens, source)
 
     def gauges(self, load: Load, num_fallbacks: int) -> None:
         """Set what describes the present."""
@@ -99,7 +138,7 @@ class ReplicaMetrics:
         self._pauses.update(load.num_paused, load.paused_bytes, load.num_pauses, load.num_resumes)
         if load.relay is not None:
             if self._relay is None:
-                self._relay = RelayMetrics(self._registry)
+                self._relay = RelayMetrics(self.registry)
             self._relay.update(load.relay)
 
     async def push(self, app: str) -> None:
@@ -108,8 +147,8 @@ class ReplicaMetrics:
             await call(
                 controller_name(app),
                 "push_metrics",
-                self._registry.source,
-                self._registry.snapshot(),
+                self.registry.source,
+                self.registry.snapshot(),
                 timeout_s=PUSH_TIMEOUT_S,
             )
         except QuadrigaError as exc:

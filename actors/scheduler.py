@@ -5,42 +5,41 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from actors.auto_routing import AutoRouter, Route
 from actors.batches import BatchedCalls
-from actors.lifecycle import end_this_actor
+from actors.lifecycle import end_this_actor, scheduler_name
+from actors.rescheduling import Rescheduling
 from actors.tasks import background
 from quadriga.clock import SystemClock
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import Overloaded, Unavailable, UnknownModel
+from quadriga.logs import configure_logging
 from quadriga.policies.admission import admit
-from quadriga.policies.baselines.placement import make_placement
+from quadriga.policies.ares.amend import Promised
+from quadriga.policies.ares.placement import AresPlacement
+from quadriga.policies.baselines.placement import Placement
+from quadriga.policies.ledger import Ledger, Sent
 from quadriga.policies.load import candidates, tokens_wanted
+from quadriga.policies.placements import find_placement
 from quadriga.types import (
     Admission,
     AdmitRequest,
     ClusterView,
+    LengthOutcome,
     PlaceRequest,
     ReplicaSnapshot,
     Role,
+    Wishes,
 )
 
 logger = logging.getLogger(__name__)
 
 PLACE_WAIT_S = 0.5
 """How long a placement waits for a report that room became free."""
-UNSEEN_MAX_S = 5.0
 FORGET_FACTOR = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Unseen:
-    """A sequence sent to a replica that has not reported its arrival yet."""
-
-    since_s: float
-    prompt_tokens: int
-    reserved_tokens: int
 
 
 class Scheduler(BatchedCalls):
@@ -53,17 +52,24 @@ class Scheduler(BatchedCalls):
     BATCHED = frozenset({"admit", "place_now"})
 
     def __init__(self, config: dict[str, Any]) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._clock = SystemClock()
         self._config = QuadrigaConfig.model_validate(config)
-        self._placement = make_placement(self._config.scheduler.placement)
+        configure_logging(
+            self._config.logging.format,
+            self._config.logging.level,
+            process=scheduler_name(self._config.name),
+        )
         self._models: frozenset[str] | None = None
         self._snapshots: dict[str, ReplicaSnapshot] = {}
-        self._unseen: dict[str, dict[str, _Unseen]] = {}
+        self._ledger = Ledger()
+        self._auto = AutoRouter()
         self._reported = asyncio.Event()
         self._heard_s = self._clock.now_s()
         self._num_placed: dict[str, int] = {}
+        self._rescheduling = Rescheduling(self._config, self._clock, self._adjusted)
+        self._placement = self._make_placement()
         background(self._watch())
+        background(self._rescheduling.run())
 
     # The ingress's and the prefill replicas' side
 
@@ -77,6 +83,8 @@ class Scheduler(BatchedCalls):
             ContextTooLong: It fits no decode replica.
         """
         self._heard_s = self._clock.now_s()
+        if self._auto.route is not None:
+            return self._admit_auto(request)
         self._require_known(request.model)
         admission = admit(
             request,
@@ -85,9 +93,27 @@ class Scheduler(BatchedCalls):
             scheduler=self._config.scheduler,
             prefill=self._config.prefill,
         )
-        unseen = _Unseen(self._heard_s, request.num_prompt_tokens, request.num_prompt_tokens)
-        self._unseen.setdefault(admission.prefill_replica, {})[request.sequence_id] = unseen
+        self._note_admitted(request, admission)
         return admission
+
+    def _admit_auto(self, request: AdmitRequest) -> Admission:
+        """As `admit`, where model and depth are chosen by the controller."""
+        chosen, snapshots, way = self._auto.choose(request, self._adjusted(), self._heard_s)
+        self._require_known(chosen.model)
+        admission = admit(
+            chosen,
+            snapshots,
+            now_unix_s=self._clock.unix_s(),
+            scheduler=self._config.scheduler,
+            prefill=self._config.prefill,
+            any_depth=True,
+        )
+        self._note_admitted(request, admission)
+        return self._auto.admitted(request, way, admission)
+
+    def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
+        sent = Sent(self._heard_s, request.num_prompt_tokens, request.num_prompt_tokens)
+        self._ledger.sent(admission.prefill_replica, request.sequence_id, sent)
 
     async def place(self, request: PlaceRequest) -> str:
         """Choose the decode replica of a sequence; waits a moment for room where there is none.
@@ -113,12 +139,12 @@ class Scheduler(BatchedCalls):
 
     async def place_now(self, request: PlaceRequest) -> str:
         """As `place`, without waiting for room. Raises: Unavailable, Overloaded."""
-        for unseen in self._unseen.values():
-            unseen.pop(request.sequence_id, None)
+        self._ledger.begun(request, self._snapshots.get(request.source))
         alive = candidates(
             self._adjusted(),
             role=Role.DECODE,
-            depth_class=request.depth_class,
+            depth_class=request.depth_class if self._auto.route is None else None,
+            model=request.depth_class.model,
             exclude=request.exclude,
             now_unix_s=self._clock.unix_s(),
             max_age_s=self._config.scheduler.snapshot_max_age_s,
@@ -127,7 +153,12 @@ class Scheduler(BatchedCalls):
             raise Unavailable(
                 f"no decode replica of {request.depth_class} is taking work", retry_after_s=1.0
             )
-        name = self._placement.choose(request, alive)
+        if isinstance(self._placement, AresPlacement):
+            model = request.depth_class.model
+            self._placement.load_only = self._rescheduling.governor.is_distrusted(model)
+        groups = [alive] if self._auto.route is None else self._auto.groups(request, alive)
+        chosen = (self._placement.choose(request, group) for group in groups)
+        name = next((name for name in chosen if name is not None), None)
         if name is None:
             raise Overloaded(
                 f"no decode replica of {request.depth_class} has room for "
@@ -139,35 +170,44 @@ class Scheduler(BatchedCalls):
 
     async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
         """Sequences are over; forget what was noted of them."""
-        for unseen in self._unseen.values():
-            for sequence_id in sequence_ids:
-                unseen.pop(sequence_id, None)
+        self._ledger.finished(list(sequence_ids))
+        self._auto.finished(sequence_ids)
 
     async def directory(self) -> ClusterView:
         """All that is known of the replicas, for those who must do without a scheduler."""
-        return ClusterView(self._clock.unix_s(), self._adjusted())
+        views = [s if s.forecast is None else replace(s, forecast=None) for s in self._adjusted()]
+        return ClusterView(self._clock.unix_s(), views)
 
     # The replicas' and the controller's side
 
-    async def report(self, snapshot: ReplicaSnapshot, accepted: Sequence[str] = ()) -> None:
+    async def report(
+        self,
+        snapshot: ReplicaSnapshot,
+        accepted: Sequence[str] = (),
+        outcomes: Sequence[LengthOutcome] = (),
+    ) -> Wishes:
         """A replica's load.
 
         Args:
             accepted: Sequences that arrived there since its last report; they are in the load.
+            outcomes: What came of length predictions since then.
+
+        Returns:
+            What is asked of it.
         """
         name = snapshot.info.name
         known = self._snapshots.get(name)
         if known is None or known.taken_unix_s <= snapshot.taken_unix_s:
             self._snapshots[name] = snapshot
-        unseen = self._unseen.get(name, {})
-        for sequence_id in accepted:
-            unseen.pop(sequence_id, None)
+        self._ledger.reported(snapshot, list(accepted))
         self._reported.set()
+        return self._rescheduling.reported(snapshot, outcomes)
 
     async def replica_died(self, name: str) -> None:
         """Forget a replica that is gone."""
         self._snapshots.pop(name, None)
-        self._unseen.pop(name, None)
+        self._ledger.forget(name)
+        self._rescheduling.replica_died(name)
 
     async def configure(
         self, config: dict[str, Any], models: Sequence[str], ingress_age_s: float
@@ -178,23 +218,33 @@ class Scheduler(BatchedCalls):
             ingress_age_s: Seconds since any ingress was heard of.
         """
         new = QuadrigaConfig.model_validate(config)
-        if new.scheduler.placement != self._config.scheduler.placement:
-            self._placement = make_placement(new.scheduler.placement)
-        self._config = new
+        before, self._config = self._config.scheduler, new
+        self._rescheduling.configure(new)
+        if new.scheduler != before:
+            self._placement = self._make_placement()
         self._models = frozenset(models)
         self._heard_s = max(self._heard_s, self._clock.now_s() - ingress_age_s)
+
+    async def set_route(self, route: Route | None) -> None:
+        """Where requests go whose model is chosen for them; None: nobody chooses."""
+        self._auto.route = route
 
     async def ingress_heartbeat(self, ingress_id: str) -> None:
         """A sign of life of an ingress."""
         self._heard_s = self._clock.now_s()
 
     async def status(self) -> dict[str, Any]:
-        """Loads by replica and how many sequences were placed on each."""
+        """Loads by replica, how many sequences were placed on each, and what was moved and why."""
         return {
             "replicas": {name: replace(s) for name, s in self._snapshots.items()},
             "placed": dict(self._num_placed),
-            "unseen": {name: len(v) for name, v in self._unseen.items()},
+            "unseen": self._ledger.num_sent(),
+            "rescheduling": self._rescheduling.status(),
         }
+
+    async def operators_view(self) -> dict[str, Any]:
+        """Replicas with their forecasts, orders and recent decisions, all as plain values."""
+        return self._rescheduling.status()
 
     async def stop(self) -> None:
         """End this actor soon after the answer is out."""
@@ -209,29 +259,23 @@ class Scheduler(BatchedCalls):
         served = ", ".join(sorted(self._models))
         raise UnknownModel(f"model {model!r} is not served; served: {served}", param="model")
 
+    def _make_placement(self) -> Placement:
+        settings = self._rescheduling.governor.settings
+        return find_placement(self._config.scheduler.placement, settings)
+
     def _note_placed(self, name: str, request: PlaceRequest) -> None:
-        unseen = _Unseen(self._clock.now_s(), 0, tokens_wanted(self._snapshots[name], request))
-        self._unseen.setdefault(name, {})[request.sequence_id] = unseen
+        promised = None
+        if request.prediction is not None:
+            promised = Promised(request.sequence_id, request.num_tokens, request.prediction)
+        reserved = tokens_wanted(self._snapshots[name], request)
+        sent = Sent(self._clock.now_s(), 0, reserved, promised)
+        self._ledger.sent(name, request.sequence_id, sent)
         self._num_placed[name] = self._num_placed.get(name, 0) + 1
 
     def _adjusted(self) -> list[ReplicaSnapshot]:
         """The snapshots with what is on its way to each replica added."""
-        return [self._adjust(name, s) for name, s in self._snapshots.items()]
-
-    def _adjust(self, name: str, snapshot: ReplicaSnapshot) -> ReplicaSnapshot:
-        unseen = self._unseen.get(name)
-        if not unseen:
-            return snapshot
-        oldest_s = self._clock.now_s() - UNSEEN_MAX_S
-        for sequence_id in [i for i, u in unseen.items() if u.since_s < oldest_s]:
-            del unseen[sequence_id]
-        return replace(
-            snapshot,
-            num_waiting=snapshot.num_waiting + len(unseen),
-            waiting_tokens=snapshot.waiting_tokens + sum(u.prompt_tokens for u in unseen.values()),
-            reserved_tokens=snapshot.reserved_tokens
-            + sum(u.reserved_tokens for u in unseen.values()),
-        )
+        now_s = self._clock.now_s()
+        return [self._ledger.adjust(s, now_s=now_s) for s in self._snapshots.values()]
 
     async def _watch(self) -> None:
         """Forget replicas that fell silent; end when no ingress was heard of for long."""

@@ -9,9 +9,23 @@ from quadriga.exits import ExitCounters
 from quadriga.types import RelayMemory, ReplicaInfo
 
 
+@dataclass(frozen=True, slots=True)
+class ParkedSequence:
+    """A strict sequence whose token needs layers that its replica has not loaded."""
+
+    sequence_id: str
+    num_tokens: int
+    max_total_tokens: int
+
+
 @dataclass(slots=True)
 class Load:
-    """A replica's load as its engine thread last published it; see `ReplicaSnapshot`."""
+    """A replica's load as its engine thread last published it; see `ReplicaSnapshot`.
+
+    Attributes:
+        strict_depth: Layers that the strict sequences here may need; 0 where there are none.
+        parked: Strict sequences that can go no further here; looked at now and then.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -29,6 +43,8 @@ class Load:
     num_resumes: int = 0
     least_priority: int | None = None
     relay: RelayMemory | None = None
+    strict_depth: int = 0
+    parked: tuple[ParkedSequence, ...] = ()
 
     @property
     def num_held(self) -> int:

@@ -40,15 +40,26 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("run",): Command("loadgen.run", "send a trace, prompts or tasks to a service and check it"),
     ("bench", "engine"): Command("loadgen.bench.engine", "offline generation speed, against peers"),
     ("bench", "serve"): Command("loadgen.bench.serve", "the service's speed over the engine's"),
+    ("watch",): Command("loadgen.watch", "replicas, forecasts and moves of a service, live"),
+    ("bench", "rescheduling"): Command(
+        "loadgen.bench.rescheduling", "a real cluster with and without rescheduling"
+    ),
     ("paper", "drex"): Command("loadgen.paper.drex", "rebatching against grouped and no exits"),
     ("paper", "baton"): Command("loadgen.paper.baton", "relay batch against other batches"),
     ("bench", "scheduler"): Command("loadgen.bench.scheduler", "time of a rescheduling decision"),
+    ("bench", "migration"): Command(
+        "loadgen.bench.migration", "what a live migration is felt like, in steps"
+    ),
+    ("bench", "depth"): Command("loadgen.bench.depth", "memory, speed and changes of depth"),
     ("bench", "profile"): Command("loadgen.bench.profile", "a cost profile for the simulator"),
+    ("plan",): Command("loadgen.plan", "memory and largest batch of a model at each depth"),
+    ("profile",): Command("loadgen.profile", "measure models at each depth for a catalogue"),
     ("simulate",): Command("loadgen.simulate", "a trace on a simulated cluster, same policies"),
     ("paper", "ares-predictor"): Command(
         "loadgen.paper.ares_predictor", "length heads against other predictors"
     ),
     ("paper", "ares"): Command("loadgen.paper.ares", "rescheduling against its baselines"),
+    ("chaos",): Command("loadgen.chaos.command", "kill and stop processes under load, and judge"),
     ("bench", "generator"): Command("loadgen.bench.generator", "the load generator's own limit"),
 }
 

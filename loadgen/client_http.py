@@ -127,15 +127,24 @@ class HttpClient:
             ConnectionError: No complete HTTP response came.
         """
         data = b"" if body is None else json.dumps(body).encode()
-        capture = await self.send(self._request(method, path, data, {}))
+        status, answer = await self._fetch(method, path, data)
+        try:
+            return status, json.loads(answer)
+        except ValueError:
+            return status, None
+
+    async def fetch_text(self, path: str) -> tuple[int, str]:
+        """Get a page of text. Raises: ConnectionError: As `fetch`."""
+        status, answer = await self._fetch("GET", path, b"")
+        return status, answer.decode(errors="replace")
+
+    async def _fetch(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        capture = await self.send(self._request(method, path, body, {}))
         response: Response = parse_response(capture.reads) if capture.reads else Response()
         if capture.fault or not response.complete or response.faults:
             detail = capture.fault or "; ".join(response.faults) or "no response"
             raise ConnectionError(f"{method} {path} on {self.address.host_header}: {detail}")
-        try:
-            return response.status, json.loads(response.body.data)
-        except ValueError:
-            return response.status, None
+        return response.status, response.body.data
 
     def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         lines = [

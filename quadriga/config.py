@@ -356,6 +356,18 @@ class AdminConfig(Section):
     )
 
 
+class LoggingConfig(Section):
+    """Logs of every process; prompts and completions are never in them."""
+
+    format: Literal["text", "json"] = Field("text", description="json: an object a line.")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Of Quadriga's own; libraries say what is at least a warning."
+    )
+    requests: bool = Field(
+        True, description="A line at the end of each request: id, model, tokens, times, result."
+    )
+
+
 class LifecycleConfig(Section):
     """Birth and death of the actors."""
 
@@ -490,6 +502,7 @@ class QuadrigaConfig(Section):
     ingress: IngressConfig = IngressConfig()
     auth: AuthConfig = AuthConfig()
     admin: AdminConfig = AdminConfig()
+    logging: LoggingConfig = LoggingConfig()
     lifecycle: LifecycleConfig = LifecycleConfig()
     helios: HeliosConfig = HeliosConfig()
 

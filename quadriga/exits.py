@@ -91,6 +91,7 @@ class ExitCounters:
             except under the grouped baselines `eager` and `majority`.
         breaches: Tokens that left the deepest exit open to them below their threshold, because
             deeper layers are not loaded or `max_depth` forbids them.
+        limited: Those of the breaches that the request's own `max_depth` asks for.
         involuntary_stays: Tokens that could have left and were carried on with their batch.
         splits, stays, flushes: Decisions taken.
         explored: Decisions taken against the forecast, to keep its times fresh.
@@ -105,6 +106,7 @@ class ExitCounters:
     tokens: dict[int, int] = field(default_factory=dict)
     involuntary_exits: int = 0
     breaches: int = 0
+    limited: int = 0
     involuntary_stays: int = 0
     splits: int = 0
     stays: int = 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from quadriga.types import KVPart, SampledToken, SequenceState
+from quadriga.types import KVExtent, KVPart, SampledToken, SequenceState
 
 LayersDone = Callable[[int, int], None]
 """Called by a runner during prefill with (first_layer, num_layers) whose KV is now complete for
@@ -19,18 +19,21 @@ every chunk of the call."""
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A run of prompt tokens to be computed in one forward pass.
+    """A run of tokens to be computed in one forward pass.
 
     Attributes:
         row: KV row of the sequence.
         token_ids: Tokens at positions [start, start + len(token_ids)).
         is_last: The prompt ends here: sample the next token.
+        depths: Of a sequence that is rebuilt, the layers each token ran when it was first
+            computed: deeper KV is made up for as it was then. None for a prompt, which runs all.
     """
 
     row: int
     token_ids: Sequence[int]
     start: int
     is_last: bool
+    depths: Sequence[int] | None = None
 
 
 class ModelRunner(Protocol):
@@ -58,7 +61,11 @@ class ModelRunner(Protocol):
     def prefill(
         self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None = None
     ) -> list[SampledToken | None]:
-        """Compute the chunks' KV; sample where a prompt ends. Parallel to `chunks`."""
+        """Compute the chunks' KV in every layer; sample where a prompt ends.
+
+        Returns:
+            Parallel to `chunks`; None where no prompt ends, which is so for every rebuilt chunk.
+        """
 
     def decode(self, rows: Sequence[int]) -> list[SampledToken]:
         """Run one token of each row and sample its next; parallel to `rows`.
@@ -88,6 +95,10 @@ class ModelRunner(Protocol):
         As with `decode`, the caller appends each to its state before the row's next segment 0.
         """
 
+    @property
+    def num_filled(self) -> int:
+        """Positions × segments whose KV, skipped by early tokens, was filled in so far."""
+
     def suspend(self, row: int) -> Any:
         """Take a sequence out of its row, which is free afterwards, into host memory.
 
@@ -98,12 +109,79 @@ class ModelRunner(Protocol):
     def restore(self, row: int, state: SequenceState, suspended: Any) -> None:
         """Put a suspended sequence into a free row; `state` is the one it had."""
 
+    def extents(self, row: int) -> list[KVExtent]:
+        """The KV that a row with a sequence holds, ascending, up to `num_layers`.
+
+        Between two steps only. Positions inside an extent do not change as long as the sequence
+        keeps its row.
+        """
+
+    def read_rest(self, row: int) -> Any:
+        """Copy of what a row holds beside its KV, in host memory; None where that is nothing.
+
+        With the KV of the row's extents it is all that `resume` needs.
+        """
+
+    def resume(self, row: int, state: SequenceState, rest: Any) -> None:
+        """`attach` a sequence that ran in a row elsewhere, a token that waits at an exit included.
+
+        Args:
+            rest: What `read_rest` gave there; the KV was written before.
+
+        Raises:
+            InvariantViolation: The row is taken, or the other runner's segments are not the same.
+        """
+
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> Any:
         """Copy of KV: [num_layers, 2, num_kv_heads, stop - start, head_dim], contiguous, CPU or
         device as the transport of this runner's device wants it."""
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
         """Store what `read_kv` of a peer returned."""
+
+
+@runtime_checkable
+class ResizableRunner(ModelRunner, Protocol):
+    """A runner that can load more layers of its model while it serves, and let some go.
+
+    Positions computed before lack K and V in the layers that come. Where a row cannot make up for
+    that by itself it *owes* its first positions: until `repay` has run them again, no pass over
+    the row may go deeper than `depth_of` says.
+    """
+
+    @property
+    def full_depth(self) -> int:
+        """Layers of the whole model."""
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens of KV over all rows that fit at the depth that is loaded."""
+
+    def take_depth(self, prepared: Any) -> None:
+        """Run the layers that `prepare_depth` of the same runner loaded, from the next pass on.
+
+        Raises:
+            ConfigError: They do not fit what is loaded now; nothing has changed.
+        """
+
+    def check_drop(self, depth: int) -> None:
+        """Raises: ConfigError: `drop_to` would."""
+
+    def drop_to(self, depth: int) -> None:
+        """Let the layers behind the first `depth` go; no token may wait behind them.
+
+        Raises:
+            ConfigError: That is no depth to go down to; nothing has changed.
+        """
+
+    def set_depth_of(self, row: int, depth: int) -> None:
+        """A sequence was just attached whose KV has only the first `depth` layers, an exit."""
+
+    def depth_of(self, row: int) -> int:
+        """Layers that a pass over the row may run now."""
+
+    def repay(self, row: int, max_tokens: int) -> int:
+        """Run up to so many of the positions that a row owes; return how many are left."""
 
 
 class KVSink(Protocol):

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -30,23 +30,39 @@ MAX_SOURCES = 256
 RETIRED_SOURCE = "retired"
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A metric as it was declared; its page adds the label `replica` where the hub made it."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: tuple[str, ...]
+
+
 class Registry:
     """One process's metric objects and the numbering of its snapshots.
 
     Args:
         source: Who counts: the actor's or ingress's unique name; becomes the label `replica`.
+
+    Attributes:
+        declared: What it holds, with or without values yet.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.registry = CollectorRegistry(auto_describe=False)
+        self.declared: list[Declared] = []
         # Starts at the clock, so that a successor of the same name outranks its predecessor.
         self._seq = time.time_ns()
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        self.declared.append(Declared(name, "counter", text, tuple(labels)))
         return Counter(name, text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        self.declared.append(Declared(name, "gauge", text, tuple(labels)))
         return Gauge(name, text, labels, registry=self.registry)
 
     def histogram(
@@ -56,6 +72,7 @@ class Registry:
         labels: Sequence[str] = (),
         buckets: Sequence[float] = LATENCY_BUCKETS_S,
     ) -> Histogram:
+        self.declared.append(Declared(name, "histogram", text, tuple(labels)))
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def snapshot(self) -> bytes:
@@ -158,6 +175,16 @@ class MetricsHub:
             fresh = name != RETIRED_SOURCE and now_s - source.seen_s <= GAUGE_MAX_AGE_S
             present.append((name, source.families if fresh else _cumulative(source.families)))
         return merge(present)
+
+    def values(self, name: str) -> dict[str, dict[Labels, float]]:
+        """Return the series of one sample name, by source and labels."""
+        found: dict[str, dict[Labels, float]] = {}
+        for source, kept in self._sources.items():
+            for family in kept.families.values():
+                for (sample, labels), value in family.samples.items():
+                    if sample == name:
+                        found.setdefault(source, {})[labels] = value
+        return found
 
     def _retire_oldest(self, now_s: float) -> None:
         alive = [(s.seen_s, name) for name, s in self._sources.items() if name != RETIRED_SOURCE]

@@ -48,6 +48,17 @@ ARES_4090D = PaceProfile(
     source="ARES §5.3 (18.23 ms at 50 % KV occupancy), Figure 8 (linear in batched tokens)",
 )
 
+SHORT_FACTOR = 64
+ARES_4090D_SHORT = PaceProfile(
+    name="ares-qwen7b-4090d-short",
+    base_s=ARES_4090D.base_s,
+    per_sequence_s=0.0,
+    per_token_s=SHORT_FACTOR * ARES_4090D.per_token_s,
+    source=f"{ARES_4090D.source}; a token weighs as {SHORT_FACTOR} do there, for models whose "
+    f"answers are {SHORT_FACTOR} times as short: 111,600 / {SHORT_FACTOR} tokens fill its memory",
+)
+"""The same step times at the same occupancy, for the bundled models' lengths."""
+
 STEADY_15MS = PaceProfile(
     name="steady-15ms",
     base_s=15e-3,
@@ -56,7 +67,7 @@ STEADY_15MS = PaceProfile(
     source="round numbers: 15 ms empty, 20 ms at 32 sequences of 100 tokens and beyond",
 )
 
-PROFILES: dict[str, PaceProfile] = {p.name: p for p in (ARES_4090D, STEADY_15MS)}
+PROFILES: dict[str, PaceProfile] = {p.name: p for p in (ARES_4090D, ARES_4090D_SHORT, STEADY_15MS)}
 
 
 def find_profile(name: str) -> PaceProfile:

@@ -8,13 +8,18 @@ in `_s` is a duration.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import struct
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from quadriga.errors import QuadrigaError
 from quadriga.exits import FULL_DEPTH, ExitParams
+
+AUTO_MODEL = "quadriga-auto"
+"""The model id of those who let us choose."""
 
 
 class Role(StrEnum):
@@ -29,6 +34,15 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+
+
+def token_digest(token_ids: Sequence[int], before: int = 0) -> int:
+    """CRC-32 of token ids, 8 bytes each, little-endian.
+
+    Args:
+        before: Of the tokens that precede these.
+    """
+    return zlib.crc32(struct.pack(f"<{len(token_ids)}q", *token_ids), before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +129,11 @@ class SequenceState:
         deadline_unix_s: When the client stops waiting.
         ingress_id: Who holds the client's stream.
         epoch: Raised at every change of owner; an owner with an older epoch must not emit.
+        num_moves: Live migrations so far.
+        moved_unix_s: When the last one was committed; 0 before the first.
+        prediction: Tokens still to come, as last said by a length head.
+        predicted_at: Output tokens there were then.
+        traceparent: Context of the request's trace; None where it is not traced.
     """
 
     sequence_id: str
@@ -131,6 +150,11 @@ class SequenceState:
     epoch: int = 0
     output_ids: list[int] = field(default_factory=list)
     exit_layers: list[int] = field(default_factory=list)
+    num_moves: int = 0
+    moved_unix_s: float = 0.0
+    prediction: LengthPrediction | None = None
+    predicted_at: int = 0
+    traceparent: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -171,6 +195,11 @@ class Emission:
         finish: Set with the last token, or alone.
         error: The sequence ended in this error on this replica.
         moved_to: The sequence now lives on the replica of this name; later tokens come from there.
+        depth: Layers that were loaded where the tokens come from; 0 where that never changes.
+        move: Of a live migration, beside `moved_to`. "begun": the emitter goes on until the
+            destination takes over. "done": it has, and the emitter has let go. "failed": it never
+            will, and the emitter has the sequence. None in a hand-off after prefill, where the
+            emitter has nothing to go on with.
     """
 
     sequence_id: str
@@ -183,6 +212,8 @@ class Emission:
     finish: FinishReason | None = None
     error: QuadrigaError | None = None
     moved_to: str | None = None
+    move: Literal["begun", "done", "failed"] | None = None
+    depth: int = 0
 
 
 @dataclass(slots=True)
@@ -212,6 +243,8 @@ class PollReply:
                 e.finish,
                 e.error,
                 e.moved_to,
+                e.move,
+                e.depth,
             )
             for e in self.emissions
         ]
@@ -229,7 +262,7 @@ is ever paused; or for what it has, so that more fit and some are paused where m
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """Who a replica is; fixed for the life of its process.
+    """Who a replica is; fixed for the life of its process, but for its depth and what follows.
 
     Attributes:
         name: Ray actor name inside the application's namespace; unique per incarnation.
@@ -296,6 +329,18 @@ class LengthPrediction:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthOutcome:
+    """What came of a prediction: its sequence ended by itself.
+
+    Attributes:
+        remaining_tokens: What it really still generated after the prediction.
+    """
+
+    prediction: LengthPrediction
+    remaining_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadForecast:
     """What a decode replica expects of its sequences, packed; part of its snapshot.
 
@@ -311,6 +356,8 @@ class LoadForecast:
         tokens: [num_points]; KV tokens they hold, at each point.
         base_s: What a step costs without sequences.
         has_predictions: False where no length head is at hand: only the first point means much.
+        per_sequence_s, per_token_s: What one more sequence, and one more KV token, add to a step.
+        bytes_per_token: KV of one token; what moving it costs.
     """
 
     grid_s: tuple[float, ...]
@@ -320,6 +367,9 @@ class LoadForecast:
     tokens: bytes
     base_s: float
     has_predictions: bool = True
+    per_sequence_s: float = 0.0
+    per_token_s: float = 0.0
+    bytes_per_token: float = 0.0
 
 
 class MigrationCause(StrEnum):
@@ -327,6 +377,8 @@ class MigrationCause(StrEnum):
 
     BALANCE = "balance"
     MEMORY = "memory"
+    DRAIN = "drain"
+    ESCALATE = "escalate"  # a strict sequence needs layers that its replica has not loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +401,68 @@ class MigrationOrder:
     remaining_tokens: float
 
 
+MigrationOutcome = Literal["moved", "finished", "refused", "failed", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationReport:
+    """How a live migration ended.
+
+    Attributes:
+        outcome: "moved": the destination owns the sequence. "finished": it ended, or was
+            cancelled, before it could move. "refused": nothing was begun. "failed": it was begun,
+            and the sequence goes on at the source. "unknown": the destination fell silent in the
+            middle of the commit, and nobody can say whether it owns the sequence.
+        reason: A word for machines and a sentence for people: "no_room: …"; empty for "moved".
+        rounds: Rounds of copying, the last one, with the sequence at rest, included.
+        bytes_sent: KV and what goes with it.
+        stall_s: How long the sequence was at rest at the source.
+        took_s: From the order to the end.
+    """
+
+    sequence_id: str
+    outcome: MigrationOutcome
+    reason: str = ""
+    rounds: int = 0
+    bytes_sent: int = 0
+    stall_s: float = 0.0
+    took_s: float = 0.0
+
+
+ResizeOutcome = Literal["resized", "unchanged", "refused", "failed", "blocked"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeReport:
+    """How an order to load more layers, or to drop some, ended.
+
+    Attributes:
+        outcome: "resized": it serves the new depth. "unchanged": it had it already. "refused":
+            nothing was begun. "failed": the layers could not be loaded. "blocked": sequences that
+            need what shall go, or prompts under way, were still there at the deadline. In all but
+            the first the old depth serves on.
+        reason: A word for machines and a sentence for people; empty for "resized".
+        before, depth: Layers loaded before, and now.
+        load_s: Seconds the reading took; 0 where layers were dropped.
+        load_bytes: Memory of the layers that came (positive) or went (negative).
+        weight_bytes: What all layers that are loaded take now.
+        kv_capacity_tokens: KV that fits now.
+        held_s: How long nothing new was begun for it (prefill).
+        took_s: From the order to the end.
+    """
+
+    outcome: ResizeOutcome
+    reason: str = ""
+    before: int = 0
+    depth: int = 0
+    load_s: float = 0.0
+    load_bytes: int = 0
+    weight_bytes: int = 0
+    kv_capacity_tokens: int = 0
+    held_s: float = 0.0
+    took_s: float = 0.0
+
+
 @dataclass(slots=True)
 class ReplicaSnapshot:
     """A replica's load, reported every second and used by placement and admission.
@@ -365,6 +479,7 @@ class ReplicaSnapshot:
         num_paused: Sequences in host memory; they come back before new ones of their priority.
         least_priority: Of the running sequences, where one may be paused for a more important
             newcomer; else None.
+        load_unix_s: When the engine counted all this; `taken_unix_s` is when it was sent.
     """
 
     info: ReplicaInfo
@@ -380,11 +495,30 @@ class ReplicaSnapshot:
     forecast: LoadForecast | None = None
     num_paused: int = 0
     least_priority: int | None = None
+    load_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the scheduler asks of a replica, in answer to its report.
+
+    Attributes:
+        forecast: Predict lengths and forecast loads: somebody looks at them.
+        place_predicted: Ask for places when prompts are computed and lengths can be predicted, not
+            while they are computed.
+    """
+
+    forecast: bool = False
+    place_predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """What the scheduler must know to let a sequence in."""
+    """What the scheduler must know to let a sequence in.
+
+    Attributes:
+        needs_depth: Layers that a strict sequence may need, where depths differ; 0: any will do.
+    """
 
     sequence_id: str
     model: str
@@ -392,14 +526,51 @@ class AdmitRequest:
     max_tokens: int
     priority: int
     deadline_unix_s: float
+    needs_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Where an admitted sequence goes first."""
+    """Where an admitted sequence goes first.
+
+    Attributes:
+        depth_class: Of that replica; its model is the one that was chosen.
+        profile: The decode replica whose profile the sequence is part of.
+        is_scored: The log-probabilities of its tokens are wanted.
+    """
 
     prefill_replica: str
     depth_class: DepthClass
+    profile: str | None = None
+    is_scored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AutoReport:
+    """What an ingress tells the controller of a sequence whose model was chosen for it.
+
+    Attributes:
+        replica: Decode replica that profiles with it ("started", "lost"), or that said its last
+            token ("finished").
+        depth_class: Of all its tokens; None where they came from several.
+        exit_tokens: Layers run → output tokens.
+        nll: Sum of −log p over `scored_tokens` of its output tokens.
+        decode_s: From the first token to the last.
+        prompt_ids, output_ids, exit_layers: Of a greedy one, now and then: to be read again.
+    """
+
+    kind: Literal["started", "finished", "lost"]
+    replica: str
+    depth_class: DepthClass | None = None
+    exit_tokens: dict[int, int] = field(default_factory=dict)
+    nll: float = 0.0
+    scored_tokens: int = 0
+    prompt_tokens: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+    exit_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +581,8 @@ class PlaceRequest:
         exclude: Replicas that already refused or failed this sequence.
         prediction: Tokens still to come, by the length head after prefill.
         waited_s: How long it has looked for a replica already.
+        source: The prefill replica.
+        started_unix_s: When it left that replica's queue, by that replica's clock.
     """
 
     sequence_id: str
@@ -420,6 +593,8 @@ class PlaceRequest:
     prediction: LengthPrediction | None = None
     priority: int = 0
     waited_s: float = 0.0
+    source: str = ""
+    started_unix_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -441,6 +616,8 @@ class TransferOffer:
         max_total_tokens: The longest it can become.
         lease_s: The reservation lapses when nothing is heard for this long.
         priority: Of the sequence; who is less important may be paused for it.
+        prediction: Tokens still to come, where that is known already.
+        is_live: The sequence is decoding at its source, and goes on until the commit.
     """
 
     transfer_id: str
@@ -453,6 +630,36 @@ class TransferOffer:
     transport: str
     lease_s: float
     priority: int = 0
+    prediction: LengthPrediction | None = None
+    is_live: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KVExtent:
+    """What a row holds of the layers [first_layer, stop_layer): positions [0, num_tokens)."""
+
+    first_layer: int
+    stop_layer: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a running sequence stood when it was moved; goes with the commit.
+
+    Attributes:
+        extents: The KV it has, layer ranges ascending and without gaps. What they leave out was
+            never computed, and is not needed to go on.
+        waited_at: The exit its token waits at; None where its next token is to begin.
+        rest: What a runner keeps of a row beside its KV; see `ModelRunner.read_rest`.
+        unacknowledged: What its ingress may not have heard yet; the destination says it again, so
+            that the source may die.
+    """
+
+    extents: tuple[KVExtent, ...]
+    waited_at: int | None
+    rest: Any = None
+    unacknowledged: tuple[Emission, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +670,7 @@ class KVPart:
     Attributes:
         index: Position in the transfer, from 0 without gaps.
         shape: [num_layers, 2, num_kv_heads, num_tokens, head_dim].
-        checksum: xxh3-64 of the payload's bytes.
+        checksum: Of the payload's bytes, as `actors.kv_transport.payload.checksum` takes it.
     """
 
     transfer_id: str

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from quadriga.config import AdminConfig
 from quadriga.errors import ConfigError, Forbidden
 from serve_app.auth import ApiKeys
+from serve_app.dashboard_pages import dashboard_pages
 from serve_app.front import FrontDesk
 from serve_app.http import Endpoint, Handler, answer_metrics, routing_error
 from serve_app.http_call import Call
@@ -53,12 +54,21 @@ class AdminDoor:
 
     def routes(self) -> list[tuple[str, Handler]]:
         """Paths and their handlers, all GET; each is guarded alike."""
-        return [("/metrics", self.metrics), ("/live", self.live), ("/cluster", self.cluster)]
+        return [
+            ("/metrics", self.metrics),
+            ("/live", self.live),
+            ("/cluster", self.cluster),
+            ("/admin/history", self.history),
+        ]
 
     def application(self) -> Starlette:
+        # The page's own files hold nothing of the service: a browser gets them without a key, asks
+        # its user for one, and shows it with every request for data.
+        handlers = [(path, self._guarded(handler)) for path, handler in self.routes()]
+        handlers += [(path, self._checked(handler)) for path, handler in dashboard_pages()]
         routes = [
-            Route(path, Endpoint(self._desk, self._guarded(handler), "admin"), methods=["GET"])
-            for path, handler in self.routes()
+            Route(path, Endpoint(self._desk, handler, "admin"), methods=["GET"])
+            for path, handler in handlers
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: routing_error})
 
@@ -66,8 +76,12 @@ class AdminDoor:
         await answer_metrics(self._desk, call)
 
     async def cluster(self, call: Call) -> None:
-        """Replicas, load, forecast, and sequences on the move; `python -m loadgen watch`."""
+        """Replicas, load, forecast, exits, and moves; for `/dashboard` and `loadgen watch`."""
         await call.answer_json(await self._desk.operators_view())
+
+    async def history(self, call: Call) -> None:
+        """HELIOS: the performance history, the machine's state, and its last decisions."""
+        await call.answer_json(await self._desk.history())
 
     async def live(self, call: Call) -> None:
         await call.answer_json({"status": "alive"})
@@ -76,12 +90,18 @@ class AdminDoor:
         async def guarded(call: Call) -> None:
             if not self._is_loopback:
                 self._desk.gate.keys.admin_caller(call.headers.get("authorization"))
-            elif not is_loopback(_hostname(call.headers.get("host", ""))):
+            await handler(call)
+
+        return self._checked(guarded)
+
+    def _checked(self, handler: Handler) -> Handler:
+        async def checked(call: Call) -> None:
+            if self._is_loopback and not is_loopback(_hostname(call.headers.get("host", ""))):
                 # A web page may have its own name resolve to this machine (DNS rebinding).
                 raise Forbidden("call the admin port as localhost or 127.0.0.1", param="host")
             await handler(call)
 
-        return guarded
+        return checked
 
 
 def _hostname(host: str) -> str:

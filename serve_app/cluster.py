@@ -6,20 +6,32 @@ Every method raises errors of `quadriga.errors` only; Ray's own exceptions end i
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from quadriga.errors import ReplicaError
+from quadriga.errors import QuadrigaError, ReplicaError
 from quadriga.types import (
     Admission,
     AdmitRequest,
+    AutoReport,
     ClusterView,
     PollReply,
     SequenceState,
 )
 
+logger = logging.getLogger("quadriga.ingress")
+
 CALL_TIMEOUT_S = 10.0
+SCHEDULER_TIMEOUT_S = 2.0
+"""Who asks it can do without: an answer that comes later is worth less than its waiting."""
+HEARTBEAT_TIMEOUT_S = 3.0
+CONTROLLER_SILENCE_S = 20.0
+"""The controller is restarted when it has answered nothing for this long."""
 POLL_SLACK_S = 5.0
+HOLDING_TIMEOUT_S = 5.0
+UNREACHABLE = "unreachable"  # code of an error: the connection broke; the process may live
 
 
 class Cluster(Protocol):
@@ -35,6 +47,9 @@ class Cluster(Protocol):
 
     async def cancel(self, replica: str, sequence_ids: Sequence[str]) -> None: ...
 
+    async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
+        """Those of the sequences that the replica has."""
+
     async def poll(
         self, replica: str, ingress_id: str, ack: int, timeout_s: float
     ) -> PollReply: ...
@@ -44,6 +59,12 @@ class Cluster(Protocol):
     async def push_metrics(self, source: str, families: bytes) -> None: ...
 
     async def metrics(self) -> bytes: ...
+
+    async def operators_view(self) -> dict[str, Any]: ...
+
+    async def auto_reports(self, reports: Sequence[AutoReport]) -> None: ...
+
+    async def history(self) -> dict[str, Any] | None: ...
 
 
 class RayCluster:
@@ -60,10 +81,11 @@ class RayCluster:
         self._calls = CallBatcher(call)
         self._scheduler = f"{app_name}:scheduler"
         self._controller = f"{app_name}:controller"
+        self._controller_heard_s = time.monotonic()
 
     async def admit(self, request: AdmitRequest) -> Admission:
         reply: Admission = await self._calls.call(
-            self._scheduler, "admit", request, timeout_s=CALL_TIMEOUT_S
+            self._scheduler, "admit", request, timeout_s=SCHEDULER_TIMEOUT_S
         )
         return reply
 
@@ -71,7 +93,9 @@ class RayCluster:
         await self._call(self._scheduler, "finished", list(sequence_ids), tokens)
 
     async def directory(self) -> ClusterView:
-        view: ClusterView = await self._call(self._scheduler, "directory")
+        view: ClusterView = await self._call(
+            self._scheduler, "directory", deadline_s=SCHEDULER_TIMEOUT_S
+        )
         return view
 
     async def submit(self, replica: str, state: SequenceState) -> None:
@@ -80,6 +104,12 @@ class RayCluster:
     async def cancel(self, replica: str, sequence_ids: Sequence[str]) -> None:
         await self._call(replica, "cancel", list(sequence_ids))
 
+    async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
+        held: list[str] = await self._call(
+            replica, "holding", list(sequence_ids), deadline_s=HOLDING_TIMEOUT_S
+        )
+        return held
+
     async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         reply: PollReply = await self._call(
             replica, "poll", ingress_id, ack, timeout_s, deadline_s=timeout_s + POLL_SLACK_S
@@ -87,18 +117,62 @@ class RayCluster:
         return reply
 
     async def heartbeat(self, ingress_id: str, replicas: Sequence[str]) -> None:
-        """Tell controller and replicas that this ingress lives; the dead ones are passed over."""
+        """Tell controller and replicas that this ingress lives; the dead ones are passed over.
+
+        Nobody but the ingresses watches the controller: one that hangs is restarted, and adopts
+        what runs.
+        """
         targets = [self._controller, *replicas]
         results = await asyncio.gather(
-            *(self._call(name, "ingress_heartbeat", ingress_id) for name in targets),
+            *(
+                self._call(name, "ingress_heartbeat", ingress_id, deadline_s=HEARTBEAT_TIMEOUT_S)
+                for name in targets
+            ),
             return_exceptions=True,
         )
+        now_s = time.monotonic()
+        is_silent = isinstance(results[0], ReplicaError) and results[0].code == "timeout"
+        if not is_silent:
+            self._controller_heard_s = now_s
+        elif now_s - self._controller_heard_s > CONTROLLER_SILENCE_S:
+            self._controller_heard_s = now_s
+            await self._restart(self._controller)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, ReplicaError):
                 raise result
 
+    async def _restart(self, name: str) -> None:
+        from actors.calls import restart
+
+        logger.warning("%s hangs; it is restarted", name)
+        await restart(name)
+
     async def push_metrics(self, source: str, families: bytes) -> None:
         await self._call(self._controller, "push_metrics", source, families)
+
+    async def auto_reports(self, reports: Sequence[AutoReport]) -> None:
+        await self._call(self._controller, "auto_reports", list(reports))
+
+    async def history(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = await self._call(self._controller, "history")
+        return found
+
+    async def operators_view(self) -> dict[str, Any]:
+        """What scheduler and controller show; a part whose actor is away is left out, and named."""
+        actors = (self._scheduler, self._controller)
+        answers = await asyncio.gather(
+            *(self._call(n, "operators_view", deadline_s=SCHEDULER_TIMEOUT_S) for n in actors),
+            return_exceptions=True,
+        )
+        view: dict[str, Any] = {"at_unix_s": time.time(), "replicas": [], "missing": {}}
+        for name, answer in zip(actors, answers, strict=True):
+            if isinstance(answer, QuadrigaError):
+                view["missing"][name] = answer.message
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                view |= answer
+        return view
 
     async def metrics(self) -> bytes:
         page: bytes = await self._call(self._controller, "metrics")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from quadriga.clock import Clock, SystemClock
 from quadriga.config import QuadrigaConfig
@@ -24,14 +25,19 @@ from quadriga.errors import (
 from quadriga.text import StopMatcher
 from quadriga.types import FinishReason, SequenceState
 from serve_app.auth import ApiKeys
+from serve_app.auto_reports import AutoReports
+from serve_app.choice import Choice
 from serve_app.cluster import Cluster
+from serve_app.gate import Gate, Ticket
+from serve_app.keys import ANONYMOUS, ApiKey
 from serve_app.metrics import IngressMetrics, view_gauges
 from serve_app.models import ModelDirectory, ServedModel
 from serve_app.road import Road
-from serve_app.session import Choice, Session
+from serve_app.session import Session
 from serve_app.sessions import SessionStore
 from serve_app.spec import GenerateSpec
 from serve_app.tasks import Tasks
+from serve_app.told import Told, trace_begun
 from serve_app.view import ClusterWatch
 
 logger = logging.getLogger("quadriga.ingress")
@@ -40,7 +46,11 @@ ENCODE_INLINE_CHARS = 2048
 REAP_INTERVAL_S = 0.02
 HOUSEKEEPING_INTERVAL_S = 0.5
 METRICS_INTERVAL_S = 1.0
+KEY_FILE_INTERVAL_S = 2.0
 FAREWELL_TIMEOUT_S = 5.0
+REPORT_INTERVAL_S = 1.0
+VIEW_AGE_S = 0.5
+"""However many look at the live page, the actors are asked this rarely."""
 
 
 class FrontDesk:
@@ -62,16 +72,17 @@ class FrontDesk:
     ) -> None:
         self.config = config
         self.models = models
-        self.keys = keys
         self.ingress_id = ingress_id
         self.clock = clock or SystemClock()
         self.metrics = IngressMetrics(ingress_id)
+        self.gate = Gate(keys, self.clock, self.metrics)
         self.sessions = SessionStore(keep_s=config.ingress.orphan_request_s)
         self.tasks = Tasks()
         self._cluster = cluster
         self._watch = ClusterWatch(
             cluster, self.clock, max_age_s=2 * config.scheduler.snapshot_max_age_s
         )
+        self._reports = AutoReports(cluster) if config.helios.enabled else None
         self._road = Road(
             config,
             cluster,
@@ -81,10 +92,15 @@ class FrontDesk:
             self.clock,
             ingress_id=ingress_id,
             on_end=self._choice_ended,
+            reports=self._reports,
         )
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
+        self._tickets: dict[Session, Ticket] = {}
         self._num_open = 0
         self._is_draining = False
+        self._viewing = asyncio.Lock()
+        self._view: dict[str, Any] | None = None
+        self._viewed_s = 0.0
 
     # Life.
 
@@ -96,6 +112,9 @@ class FrontDesk:
         self.tasks.repeat(self._end_what_is_lost, HOUSEKEEPING_INTERVAL_S)
         self.tasks.repeat(self._send_heartbeats, beat_s)
         self.tasks.repeat(self._push_metrics, METRICS_INTERVAL_S)
+        self.tasks.repeat(self.gate.reload, KEY_FILE_INTERVAL_S)
+        if self._reports is not None:
+            self.tasks.repeat(self._reports.send, REPORT_INTERVAL_S)
 
     async def close(self) -> None:
         """Cancel every request and stop all tasks."""
@@ -124,6 +143,7 @@ class FrontDesk:
         self,
         spec: GenerateSpec,
         *,
+        caller: ApiKey = ANONYMOUS,
         key: tuple[str, str] | None = None,
         fingerprint: bytes = b"",
     ) -> Session:
@@ -132,9 +152,12 @@ class FrontDesk:
         Read the answer from `session.reader()`, and call `leave` when done with that reader.
 
         Args:
+            caller: At whose expense.
             key: (owner, idempotency key) under which the session can be resumed.
 
-        Raises: Overloaded at the limit of open requests; Unavailable while draining.
+        Raises:
+            Overloaded: At the limit of open requests, or the caller's own (KeyLimitReached).
+            Unavailable: While draining.
         """
         self._check_room()
         session = Session(
@@ -146,6 +169,11 @@ class FrontDesk:
             fingerprint=fingerprint,
         )
         session.choices.extend(self._choices(spec))
+        self._tickets[session] = self.gate.begin(caller, session.num_prompt_tokens)
+        session.span = trace_begun(spec)
+        if session.span is not None:
+            for choice in session.choices:
+                choice.state.traceparent = session.span.traceparent
         left_s = max(0.0, spec.deadline_unix_s - self.clock.unix_s())
         loop = asyncio.get_running_loop()
         session.deadline_timer = loop.call_later(left_s, self._time_out, session)
@@ -164,28 +192,38 @@ class FrontDesk:
         return session
 
     def open_or_resume(
-        self, spec: GenerateSpec, key: tuple[str, str], fingerprint: bytes, *, is_resumption: bool
+        self,
+        spec: GenerateSpec,
+        caller: ApiKey,
+        key: str,
+        fingerprint: bytes,
+        *,
+        is_resumption: bool,
+        may_begin: bool = False,
     ) -> Session:
-        """Return the session under `key`, or begin the request under it.
+        """Return the caller's session under `key`, or begin the request under it.
 
         A request that failed is begun anew, unless the client already has a part of it.
 
         Args:
             is_resumption: The client says that it has tokens of it.
+            may_begin: Begin even then what is not held here: the client can tell whether it is
+                the same answer again.
 
         Raises:
             NotFound: There is nothing to resume: it was never here, or is over for too long.
             InvalidRequest: The key belongs to a request with another fingerprint.
             Overloaded, Unavailable: As `open`.
         """
-        session = self.sessions.find(key, fingerprint)
-        if session is None and is_resumption:
+        owned = (caller.name, key)
+        session = self.sessions.find(owned, fingerprint)
+        if session is None and is_resumption and not may_begin:
             raise NotFound(
                 "no request is held under this key; begin it anew without a resume index",
                 param="idempotency-key",
             )
-        if session is None or (session.failed and not is_resumption):
-            return self.open(spec, key=key, fingerprint=fingerprint)
+        if session is None or (session.failed and (may_begin or not is_resumption)):
+            return self.open(spec, caller=caller, key=owned, fingerprint=fingerprint)
         self.metrics.resumed.inc()
         return session
 
@@ -218,6 +256,24 @@ class FrontDesk:
         """The whole cluster's metrics, own ones as of now. Raises: QuadrigaError."""
         await self._push_metrics()
         return await self._cluster.metrics() + view_gauges(self._watch.view)
+
+    async def operators_view(self) -> dict[str, Any]:
+        """Replicas, forecasts, exits and moves; asked for at most every `VIEW_AGE_S`.
+
+        Raises: QuadrigaError.
+        """
+        async with self._viewing:
+            if self._view is None or self.clock.now_s() - self._viewed_s >= VIEW_AGE_S:
+                self._view = await self._cluster.operators_view()
+                self._viewed_s = self.clock.now_s()
+            return self._view
+
+    async def history(self) -> dict[str, Any]:
+        """What HELIOS knows and decided. Raises: QuadrigaError; NotFound where it is off."""
+        found = await self._cluster.history()
+        if found is None:
+            raise NotFound("helios is off: nobody chooses models here", param="helios.enabled")
+        return found
 
     # The ends of requests.
 
@@ -253,6 +309,7 @@ class FrontDesk:
                 choices.append(
                     Choice(len(choices), state, tokenizer.detokenizer(), StopMatcher(spec.stop))
                 )
+                choices[-1].is_auto = spec.is_auto
         return choices
 
     def _choice_ended(self, session: Session, choice: Choice) -> None:
@@ -275,11 +332,27 @@ class FrontDesk:
         if session.ended_s is not None:
             return
         session.ended_s = self.clock.now_s()
+        if self._reports is not None:
+            for choice in session.choices:
+                if choice.is_auto:
+                    self._reports.ended(choice, session.arrived_s)
+        self._tickets.pop(session).close(session.num_output_tokens)
         if session.deadline_timer is not None:
             session.deadline_timer.cancel()
         self._num_open -= 1
         self.metrics.open_requests.dec()
         self.metrics.of(session.spec.model).e2e.observe(session.ended_s - session.arrived_s)
+        self._tell(session, session.ended_s)
+
+    def _tell(self, session: Session, ended_s: float) -> None:
+        is_logged = self.config.logging.requests
+        if not is_logged and session.span is None:
+            return
+        told = Told.of(session, ended_s=ended_s)
+        if is_logged:
+            told.log()
+        if session.span is not None:
+            told.end_span(session.span, self.clock.unix_s())
 
     def _time_out(self, session: Session) -> None:
         allowed_s = session.spec.deadline_unix_s - session.spec.arrival_unix_s
@@ -291,8 +364,8 @@ class FrontDesk:
     # Background turns.
 
     async def _end_what_is_lost(self) -> None:
-        """End lost requests, and those nobody came back for."""
-        self._road.end_orphans()
+        """Find what was lost in silence, and end requests that nobody came back for."""
+        self._road.look_after()
         for session in self.sessions.expire(self.clock.now_s()):
             self.abort(session, Cancelled("nobody came back for the request"))
 

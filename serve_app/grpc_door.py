@@ -6,10 +6,12 @@ import hashlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from grpc_health.v1 import health_pb2
 
+from quadriga import tracing
 from quadriga.errors import (
     Cancelled,
     InvalidRequest,
@@ -144,6 +146,9 @@ class GrpcDoor:
         caller = self._caller(context)
         request = wire.parse_request(pb.GenerateRequest, data, self._limits.max_body_bytes)
         spec = await self._spec(request)
+        if tracing.is_on():
+            traceparent = dict(context.invocation_metadata()).get("traceparent")
+            spec = replace(spec, traceparent=traceparent if isinstance(traceparent, str) else None)
         session = self._session(caller, request, spec)
         try:
             digests = list(request.resume_digest)

@@ -17,9 +17,11 @@ from google.rpc import error_details_pb2, status_pb2
 from quadriga.errors import BodyTooLarge, InvalidRequest, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.types import FinishReason, TokenLogprob
+from serve_app.tls import add_tls_port
 
 if TYPE_CHECKING:
-    from serve_app.session import Choice, Delta, Session
+    from serve_app.choice import Choice
+    from serve_app.session import Delta, Session
 
 SERVICE = "quadriga.v1.Quadriga"
 STREAMS = ("Generate",)
@@ -53,7 +55,13 @@ _FINISH = {
 
 
 def add_quadriga_to_server(servicer: Any, server: grpc.Server) -> None:
-    """Register the service with requests left undecoded; for `gRPCOptions`."""
+    """Register the service with requests left undecoded; for `gRPCOptions`.
+
+    Serve hands over its server here, so this is also where it gets its port with TLS.
+
+    Raises: ConfigError: The certificate is no good, or the port with TLS is taken.
+    """
+    add_tls_port(server)
     methods = pb.DESCRIPTOR.services_by_name["Quadriga"].methods_by_name
     handlers = {}
     for name in methods:
@@ -164,6 +172,7 @@ def usage_message(session: Session) -> Any:
     for choice in session.choices:
         for layer in choice.state.exit_layers:
             message.exits[layer] += 1
+        message.rebuilds += choice.num_rebuilds
     return message
 
 

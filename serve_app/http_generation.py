@@ -8,8 +8,10 @@ import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
+from quadriga import tracing
 from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError
 from serve_app.bodies import parse_body
 from serve_app.errors import error_frame
@@ -69,6 +71,8 @@ class HttpGeneration:
             request_id=uuid.uuid4().hex,
             now_unix_s=self._desk.clock.unix_s(),
         )
+        if tracing.is_on():
+            spec = replace(spec, traceparent=call.headers.get("traceparent"))
         session = self._session(call, caller, raw, spec)
         try:
             reader = session.reader(_resume_cursors(call, session))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -12,7 +11,10 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from quadriga import tracing
 from quadriga.config import load_config
+from quadriga.logs import configure_logging
+from serve_app.admin import serve_admin
 from serve_app.auth import ApiKeys
 from serve_app.cluster import RayCluster
 from serve_app.front import FrontDesk
@@ -20,6 +22,7 @@ from serve_app.grpc_door import HEALTH_WATCH_INTERVAL_S, GrpcDoor
 from serve_app.http import HttpDoor
 from serve_app.models import ModelDirectory
 from serve_app.startup import announce_when_ready
+from serve_app.tls import grpc_tls_port
 
 
 class Ingress:
@@ -34,8 +37,10 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: dict[str, Any], keys: ApiKeys, announces: bool
     ) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         loaded = load_config(config)
+        ingress_id = f"{loaded.name}:ingress:{uuid.uuid4().hex[:12]}"
+        configure_logging(loaded.logging.format, loaded.logging.level, process=ingress_id)
+        tracing.start(ingress_id)
         # Reading tokenizers and asking for the actors both block.
         models = await asyncio.to_thread(ModelDirectory.load, loaded)
         from actors.collector import settle
@@ -47,11 +52,12 @@ class Ingress:
             models,
             keys,
             RayCluster(loaded.name),
-            ingress_id=f"{loaded.name}:ingress:{uuid.uuid4().hex[:12]}",
+            ingress_id=ingress_id,
         )
-        self._grpc = GrpcDoor(self._desk)
+        self._grpc = GrpcDoor(self._desk, needs_tls=grpc_tls_port())
         # Started here and not by a request: Ray cancels with a request what the request started.
         self._desk.start()
+        self._desk.tasks.spawn(serve_admin(self._desk))
         settle()
         if announces and serve.get_replica_context().rank.rank == 0:
             self._desk.tasks.spawn(announce_when_ready(loaded, needs_key=not keys.is_http_open))

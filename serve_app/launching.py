@@ -11,7 +11,9 @@ from quadriga.batching.rebuild import num_prefill_tokens
 from quadriga.clock import Clock
 from quadriga.config import IngressConfig
 from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied, ReplicaError, Unavailable
-from quadriga.types import AdmitRequest, SequenceState
+from quadriga.exits import MAX_LAYERS
+from quadriga.types import AUTO_MODEL, Admission, AdmitRequest
+from serve_app.auto_reports import AutoReports
 from serve_app.choice import Choice
 from serve_app.cluster import Cluster
 from serve_app.pump import Pumps
@@ -46,7 +48,9 @@ class Launcher:
         reaper: Reaper,
         *,
         rename: Callable[[Choice], str],
+        reports: AutoReports | None = None,
     ) -> None:
+        self._reports = reports
         self._config = config
         self._cluster = cluster
         self._watch = watch
@@ -75,7 +79,7 @@ class Launcher:
             await asyncio.sleep(pause_s(choice.num_stalled - 1))
         while choice.is_called(name):
             try:
-                admission = await self._watch.admit(_admit_request(choice.state))
+                admission = await self._watch.admit(_admit_request(choice))
             except (Unavailable, Overloaded) as exc:
                 if isinstance(exc, Overloaded) and not is_rebuild:
                     raise
@@ -84,6 +88,8 @@ class Launcher:
             if not choice.is_called(name):
                 return
             try:
+                if choice.is_auto:
+                    self._take(choice, admission)
                 await self._submit(choice, name, admission.prefill_replica)
                 return
             except (ReplicaError, Overloaded, Unavailable) as exc:
@@ -97,6 +103,18 @@ class Launcher:
                 name = self._rename(choice)
                 if is_rebuild:
                     wait_s = await self._wait(give_up_s, wait_s, exc)
+
+    def _take(self, choice: Choice, admission: Admission) -> None:
+        """Note the model that was chosen, and what the cluster wants to know of the answer."""
+        state, chosen = choice.state, admission.depth_class
+        if state.model != chosen.model:
+            # What another model said is taken as said by all layers of this one.
+            state.exit_layers = [chosen.depth] * len(state.output_ids)
+            state.model = chosen.model
+        if admission.is_scored and state.sampling.num_logprobs is None:
+            state.sampling = replace(state.sampling, num_logprobs=0)
+        if self._reports is not None:
+            self._reports.admitted(choice, admission.profile)
 
     async def _submit(self, choice: Choice, name: str, replica: str) -> None:
         choice.replica = replica
@@ -126,13 +144,16 @@ class Launcher:
         return min(2 * wait_s, MAX_PAUSE_S)
 
 
-def _admit_request(state: SequenceState) -> AdmitRequest:
+def _admit_request(choice: Choice) -> AdmitRequest:
+    state, exits = choice.state, choice.state.exits
     num_tokens = num_prefill_tokens(state)
+    needs_depth = exits.max_depth or MAX_LAYERS if exits.policy == "strict" else 0
     return AdmitRequest(
         sequence_id=state.sequence_id,
-        model=state.model,
+        model=AUTO_MODEL if choice.is_auto else state.model,
         num_prompt_tokens=num_tokens,
         max_tokens=state.max_total_tokens - num_tokens,
         priority=state.priority,
         deadline_unix_s=state.deadline_unix_s,
+        needs_depth=needs_depth,
     )

@@ -28,6 +28,17 @@ class IngressMetrics:
         self.poll_failures = r.counter(
             "quadriga_poll_failures_total", "Polls without an answer, by cause.", ("cause",)
         )
+        self.rebuilds = r.counter(
+            "quadriga_rebuilds_total", "Sequences begun anew after a loss, by cause.", ("cause",)
+        )
+        self.recoveries = r.counter(
+            "quadriga_recoveries_total",
+            "Lost sequences: recovered with their next token, or failed.",
+            ("result",),
+        )
+        self.recovery_time = r.histogram(
+            "quadriga_recovery_seconds", "Loss of a replica noticed to the sequence's next token."
+        )
         self.success = r.counter(
             "vllm:request_success_total", "Sequences ended well.", ("model_name", "finished_reason")
         )
@@ -83,31 +94,29 @@ _MODEL_FAMILIES = {
 }
 
 
+VIEW_LABELS = ("depth", "model_name", "replica", "role")
+VIEW_GAUGES = {
+    "vllm:num_requests_running": "Sequences in the batch.",
+    "vllm:num_requests_waiting": "Sequences queued, or reserved and not yet running.",
+    "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
+    "quadriga_slots": "Sequences a replica can hold.",
+    "quadriga_kv_capacity_tokens": "Tokens of KV cache a replica can hold.",
+    "quadriga_tokens_per_s": "Recent rate: prefilled or emitted.",
+    "quadriga_replica_draining": "1 while the replica takes nothing new.",
+}
+
+
 def view_gauges(view: ClusterView) -> bytes:
     """Return what routers read of each replica's present, under the names they know.
 
     Whoever answers a scrape renders them from its view, so each series exists once.
     """
-    families: dict[str, Family] = {}
-    texts = {
-        "vllm:num_requests_running": "Sequences in the batch.",
-        "vllm:num_requests_waiting": "Sequences queued, or reserved and not yet running.",
-        "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
-        "quadriga_slots": "Sequences a replica can hold.",
-        "quadriga_kv_capacity_tokens": "Tokens of KV cache a replica can hold.",
-        "quadriga_tokens_per_s": "Recent rate: prefilled or emitted.",
-        "quadriga_replica_draining": "1 while the replica takes nothing new.",
-    }
-    for name, text in texts.items():
-        families[name] = Family("gauge", text, {})
+    families = {name: Family("gauge", text, {}) for name, text in VIEW_GAUGES.items()}
     for snapshot in view.snapshots:
         info = snapshot.info
-        labels = (
-            ("depth", str(info.depth_class.depth)),
-            ("model_name", info.depth_class.model),
-            ("replica", info.name),
-            ("role", info.role.value),
-        )
+        depth_class = info.depth_class
+        said = (str(depth_class.depth), depth_class.model, info.name, info.role.value)
+        labels = tuple(zip(VIEW_LABELS, said, strict=True))
         values = (
             snapshot.num_running,
             snapshot.num_waiting,
@@ -117,6 +126,6 @@ def view_gauges(view: ClusterView) -> bytes:
             snapshot.tokens_per_s,
             snapshot.draining,
         )
-        for name, value in zip(texts, values, strict=True):
+        for name, value in zip(VIEW_GAUGES, values, strict=True):
             families[name].samples[name, labels] = float(value)
     return render(families)

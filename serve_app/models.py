@@ -12,8 +12,7 @@ from quadriga.errors import UnknownModel
 from quadriga.exits import NO_EXITS, ExitSpec
 from quadriga.resolve import configured_exits
 from quadriga.text import TextTokenizer, load_tokenizer
-
-AUTO_MODEL = "quadriga-auto"
+from quadriga.types import AUTO_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,7 @@ class ServedModel:
         max_model_len: Most tokens of prompt plus answer.
         exits: Where tokens may leave early; no layers where the deployment has none.
         depth: Layers of the deepest replicas.
+        is_auto: It stands for whatever model the cluster chooses; all have one tokenizer.
     """
 
     checkpoint: Checkpoint
@@ -31,6 +31,7 @@ class ServedModel:
     max_model_len: int
     exits: ExitSpec = NO_EXITS
     depth: int = 0
+    is_auto: bool = False
 
     @property
     def id(self) -> str:
@@ -38,15 +39,15 @@ class ServedModel:
 
 
 class ModelDirectory:
-    """Ids to models; the first is what `quadriga-auto` means.
+    """Ids to models; the first is what `quadriga-auto` means, unless the cluster chooses.
 
     Raises:
         ConfigError: A checkpoint or its tokenizer cannot be read.
     """
 
-    def __init__(self, models: list[ServedModel]) -> None:
+    def __init__(self, models: list[ServedModel], *, chooses: bool = False) -> None:
         self._models = {model.id: model for model in models}
-        self._default = models[0]
+        self._default = replace(models[0], is_auto=chooses)
         self._created_unix_s = int(time.time())
 
     @classmethod
@@ -68,7 +69,7 @@ class ModelDirectory:
             if config.decode.rebatching == "off":
                 exits = replace(exits, layers=())
             models[checkpoint.id] = ServedModel(checkpoint, tokenizer, length, exits, depth)
-        return cls(list(models.values()))
+        return cls(list(models.values()), chooses=config.helios.enabled)
 
     def find(self, model: str) -> ServedModel:
         """Return the model a client means.

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
-from quadriga.types import Emission
-from serve_app.cluster import Cluster
+from quadriga.types import Emission, PollReply
+from serve_app.cluster import UNREACHABLE, Cluster
 from serve_app.metrics import IngressMetrics
 
 RETRY_PAUSE_S = 0.2
-MAX_SILENCE_S = 15.0
-UNREACHABLE = "unreachable"  # the connection broke; the process may live
+HUNG = "hung"
+MAX_LOOK_GAP_S = 2.0
+"""Who looks after the silent comes by more often, unless the process stands still."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -38,12 +39,18 @@ class _Line:
     Attributes:
         live: Sequences of ours that the replica holds.
         ack: Last number delivered, of `incarnation`.
+        heard_s: When a poll was last answered, loop time.
+        patience: Of the poll under way.
+        is_given_up: Somebody else knows that the replica is gone.
     """
 
     live: set[str] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
     incarnation: str | None = None
     ack: int = 0
+    heard_s: float = 0.0
+    patience: asyncio.Timeout | None = None
+    is_given_up: bool = False
 
 
 class Pumps:
@@ -71,6 +78,7 @@ class Pumps:
         self._spawn = spawn
         self._poll_timeout_s = poll_timeout_s
         self._lines: dict[str, _Line] = {}
+        self._looked_s: float | None = None
 
     @property
     def replicas(self) -> list[str]:
@@ -89,6 +97,28 @@ class Pumps:
         if line is not None:
             line.live.discard(sequence_id)
 
+    def silences_s(self) -> dict[str, float]:
+        """Seconds since each replica that is being polled last answered."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        # Where this process itself stood still, answers may lie there unread.
+        stood_still_s = now_s - (self._looked_s or now_s) - MAX_LOOK_GAP_S
+        self._looked_s = now_s
+        lines = {n: v for n, v in self._lines.items() if v.live and v.task is not None}
+        if stood_still_s > 0:
+            for line in lines.values():
+                line.heard_s = min(now_s, line.heard_s + stood_still_s)
+        return {name: now_s - line.heard_s for name, line in lines.items()}
+
+    def give_up(self, replica: str) -> None:
+        """End the poll under way: the replica will not answer any more."""
+        line = self._lines.get(replica)
+        if line is None or line.task is None:
+            return
+        line.is_given_up = True
+        if line.patience is not None:
+            line.patience.reschedule(asyncio.get_running_loop().time())
+
     async def _run(self, replica: str, line: _Line) -> None:
         try:
             while line.live:
@@ -101,24 +131,19 @@ class Pumps:
                 self._lines.pop(replica, None)
 
     async def _poll_while_live(self, replica: str, line: _Line) -> None:
-        silent_since: float | None = None
         loop = asyncio.get_running_loop()
+        line.heard_s = loop.time()
         while line.live:
             try:
-                reply = await self._cluster.poll(
-                    replica, self._ingress_id, line.ack, self._poll_timeout_s
-                )
+                reply = await self._poll(replica, line)
             except QuadrigaError as exc:
                 self._metrics.poll_failures.labels(exc.code).inc()
-                now = loop.time()
-                silent_since = silent_since or now
-                is_gone = isinstance(exc, ReplicaDied) and exc.code != UNREACHABLE
-                if not is_gone and now - silent_since < MAX_SILENCE_S:
-                    await asyncio.sleep(RETRY_PAUSE_S)
-                    continue
-                self._give_up(replica, line, exc)
-                return
-            silent_since = None
+                if isinstance(exc, ReplicaDied) and exc.code != UNREACHABLE:
+                    self._give_up(replica, line, exc)
+                    return
+                await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            line.heard_s = loop.time()
             self._metrics.poll_replies.inc()
             if line.incarnation not in (None, reply.incarnation):
                 self._give_up(replica, line, ReplicaDied(f"{replica} was started anew"))
@@ -127,6 +152,19 @@ class Pumps:
             if reply.emissions:
                 self._sink.deliver(replica, reply.emissions)
             line.ack = reply.last_seq
+
+    async def _poll(self, replica: str, line: _Line) -> PollReply:
+        """Raises: ReplicaDied, code "hung", once somebody says that it will not answer."""
+        try:
+            async with asyncio.timeout(0.0 if line.is_given_up else None) as line.patience:
+                return await self._cluster.poll(
+                    replica, self._ingress_id, line.ack, self._poll_timeout_s
+                )
+        except TimeoutError as exc:
+            silence_s = asyncio.get_running_loop().time() - line.heard_s
+            raise ReplicaDied(f"{replica} was silent for {silence_s:.1f} s", code=HUNG) from exc
+        finally:
+            line.patience = None
 
     async def _acknowledge(self, replica: str, line: _Line) -> None:
         """Let the replica drop what we have; a failure only costs it some memory for a while."""
@@ -140,6 +178,6 @@ class Pumps:
 
     def _give_up(self, replica: str, line: _Line, error: QuadrigaError) -> None:
         lost = ReplicaDied(f"the replica that held the request was lost: {error.message}")
-        line.incarnation, line.ack = None, 0
+        line.incarnation, line.ack, line.is_given_up = None, 0, False
         self._sink.replica_lost(replica, lost)
         line.live.clear()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
 
 from quadriga.errors import ReplicaError
 from serve_app.cluster import Cluster
+from serve_app.tasks import Tasks
 
 ENDED_PAUSE_S = 0.25
 
@@ -16,8 +20,9 @@ class Reaper:
     Cancellations free rows and go at once; endings are only book-keeping and wait for company.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, tasks: Tasks) -> None:
         self._cluster = cluster
+        self._tasks = tasks
         self._timer: asyncio.TimerHandle | None = None
         self._to_cancel: dict[str, list[str]] = {}
         self._ended: list[str] = []
@@ -37,13 +42,17 @@ class Reaper:
             self._timer = asyncio.get_running_loop().call_later(ENDED_PAUSE_S, self._work.set)
 
     async def report_ended_sequences(self) -> None:
-        """Wait for something to report, and report it."""
+        """Wait for something to report, and send it off: who does not answer holds nobody up."""
         await self._work.wait()
         self._work.clear()
-        await self.flush()
+        for call in self._calls():
+            self._tasks.spawn(_tell(call))
 
     async def flush(self) -> None:
-        """Report all there is. A replica that cannot be told is dead or frees by itself."""
+        """Report all there is, and wait until everybody was told."""
+        await asyncio.gather(*(_tell(call) for call in self._calls()))
+
+    def _calls(self) -> list[Coroutine[Any, Any, None]]:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -53,6 +62,10 @@ class Reaper:
         calls = [self._cluster.cancel(replica, ids) for replica, ids in cancels.items()]
         if ended:
             calls.append(self._cluster.finished(ended, tokens))
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, BaseException) and not isinstance(result, ReplicaError):
-                raise result
+        return calls
+
+
+async def _tell(call: Coroutine[Any, Any, None]) -> None:
+    """Make a call; who cannot be told is dead, or frees by itself."""
+    with suppress(ReplicaError):
+        await call

@@ -15,7 +15,8 @@ from typing import Any
 
 from quadriga.text import TextTokenizer
 from quadriga.types import TokenLogprob
-from serve_app.session import Choice, Delta, Session
+from serve_app.choice import Choice
+from serve_app.session import Delta, Session
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,7 +31,15 @@ def usage(session: Session, *, final: bool = True) -> dict[str, Any]:
     }
     if final:
         exits = Counter(layer for c in session.choices for layer in c.state.exit_layers)
-        counts["quadriga"] = {"exits": {str(k): exits[k] for k in sorted(exits)}}
+        counts["quadriga"] = {
+            "exits": {str(k): exits[k] for k in sorted(exits)},
+            "rebuilds": sum(c.num_rebuilds for c in session.choices),
+        }
+        spans = [span for c in session.choices for span in c.spans]
+        if spans:
+            counts["quadriga"]["spans"] = [
+                {"model": model, "depth": depth, "tokens": tokens} for model, depth, tokens in spans
+            ]
     return counts
 
 

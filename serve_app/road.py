@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 
 from quadriga.clock import Clock
 from quadriga.config import QuadrigaConfig
-from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied, ReplicaError, Unavailable
-from quadriga.types import Admission, AdmitRequest, Emission
+from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.types import Emission
+from serve_app.auto_reports import AutoReports
+from serve_app.choice import Choice
 from serve_app.cluster import Cluster
+from serve_app.launching import Launcher
 from serve_app.metrics import IngressMetrics
 from serve_app.pump import Pumps
 from serve_app.reaper import Reaper
-from serve_app.session import Choice, Session
+from serve_app.recovery import AUDIT_AFTER_S, AUDIT_PAUSE_S, unclaimed
+from serve_app.session import Session
+from serve_app.silence import gone
 from serve_app.tasks import Tasks
 from serve_app.view import ClusterWatch
 
-LAUNCH_ATTEMPTS = 3
-ORPHAN_GRACE_S = 2.0
-ADMISSION_PAUSE_S = 0.1
-MAX_ADMISSION_PAUSE_S = 1.0
+DOUBT_SLACK_S = 1.0
+"""A poll is answered so long after its own time-out at the latest, unless something is wrong."""
 
 ChoiceEnded = Callable[[Session, Choice], None]
 
@@ -44,6 +46,7 @@ class Road:
         *,
         ingress_id: str,
         on_end: ChoiceEnded,
+        reports: AutoReports | None = None,
     ) -> None:
         self._cluster = cluster
         self._watch = watch
@@ -51,10 +54,12 @@ class Road:
         self._metrics = metrics
         self._clock = clock
         self._on_end = on_end
-        self._orphan_s = config.transport.lease_s + ORPHAN_GRACE_S
-        self._patience_s = config.ingress.admission_patience_s
+        self._max_rebuilds = config.ingress.max_rebuilds
+        self._silence_s = config.ingress.replica_silence_s
+        self._doubt_s = config.ingress.poll_timeout_s + DOUBT_SLACK_S
+        self._max_age_s = config.scheduler.snapshot_max_age_s
         self._live: dict[str, tuple[Session, Choice]] = {}
-        self.reaper = Reaper(cluster)
+        self.reaper = Reaper(cluster, tasks)
         self.pumps = Pumps(
             cluster,
             ingress_id,
@@ -62,6 +67,16 @@ class Road:
             metrics,
             tasks.spawn,
             poll_timeout_s=config.ingress.poll_timeout_s,
+        )
+        self._launcher = Launcher(
+            config.ingress,
+            cluster,
+            watch,
+            clock,
+            self.pumps,
+            self.reaper,
+            rename=self._rename,
+            reports=reports,
         )
 
     def __len__(self) -> int:
@@ -73,8 +88,9 @@ class Road:
 
     def send(self, session: Session, choice: Choice) -> None:
         """Start a sequence; its admission happens in the background."""
-        self._live[choice.state.sequence_id] = (session, choice)
-        self._tasks.spawn(self._launch(session, choice))
+        name = choice.state.sequence_id
+        self._live[name] = (session, choice)
+        self._tasks.spawn(self._launch(session, choice, name))
 
     def retire(self, choice: Choice, *, cancel: bool) -> None:
         """Take a sequence off the road, and have it freed where it lives; harmless twice."""
@@ -87,12 +103,24 @@ class Road:
                 self.reaper.cancel(name, sequence_id)
         self.reaper.ended(sequence_id, choice.state.num_tokens)
 
-    def end_orphans(self) -> None:
-        """End sequences whose owner died and whose heirs never spoke."""
-        lost_before_s = self._clock.now_s() - self._orphan_s
-        for session, choice in list(self._live.values()):
-            if choice.orphaned_s is not None and choice.orphaned_s < lost_before_s:
-                self._lose(session, choice, ReplicaDied("the request's replica was lost"))
+    def look_after(self) -> None:
+        """Give up replicas that are silent for too long, and ask after sequences that are."""
+        for name in gone(
+            self.pumps.silences_s(),
+            self._watch.view,
+            limit_s=self._silence_s,
+            doubt_s=self._doubt_s,
+            max_age_s=self._max_age_s,
+        ):
+            self.pumps.give_up(name)
+        now_s = self._clock.now_s()
+        silent = []
+        for _, choice in self._live.values():
+            if choice.heard_s is not None and now_s - choice.heard_s > AUDIT_AFTER_S:
+                choice.heard_s = now_s
+                silent.append(choice)
+        if silent:
+            self._tasks.spawn(self._audit(silent))
 
     # What the pumps call.
 
@@ -112,19 +140,25 @@ class Road:
             session.wake()
 
     def replica_lost(self, replica: str, error: QuadrigaError) -> None:
+        self._watch.forget(replica)
+        in_doubt = []
         for session, choice in list(self._live.values()):
-            if choice.replica != replica:
-                choice.heirs.discard(replica)
-            elif choice.heirs:
-                choice.orphaned_s = self._clock.now_s()  # an heir may own it already
-            else:
+            if choice.done or replica not in choice.holders:
+                continue
+            if choice.lose(replica):
                 self._lose(session, choice, error)
+            else:  # on its way from one to another: who is left may have it, or never get it
+                in_doubt.append(choice)
+        if in_doubt:
+            self._tasks.spawn(self._inquire(in_doubt))
 
     def _deliver_one(
         self, session: Session, choice: Choice, replica: str, emission: Emission, now_s: float
     ) -> None:
         before = choice.holders
         num_new = choice.accept(replica, emission)
+        if choice.heard_s is not None:
+            choice.heard_s = now_s
         if num_new:
             self._count(session, choice, num_new, now_s)
         after = choice.holders
@@ -137,89 +171,84 @@ class Road:
             # The replica knows of its own finish and error, but not of a stop string.
             self.retire(choice, cancel=emission.finish is None and emission.error is None)
             self._on_end(session, choice)
+        elif choice.failure is not None:
+            self._lose(session, choice, choice.failure)
 
     def _lose(self, session: Session, choice: Choice, error: QuadrigaError) -> None:
+        """Nobody has the sequence any more: begin it anew, or end it where that was no use."""
+        if choice.num_stalled >= self._max_rebuilds:
+            self._fail(session, choice, error)
+            return
+        if choice.lost_s is None:
+            choice.lost_s = self._clock.now_s()
+        choice.num_rebuilds += 1
+        choice.num_stalled += 1
+        self._metrics.rebuilds.labels(error.code).inc()
+        name = self._rename(choice)
+        self._tasks.spawn(self._launch(session, choice, name))
+
+    def _fail(self, session: Session, choice: Choice, error: QuadrigaError) -> None:
+        if choice.num_rebuilds > 0:
+            self._metrics.recoveries.labels("failed").inc()
         choice.fail(error)
         self.retire(choice, cancel=True)
         self._on_end(session, choice)
         session.wake()
 
-    async def _launch(self, session: Session, choice: Choice) -> None:
+    async def _audit(self, choices: list[Choice]) -> None:
+        """Ask after silent sequences, twice: an ending may be on its way while nobody has them."""
+        before = [(choice, choice.num_heard) for choice in choices]
+        missing = await unclaimed(self._cluster, choices)
+        if not missing:
+            return
+        await asyncio.sleep(AUDIT_PAUSE_S)
+        still = [
+            choice
+            for choice, num_heard in before
+            if choice.num_heard == num_heard and choice.state.sequence_id in missing
+        ]
+        await self._inquire([choice for choice in still if not choice.done])
+
+    async def _inquire(self, choices: list[Choice]) -> None:
+        """Begin those of the sequences anew that nobody has any more."""
+        for sequence_id in await unclaimed(self._cluster, choices):
+            held = self._live.get(sequence_id)
+            if held is not None:
+                self._lose(*held, ReplicaDied("the replica that held the request was lost"))
+
+    async def _launch(self, session: Session, choice: Choice, name: str) -> None:
         """Admit and submit; a failure ends the choice in that error."""
         try:
-            await self._admit_and_submit(choice)
+            await self._launcher.launch(choice, name)
         except QuadrigaError as exc:
-            self._metrics.refused.labels(exc.code).inc()
-            self._lose(session, choice, exc)
+            if choice.num_rebuilds == 0:
+                self._metrics.refused.labels(exc.code).inc()
+            self._fail(session, choice, exc)
             return
-        choice.accepted_s = self._clock.now_s()
-        waited_s = choice.accepted_s - session.arrived_s
-        self._metrics.of(session.spec.model).queue_time.observe(waited_s)
-        if choice.done and choice.replica is not None:  # it ended while it was being submitted
-            self.reaper.cancel(choice.replica, choice.state.sequence_id)
+        if choice.accepted_s is None:
+            choice.accepted_s = self._clock.now_s()
+            waited_s = choice.accepted_s - session.arrived_s
+            self._metrics.of(session.spec.model).queue_time.observe(waited_s)
 
-    async def _admit_and_submit(self, choice: Choice) -> None:
-        state = choice.state
-        give_up_s = self._clock.now_s() + self._patience_s
-        for attempt in range(1, LAUNCH_ATTEMPTS + 1):
-            admission = await self._admit(choice, give_up_s)
-            if admission is None:
-                return
-            replica = choice.replica = admission.prefill_replica
-            self.pumps.watch(replica, state.sequence_id)
-            try:
-                await self._cluster.submit(replica, state)
-                return
-            except (ReplicaError, Overloaded):
-                self.pumps.unwatch(replica, state.sequence_id)
-                if attempt == LAUNCH_ATTEMPTS or choice.done:
-                    raise
-                self._rename(choice, replica, attempt)
-
-    async def _admit(self, choice: Choice, give_up_s: float) -> Admission | None:
-        """Ask for admission until it is given; None when the choice ended meanwhile.
-
-        "Nobody is ready" is often over in a moment: after a stall of the machine every report is
-        old at once although the replicas live. So it is asked again, ever more rarely, until
-        `give_up_s` or the request's own deadline, which ends the choice.
-
-        Raises: Unavailable at `give_up_s`; Overloaded, UnknownModel and ContextTooLong at once.
-        """
-        state = choice.state
-        request = AdmitRequest(
-            sequence_id=state.sequence_id,
-            model=state.model,
-            num_prompt_tokens=len(state.prompt_ids),
-            max_tokens=state.sampling.max_tokens,
-            priority=state.priority,
-            deadline_unix_s=state.deadline_unix_s,
-        )
-        pause_s = ADMISSION_PAUSE_S
-        while True:
-            try:
-                admission = await self._watch.admit(request)
-                return None if choice.done else admission
-            except Unavailable:
-                left_s = give_up_s - self._clock.now_s()
-                if left_s <= 0:
-                    raise
-            # Spread, so that those who wait do not all come back at once.
-            await asyncio.sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
-            if choice.done:
-                return None
-            pause_s = min(2 * pause_s, MAX_ADMISSION_PAUSE_S)
-
-    def _rename(self, choice: Choice, replica: str, attempt: int) -> None:
-        """A submission that timed out may still have arrived: its name must not run twice."""
+    def _rename(self, choice: Choice) -> str:
+        """Have a sequence freed wherever it may be, and let it go on under a new name."""
         old = choice.state.sequence_id
-        self.reaper.cancel(replica, old)
-        choice.state.sequence_id = f"{old}.{attempt}"
-        self._live[choice.state.sequence_id] = self._live.pop(old)
+        for name in choice.holders:
+            self.pumps.unwatch(name, old)
+            self.reaper.cancel(name, old)
+        self.reaper.ended(old, 0)
+        new = choice.rename()
+        self._live[new] = self._live.pop(old)
+        return new
 
     def _count(self, session: Session, choice: Choice, num_new: int, now_s: float) -> None:
         """Record new tokens as the client experiences them."""
         series = self._metrics.of(session.spec.model)
         series.generation_tokens.inc(num_new)
+        if choice.lost_s is not None:
+            self._metrics.recoveries.labels("recovered").inc()
+            self._metrics.recovery_time.observe(now_s - choice.lost_s)
+            choice.lost_s, choice.num_stalled = None, 0
         if choice.first_token_s is None:
             choice.first_token_s = choice.last_token_s = now_s
             series.ttft.observe(now_s - session.arrived_s)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from quadriga.errors import Cancelled, InvariantViolation, QuadrigaError
-from quadriga.text import Detokenizer, StopMatcher
-from quadriga.types import Emission, FinishReason, SequenceState, TokenLogprob
+from quadriga.errors import Cancelled, NotFound, QuadrigaError
+from quadriga.tracing import Span
+from quadriga.types import FinishReason, TokenLogprob, token_digest
+from serve_app.choice import Choice
 from serve_app.spec import GenerateSpec
 
 
@@ -36,129 +37,6 @@ class Delta:
     is_first: bool
 
 
-class Choice:
-    """One sequence of a request: its whole state, its text, and where it lives now.
-
-    Attributes:
-        state: All that is needed to rebuild the sequence elsewhere.
-        pieces: Text that became visible with each output token.
-        tail: Text that became visible with the end.
-        replica: Who owns it now: took its submission, or sent the newest tokens. None before.
-        heirs: Replicas the owner is handing it to; they speak when it is theirs.
-        orphaned_s: When the owner was lost while there were heirs, monotonic.
-    """
-
-    def __init__(
-        self, index: int, state: SequenceState, detokenizer: Detokenizer, stops: StopMatcher
-    ) -> None:
-        self.index = index
-        self.state = state
-        self.replica: str | None = None
-        self.heirs: set[str] = set()
-        self.orphaned_s: float | None = None
-        self.pieces: list[str] = []
-        self.tail = ""
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] | None = None
-        self.finish: FinishReason | None = None
-        self.error: QuadrigaError | None = None
-        self.accepted_s: float | None = None
-        self.first_token_s: float | None = None
-        self.last_token_s = 0.0
-        self._detokenizer = detokenizer
-        self._stops = stops
-        # Emissions of a new owner that overtook the last tokens of the one before.
-        self._early: list[tuple[str, Emission]] = []
-
-    @property
-    def done(self) -> bool:
-        return self.finish is not None or self.error is not None
-
-    @property
-    def holders(self) -> set[str]:
-        """Replicas that may hold something of it."""
-        return self.heirs if self.replica is None else self.heirs | {self.replica}
-
-    def fail(self, error: QuadrigaError) -> None:
-        """End in an error, unless it already ended."""
-        if not self.done:
-            self.error = error
-
-    def accept(self, replica: str, emission: Emission) -> int:
-        """Take an emission of `replica`; return how many new tokens it brought.
-
-        Duplicates and emissions of former owners change nothing. A gap that nobody can fill any
-        more ends the choice in an `InvariantViolation`. A stop string ends it with `finish` set
-        and no word from the replica.
-        """
-        if self.done or emission.epoch < self.state.epoch:
-            return 0
-        if emission.first_index > len(self.state.output_ids) and emission.moved_to is None:
-            self._note_gap(replica, emission)
-            return 0
-        num_new = self._apply(replica, emission)
-        if num_new and self._early:
-            early, self._early = self._early, []
-            for sender, late in early:
-                num_new += self.accept(sender, late)
-        return num_new
-
-    def _note_gap(self, replica: str, emission: Emission) -> None:
-        """Keep what overtook an older owner's tokens; within one epoch nothing overtakes."""
-        if emission.epoch > self.state.epoch:
-            if (replica, emission) not in self._early:
-                self._early.append((replica, emission))
-            return
-        self.error = InvariantViolation(
-            f"tokens {len(self.state.output_ids)} to {emission.first_index - 1} of a sequence "
-            "never arrived"
-        )
-
-    def _apply(self, replica: str, emission: Emission) -> int:
-        if emission.moved_to is not None:
-            self.heirs.add(emission.moved_to)
-            return 0
-        if emission.epoch > self.state.epoch:
-            self.state.epoch = emission.epoch
-            self.replica, self.heirs, self.orphaned_s = replica, set(), None
-        if emission.prompt_logprobs is not None:
-            self.prompt_logprobs = emission.prompt_logprobs
-        num_new = self._append(emission)
-        if self.finish is None and emission.error is not None:
-            self.error = emission.error
-        elif self.finish is None and emission.finish is not None:
-            self._finish(emission.finish)
-        return num_new
-
-    def _append(self, emission: Emission) -> int:
-        known = len(self.state.output_ids)
-        skip = known - emission.first_index
-        if not emission.token_ids or skip >= len(emission.token_ids):
-            return 0
-        count = len(emission.token_ids)
-        # The token that ended the sequence (end token or stop id) counts but is not shown.
-        hidden = count - 1 if emission.finish is FinishReason.STOP else count
-        for i in range(skip, count):
-            token_id = emission.token_ids[i]
-            self.state.output_ids.append(token_id)
-            if i < len(emission.exit_layers):
-                self.state.exit_layers.append(emission.exit_layers[i])
-            if emission.logprobs is not None:
-                self.logprobs.append(emission.logprobs[i])
-            piece = self._detokenizer.push(token_id) if i < hidden else ""
-            shown, met = self._stops.push(piece)
-            self.pieces.append(shown)
-            if met:
-                self.finish = FinishReason.STOP
-                return i + 1 - skip
-        return count - skip
-
-    def _finish(self, reason: FinishReason) -> None:
-        shown, met = self._stops.push(self._detokenizer.flush())
-        self.tail = shown if met else shown + self._stops.flush()
-        self.finish = FinishReason.STOP if met else reason
-
-
 @dataclass(slots=True, eq=False)
 class Session:
     """A request under way, or over and kept for a resumption.
@@ -168,6 +46,7 @@ class Session:
         ended_s: When the last choice ended, monotonic; None while it runs.
         abandoned_s: Since when nobody reads, monotonic; None while somebody does.
         deadline_timer: Ends the session at its deadline.
+        span: Of its trace; None where it is not traced.
     """
 
     spec: GenerateSpec
@@ -181,6 +60,7 @@ class Session:
     readers: set[Reader] = field(default_factory=set)
     error: QuadrigaError | None = None
     deadline_timer: asyncio.TimerHandle | None = None
+    span: Span | None = None
 
     @property
     def done(self) -> bool:
@@ -202,9 +82,14 @@ class Session:
             choice.fail(error)
         self.wake()
 
-    def reader(self, cursors: list[int] | None = None) -> Reader:
-        """Start reading each choice at its token `cursors[i]`; 0 by default."""
-        reader = Reader(self, cursors or [0] * len(self.choices))
+    def reader(self, cursors: list[int] | None = None, digests: list[int] | None = None) -> Reader:
+        """Start reading each choice at its token `cursors[i]`; 0 by default.
+
+        Args:
+            digests: `token_digest` of the tokens before each cursor, where they may not be there
+                yet, or others.
+        """
+        reader = Reader(self, cursors or [0] * len(self.choices), digests)
         self.readers.add(reader)
         self.abandoned_s = None
         return reader
@@ -222,12 +107,15 @@ class Session:
 class Reader:
     """One consumer's cursor over a session's choices; close it when done."""
 
-    __slots__ = ("_cursors", "_finished", "_gone", "_started", "news", "session")
+    __slots__ = ("_cursors", "_digests", "_finished", "_gone", "_started", "news", "session")
 
-    def __init__(self, session: Session, cursors: list[int]) -> None:
+    def __init__(
+        self, session: Session, cursors: list[int], digests: list[int] | None = None
+    ) -> None:
         self.session = session
         self.news = asyncio.Event()
         self._cursors = list(cursors)
+        self._digests: list[int | None] = [*digests] if digests else [None] * len(cursors)
         self._started = [False] * len(cursors)
         self._finished = [False] * len(cursors)
         self._gone = False
@@ -240,6 +128,7 @@ class Reader:
         Raises:
             QuadrigaError: What the request ended in, after every token before it was read.
             Cancelled: `hang_up` was called.
+            NotFound: The tokens before a cursor are others than the reader had.
         """
         while True:
             if self._gone:
@@ -268,6 +157,20 @@ class Reader:
             return self.session.error
         return next((c.error for c in self.session.choices if c.error is not None), None)
 
+    def _verify(self, index: int, choice: Choice) -> None:
+        """Compare what the reader had of a choice, once; raises: NotFound."""
+        wanted, self._digests[index] = self._digests[index], None
+        before = choice.state.output_ids[: self._cursors[index]]
+        if wanted is None:
+            return
+        if len(before) < self._cursors[index] or token_digest(before) != wanted:
+            raise NotFound(
+                "whoever held the request is gone, and begun anew it has another answer (only "
+                "deterministic deployments say the same twice); begin it anew",
+                param="resume_digest",
+                code="answer_changed",
+            )
+
     def _take(self) -> list[Delta]:
         deltas = []
         for i, choice in enumerate(self.session.choices):
@@ -275,6 +178,7 @@ class Reader:
             ends = choice.finish is not None and not self._finished[i]
             if start >= stop and not ends:
                 continue
+            self._verify(i, choice)
             start = min(start, stop)
             text = "".join(choice.pieces[start:stop])
             if ends:

@@ -30,6 +30,8 @@ class GenerateSpec:
         stop: Stop strings.
         echo: The answer begins with the prompt.
         ignored_fields: Fields of the request that mean nothing here.
+        traceparent: The client's, where traces are written.
+        is_auto: `model` is only the first choice: the cluster may take another.
     """
 
     request_id: str
@@ -44,3 +46,5 @@ class GenerateSpec:
     deadline_unix_s: float
     exits: ExitParams = FULL_DEPTH
     ignored_fields: tuple[str, ...] = ()
+    traceparent: str | None = None
+    is_auto: bool = False

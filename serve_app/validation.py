@@ -165,6 +165,7 @@ def _spec(
     return GenerateSpec(
         request_id=request_id,
         model=model.id,
+        is_auto=model.is_auto,
         prompts=prompts,
         n=n,
         sampling=sampling,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from quadriga.clock import Clock
-from quadriga.errors import ReplicaError, Unavailable
+from quadriga.errors import ReplicaDied, ReplicaError, Unavailable
 from quadriga.types import (
+    AUTO_MODEL,
     Admission,
     AdmitRequest,
     ClusterView,
@@ -26,16 +27,26 @@ class ClusterWatch:
         self._clock = clock
         self._max_age_s = max_age_s
         self._taken_s = float("-inf")
+        self._is_scheduler_away = False
         self.view = ClusterView(0.0, [])
 
     async def refresh(self) -> None:
         """Ask the scheduler. Raises: ReplicaError; the old view stays."""
-        self.view = await self._cluster.directory()
+        try:
+            self.view = await self._cluster.directory()
+        except ReplicaError:
+            self._is_scheduler_away = True
+            raise
+        self._is_scheduler_away = False
         self._taken_s = self._clock.now_s()
 
     @property
     def names(self) -> set[str]:
         return {s.info.name for s in self.view.snapshots}
+
+    def forget(self, replica: str) -> None:
+        """Send nothing to a replica that is gone, until a newer view says that it is not."""
+        self.view.snapshots = [s for s in self.view.snapshots if s.info.name != replica]
 
     def check_ready(self) -> None:
         """Raises: Unavailable while nobody is known to serve."""
@@ -51,9 +62,12 @@ class ClusterWatch:
         Raises: Overloaded, UnknownModel, Unavailable, ContextTooLong.
         """
         try:
+            if self._is_scheduler_away and self.view.snapshots:
+                raise ReplicaDied("the scheduler did not answer lately")  # nor would it now
             return await self._cluster.admit(request)
         except ReplicaError as exc:
-            candidates = self._serving(Role.PREFILL, request.model)
+            model = None if request.model == AUTO_MODEL else request.model
+            candidates = self._serving(Role.PREFILL, model)
             if not candidates:
                 raise Unavailable(
                     "the scheduler is away and no replica is known", retry_after_s=2.0

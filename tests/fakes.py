@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.metrics import MetricsHub
@@ -142,6 +143,10 @@ class FakeCluster:
             target.held.difference_update(sequence_ids)
         self._replica(replica).cancelled.extend(sequence_ids)
 
+    async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
+        self._replica(replica)._check()
+        return [s for s in sequence_ids if s in self._replica(replica).held]
+
     async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         return await self._replica(replica).poll(ack, timeout_s)
 
@@ -150,6 +155,9 @@ class FakeCluster:
 
     async def push_metrics(self, source: str, families: bytes) -> None:
         self.hub.push(source, families, now_s=time.monotonic())
+
+    async def operators_view(self) -> dict[str, Any]:
+        return {"at_unix_s": time.time(), "replicas": []}
 
     async def metrics(self) -> bytes:
         return self.hub.exposition(now_s=time.monotonic())
@@ -175,7 +183,7 @@ class FakeCluster:
         self.prefill.put(first)
         self.decode.held.add(state.sequence_id)
         self.prefill.held.discard(state.sequence_id)
-        self.prefill.put(Emission(state.sequence_id, 0, moved_to=DECODE))
+        self.prefill.put(Emission(state.sequence_id, state.epoch, moved_to=DECODE))
         at = 1
         while at < len(script):
             if self.gate is not None:
@@ -183,7 +191,7 @@ class FakeCluster:
             await asyncio.sleep(self.step_s)
             if state.sequence_id not in self.decode.held or self.decode.dead:
                 return
-            emission = self._emission(state, at, script[at : at + self.tokens_per_step], epoch=1)
+            emission = self._emission(state, at, script[at : at + self.tokens_per_step], moves=1)
             at += self.tokens_per_step
             if at >= len(script):
                 emission.finish = reason
@@ -191,12 +199,12 @@ class FakeCluster:
             self.decode.put(emission)
 
     def _emission(
-        self, state: SequenceState, index: int, token_ids: list[int], *, epoch: int = 0
+        self, state: SequenceState, index: int, token_ids: list[int], *, moves: int = 0
     ) -> Emission:
         logprobs = None
         if state.sampling.num_logprobs is not None:
             top = tuple((t, -0.5 - t / 1000) for t in range(state.sampling.num_logprobs))
             logprobs = [TokenLogprob(t, -0.5, top) for t in token_ids]
         return Emission(
-            state.sequence_id, epoch, index, list(token_ids), [8] * len(token_ids), logprobs
+            state.sequence_id, state.epoch + moves, index, list(token_ids), [8] * len(token_ids), logprobs
         )

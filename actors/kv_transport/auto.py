@@ -10,6 +10,7 @@ from typing import Any, Literal
 import ray
 import torch
 
+from actors.kv_transport.counts import TransportCounts
 from actors.kv_transport.gloo import GlooTransport
 from actors.kv_transport.line import NO_ROUTE, TOO_LARGE, ChannelOffer
 from actors.kv_transport.nccl import NcclOffer, NcclTransport
@@ -46,6 +47,7 @@ class TransportHub:
 
     Attributes:
         num_fallbacks: How often a peer was moved to the next transport.
+        counts: What was sent, and what failed.
 
     Raises:
         ConfigError: `nccl` was asked for and cannot be had.
@@ -64,6 +66,7 @@ class TransportHub:
     ) -> None:
         self.name: str = kind
         self.num_fallbacks = 0
+        self.counts = TransportCounts()
         self._clock = clock
         self._nccl: NcclTransport | None = None
         self._gloo: GlooTransport | None = None
@@ -91,7 +94,7 @@ class TransportHub:
             if now_s < self._again_s.get((way.name, peer), 0.0):
                 continue
             try:
-                await way.send(peer, part, kv, deadline_s=(end_s - now_s) * SHARE)
+                await self._send_by(way, peer, part, kv, (end_s - now_s) * SHARE)
                 return
             except KVTransportError as exc:
                 if exc.code in ("refused", "aborted"):
@@ -99,7 +102,19 @@ class TransportHub:
                 if exc.code != TOO_LARGE:
                     self._fall_back(way.name, peer, exc)
         last = self._ways[-1]
-        await last.send(peer, part, kv, deadline_s=end_s - self._clock())
+        await self._send_by(last, peer, part, kv, end_s - self._clock())
+
+    async def _send_by(
+        self, way: KVTransport, peer: str, part: KVPart, kv: torch.Tensor, deadline_s: float
+    ) -> None:
+        """Send by one transport, and count it. Raises: KVTransportError."""
+        began_s = self._clock()
+        try:
+            await way.send(peer, part, kv, deadline_s=deadline_s)
+        except KVTransportError as exc:
+            self.counts.failed(way.name, exc.code)
+            raise
+        self.counts.arrived(way.name, kv.nbytes, self._clock() - began_s)
 
     def _fall_back(self, way: str, peer: str, reason: KVTransportError) -> None:
         now_s = self._clock()

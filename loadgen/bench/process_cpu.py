@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # What a process's title begins with → its part; the first match counts.
@@ -22,6 +23,22 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 def service_cpu_s(pid: int) -> dict[str, float]:
     """Return part → CPU seconds so far, over the process `pid` and all its descendants."""
+    totals: dict[str, float] = {}
+    for part, cpu_s, _ in _members(pid):
+        totals[part] = totals.get(part, 0.0) + cpu_s
+    return totals
+
+
+def service_processes(pid: int) -> dict[str, list[int]]:
+    """Return part → process ids, over the process `pid` and all its descendants."""
+    found: dict[str, list[int]] = {}
+    for part, _, member in _members(pid):
+        found.setdefault(part, []).append(member)
+    return found
+
+
+def _members(pid: int) -> Iterator[tuple[str, float, int]]:
+    """Part, CPU seconds and id of a process and of all its descendants."""
     parents: dict[int, list[int]] = {}
     stats: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
@@ -29,15 +46,12 @@ def service_cpu_s(pid: int) -> dict[str, float]:
             parent, cpu_s = stat
             parents.setdefault(parent, []).append(int(entry.name))
             stats[int(entry.name)] = cpu_s
-    totals: dict[str, float] = {}
     waiting = [pid]
     while waiting:
         member = waiting.pop()
         waiting += parents.get(member, [])
         if member in stats:
-            part = _part(member)
-            totals[part] = totals.get(part, 0.0) + stats[member]
-    return totals
+            yield _part(member), stats[member], member
 
 
 def _stat(entry: Path) -> tuple[int, float] | None:

@@ -186,4 +186,7 @@ def _read_usage(usage: pb.Usage, where: str, verdict: Verdict) -> None:
             f"{where}: {usage.prompt_tokens} + {usage.completion_tokens} is not total_tokens "
             f"{usage.total_tokens}",
         )
-    verdict.extension = {"exits": {str(k): usage.exits[k] for k in sorted(usage.exits)}}
+    verdict.extension = {
+        "exits": {str(k): usage.exits[k] for k in sorted(usage.exits)},
+        "rebuilds": usage.rebuilds,
+    }

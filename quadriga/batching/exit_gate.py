@@ -153,6 +153,9 @@ class ExitGate:
         return leavers
 
     def _count_breaches(self, group: Sequence[Running], confidences: Sequence[float]) -> None:
-        self._counters.breaches += sum(
-            c < r.bar for c, r in zip(confidences, group, strict=True) if r.bar < math.inf
-        )
+        breaches = [
+            r for c, r in zip(confidences, group, strict=True) if c < r.bar and r.bar < math.inf
+        ]
+        deepest = self._ends[-1]
+        self._counters.breaches += len(breaches)
+        self._counters.limited += sum(0 < r.state.exits.max_depth <= deepest for r in breaches)

@@ -19,8 +19,12 @@ def admit(
     now_unix_s: float,
     scheduler: SchedulerConfig,
     prefill: PrefillConfig,
+    any_depth: bool = False,
 ) -> Admission:
     """Choose the prefill replica with the least work ahead of the sequence.
+
+    Args:
+        any_depth: Prefill and decode replicas of one model may differ in depth.
 
     Raises:
         UnknownModel: No replica of the model was ever heard of.
@@ -37,6 +41,8 @@ def admit(
     prefills = _alive(Role.PREFILL, request.model, snapshots, now_unix_s, scheduler)
     decodes = _alive(Role.DECODE, request.model, snapshots, now_unix_s, scheduler)
     classes = {s.info.depth_class for s in decodes}
+    if any_depth and decodes:
+        classes |= {s.info.depth_class for s in prefills}
     prefills = [s for s in prefills if s.info.depth_class in classes]
     if not prefills:
         raise Unavailable(

@@ -13,7 +13,11 @@ PURE = [
     "quadriga.batching.prefill_loop",
     "quadriga.policies.admission",
     "quadriga.policies.ares",
+    "quadriga.catalogue.files",
     "quadriga.policies.baselines.placement",
+    "quadriga.policies.helios",
+    "quadriga.policies.helios.history_file",
+    "quadriga.policies.scaling",
     "quadriga.resolve",
     "quadriga.sim.cluster",
     "quadriga.sim.recorder",
@@ -46,7 +50,14 @@ def test_the_engine_loads_no_ray(module: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["loadgen", "loadgen.traces", "loadgen.checker", "loadgen.simulate", "loadgen.paper.ares"],
+    [
+        "loadgen",
+        "loadgen.traces",
+        "loadgen.checker",
+        "loadgen.simulate",
+        "loadgen.paper.ares",
+        "loadgen.plan",
+    ],
 )
 def test_the_load_generator_is_a_client(module: str) -> None:
     assert not loaded_by(module) & {"torch", "ray"}

@@ -138,7 +138,7 @@ class Peer(BatchedCalls):
     async def release_row(self, sequence_id: str) -> None:
         del self._held[sequence_id]
 
-    async def join(self, state: SequenceState, resume: ResumePoint | None) -> None:
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
         self.joined[state.sequence_id] = state
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from quadriga.types import (
     PollReply,
     ReplicaInfo,
     ReplicaSnapshot,
+    ResumePoint,
     Role,
     SequenceState,
     TransferOffer,
@@ -96,13 +97,19 @@ class FaultyDecode(BatchedCalls):
             raise KVTransportError("no")
         await self._transport.deliver(source, part, refs, deadline_s)
 
-    async def commit(self, transfer_id: str, state: SequenceState, sums: Sequence[int]) -> None:
+    async def commit(
+        self,
+        transfer_id: str,
+        state: SequenceState,
+        sums: Sequence[int],
+        resume: ResumePoint | None = None,
+    ) -> None:
         self.calls["commit"] += 1
         if self.fault == "commit_refused":
             raise MigrationFailed("corrupt", code="corrupt")
         if self.fault in ("commit_hangs", "commit_lost"):
             if self.fault == "commit_lost":
-                await self._receiver.commit(transfer_id, state, sums)
+                await self._receiver.commit(transfer_id, state, sums, resume)
             await asyncio.Event().wait()
         if self.fault == "dies_at_commit":
             os._exit(1)
@@ -127,7 +134,7 @@ class FaultyDecode(BatchedCalls):
     async def release_row(self, sequence_id: str) -> None:
         self.calls["released"] += 1
 
-    async def join(self, state: SequenceState) -> None:
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
         self.calls["joined"] += 1
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:

@@ -13,8 +13,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from actors.calls import from_ray
 from actors.lookup import controller_name, forget_actor, get_actor, scheduler_name
-from actors.replica import REPORT_MIN_GAP_S
-from quadriga.errors import Overloaded, QuadrigaError, ReplicaDied
+from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.exits import FULL_DEPTH, ExitParams
 from quadriga.types import (
     Admission,
     AdmitRequest,
@@ -26,7 +26,7 @@ from quadriga.types import (
 )
 
 RPC_TIMEOUT_S = 45.0
-ADMIT_PATIENCE_S = 5 * REPORT_MIN_GAP_S
+ORPHAN_S = 4.0
 
 
 def call(name: str, method: str, *args: Any, timeout_s: float = RPC_TIMEOUT_S) -> Any:
@@ -39,7 +39,14 @@ def call(name: str, method: str, *args: Any, timeout_s: float = RPC_TIMEOUT_S) -
 
 @dataclass
 class Stream:
-    """What came of one sequence."""
+    """What came of one sequence.
+
+    Attributes:
+        replica: Who owns it, as far as is known here; in a hand-off after prefill, who will.
+        heirs: Replicas that may speak for it soon: destinations of a live migration that is under
+            way, and sources that have not said how theirs ended.
+        arrivals: When tokens came, and how many, monotonic.
+    """
 
     state: SequenceState
     replica: str
@@ -49,6 +56,9 @@ class Stream:
     finish: FinishReason | None = None
     error: QuadrigaError | None = None
     first_token_s: float | None = None
+    heirs: set[str] = field(default_factory=set)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    orphaned: tuple[float, QuadrigaError] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -60,21 +70,57 @@ class Stream:
         assert sorted(self.tokens) == list(range(len(self.tokens))), "a gap in the stream"
         return [self.tokens[i] for i in range(len(self.tokens))]
 
-    def take(self, emission: Emission) -> None:
+    def take(self, emission: Emission, sender: str) -> None:
+        if emission.move is not None:
+            self._follow(emission, sender)
+            return
         # A new owner's tokens may overtake the old one's last: they come by different polls.
-        is_former_owner = bool(self.epochs) and emission.epoch < max(self.epochs)
+        newest = max(self.epochs, default=emission.epoch)
+        is_former_owner = emission.epoch < newest
+        if emission.epoch > newest:
+            self.replica, self.orphaned = sender, None
         self.epochs.append(emission.epoch)
         for i, token_id in enumerate(emission.token_ids):
             index = emission.first_index + i
             assert self.tokens.setdefault(index, token_id) == token_id, "a token has changed"
-        if emission.token_ids and self.first_token_s is None:
-            self.first_token_s = time.monotonic()
+        if emission.token_ids:
+            self.arrivals.append((time.monotonic(), len(emission.token_ids)))
+            self.first_token_s = self.first_token_s or self.arrivals[0][0]
         if emission.moved_to is not None:
             self.moved_to.append(emission.moved_to)
             self.replica = emission.moved_to
         if not is_former_owner:
             self.finish = emission.finish or self.finish
             self.error = emission.error or self.error
+
+    def _follow(self, emission: Emission, sender: str) -> None:
+        """A live migration begins or ends; until its tokens come the source is the owner."""
+        peer = emission.moved_to
+        assert peer is not None
+        if emission.move == "begun":
+            self.heirs |= {peer, sender}
+            return
+        self.heirs.discard(sender)
+        if emission.move == "done":
+            self.moved_to.append(peer)
+            if self.replica == sender:
+                self.replica = peer
+        elif emission.epoch >= max(self.epochs):
+            self.heirs.discard(peer)
+            self.replica, self.orphaned = sender, None
+
+    def lose(self, replica: str, error: QuadrigaError) -> None:
+        """A replica is gone; the stream ends with it, unless somebody else soon speaks for it."""
+        self.heirs.discard(replica)
+        if self.replica == replica and not self.is_over and self.orphaned is None:
+            self.orphaned = (time.monotonic(), error)
+
+    def end_if_orphaned(self, patience_s: float) -> None:
+        """End in the owner's death where no heir is left, or none has spoken."""
+        if self.orphaned is not None and not self.is_over:
+            since_s, error = self.orphaned
+            if not self.heirs or time.monotonic() - since_s > patience_s:
+                self.error = error
 
 
 class Ingress:
@@ -86,7 +132,9 @@ class Ingress:
         self.ingress_id = uuid.uuid4().hex
         self.streams: dict[str, Stream] = {}
         self.lose_reply: Callable[[], bool] = lambda: False
+        self.patience_s = ORPHAN_S
         self._acks: dict[str, int] = {}
+        self._polls: dict[str, Any] = {}
         self._beat_s = 0.0
 
     def submit(
@@ -96,6 +144,7 @@ class Ingress:
         *,
         deadline_s: float = 60.0,
         priority: int = 0,
+        exits: ExitParams = FULL_DEPTH,
         **sampling: Any,
     ) -> Stream:
         """Admit and submit one sequence; greedy, end tokens ignored, unless told otherwise."""
@@ -111,33 +160,23 @@ class Ingress:
             arrival_unix_s=now,
             deadline_unix_s=now + deadline_s,
             priority=priority,
+            exits=exits,
         )
         request = AdmitRequest(
             state.sequence_id, self.model, len(prompt), max_tokens, priority, state.deadline_unix_s
         )
-        admission = self._admit(request)
+        admission: Admission = call(scheduler_name(self.app), "admit", request)
         call(admission.prefill_replica, "submit", state)
         stream = Stream(state, admission.prefill_replica)
         self.streams[state.sequence_id] = stream
         return stream
 
-    def _admit(self, request: AdmitRequest) -> Admission:
-        """Ask again where it is refused: the scheduler's view of a queue is a report old."""
-        give_up = time.monotonic() + ADMIT_PATIENCE_S
-        while True:
-            try:
-                admission: Admission = call(scheduler_name(self.app), "admit", request)
-                return admission
-            except Overloaded:
-                if time.monotonic() > give_up:
-                    raise
-                self.poll(0.02)
-
     def cancel(self, *streams: Stream) -> None:
         """Cancel where the sequences are, as far as is known here."""
         by_replica: dict[str, list[str]] = {}
         for stream in streams:
-            by_replica.setdefault(stream.replica, []).append(stream.state.sequence_id)
+            for name in {stream.replica, *stream.heirs}:
+                by_replica.setdefault(name, []).append(stream.state.sequence_id)
             self.streams.pop(stream.state.sequence_id, None)
         for replica, sequence_ids in by_replica.items():
             call(replica, "cancel", sequence_ids)
@@ -147,15 +186,22 @@ class Ingress:
         self.heartbeat()
         live = [s for s in self.streams.values() if not s.is_over]
         # A prefill replica may have said everything already; asking it once more is harmless.
-        replicas = {s.replica for s in live} | set(self._acks)
-        refs: dict[str, Any] = {}
-        for name in replicas:
+        replicas = {name for s in live for name in (s.replica, *s.heirs)} | set(self._acks)
+        for name in replicas - self._polls.keys():
             try:
                 ack = self._acks.setdefault(name, 0)
-                refs[name] = get_actor(name).poll.remote(self.ingress_id, ack, timeout_s)
+                self._polls[name] = get_actor(name).poll.remote(self.ingress_id, ack, timeout_s)
             except ReplicaDied as exc:
                 self._lost(name, exc)
-        for name, ref in refs.items():
+        # One that hangs is asked no more until it answers; the others go on.
+        refs = list(self._polls.values())
+        ready, _ = (
+            ray.wait(refs, num_returns=len(refs), timeout=timeout_s + 0.1) if refs else ([], [])
+        )
+        for name, ref in list(self._polls.items()):
+            if ref not in ready:
+                continue
+            del self._polls[name]
             try:
                 reply: PollReply = ray.get(ref, timeout=RPC_TIMEOUT_S)
             except (RayTaskError, RayActorError) as exc:
@@ -167,14 +213,15 @@ class Ingress:
             for emission in reply.emissions:
                 stream = self.streams.get(emission.sequence_id)
                 if stream is not None:
-                    stream.take(emission)
+                    stream.take(emission, name)
+        for stream in live:
+            stream.end_if_orphaned(self.patience_s)
 
     def _lost(self, name: str, error: QuadrigaError) -> None:
         forget_actor(name)
         self._acks.pop(name, None)
         for stream in self.streams.values():
-            if stream.replica == name and not stream.is_over:
-                stream.error = error
+            stream.lose(name, error)
 
     def heartbeat(self) -> None:
         if time.monotonic() - self._beat_s > 0.5:

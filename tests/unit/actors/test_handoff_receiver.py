@@ -12,7 +12,14 @@ from actors.kv_transport.payload import checksum
 from quadriga.batching.handoff import LeaseState
 from quadriga.clock import SystemClock
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaError
-from quadriga.types import DepthClass, KVPart, SamplingParams, SequenceState, TransferOffer
+from quadriga.types import (
+    DepthClass,
+    KVPart,
+    ResumePoint,
+    SamplingParams,
+    SequenceState,
+    TransferOffer,
+)
 
 NUM_TOKENS = 3
 CLASS = DepthClass("m", 2)
@@ -33,7 +40,7 @@ class RefusingHost:
     async def release_row(self, sequence_id: str) -> None:
         self.held.remove(sequence_id)
 
-    async def join(self, state: SequenceState) -> None:
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
         raise self._refusal
 
     def write_kv(self, *_: object) -> None:

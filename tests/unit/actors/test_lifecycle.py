@@ -56,6 +56,8 @@ def test_only_what_a_replica_cannot_change_makes_it_outdated() -> None:
     assert changed(**{"ingress.replicas": 4}) == same
     assert changed(**{"prefill.chunk_tokens": 64}) == same
     assert changed(**{"decode.max_slots": 4}) != same
+    assert changed(decode_labels={"quadriga/role": "decode"}) != same
+    assert changed(prefill_labels={"quadriga/role": "prefill"}) == same
     assert changed(**{"decode.pace": "steady-15ms"}) != same
     assert changed(**{"transport.kind": "object_store"}) != same
 

@@ -11,7 +11,7 @@ from quadriga.types import RelayMemory
 def page(metrics: ReplicaMetrics) -> dict[str, float]:
     """Every metric of the replica's page, its labels added up."""
     hub = MetricsHub()
-    hub.push("d0", metrics._registry.snapshot(), now_s=0.0)
+    hub.push("d0", metrics.registry.snapshot(), now_s=0.0)
     found: dict[str, float] = {}
     for series, value in parse_exposition(hub.exposition(now_s=0.0).decode()).items():
         name = series.split("{")[0]

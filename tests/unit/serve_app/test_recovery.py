@@ -37,6 +37,7 @@ QUICK = {
 def quick_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_app.front, "HOUSEKEEPING_INTERVAL_S", 0.02)
     monkeypatch.setattr(serve_app.road, "AUDIT_AFTER_S", 0.3)
+    monkeypatch.setattr(serve_app.road, "AUDIT_PAUSE_S", 0.05)
 
 
 @asynccontextmanager

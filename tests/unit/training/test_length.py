@@ -142,3 +142,16 @@ def test_misshapen_tensors_are_refused(tmp_path: Path) -> None:
     save_heads(tmp_path, spec, tensors)
     with pytest.raises(ConfigError, match="layer 0 of the head behind 2 layers"):
         LengthHeads.load(tmp_path, HIDDEN, 4)
+
+
+def test_the_range_holds_its_share_of_what_was_not_trained_on() -> None:
+    """Whatever was over-learnt: on the validation part each quantile has its share below it."""
+    generator = torch.Generator().manual_seed(3)
+    states = torch.randn(600, HIDDEN, generator=generator)
+    remaining = torch.randint(0, 500, (600,), generator=generator)  # nothing to be learnt
+    head = train_head(states[:60], remaining[:60], states[60:], remaining[60:], seed=0)
+    outputs = apply(head, states[60:])
+    truth = remaining[60:].float()
+    for i, level in enumerate(QUANTILES, 1):
+        share = float((truth <= outputs[:, i] + 0.5).float().mean())
+        assert share == pytest.approx(level, abs=0.02)

@@ -1,0 +1,213 @@
+"""One process of `bench depth`: an engine at one depth, or one whose depth changes.
+
+Takes its order as JSON, prints its answer as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quadriga.checkpoint import read_checkpoint
+from quadriga.engine.depth import layer_bytes
+from quadriga.engine.runner import NativeRunner
+from quadriga.engine_spec import EngineSpec
+from quadriga.interfaces import PrefillChunk
+from quadriga.types import SamplingParams, SequenceState
+
+_KERNELS = Path(tempfile.gettempdir()) / "quadriga-bench-kernels"
+_FREE_TIMEOUT_S = 60.0
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def make_spec(order: dict[str, Any], depth: int) -> EngineSpec:
+    """An engine of all rows the order names, in as much KV memory as it says."""
+    checkpoint = read_checkpoint(order["checkpoint"])
+    capacity = order["prompt"] + 4 * order["steps"] + 1
+    length = min(checkpoint.max_model_len, max(capacity, 256))
+    plan = checkpoint.exits
+    kv_bytes = order["kv_mib"] << 20
+    room = kv_bytes // checkpoint.kv_bytes_per_token(depth, 4)
+    return EngineSpec(
+        checkpoint=checkpoint,
+        depth=depth,
+        device="cpu",
+        dtype="float32",
+        threads=order["threads"],
+        compile="wait",
+        cache_dir=_KERNELS,
+        num_rows=max(order["rows"], 2 * room // length),
+        row_capacity_tokens=length,
+        kv_capacity_tokens=room,
+        exits=plan.cut(depth),
+        exit_plan=plan,
+        skipped_kv="project",
+        kv_memory_bytes=kv_bytes,
+    )
+
+
+class Batch:
+    """Sequences that decode in step, every token through all that is loaded."""
+
+    def __init__(self, runner: NativeRunner, count: int, prompt: int) -> None:
+        self._runner = runner
+        self.rows = list(range(count))
+        self.states = [_state(row, prompt) for row in self.rows]
+        for row, state in enumerate(self.states):
+            runner.attach(row, state)
+            token = runner.prefill([PrefillChunk(row, state.prompt_ids, 0, True)])[0]
+            assert token is not None
+            state.output_ids.append(token.token_id)
+            state.exit_layers.append(token.exit_layer)
+
+    def step(self) -> float:
+        """One token each; returns seconds."""
+        started_s = time.perf_counter()
+        for state, token in zip(self.states, self._runner.decode(self.rows), strict=True):
+            state.output_ids.append(token.token_id)
+            state.exit_layers.append(token.exit_layer)
+        return time.perf_counter() - started_s
+
+    def rewind(self, num_tokens: int) -> None:
+        """Begin anew where rows would overflow."""
+        if self.states[0].num_tokens < self._runner.row_capacity_tokens - num_tokens:
+            return
+        for row, state in enumerate(self.states):
+            self._runner.detach(row)
+            del state.output_ids[1:], state.exit_layers[1:]
+            self._runner.attach(row, state)
+            self._runner.prefill([PrefillChunk(row, state.prompt_ids, 0, True)])
+
+    def leave(self) -> None:
+        for row in self.rows:
+            self._runner.detach(row)
+
+
+def _state(row: int, prompt: int) -> SequenceState:
+    return SequenceState(
+        sequence_id=f"bench-{row}",
+        request_id="bench",
+        model="",
+        prompt_ids=[3 + (7 * row + 13 * i) % 97 for i in range(prompt)],
+        sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
+        ingress_id="",
+        arrival_unix_s=0.0,
+        deadline_unix_s=float("inf"),
+    )
+
+
+def one_depth(order: dict[str, Any]) -> dict[str, Any]:
+    """Load, and decode a full batch."""
+    spec = make_spec(order, order["depth"])
+    # The kernels are loaded before: their memory and time are every depth's.
+    NativeRunner.load(replace(spec, depth=1, exits=spec.exits.cut(1))).close()
+    before = memory_bytes()
+    started_s = time.perf_counter()
+    runner = NativeRunner.load(spec)
+    load_s = time.perf_counter() - started_s
+    loaded = memory_bytes() - before
+    weights = runner.weights
+    batch = Batch(runner, order["rows"], order["prompt"])
+    for _ in range(4):
+        batch.step()
+    times = [batch.step() for _ in range(order["steps"])]
+    return {
+        "depth": spec.depth,
+        "load_s": load_s,
+        "memory_bytes": loaded,
+        "weight_bytes": sum(layer_bytes(layer) for layer in weights.layers) + weights.embed.nbytes,
+        "kv_bytes_per_token": spec.checkpoint.kv_bytes_per_token(spec.depth, 4),
+        "capacity_tokens": runner.kv_capacity_tokens,
+        "tokens_per_s": order["rows"] * len(times) / sum(times),
+        "median_step_ms": 1e3 * statistics.median(times),
+    }
+
+
+def changing(order: dict[str, Any]) -> dict[str, Any]:
+    """Go down to the first exit and up again, a batch decoding all the while."""
+    full = read_checkpoint(order["checkpoint"]).num_layers
+    runner = NativeRunner.load(make_spec(order, full))
+    shallow = runner.depths[0]
+    batch = Batch(runner, order["rows"], order["prompt"])
+    changes = []
+    for _ in range(order["changes"]):
+        batch.rewind(3 * order["steps"])
+        changes.append(_drop(runner, batch, shallow, order["steps"]))
+        changes.append(_grow(runner, batch, full, order["steps"]))
+    return {"changes": changes}
+
+
+def _drop(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[str, Any]:
+    times = [batch.step() for _ in range(steps // 2)]
+    before, memory = runner.num_layers, memory_bytes()
+    take_ms = _timed_ms(lambda: runner.drop_to(depth))
+    runner.wait_freed(_FREE_TIMEOUT_S)
+    return {
+        "before": before,
+        "after": depth,
+        "load_s": None,
+        "take_ms": take_ms,
+        "step_ms": 1e3 * statistics.median(times),
+        "longest_step_ms": 1e3 * max(times),
+        "memory_change_bytes": memory_bytes() - memory,
+    }
+
+
+def _grow(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[str, Any]:
+    """Load on another thread while this one decodes, as a replica does."""
+    quiet = [batch.step() for _ in range(steps // 2)]
+    before, memory = runner.num_layers, memory_bytes()
+    made: list[Any] = []
+    loader = threading.Thread(target=lambda: made.append(runner.prepare_depth(depth)), daemon=True)
+    loader.start()
+    busy: list[float] = []
+    while loader.is_alive():
+        if len(busy) < steps:
+            busy.append(batch.step())
+        else:
+            loader.join(60.0)
+    with made[0] as prepared:
+        take_ms = _timed_ms(lambda: runner.take_depth(prepared))
+        load_s = prepared.load_s
+    for row in batch.rows:  # what the rows owe is no part of a change's own time
+        runner.repay(row, runner.row_capacity_tokens)
+    return {
+        "before": before,
+        "after": depth,
+        "load_s": load_s,
+        "take_ms": take_ms,
+        "step_ms": 1e3 * statistics.median(quiet),
+        "longest_step_ms": 1e3 * max(busy, default=0.0),
+        "memory_change_bytes": memory_bytes() - memory,
+    }
+
+
+def _timed_ms(call: Callable[[], None]) -> float:
+    started_s = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - started_s)
+
+
+def main() -> None:
+    """Do what the first argument says."""
+    sys.setswitchinterval(0.0005)  # as in a replica
+    order = json.loads(sys.argv[1])
+    answer = changing(order) if "changes" in order else one_depth(order)
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""`python -m loadgen bench rescheduling`: a real cluster with and without rescheduling.
+
+One prefill and three decode replicas, paced as devices of their own, memory promised as it is
+used, and answers of very different lengths that nobody knows beforehand: task prompts that the
+model ends by itself. The same requests at the same times go to each policy in turn, to a service
+started anew; every response is checked, and the answers of all runs are compared.
+
+    off             placement by current load, nothing moves
+    load            the same, and moves by the present load
+    ares            the same, and moves by the forecast of the length heads
+    ares-placement  placement by the forecast too, after the prompt is computed
+
+Source: ARES §6.2 and §6.5 (P99 TPOT, variance of step times between replicas).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loadgen import provenance
+from loadgen.arrivals import parse_arrivals
+from loadgen.bench.rescheduling_report import (
+    Run,
+    count_differences,
+    decoding,
+    figures,
+    headline,
+    print_table,
+    raw,
+    step_variances,
+)
+from loadgen.bench.service import Service, started_service
+from loadgen.bench.subprocesses import free_port
+from loadgen.checker import Outcome
+from loadgen.client_http import HttpClient, parse_url
+from loadgen.event_loop import run_event_loop
+from loadgen.judge import Judgement
+from loadgen.metrics import Slo, summarise, tpot_s
+from loadgen.options import number, whole
+from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.target import Target
+from loadgen.workload import RequestSpec, from_tasks
+from quadriga.checkpoint import read_checkpoint
+from quadriga.errors import ConfigError
+from quadriga.pacing import SHORT_FACTOR, find_profile
+
+POLICIES: dict[str, tuple[str, ...]] = {
+    "off": ("scheduler.ares.mode=off", "scheduler.placement=current_load"),
+    "load": ("scheduler.ares.mode=load", "scheduler.placement=current_load"),
+    "ares": ("scheduler.ares.mode=ares", "scheduler.placement=current_load"),
+    "ares-placement": ("scheduler.ares.mode=ares", "scheduler.placement=ares"),
+}
+PROFILE = "ares-qwen7b-4090d-short"
+KV_CAPACITY_TOKENS = 111_600 // SHORT_FACTOR
+TASKS = "repeat,story,count,copy"
+MAX_TOKENS = 640
+MAX_MODEL_LEN = 704
+INTERVAL_S = 0.5
+"""Of decisions and reports: answers last a tenth of the paper's, at its step times."""
+SAMPLE_EVERY_S = 0.5
+REQUEST_TIMEOUT_S = 300.0
+LONG_TOKENS = 20
+"""TPOT of shorter answers is mostly the hand-over from prefill; the tail without them is shown
+beside."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--model", default="quadriga-s", help="bundled id")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["off", "ares"])
+    parser.add_argument("--rounds", type=whole(1), default=2, help="runs of each policy, in turns")
+    parser.add_argument("--duration-s", type=number(0), default=60.0, help="arrivals of a run")
+    parser.add_argument("--rate", type=number(0), default=6.0, help="requests per second, Poisson")
+    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--decode", type=whole(2, 16), default=3, help="decode replicas")
+    parser.add_argument("--out", type=Path, default=Path("results/bench"), metavar="DIR")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; 1 when a response failed its check or runs gave different answers."""
+    specs = make_specs(args)
+    order = [
+        policy
+        for turn in range(args.rounds)
+        for policy in (args.policies if turn % 2 == 0 else reversed(args.policies))
+    ]
+    runs = [_measure(args, policy, specs, i) for i, policy in enumerate(order)]
+    different = count_differences(runs)
+    by_run = [count_differences([runs[0], other]) for other in runs]
+    results = {policy: figures([r for r in runs if r.policy == policy]) for policy in args.policies}
+    print_table(results, different)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "rescheduling.json").write_text(
+        json.dumps([raw(r) for r in runs]) + "\n", encoding="utf-8"
+    )
+    failed = sum(result["failed"] + result["refused"] for result in results.values())
+    line = {
+        "experiment": "bench rescheduling",
+        "headline": headline(results, args.policies) | {"different_answers": different},
+        "results": results,
+        "different_from_first_run": by_run,
+        "config": {
+            "model": args.model, "rate": args.rate, "requests": len(specs), "seed": args.seed,
+            "decode": args.decode, "pace": PROFILE, "kv_capacity_tokens": KV_CAPACITY_TOKENS,
+            "tasks": TASKS, "interval_s": INTERVAL_S, "rounds": args.rounds,
+        },
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+    }  # fmt: skip
+    print(json.dumps(line))
+    return 1 if failed or different else 0
+
+
+def make_specs(args: argparse.Namespace) -> list[RequestSpec]:
+    """Return the requests, the same for every run."""
+    count = max(1, round(args.rate * args.duration_s))
+    arrivals = parse_arrivals(f"poisson:{args.rate!r}")
+    return from_tasks(count, arrivals, seed=args.seed, max_tokens=MAX_TOKENS, tasks=TASKS)
+
+
+def settings_of(args: argparse.Namespace, policy: str, admin_port: int) -> list[str]:
+    """Return the service's settings under a policy."""
+    checkpoint = read_checkpoint(args.model)
+    find_profile(PROFILE)
+    token_bytes = checkpoint.kv_bytes_per_token(checkpoint.num_layers, 4)
+    return [
+        f"model={args.model}",
+        "prefill_replicas=1",
+        f"decode_replicas={args.decode}",
+        "engine.compile=wait",
+        "engine.dtype=float32",
+        f"engine.max_model_len={MAX_MODEL_LEN}",
+        f"engine.kv_memory_bytes={KV_CAPACITY_TOKENS * token_bytes}",
+        "decode.reservation=used",
+        "decode.rebatching=off",  # early exits depend on the load: answers could not be compared
+        f"decode.pace={PROFILE}",
+        f"scheduler.snapshot_interval_s={INTERVAL_S}",
+        f"scheduler.ares.interval_s={INTERVAL_S}",
+        f"admin.port={admin_port}",
+        *POLICIES[policy],
+    ]
+
+
+def _measure(args: argparse.Namespace, policy: str, specs: list[RequestSpec], turn: int) -> Run:
+    """One run against a service of its own.
+
+    Raises:
+        ConfigError: The service did not start.
+    """
+    admin_port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "service.log"
+        _say(f"run {turn + 1}, {policy}: starting the service")
+        with started_service(settings_of(args, policy, admin_port), log=log) as service:
+            _say(f"run {turn + 1}, {policy}: {len(specs)} requests")
+            result, samples = run_event_loop(lambda: _send(args, service, admin_port, specs))
+    done = _run_of(policy, result, samples)
+    _say(f"run {turn + 1}, {policy}: P99 TPOT {1e3 * (done.summary.tpot.p99 or 0.0):.1f} ms")
+    return done
+
+
+async def _send(
+    args: argparse.Namespace, service: Service, admin_port: int, specs: list[RequestSpec]
+) -> tuple[RunResult, list[dict[str, Any]]]:
+    client = HttpClient(
+        parse_url(service.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=service.api_key
+    )
+    admin = HttpClient(
+        parse_url(f"http://127.0.0.1:{admin_port}"), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S
+    )
+    judgement = Judgement(Target(args.model, None))
+    warm = [replace(s, index=i, arrival_s=0.0) for i, s in enumerate(specs[: 2 * args.decode])]
+    await run_load(warm, client, args.model, judgement, RunOptions(concurrency=4), Live())
+    samples: list[dict[str, Any]] = []
+    sampler = asyncio.create_task(_sample(admin, samples))
+    try:
+        result = await run_load(specs, client, args.model, judgement, RunOptions(), Live())
+    finally:
+        sampler.cancel()
+        await asyncio.gather(sampler, return_exceptions=True)
+    samples.append(await _view(admin))
+    return result, samples
+
+
+async def _sample(admin: HttpClient, samples: list[dict[str, Any]]) -> None:
+    while True:
+        samples.append(await _view(admin))
+        await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+async def _view(admin: HttpClient) -> dict[str, Any]:
+    """Raises: ConfigError where the admin port does not answer."""
+    status, view = await admin.fetch("GET", "/cluster")
+    if status != 200 or not isinstance(view, dict):
+        raise ConfigError(f"the admin port answered {status}")
+    return view
+
+
+def _run_of(policy: str, result: RunResult, samples: list[dict[str, Any]]) -> Run:
+    passed = [r for r in result.records if r.verdict.outcome is Outcome.OK]
+    tpots = [(r, value) for r in passed if (value := tpot_s(r)) is not None]
+    return Run(
+        policy=policy,
+        summary=summarise(result, Slo()),
+        tpot_s=[value for _, value in tpots],
+        long_tpot_s=[v for r, v in tpots if r.verdict.choices[0].num_tokens >= LONG_TOKENS],
+        step_variance_ms2=step_variances(samples),
+        texts={r.spec.index: r.verdict.choices[0].text for r in passed},
+        view=samples[-1],
+        num_paused=max(
+            (sum(r["num_paused"] for r in decoding(sample)) for sample in samples), default=0
+        ),
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

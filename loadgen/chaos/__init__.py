@@ -1,0 +1,1 @@
+"""Break a running service in every way it promises to survive, and judge what its clients saw."""

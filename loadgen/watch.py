@@ -1,0 +1,214 @@
+"""`python -m loadgen watch`: replicas, load, forecast and moves of a running service, live.
+
+Reads `/cluster` on the service's admin port (`admin.port`), once a second, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.client_http import HttpClient, parse_url
+from loadgen.options import api_key, number, whole
+from loadgen.runner import now_s
+from quadriga.errors import ConfigError
+
+REQUEST_TIMEOUT_S = 5.0
+BAR_CELLS = 14
+BLOCKS = " ▁▂▃▄▅▆▇█"
+SOON_S, VERY_SOON_S = 60.0, 15.0
+OUTCOME_STYLES = {"moved": "green", "finished": "dim", "refused": "yellow", "failed": "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--url", default="http://127.0.0.1:8001", help="the admin port's base URL")
+    parser.add_argument("--api-key", help="an admin's key, where the port is not on loopback")
+    parser.add_argument("--api-key-file", type=Path, help="file with the key, instead")
+    parser.add_argument("--interval-s", type=number(0), default=1.0)
+    parser.add_argument("--moves", type=whole(1), default=12, help="recent moves shown")
+    parser.add_argument("--once", action="store_true", help="print what is there now, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the service until interrupted."""
+    client = HttpClient(
+        parse_url(args.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=api_key(args)
+    )
+    console = Console()
+    if args.once:
+        console.print(frame(_fetch(client, args.url), moves=args.moves))
+        return 0
+    shown: RenderableType = frame(_fetch(client, args.url), moves=args.moves)
+    with Live(shown, console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            live.update(shown, refresh=True)
+            time.sleep(args.interval_s)
+            try:
+                shown = frame(_fetch(client, args.url), moves=args.moves)
+            except ConfigError as exc:  # the service may come back
+                shown = Group(Text(exc.message, style="red"), shown)
+
+
+def _fetch(client: HttpClient, url: str) -> dict[str, Any]:
+    """Raises: ConfigError where there is no admin port, or no permission."""
+    try:
+        status, view = asyncio.run(client.fetch("GET", "/cluster"))
+    except ConnectionError as exc:
+        raise ConfigError(
+            f"--url: nothing answers at {url} ({exc}); start the service with admin.port=PORT"
+        ) from exc
+    if status != 200 or not isinstance(view, dict):
+        message = view.get("error", {}).get("message", "") if isinstance(view, dict) else ""
+        raise ConfigError(f"--url: {url} answered {status}: {message}")
+    return view
+
+
+def frame(view: dict[str, Any], *, moves: int) -> Group:
+    """Return what is shown of a view."""
+    replicas = view.get("replicas", [])
+    parts: list[RenderableType] = [_head(view)]
+    decode = [r for r in replicas if r["role"] == "decode"]
+    parts += [_decode_table(decode)] if decode else [Text("no decode replica has reported")]
+    prefill = [r for r in replicas if r["role"] == "prefill"]
+    if prefill:
+        parts.append(_prefill_table(prefill))
+    if view.get("recent"):
+        parts.append(_moves_table(view["recent"][-moves:], view["at_unix_s"]))
+    return Group(*parts)
+
+
+def _head(view: dict[str, Any]) -> Text:
+    text = Text()
+    text.append("Quadriga", style="bold")
+    text.append(f"   rescheduling {view.get('mode', '?')}, placement {view.get('placement', '?')}")
+    outcomes = view.get("outcomes", {})
+    if outcomes:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+        text.append(f"   moves: {counts}")
+    for model, length in sorted(view.get("lengths", {}).items()):
+        text.append(
+            f"\n{model}: {length['coverage']:.0%} of lengths inside their range, "
+            f"error {length['mean_error_tokens']:.0f} tokens, of {length['num_ended']} ended"
+        )
+        if length["is_distrusted"]:
+            text.append("  predictions do not hold: by the present load", style="yellow")
+    for depth_class, why in sorted(view.get("last_tick", {}).get("why", {}).items()):
+        text.append(f"\n{depth_class}: {why}")
+    return text
+
+
+def _decode_table(replicas: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="decode", title_justify="left", expand=True)
+    for name in ("replica", "class"):
+        table.add_column(name, no_wrap=True)
+    for name in ("running", "paused", "KV", "step ms", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("KV ahead", no_wrap=True)
+    table.add_column("step ahead", no_wrap=True)
+    table.add_column("full in", justify="right", no_wrap=True)
+    slowest = max((p["step_s"] for r in replicas for p in r["forecast"]), default=0.0)
+    for r in replicas:
+        points = r["forecast"]
+        capacity = r["kv_capacity_tokens"]
+        full = r["seconds_to_full"]
+        table.add_row(
+            _short(r["name"]) + (" draining" if r["is_draining"] else ""),
+            r["depth_class"],
+            f"{r['num_running']}+{r['num_waiting'] - r['num_paused']}/{r['num_slots']}",
+            str(r["num_paused"]),
+            _bar(r["used_tokens"] / capacity),
+            f"{1e3 * r['step_s']:.1f}",
+            f"{r['tokens_per_s']:.0f}",
+            _spark([p["tokens"] / capacity for p in points]),
+            _spark([p["step_s"] / slowest if slowest else 0.0 for p in points]),
+            _full_in(full) if points else Text("–"),
+        )
+    if points := next((r["forecast"] for r in replicas if r["forecast"]), None):
+        ahead = ", ".join(f"{p['ahead_s']:.2g}" for p in points)
+        table.caption = f"ahead: {ahead} s"
+        table.caption_justify = "right"
+    return table
+
+
+def _prefill_table(replicas: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="prefill", title_justify="left", expand=True)
+    table.add_column("replica", no_wrap=True)
+    table.add_column("class", no_wrap=True)
+    for name in ("running", "waiting", "tokens/s"):
+        table.add_column(name, justify="right")
+    for r in replicas:
+        table.add_row(
+            _short(r["name"]),
+            r["depth_class"],
+            str(r["num_running"]),
+            str(r["num_waiting"]),
+            f"{r['tokens_per_s']:.0f}",
+        )
+    return table
+
+
+def _moves_table(recent: Sequence[dict[str, Any]], at_unix_s: float) -> Table:
+    table = Table(title="moves, the newest first", title_justify="left", expand=True)
+    for name in ("ago", "sequence", "from", "to", "why"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "to come", "gain", "stall ms"):
+        table.add_column(name, justify="right")
+    table.add_column("came to")
+    for move in reversed(recent):
+        report = move["report"]
+        outcome = "under way" if report is None else report["outcome"]
+        reason = "" if report is None or not report["reason"] else f" ({report['reason']})"
+        table.add_row(
+            f"{max(0.0, at_unix_s - move['at_unix_s']):.0f} s",
+            _short(move["sequence_id"]),
+            _short(move["source"]),
+            _short(move["destination"]),
+            move["cause"],
+            str(move["num_tokens"]),
+            f"{move['remaining_tokens']:.0f}" if move["remaining_tokens"] else "–",
+            f"{move['gain']:.0%}",
+            "–" if report is None else f"{1e3 * report['stall_s']:.0f}",
+            Text(outcome + reason, style=OUTCOME_STYLES.get(outcome, "cyan")),
+        )
+    return table
+
+
+def _short(name: str) -> str:
+    """A replica's role and number, or the end of a sequence's id."""
+    parts = name.split(":")
+    return f"{parts[-3]} {parts[-2]}" if len(parts) == 4 else name[-12:]
+
+
+def _bar(share: float) -> Text:
+    share = min(max(share, 0.0), 1.0)
+    cells = round(share * BAR_CELLS)
+    style = "red" if share > 0.9 else "yellow" if share > 0.75 else "green"
+    return Text("█" * cells, style=style) + Text(
+        "░" * (BAR_CELLS - cells) + f" {share:4.0%}", style="dim"
+    )
+
+
+def _spark(shares: Sequence[float]) -> Text:
+    """One block a point; red where it is over the top."""
+    text = Text()
+    for share in shares:
+        height = min(len(BLOCKS) - 1, max(0, round(share * (len(BLOCKS) - 1))))
+        text.append(BLOCKS[height], style="red" if share > 1.0 else "cyan")
+    return text
+
+
+def _full_in(seconds: float | None) -> Text:
+    if seconds is None:
+        return Text("never", style="green")
+    style = "red" if seconds < VERY_SOON_S else "yellow" if seconds < SOON_S else ""
+    return Text(f"{seconds:.0f} s", style=style)

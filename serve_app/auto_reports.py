@@ -1,0 +1,71 @@
+"""What an ingress tells of requests whose model was chosen for them, once a second."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quadriga.errors import QuadrigaError
+from quadriga.types import AutoReport, DepthClass
+from serve_app.choice import Choice
+from serve_app.cluster import Cluster
+
+MAX_WAITING = 4096
+"""Reports that a controller which is away does not get; the oldest are dropped."""
+
+
+class AutoReports:
+    """The reports of one ingress."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._waiting: list[AutoReport] = []
+
+    def admitted(self, choice: Choice, profile: str | None) -> None:
+        """A sequence was let in, perhaps as a part of a replica's profile."""
+        self._lost(choice)
+        choice.profile = profile
+        if profile is not None:
+            self._waiting.append(AutoReport("started", profile))
+
+    def ended(self, choice: Choice, arrived_s: float) -> None:
+        """A sequence is over, well or not; told once."""
+        spans, first_s = choice.spans, choice.first_token_s
+        if choice.finish is None or first_s is None or not spans or choice.replica is None:
+            self._lost(choice)
+            return
+        classes = {(model, depth) for model, depth, _ in spans[1:]} or {spans[0][:2]}
+        is_whole = len(classes) == 1 and all(model == spans[0][0] for model, _ in classes)
+        model, depth = next(iter(classes))
+        if not is_whole or choice.num_rebuilds:
+            self._lost(choice)
+            return
+        self._waiting.append(
+            AutoReport(
+                kind="finished",
+                replica=choice.profile or choice.replica,
+                depth_class=DepthClass(model, depth),
+                exit_tokens=dict(Counter(choice.state.exit_layers)),
+                nll=choice.nll,
+                scored_tokens=choice.num_scored,
+                prompt_tokens=len(choice.state.prompt_ids),
+                ttft_s=max(0.0, first_s - arrived_s),
+                decode_s=max(0.0, choice.last_token_s - first_s),
+            )
+        )
+        choice.profile = None
+
+    async def send(self) -> None:
+        """Tell the controller what is new; what cannot be told now is told later."""
+        if not self._waiting:
+            return
+        reports, self._waiting = self._waiting[-MAX_WAITING:], []
+        try:
+            await self._cluster.auto_reports(reports)
+        except QuadrigaError:
+            self._waiting = reports + self._waiting
+            raise
+
+    def _lost(self, choice: Choice) -> None:
+        if choice.profile is not None:
+            self._waiting.append(AutoReport("lost", choice.profile))
+            choice.profile = None

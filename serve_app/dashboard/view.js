@@ -1,0 +1,256 @@
+"use strict";
+/* What the page says, made from the answer of /cluster. Pure functions: no document, no network,
+   no clock; page.js puts their results on the screen, and tests run them without a browser. */
+
+const View = (() => {
+  const SOON_S = 60;
+  const VERY_SOON_S = 15;
+  const SHOWN_CHOICES = 12;
+
+  /** A replica's role and number; the end of a sequence's id. */
+  function short(name) {
+    const parts = String(name).split(":");
+    return parts.length === 4 ? `${parts[1]} ${parts[2]}` : String(name).slice(-12);
+  }
+
+  function percent(share) {
+    return share === null || !isFinite(share) ? "–" : `${Math.round(100 * share)} %`;
+  }
+
+  /** A count in at most four figures. */
+  function count(value) {
+    if (value === null || value === undefined || !isFinite(value)) return "–";
+    const size = Math.abs(value);
+    if (size >= 1e9) return `${(value / 1e9).toFixed(1)} G`;
+    if (size >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
+    if (size >= 1e4) return `${(value / 1e3).toFixed(0)} k`;
+    return size >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toFixed(1);
+  }
+
+  function seconds(value) {
+    if (value === null || value === undefined || !isFinite(value)) return "–";
+    if (value < 1) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
+    if (value < 120) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
+    return value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
+  }
+
+  /** How near a replica's memory is to its end: a level, a mark that needs no colour, words. */
+  function urgency(replica) {
+    if (replica.role !== "decode") return { level: "none", mark: "", text: "" };
+    if (!replica.forecast.length) return { level: "none", mark: "", text: "no forecast" };
+    const left = replica.seconds_to_full;
+    if (left === null) return { level: "good", mark: "●", text: "not in sight" };
+    if (left >= SOON_S) return { level: "good", mark: "●", text: seconds(left) };
+    if (left >= VERY_SOON_S) return { level: "warn", mark: "▲", text: seconds(left) };
+    return { level: "bad", mark: "■", text: seconds(left) };
+  }
+
+  /** Replicas by depth class, decode before prefill; those that have not reported yet included. */
+  function classes(view) {
+    const phases = new Map((view.fleet?.replicas ?? []).map((r) => [r.name, r]));
+    const found = new Map();
+    const put = (name, replica) => {
+      if (!found.has(name)) found.set(name, []);
+      found.get(name).push(replica);
+    };
+    for (const replica of view.replicas ?? []) {
+      const known = phases.get(replica.name);
+      phases.delete(replica.name);
+      const phase = replica.is_draining ? "draining" : (known?.phase ?? "not in the fleet");
+      put(replica.depth_class, { ...replica, phase, is_silent: false });
+    }
+    for (const member of phases.values()) {
+      put(member.depth_class ?? "not loaded yet", { ...member, is_silent: true });
+    }
+    const order = (r) => `${r.role === "decode" ? 0 : 1} ${r.name}`;
+    return [...found.entries()]
+      .sort(([a], [b]) => (a < b ? -1 : 1))
+      .map(([name, replicas]) => ({
+        name,
+        replicas: replicas.sort((a, b) => (order(a) < order(b) ? -1 : 1)),
+      }));
+  }
+
+  /** Points of a sparkline in a box, "x,y x,y …"; `top` is the value at the upper edge. */
+  function spark(values, top, width, height) {
+    if (values.length < 2 || !(top > 0)) return "";
+    return values
+      .map((value, i) => {
+        const x = (i * width) / (values.length - 1);
+        const y = height - Math.min(1, Math.max(0, value / top)) * height;
+        return `${x.toFixed(1)},${y.toFixed(1)}`;
+      })
+      .join(" ");
+  }
+
+  /**
+   * Tokens by layers run, by depth class: what happened between two views, or since the start
+   * where there is no earlier one. A counter that fell belongs to a new process.
+   */
+  function exits(view, before) {
+    const classOf = new Map((view.replicas ?? []).map((r) => [r.name, r.depth_class]));
+    const found = new Map();
+    for (const [name, now] of Object.entries(view.exits ?? {})) {
+      const where = classOf.get(name);
+      if (where === undefined) continue;
+      const then = before?.exits?.[name];
+      const grown = (value, old) => Math.max(0, old === undefined || value < old ? value : value - old);
+      if (!found.has(where)) found.set(where, { tokens: new Map(), breaches: 0, early: 0, stays: 0 });
+      const sum = found.get(where);
+      for (const [layer, value] of Object.entries(now.tokens)) {
+        const more = grown(value, then?.tokens?.[layer]);
+        sum.tokens.set(Number(layer), (sum.tokens.get(Number(layer)) ?? 0) + more);
+      }
+      sum.breaches += grown(now.breaches, then?.breaches);
+      sum.early += grown(now.involuntary_exits, then?.involuntary_exits);
+      sum.stays += grown(now.involuntary_stays, then?.involuntary_stays);
+    }
+    return [...found.entries()]
+      .sort(([a], [b]) => (a < b ? -1 : 1))
+      .map(([name, sum]) => {
+        const bars = [...sum.tokens.entries()].sort(([a], [b]) => a - b);
+        const total = bars.reduce((all, [, tokens]) => all + tokens, 0);
+        return {
+          name,
+          total,
+          mean_depth: total ? bars.reduce((s, [layer, n]) => s + layer * n, 0) / total : null,
+          breach_share: total ? sum.breaches / total : null,
+          breaches: sum.breaches,
+          involuntary_exits: sum.early,
+          involuntary_stays: sum.stays,
+          bars: bars.map(([layer, tokens]) => ({ layer, tokens, share: total ? tokens / total : 0 })),
+        };
+      });
+  }
+
+  /** Why a sequence was told to move, in a sentence. */
+  function why(move) {
+    const from = short(move.source);
+    const to = short(move.destination);
+    const ahead = move.remaining_tokens
+      ? `about ${count(move.remaining_tokens)} tokens still to come`
+      : "how long it will run is not known";
+    const size = `${count(move.num_tokens)} tokens to carry, ${ahead}`;
+    if (move.cause === "balance") {
+      return `${from} was busier than ${to}; the move takes away ${percent(move.gain)} of the imbalance between their class's replicas (${size}).`;
+    }
+    if (move.cause === "memory") {
+      return `The memory of ${from} was forecast to fill; ${to} has room (${size}).`;
+    }
+    if (move.cause === "drain") return `${from} is being emptied (${size}).`;
+    return `${move.cause} (${size}).`;
+  }
+
+  /** What came of a move; `level` and `mark` as for `urgency`. */
+  function result(move) {
+    const report = move.report;
+    if (report === null) return { level: "warn", mark: "→", text: "under way" };
+    const reason = report.reason ? `: ${report.reason}` : "";
+    if (report.outcome === "moved") {
+      return { level: "good", mark: "✓", text: `moved, at rest for ${seconds(report.stall_s)}` };
+    }
+    if (report.outcome === "finished") return { level: "none", mark: "·", text: `it ended first${reason}` };
+    const level = report.outcome === "refused" ? "warn" : "bad";
+    return { level, mark: level === "bad" ? "■" : "▲", text: `${report.outcome}${reason}` };
+  }
+
+  /** Moves, the newest first. */
+  function moves(view) {
+    return [...(view.recent ?? [])].reverse().map((move) => ({
+      key: `${move.sequence_id} ${move.at_unix_s}`,
+      ago: seconds(Math.max(0, view.at_unix_s - move.at_unix_s)),
+      sequence: short(move.sequence_id),
+      sequence_id: move.sequence_id,
+      from: short(move.source),
+      to: short(move.destination),
+      cause: move.cause,
+      why: why(move),
+      result: result(move),
+    }));
+  }
+
+  /** Figures of the head line. */
+  function summary(view) {
+    const replicas = view.replicas ?? [];
+    const decode = replicas.filter((r) => r.role === "decode");
+    const sum = (of, list) => list.reduce((all, r) => all + of(r), 0);
+    const fleet = view.fleet;
+    return [
+      ["replicas ready", fleet ? `${fleet.num_ready} of ${fleet.num_desired}` : "–"],
+      ["running", count(sum((r) => r.num_running, decode))],
+      ["waiting", count(sum((r) => r.num_waiting, replicas))],
+      ["tokens/s", count(sum((r) => r.tokens_per_s, decode))],
+      ["moving", count((view.under_way ?? []).length)],
+      ["rescheduling", view.mode ?? "–"],
+      ["placement", view.placement ?? "–"],
+    ];
+  }
+
+  /** Lines of trouble that no table shows. */
+  function troubles(view) {
+    const lines = Object.entries(view.missing ?? {}).map(([name, text]) => `${name} does not answer: ${text}`);
+    if (view.fleet?.error) lines.push(`the configuration cannot be brought about: ${view.fleet.error}`);
+    for (const replica of view.fleet?.replicas ?? []) {
+      if (replica.error) lines.push(`${short(replica.name)}: ${replica.error}`);
+    }
+    for (const [model, length] of Object.entries(view.lengths ?? {})) {
+      if (length.is_distrusted) lines.push(`${model}: length predictions do not hold; the present load decides`);
+    }
+    return lines;
+  }
+
+  /** What the last look at each class decided, and how good predictions are. */
+  function decisions(view) {
+    const lines = Object.entries(view.last_tick?.why ?? {})
+      .sort()
+      .map(([name, text]) => ({ subject: name, text }));
+    for (const [model, length] of Object.entries(view.lengths ?? {}).sort()) {
+      lines.push({
+        subject: model,
+        text: `${percent(length.coverage)} of lengths inside their predicted range (80 % is right), mean error ${count(length.mean_error_tokens)} tokens, of ${count(length.num_ended)} ended`,
+      });
+    }
+    return lines;
+  }
+
+  /** HELIOS: null where it is off; else its state, CBC, rows of its history, last decisions. */
+  function helios(view) {
+    const it = view.helios;
+    if (!it) return null;
+    const { breaches, tokens } = it.window;
+    const happened = Object.entries(it.counters).filter(([, n]) => n > 0);
+    return {
+      facts: [
+        ["goal", it.slo],
+        ["phase", it.phase],
+        ["serves", it.serve.join(", ") || "–"],
+        ["target", it.target ?? "–"],
+        ["profiling", it.profiling ?? "–"],
+        ["under way", it.order ?? "–"],
+        ["CBC", `${count(breaches)} of ${count(tokens)} tokens (${percent(tokens ? breaches / tokens : null)})`],
+        ["so far", happened.map(([kind, n]) => `${n} ${kind}`).join(", ") || "–"],
+      ],
+      barred: Object.entries(it.barred).map(([name, reason]) => `${name}: ${reason}`),
+      rows: it.rows.map((row) => [
+        `${row.model}@${row.depth}`,
+        count(row.requests),
+        seconds(row.ttft_s),
+        seconds(row.tpot_s),
+        count(row.tokens_per_s),
+        row.perplexity === null || row.perplexity === undefined ? "–" : row.perplexity.toFixed(2),
+        percent(row.breach_share ?? null),
+        row.joules_per_token === null || row.joules_per_token === undefined ? "–" : row.joules_per_token.toPrecision(3),
+      ]),
+      decisions: [...it.decisions].reverse().slice(0, SHOWN_CHOICES).map((d) => {
+        const { at_unix_s, what, depth_class, reason, ...rest } = d;
+        const more = Object.entries(rest).filter(([, value]) => value !== null && value !== "");
+        return {
+          ago: seconds(Math.max(0, view.at_unix_s - at_unix_s)),
+          text: [what, depth_class, reason, ...more.map(([k, v]) => `${k} ${v}`)].filter(Boolean).join(" · "),
+        };
+      }),
+    };
+  }
+
+  return { short, percent, count, seconds, urgency, classes, spark, exits, why, result, moves, summary, troubles, decisions, helios };
+})();

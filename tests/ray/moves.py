@@ -1,0 +1,117 @@
+"""Orders to move running sequences, given while a test polls its streams."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from actors.calls import from_ray
+from actors.lookup import get_actor
+from quadriga.errors import QuadrigaError
+from quadriga.types import DepthClass, MigrationCause, MigrationOrder, MigrationReport
+from tests.ray.ingress import Ingress, Stream, call
+
+
+def class_of(replica: str) -> DepthClass:
+    found: DepthClass = call(replica, "info").depth_class
+    return found
+
+
+def order(
+    stream: Stream, source: str, destination: str, depth_class: DepthClass | None = None
+) -> MigrationOrder:
+    """An order to move a stream's sequence."""
+    return MigrationOrder(
+        sequence_id=stream.state.sequence_id,
+        depth_class=depth_class or class_of(source),
+        source=source,
+        destination=destination,
+        cause=MigrationCause.BALANCE,
+        gain=0.1,
+        num_tokens=0,
+        remaining_tokens=0.0,
+    )
+
+
+def open_books(replica: str) -> tuple[int, int]:
+    """(transfers that come, migrations that go) of a replica."""
+
+    def look(actor: Any) -> tuple[int, int]:
+        return actor.receiver.num_open, len(actor.migrations.under_way)
+
+    actor: Any = get_actor(replica)
+    found: tuple[int, int] = ray.get(actor.__ray_call__.remote(look), timeout=10)
+    return found
+
+
+@dataclass
+class Mover:
+    """Moves streams at random, several at once.
+
+    Attributes:
+        reports: What came of the orders so far.
+        errors: What orders to replicas that died ended in.
+    """
+
+    ingress: Ingress
+    replicas: list[str]
+    rng: random.Random
+    reports: list[MigrationReport] = field(default_factory=list)
+    errors: list[QuadrigaError] = field(default_factory=list)
+    _under_way: dict[Any, str] = field(default_factory=dict)  # the call → the source
+    _class: DepthClass | None = None
+
+    def start(self, stream: Stream, destination: str) -> None:
+        """Give an order and do not wait for its end."""
+        source = stream.replica
+        if self._class is None:
+            self._class = class_of(source)
+        made = order(stream, source, destination, self._class)
+        self._under_way[get_actor(source).migrate.remote(made)] = source
+
+    def start_some(self, streams: list[Stream], at_once: int) -> None:
+        """Keep so many moves under way at every replica that has streams that decode."""
+        speaking = [
+            s
+            for s in streams
+            if len(s.tokens) > 1 and not s.is_over and not s.heirs and s.replica in self.replicas
+        ]
+        self.rng.shuffle(speaking)
+        for stream in speaking:
+            if list(self._under_way.values()).count(stream.replica) < at_once:
+                others = [name for name in self.replicas if name != stream.replica]
+                self.start(stream, self.rng.choice(others))
+
+    def collect(self) -> None:
+        """Take the reports that are there."""
+        if not self._under_way:
+            return
+        done, _ = ray.wait(list(self._under_way), num_returns=len(self._under_way), timeout=0)
+        for ref in done:
+            source = self._under_way.pop(ref)
+            try:
+                self.reports.append(ray.get(ref))
+            except (RayTaskError, RayActorError) as exc:
+                self.errors.append(from_ray(source, "migrate", exc))
+
+    def wait(self, timeout_s: float = 20.0) -> None:
+        """Poll until every order has come to its end."""
+        give_up = time.monotonic() + timeout_s
+        while self._under_way:
+            assert time.monotonic() < give_up, "orders without an end"
+            self.ingress.poll()
+            self.collect()
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        return Counter(report.outcome for report in self.reports)
+
+    @property
+    def reasons(self) -> Counter[str]:
+        return Counter(f"{r.outcome} {r.reason.split(':')[0]}".strip() for r in self.reports)

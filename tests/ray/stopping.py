@@ -1,0 +1,86 @@
+"""Replicas that stop or die at a named point of a migration, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import ray
+
+from actors.lookup import get_actor
+
+SOURCE_POINTS = ("offer", "send", "committing", "acknowledged")
+DESTINATION_POINTS = ("reserve", "store", "commit", "committed")
+
+
+def arm(replica: str, point: str, signal_number: int) -> None:
+    """Let a replica send itself a signal when it comes to a point.
+
+    Args:
+        point: At the source, before it offers the sequence, sends its first KV, commits, or lets
+            it go once the commit is acknowledged. At the destination, before it reserves, stores
+            its first KV, takes the sequence over, or says that it has.
+    """
+    ray.get(get_actor(replica).__ray_call__.remote(_arm, point, signal_number), timeout=10)
+
+
+def _arm(replica: Any, point: str, signal_number: int) -> None:
+    """In the replica's process."""
+    from actors.migration import Migration
+    from actors.migration_copy import Copy
+
+    is_due = [True]
+
+    def strike() -> None:
+        if is_due.pop() if is_due else False:
+            os.kill(os.getpid(), signal_number)
+
+    def before(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        async def struck(*args: Any, **options: Any) -> Any:
+            strike()
+            return await original(*args, **options)
+
+        setattr(owner, name, struck)
+
+    def after(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        async def struck(*args: Any, **options: Any) -> Any:
+            result = await original(*args, **options)
+            strike()
+            return result
+
+        setattr(owner, name, struck)
+
+    if point == "offer":
+        before(replica.migrations._require_sender(), "reserve")
+    elif point == "send":
+        before(Copy, "send")
+    elif point == "committing":
+        before(Migration, "_commit")
+    elif point == "acknowledged":
+        before(Migration, "_let_go")
+    elif point == "reserve":
+        before(replica, "reserve")
+    elif point == "commit":
+        before(replica, "commit")
+    elif point == "committed":
+        after(replica.receiver, "commit")
+    elif point == "store":
+        write_kv = replica.write_kv
+
+        def struck_write(*args: Any) -> None:
+            strike()
+            write_kv(*args)
+
+        replica.write_kv = struck_write
+    else:
+        raise AssertionError(point)
+
+
+def go_on(pid: int) -> None:
+    """Let a stopped process run again."""
+    os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,180 @@
+"""Sequences move between decode replicas under load: no token changes, nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quadriga.exits import ExitParams
+from quadriga.types import DepthClass, FinishReason
+from tests.ray.apps import App, wait_until
+from tests.ray.ingress import Ingress, Stream, call
+from tests.ray.moves import Mover, open_books, order
+
+NUM_STREAMS = 10
+NUM_OUTPUT = 220
+NUM_MOVES = 200
+TIME_LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module", params=["gloo", "object_store"])
+def moving(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[App]:
+    """Three decode replicas of a model with exits, to the bit the same in any batch.
+
+    Paced, so that the processors are there for the moves and not for racing through the streams.
+    """
+    app = App.start(
+        f"moving-{request.param.replace('_', '-')}",
+        **{
+            "decode_replicas": 3,
+            "decode.max_slots": 12,
+            "decode.pace": "steady-15ms",
+            "decode.rebatching": "drex",
+            "deterministic": True,
+            "engine.compile": "wait",
+            "transport.kind": request.param,
+            "lifecycle.orphan_timeout_s": 300.0,
+        },
+    )
+    yield app
+    app.stop()
+
+
+def submit(app: App, count: int, *, num_output: int = NUM_OUTPUT) -> tuple[Mover, list[Stream]]:
+    """Streams greedy and seeded, with exits and without; the same for the same count."""
+    ingress = app.ingress()
+    rng = random.Random(5)
+    streams = []
+    for i in range(count):
+        sampling: dict[str, Any] = (
+            {"temperature": 0.0} if i % 2 else {"temperature": 0.8, "seed": i}
+        )
+        streams.append(
+            ingress.submit(
+                [rng.randrange(5, 500) for _ in range(rng.randrange(4, 60))],
+                num_output - i,
+                deadline_s=200.0,
+                exits=ExitParams(threshold=0.9 if i % 3 else 1.0),
+                num_logprobs=0 if i % 4 == 0 else None,
+                **sampling,
+            )
+        )
+    return Mover(ingress, app.replicas("decode"), random.Random(6)), streams
+
+
+@pytest.mark.timeout(300)
+def test_hundreds_of_moves_under_load(moving: App) -> None:
+    mover, alone = submit(moving, NUM_STREAMS)
+    mover.ingress.finish(*alone, timeout_s=100.0)
+    moving.until_idle(5.0)
+
+    num_rounds = 0
+    give_up_s = time.monotonic() + TIME_LIMIT_S
+    mover, streams = submit(moving, NUM_STREAMS)
+    while mover.outcomes["moved"] < NUM_MOVES:
+        assert time.monotonic() < give_up_s, f"only {mover.reasons} in {TIME_LIMIT_S:.0f} s"
+        if all(s.is_over for s in streams):
+            assert_same(streams, alone)
+            num_rounds += 1
+            again, streams = submit(moving, NUM_STREAMS)
+            mover.ingress = again.ingress
+        mover.ingress.poll(0.01)
+        mover.start_some(streams, at_once=2)
+        mover.collect()
+    mover.wait()
+    mover.ingress.finish(*streams, timeout_s=60.0)
+    assert_same(streams, alone)
+    assert set(mover.outcomes) <= {"moved", "finished", "refused"}, mover.reasons
+    assert max(len(s.moved_to) for s in streams) > 3, "some moved again and again"
+    moving.until_idle(5.0)
+    assert [open_books(name) for name in mover.replicas] == [(0, 0)] * 3
+
+
+def assert_same(streams: list[Stream], wanted: list[Stream]) -> None:
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert {s.finish for s in streams} == {FinishReason.LENGTH}
+    assert [s.token_ids for s in streams] == [s.token_ids for s in wanted]
+
+
+@pytest.mark.timeout(120)
+def test_what_is_refused(moving: App) -> None:
+    mover, streams = submit(moving, 1)
+    ingress, (stream,) = mover.ingress, streams
+    ingress.until(lambda: len(stream.tokens) > 2)
+    source = stream.replica
+    other, third = (name for name in mover.replicas if name != source)
+    made = order(stream, source, other)
+
+    def refusal(at: str = source, **changes: Any) -> str:
+        report = call(at, "migrate", replace(made, **changes))
+        assert report.outcome == "refused"
+        return str(report.reason.split(":")[0])
+
+    assert refusal(sequence_id="nobody") == "not_running"
+    assert refusal(at=third) == "not_running"
+    assert refusal(destination=source) == "same_replica"
+    assert refusal(depth_class=DepthClass("another", 3)) == "wrong_depth_class"
+    assert refusal(destination=f"{moving.name}:decode:77:gone") == "replica_died"
+    ingress.finish(stream)
+    assert stream.error is None
+    assert refusal() == "not_running"
+    moving.until_idle(5.0)
+
+
+@pytest.mark.timeout(120)
+def test_one_move_of_a_sequence_at_a_time_and_few_of_all(moving: App) -> None:
+    mover, streams = submit(moving, NUM_STREAMS, num_output=150)
+    ingress = mover.ingress
+    until_speaking(ingress, streams)
+    source = streams[0].replica
+    here = [s for s in streams if s.replica == source]
+    other = next(name for name in mover.replicas if name != source)
+    for stream in (*here, *here):
+        mover.start(stream, other)
+    mover.wait()
+    ingress.finish(*streams)
+    assert [s.error for s in streams] == [None] * NUM_STREAMS
+    assert mover.outcomes["moved"] >= 1
+    assert mover.reasons["refused under_way"] >= 1
+    assert mover.reasons["refused busy"] >= 1
+    moving.until_idle(5.0)
+
+
+def until_speaking(ingress: Ingress, streams: list[Stream]) -> None:
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+
+
+@pytest.mark.timeout(120)
+def test_cancelled_on_the_way(moving: App) -> None:
+    """Wherever the cancellation meets it, both ends let go."""
+    for tries in range(12):
+        mover, streams = submit(moving, 4)
+        ingress = mover.ingress
+        until_speaking(ingress, streams)
+        mover.start_some(streams, at_once=2)
+        time.sleep(0.004 * tries)  # not to pass: to meet it at another moment
+        ingress.cancel(*streams)
+        mover.wait()
+        moving.until_idle(3.0)
+        assert set(mover.outcomes) <= {"moved", "finished", "refused", "failed"}
+
+
+@pytest.mark.timeout(120)
+def test_metrics(moving: App) -> None:
+    before = moving.metric("quadriga_migrations_total")
+    mover, streams = submit(moving, 2)
+    until_speaking(mover.ingress, streams)
+    mover.start_some(streams, at_once=2)
+    mover.wait()
+    mover.ingress.finish(*streams)
+    assert mover.outcomes["moved"] >= 1
+    count = len(mover.reports)
+    wait_until(lambda: moving.metric("quadriga_migrations_total") >= before + count, 10.0)
+    for name in ("bytes", "seconds", "stall_seconds", "rounds"):
+        assert moving.metric(f"quadriga_migration_{name}_sum") > 0
+    moving.until_idle(5.0)

@@ -1,0 +1,159 @@
+"""Source or destination dies or stops at each step of a migration: exactly once, never none."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from quadriga.errors import ReplicaDied
+from quadriga.types import FinishReason
+from tests.ray.apps import App, pids, wait_until
+from tests.ray.ingress import Ingress, Stream
+from tests.ray.moves import Mover
+from tests.ray.stopping import DESTINATION_POINTS, SOURCE_POINTS, arm, go_on
+
+PROMPT = list(range(7, 60))
+NUM_OUTPUT = 160
+STOPPED_S = 3.5
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.fixture(scope="module")
+def fragile(ray_cluster: None) -> Iterator[App]:
+    """Three paced decode replicas, so that a stream lasts longer than what befalls it."""
+    app = App.start(
+        "fragile",
+        **{
+            "decode_replicas": 3,
+            "decode.pace": "steady-15ms",
+            "engine.compile": "wait",
+            "transport.deadline_s": 4.0,
+            "transport.lease_s": 2.0,
+            "lifecycle.heartbeat_interval_s": 2.0,
+            "lifecycle.orphan_timeout_s": 300.0,
+        },
+    )
+    yield app
+    app.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(fragile: App) -> list[int]:
+    ingress = fragile.ingress()
+    stream = ingress.submit(PROMPT, NUM_OUTPUT)
+    ingress.finish(stream)
+    return stream.token_ids
+
+
+class Case:
+    """One stream that decodes, and where it is to move."""
+
+    def __init__(self, app: App) -> None:
+        app.until_ready()
+        app.until_idle(5.0)
+        self.app = app
+        self.ingress: Ingress = app.ingress()
+        self.stream: Stream = self.ingress.submit(PROMPT, NUM_OUTPUT)
+        self.ingress.until(lambda: len(self.stream.tokens) > 5)
+        self.mover = Mover(self.ingress, app.replicas("decode"), random.Random(0))
+        self.source = self.stream.replica
+        self.destination = next(n for n in self.mover.replicas if n != self.source)
+        self.pids = pids(app.name)
+
+    def run(self, victim: str, point: str, signal_number: int) -> None:
+        """Give the order; the victim is stopped for a while, or dead for good."""
+        arm(victim, point, signal_number)
+        self.mover.start(self.stream, self.destination)
+        pid = self.pids[victim]
+        if signal_number == KILL:
+            self.ingress.until(lambda: victim not in pids(self.app.name), 15.0)
+            return
+        self.ingress.until(lambda: is_stopped(pid), 15.0)
+        started_s = time.monotonic()
+        self.ingress.until(lambda: time.monotonic() - started_s > STOPPED_S)
+        go_on(pid)
+
+    def end(self, expected: list[int]) -> None:
+        """The stream ends well and whole, and nothing is left."""
+        self.ingress.finish(self.stream, timeout_s=30.0)
+        assert self.stream.error is None
+        assert self.stream.finish is FinishReason.LENGTH
+        assert self.stream.token_ids == expected
+        self.mover.wait()
+        self.app.until_ready()
+        wait_until(lambda: bool(self.app.replicas("decode")), 10.0)
+        self.app.until_idle(10.0)
+
+
+def is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "T"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", DESTINATION_POINTS)
+def test_the_destination_dies(fragile: App, expected: list[int], point: str) -> None:
+    """The source goes on, also where the destination had taken over and could not say so."""
+    case = Case(fragile)
+    case.run(case.destination, point, KILL)
+    case.end(expected)
+    assert case.stream.replica == case.source
+    assert case.stream.moved_to[1:] == []
+    (report,) = case.mover.reports
+    assert report.outcome == ("refused" if point == "reserve" else "failed"), report
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", DESTINATION_POINTS)
+def test_the_destination_stops_for_a_while(fragile: App, expected: list[int], point: str) -> None:
+    case = Case(fragile)
+    case.run(case.destination, point, STOP)
+    case.end(expected)
+    (report,) = case.mover.reports
+    allowed = {
+        "reserve": {"refused"},
+        "store": {"failed"},
+        "commit": {"moved", "failed", "unknown"},
+        "committed": {"moved", "unknown"},
+    }
+    assert report.outcome in allowed[point], report
+    if point == "committed":
+        assert case.stream.replica == case.destination
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", SOURCE_POINTS)
+def test_the_source_dies(fragile: App, expected: list[int], point: str) -> None:
+    """Before the commit the ingress hears of it; afterwards the destination goes on."""
+    case = Case(fragile)
+    case.run(case.source, point, KILL)
+    if point == "acknowledged":
+        case.end(expected)
+        assert case.stream.replica == case.destination
+        return
+    case.ingress.finish(case.stream, timeout_s=10.0)
+    assert isinstance(case.stream.error, ReplicaDied)
+    said = case.stream.token_ids
+    assert said == expected[: len(said)]
+    fragile.until_ready()
+    fragile.until_idle(10.0)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", SOURCE_POINTS)
+def test_the_source_stops_for_a_while(fragile: App, expected: list[int], point: str) -> None:
+    case = Case(fragile)
+    case.run(case.source, point, STOP)
+    case.end(expected)
+    (report,) = case.mover.reports
+    allowed = {
+        "offer": {"moved"},
+        "send": {"moved", "failed"},
+        "committing": {"failed"},  # the lease has lapsed
+        "acknowledged": {"moved"},
+    }
+    assert report.outcome in allowed[point], report

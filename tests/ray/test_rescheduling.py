@@ -1,0 +1,114 @@
+"""The scheduler's tick on a live cluster: sequences move to a replica that came later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.lookup import forget_actor, get_actor, scheduler_name
+from quadriga.errors import QuadrigaError
+from quadriga.policies.ares.recording import read_ticks, replay
+from quadriga.types import FinishReason
+from tests.ray.apps import App, wait_until
+from tests.ray.ingress import call
+
+NUM_SEQUENCES = 6
+NUM_OUTPUT = 700
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recording") / "ticks.jsonl"
+
+
+@pytest.fixture(scope="module")
+def growing(ray_cluster: None, recording: Path) -> Iterator[App]:
+    """One decode replica at first; its steps grow with the tokens it holds."""
+    app = App.start(
+        "growing",
+        **{
+            "decode_replicas": 1,
+            "decode.pace": "ares-qwen7b-4090d-short",
+            "engine.max_model_len": 1280,
+            "scheduler.ares.mode": "ares",
+            "scheduler.ares.interval_s": 0.5,
+            "scheduler.ares.record_file": str(recording),
+            "lifecycle.orphan_timeout_s": 300.0,
+        },
+    )
+    yield app
+    app.stop()
+
+
+def view(app: App) -> dict[str, Any]:
+    """What operators see; empty while there is no scheduler."""
+    name = scheduler_name(app.name)
+    try:
+        found: dict[str, Any] = call(name, "operators_view", timeout_s=10.0)
+    except QuadrigaError:
+        forget_actor(name)
+        return {}
+    return found
+
+
+def moved(app: App) -> int:
+    count: int = view(app).get("outcomes", {}).get("moved", 0)
+    return count
+
+
+@pytest.mark.timeout(300)
+def test_sequences_move_to_a_replica_that_came_later(growing: App, recording: Path) -> None:
+    """And neither a move nor the death of the scheduler that ordered it loses a token."""
+    ingress = growing.ingress()
+    streams = [
+        ingress.submit([5 + i] * 12, NUM_OUTPUT, deadline_s=240.0) for i in range(NUM_SEQUENCES)
+    ]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+    assert {s.replica for s in streams} == set(growing.replicas("decode"))
+    growing.ensure(decode_replicas=2)
+    ingress.until(lambda: moved(growing) >= 1, 60.0)
+    decision = view(growing)["recent"][0]
+    assert decision["cause"] == "balance" and decision["remaining_tokens"] > 0
+    assert decision["report"]["outcome"] == "moved"
+    ray_kill(scheduler_name(growing.name))
+    ingress.until(lambda: bool(view(growing)), 30.0)
+    ingress.finish(*streams, timeout_s=200.0)
+    assert [s.error for s in streams] == [None] * NUM_SEQUENCES
+    assert {s.finish for s in streams} == {FinishReason.LENGTH}
+    assert all(len(s.token_ids) == NUM_OUTPUT for s in streams)
+    assert len({s.replica for s in streams}) == 2
+    growing.until_idle(5.0)
+    wait_until(lambda: growing.metric("quadriga_migrations_ordered_total") >= 1.0, 10.0)
+    ticks = list(read_ticks(recording))
+    assert sum(len(tick.orders) for tick in ticks) >= 1
+    assert replay(ticks) == [], "what was decided live is decided again from the recording"
+
+
+@pytest.mark.timeout(200)
+def test_real_answers_are_predicted_and_placed_by_their_length(growing: App) -> None:
+    """Placement by forecast: prompts whose answers differ in length, ended by the model itself."""
+    before = growing.replicas("decode")
+    growing.ensure(**{"decode_replicas": 2, "scheduler.placement": "ares"})
+    ingress = growing.ingress()
+    streams = [
+        ingress.submit(prompt, 300, ignore_eos=False, deadline_s=120.0)
+        for prompt in ([20, 30, 40], [20, 31, 41], [22, 33, 44], [24, 35, 46])
+    ]
+    ingress.finish(*streams, timeout_s=120.0)
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert all(s.token_ids for s in streams)
+    growing.until_idle(5.0)
+    decode = [r for r in view(growing)["replicas"] if r["role"] == "decode"]
+    assert sorted(r["name"] for r in decode) == sorted(before), "nothing was restarted for it"
+    assert all(r["forecast"] and r["has_predictions"] for r in decode)
+
+
+def ray_kill(name: str) -> None:
+    """Kill an actor's process; Ray starts it anew."""
+    import ray
+
+    ray.kill(get_actor(name), no_restart=False)
+    forget_actor(name)

@@ -1,0 +1,113 @@
+"""A decode replica's forecast: free while nobody wants it, fresh when somebody does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actors.forecast_metrics import ForecastMetrics
+from actors.forecasting import Forecasting, load_lengths
+from loadgen.bench.offline import engine_spec
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint import read_checkpoint
+from quadriga.clock import ManualClock
+from quadriga.config import load_config
+from quadriga.engine.runner import NativeRunner
+from quadriga.metrics import MetricsHub, Registry, parse_exposition
+from quadriga.types import SamplingParams, SequenceState, TransferOffer
+
+ROWS = 4
+
+
+class Stand:
+    """A decode loop over a bundled model, and its forecasting."""
+
+    def __init__(self, **ares: Any) -> None:
+        checkpoint = read_checkpoint("quadriga-s")
+        spec = engine_spec(checkpoint, threads=1, num_rows=ROWS, row_capacity_tokens=256)
+        self.clock = ManualClock()
+        runner = NativeRunner.load(spec)
+        self.offers: list[TransferOffer] = []
+        self.leaving: set[str] = set()
+        self.loop = DecodeLoop(
+            runner=runner,
+            slots=SlotTable(
+                num_rows=ROWS, row_capacity_tokens=256, kv_capacity_tokens=spec.kv_capacity_tokens
+            ),
+            eos_token_ids=(),
+            clock=self.clock,
+        )
+        self.forecasting = Forecasting(
+            runner,
+            load_lengths(runner, spec),
+            spec,
+            load_config({"scheduler": {"ares": ares}}),
+            self.clock,
+            offers=lambda: self.offers,
+            leaving=lambda: self.leaving,
+        )
+
+    def join(self, name: str) -> SequenceState:
+        state = SequenceState(
+            sequence_id=name, request_id=name, model="quadriga-s", prompt_ids=[5, 6, 7],
+            sampling=SamplingParams(max_tokens=200, temperature=0.0), ingress_id="i",
+            arrival_unix_s=0.0, deadline_unix_s=1e9, output_ids=[9],
+        )  # fmt: skip
+        self.loop.reserve(name, state.max_total_tokens, state.num_tokens)
+        self.loop.join(state)
+        return state
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.clock.advance(0.02)
+            emissions = self.loop.step()
+            self.forecasting.stepped(self.loop, emissions)
+            self.forecasting.look(self.loop)
+
+
+def test_nobody_wants_it_and_nothing_is_done() -> None:
+    stand = Stand()
+    state = stand.join("a")
+    stand.step(30)
+    assert stand.forecasting.forecast() is None
+    assert state.prediction is None
+    assert stand.forecasting.seconds == 0.0
+
+
+def test_wanted_it_predicts_and_forecasts_what_is_held() -> None:
+    stand = Stand(predict_every_tokens=10)
+    stand.forecasting.is_wanted = True
+    states = [stand.join("a"), stand.join("b")]
+    stand.leaving = {"b"}
+    stand.step(15)
+    assert {s.predicted_at for s in states} == {11}
+    assert all(
+        s.prediction is not None and s.prediction.lower <= s.prediction.upper for s in states
+    )
+    stand.step(15)
+    forecast = stand.forecasting.forecast()
+    assert forecast is not None
+    assert forecast.sequence_ids == ("a", "b")
+    assert forecast.has_predictions
+    assert forecast is stand.forecasting.forecast(), "packed once for each look"
+    registry = Registry("d")
+    ForecastMetrics(registry).update(forecast, 1000, stand.forecasting)
+    hub = MetricsHub()
+    hub.push("d", registry.snapshot(), now_s=0.0)
+    page = parse_exposition(hub.exposition(now_s=0.0).decode())
+    assert page['quadriga_length_predictions_total{replica="d"}'] == 4
+    assert page['quadriga_seconds_to_out_of_memory{replica="d"}'] > 0
+    assert page['quadriga_forecast_kv_tokens{ahead_seconds="0",replica="d"}'] > 8
+
+
+def test_a_newcomer_is_seen_soon() -> None:
+    stand = Stand(predict_every_tokens=0)
+    stand.forecasting.is_wanted = True
+    stand.join("a")
+    stand.step(4)
+    stand.join("b")
+    stand.step(3)
+    forecast = stand.forecasting.forecast()
+    assert forecast is not None
+    assert forecast.sequence_ids == ("a", "b")
+    assert not forecast.has_predictions, "asked never"

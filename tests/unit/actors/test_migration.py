@@ -1,0 +1,484 @@
+"""The source's side of a live migration against a destination that does what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from actors import migrations as migrations_module
+from actors.migration import Migration
+from actors.migrations import MAX_OUTGOING, Migrations
+from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.handoff import LeaseState
+from quadriga.batching.rendezvous import StepPhase
+from quadriga.batching.slots import SlotTable
+from quadriga.clock import ManualClock
+from quadriga.errors import (
+    KVCacheExhausted,
+    KVTransportError,
+    MigrationFailed,
+    QuadrigaError,
+    ReplicaDied,
+    ReplicaError,
+)
+from quadriga.types import (
+    DepthClass,
+    Emission,
+    MigrationCause,
+    MigrationOrder,
+    MigrationReport,
+    ReplicaInfo,
+    ResumePoint,
+    Role,
+    SamplingParams,
+    SequenceState,
+    TransferOffer,
+)
+from tests.fake_runner import FakeRunner, next_token
+
+CLASS = DepthClass("fake", FakeRunner.num_layers)
+Result = TypeVar("Result")
+
+
+class TensorRunner(FakeRunner):
+    """What it reads has bytes."""
+
+    def read_kv(  # type: ignore[override]
+        self, row: int, first_layer: int, num_layers: int, start: int, stop: int
+    ) -> torch.Tensor:
+        assert stop <= len(self.kv[row])
+        return torch.zeros(num_layers, 2, 1, stop - start, 2)
+
+
+@dataclass
+class Transfer:
+    """A transfer whose calls end as planned.
+
+    Attributes:
+        fails: Errors by call: "send", "commit"; and "settle", one for each try.
+        end: What the destination says in the end.
+        sent: Positions per layer.
+        committed: What came with the commit.
+    """
+
+    offer: TransferOffer
+    peer: ReplicaInfo
+    fails: dict[str, list[QuadrigaError]]
+    end: LeaseState
+    on: Callable[[str], Any]
+    sent: list[tuple[int, int, int]] = field(default_factory=list)
+    committed: tuple[SequenceState, ResumePoint] | None = None
+    num_aborts: int = 0
+    num_settles: int = 0
+
+    def _fail(self, name: str) -> None:
+        self.on(name)
+        if self.fails.get(name):
+            raise self.fails[name].pop(0)
+
+    async def send(
+        self, first_layer: int, start: int, kv: torch.Tensor, *, deadline_s: float | None = None
+    ) -> None:
+        self._fail("rest" if deadline_s is not None else "send")
+        self.sent.append((first_layer, start, kv.shape[3]))
+
+    async def commit(self, state: SequenceState, resume: ResumePoint, *, deadline_s: float) -> None:
+        self.committed = (state, resume)
+        self._fail("commit")
+
+    async def settle(self) -> LeaseState:
+        self.num_settles += 1
+        self._fail("settle")
+        return self.end
+
+    async def abort(self) -> None:
+        self.num_aborts += 1
+
+    async def step_phase(self) -> StepPhase:
+        self._fail("phase")
+        return StepPhase(0.0, 0.0)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.counted: list[MigrationReport] = []
+
+    def migrated(self, cause: MigrationCause, report: MigrationReport) -> None:
+        self.counted.append(report)
+
+
+class Mail:
+    def __init__(self) -> None:
+        self.pending: list[Emission] = []
+
+    def unacknowledged(self, ingress_id: str, sequence_id: str) -> list[Emission]:
+        return self.pending
+
+
+class Engine:
+    """Runs commands at once; steps when the test wants."""
+
+    def __init__(self, loop: DecodeLoop) -> None:
+        self.loop = loop
+        self.error: QuadrigaError | None = None
+
+    async def call(self, command: Callable[[Any], Result]) -> Result:
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        return command(self)
+
+
+class Replica:
+    """The source, and the plan for what its transfers meet."""
+
+    name = "source"
+
+    def __init__(self, **fails: list[QuadrigaError]) -> None:
+        self.clock = ManualClock()
+        self.runner = TensorRunner(4)
+        self.loop = DecodeLoop(
+            runner=self.runner,
+            slots=SlotTable(num_rows=4, row_capacity_tokens=256, kv_capacity_tokens=1024),
+            eos_token_ids=(),
+            clock=self.clock,
+        )
+        self.engine = Engine(self.loop)
+        self.metrics, self.mail = Metrics(), Mail()
+        self.told: list[Emission] = []
+        self.cancelled: set[str] = set()
+        self.fails, self.end = fails, LeaseState.ABORTED
+        self.on: Callable[[str], Any] = lambda name: None
+        self.transfers: list[Transfer] = []
+
+        class Config:
+            class transport:
+                deadline_s = 5.0
+
+        class Spec:
+            class engine:
+                depth_class = CLASS
+
+        self.config, self.spec = Config, Spec
+        self.migrations = Migrations(self)  # type: ignore[arg-type]
+        self.migrations._sender = self  # type: ignore[assignment]
+
+    async def reserve(
+        self, peer: str, state: SequenceState, depth_class: DepthClass, *, is_live: bool
+    ) -> Transfer:
+        assert is_live
+        self.on("reserve")
+        if self.fails.get("reserve"):
+            raise self.fails["reserve"].pop(0)
+        offer = TransferOffer(
+            "t", state.sequence_id, CLASS, "source", state.epoch + 1, 0, 0, "gloo", 1.0
+        )
+        info = ReplicaInfo(peer, Role.DECODE, CLASS, "", "", 4, 1024)
+        transfer = Transfer(offer, info, self.fails, self.end, self.on)
+        self.transfers.append(transfer)
+        return transfer
+
+    def is_cancelled(self, sequence_id: str) -> bool:
+        return sequence_id in self.cancelled
+
+    def remember_peer(self, info: ReplicaInfo) -> None:
+        assert info.name == "destination"
+
+    def emit(self, emissions: list[tuple[str, Emission]]) -> None:
+        self.told += [emission for _, emission in emissions]
+
+    @property
+    def moves(self) -> list[str | None]:
+        return [emission.move for emission in self.told]
+
+    def take(self, name: str = "s", prompt: int = 40) -> SequenceState:
+        state = SequenceState(
+            name, name, "fake", [3 + i for i in range(prompt)],
+            SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True), "i", 0.0, 1e18,
+        )  # fmt: skip
+        slot = self.loop.reserve(name, state.max_total_tokens, prompt)
+        state.output_ids.append(next_token(state.prompt_ids))
+        state.exit_layers.append(8)
+        self.runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
+        self.loop.join(state)
+        for _ in range(5):
+            self.loop.step()
+        return state
+
+    async def migrate(self, **changes: Any) -> MigrationReport:
+        order = MigrationOrder(
+            "s", CLASS, "source", "destination", MigrationCause.BALANCE, 0.1, 40, 0.0
+        )
+        return await self.migrations.migrate(replace(order, **changes))
+
+    async def settled(self) -> None:
+        for _ in range(200):
+            if not self.migrations.under_way:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("it does not end")
+
+    def goes_on(self) -> bool:
+        """Whether the sequence decodes here."""
+        before = {s.sequence_id: len(s.output_ids) for s in self.loop.running}
+        self.loop.step()
+        return any(len(s.output_ids) > before[s.sequence_id] for s in self.loop.running)
+
+
+async def test_moved() -> None:
+    replica = Replica()
+    state = replica.take()
+    said = Emission("s", 0, 4, [1, 2], [8, 8])
+    replica.mail.pending = [said]
+    report = await replica.migrate()
+    assert (report.outcome, report.reason) == ("moved", "")
+    (transfer,) = replica.transfers
+    assert transfer.committed is not None
+    moved, resume = transfer.committed
+    assert moved.output_ids == state.output_ids
+    assert (moved.num_moves, moved.moved_unix_s) == (1, replica.clock.unix_s())
+    assert (state.num_moves, state.moved_unix_s) == (0, 0.0), "counted with the commit, not before"
+    assert resume.unacknowledged == (replace(said, epoch=1),)
+    assert sum(n for _, _, n in transfer.sent) == state.num_tokens - 1
+    assert report.bytes_sent == (state.num_tokens - 1) * 8 * 2 * 2 * 4
+    assert report.rounds >= 2
+    assert replica.moves == ["begun", "done"]
+    assert {e.epoch for e in replica.told} == {0}
+    assert {e.moved_to for e in replica.told} == {"destination"}
+    assert replica.loop.slots.holders == []
+    assert replica.metrics.counted == [report]
+    assert not replica.migrations.under_way
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"destination": "source"}, "same_replica"),
+        ({"depth_class": DepthClass("other", 8)}, "wrong_depth_class"),
+        ({"sequence_id": "nobody"}, "not_running"),
+    ],
+)
+async def test_orders_that_cannot_be_followed(changes: dict[str, Any], reason: str) -> None:
+    replica = Replica()
+    replica.take()
+    report = await replica.migrate(**changes)
+    assert report.outcome == "refused"
+    assert report.reason.startswith(f"{reason}:")
+    assert replica.told == []
+    assert replica.metrics.counted == [report]
+    assert replica.goes_on()
+
+
+async def test_a_paused_sequence_is_refused() -> None:
+    replica = Replica()
+    replica.take()
+    assert replica.loop.pause("s")
+    assert (await replica.migrate()).reason.startswith("paused:")
+
+
+async def test_who_is_refused_at_the_destination_stays() -> None:
+    replica = Replica(reserve=[KVCacheExhausted("full"), ReplicaDied("gone")])
+    replica.take()
+    for code in ("kv_cache_exhausted", "replica_died"):
+        report = await replica.migrate()
+        assert report.outcome == "refused"
+        assert report.reason.startswith(f"{code}:")
+    assert replica.told == []
+    assert replica.goes_on()
+
+
+async def test_one_order_for_a_sequence_at_a_time_and_few_of_all() -> None:
+    replica = Replica()
+    names = ["s", "t", "u"]
+    for name in names:
+        replica.take(name)
+    gate = asyncio.Event()
+
+    async def hold(*args: Any, **options: Any) -> None:
+        await gate.wait()
+        raise KVCacheExhausted("full")
+
+    replica.reserve = hold  # type: ignore[assignment,method-assign]
+    held = [asyncio.create_task(replica.migrate(sequence_id=n)) for n in names[:MAX_OUTGOING]]
+    await asyncio.sleep(0)
+    assert set(replica.migrations.under_way) == set(names[:MAX_OUTGOING])
+    assert (await replica.migrate()).reason.startswith("under_way:")
+    assert (await replica.migrate(sequence_id="u")).reason.startswith("busy:")
+    gate.set()
+    await asyncio.gather(*held)
+    await replica.settled()
+
+
+@pytest.mark.parametrize("step", ["send", "phase", "rest"])
+async def test_what_fails_before_the_commit_leaves_it_here(step: str) -> None:
+    lost: list[QuadrigaError] = [KVTransportError("lost", code="refused")]
+    replica = Replica(**{step: lost})
+    state = replica.take()
+    # It decodes on before it rests, so that something is left to be sent then.
+    replica.on = lambda name: replica.loop.step() if name == "phase" else None
+    report = await replica.migrate()
+    assert report.outcome == "failed"
+    assert report.reason.startswith("refused:")
+    assert replica.moves == ["begun", "failed"]
+    assert state.epoch == 0
+    await asyncio.sleep(0)
+    assert replica.transfers[0].num_aborts == 1
+    assert replica.transfers[0].committed is None
+    assert replica.goes_on()
+
+
+async def test_copying_that_takes_too_long_leaves_it_here() -> None:
+    replica = Replica()
+    replica.take()
+    replica.config.transport.deadline_s = 0.05
+
+    async def hang(self: Transfer) -> StepPhase:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    original, Transfer.step_phase = Transfer.step_phase, hang  # type: ignore[method-assign]
+    try:
+        report = await replica.migrate()
+    finally:
+        Transfer.step_phase = original  # type: ignore[method-assign]
+        replica.config.transport.deadline_s = 5.0
+    assert report.reason.startswith("timeout:")
+    assert replica.goes_on()
+
+
+@pytest.mark.parametrize("when", ["reserve", "send", "phase"])
+async def test_a_sequence_that_ends_on_the_way(when: str) -> None:
+    replica = Replica()
+    replica.take()
+    replica.on = lambda name: replica.loop.leave("s") if name == when else None
+    report = await replica.migrate()
+    assert report.outcome == "finished"
+    assert "failed" not in replica.moves, "nobody is told to listen to us again"
+    await asyncio.sleep(0)
+    assert replica.transfers[0].num_aborts == 1
+    assert replica.loop.slots.holders == []
+
+
+LOST = MigrationFailed("no answer", code="timeout")
+
+
+@pytest.mark.parametrize("end", [LeaseState.ABORTED, LeaseState.CANCELLED, LeaseState.LAPSED])
+async def test_a_commit_that_did_not_take_effect(end: LeaseState) -> None:
+    replica = Replica(commit=[LOST])
+    replica.end = end
+    state = replica.take()
+    report = await replica.migrate()
+    assert report.outcome == "failed"
+    assert replica.moves == ["begun", "failed"]
+    assert state.epoch == 0
+    assert replica.goes_on()
+
+
+async def test_a_commit_whose_answer_was_lost() -> None:
+    replica = Replica(commit=[LOST], settle=[ReplicaError("no answer", code="timeout")])
+    replica.end = LeaseState.COMMITTED
+    replica.take()
+    report = await replica.migrate()
+    assert report.outcome == "unknown", "said at once, settled later"
+    assert not replica.goes_on(), "while nobody knows, it rests"
+    await replica.settled()
+    assert replica.moves == ["begun", "done"]
+    assert replica.loop.slots.holders == []
+    assert [r.outcome for r in replica.metrics.counted] == ["moved"]
+    assert replica.transfers[0].num_settles == 2
+
+
+async def test_a_destination_that_died_may_have_spoken() -> None:
+    """So the source outranks what it may have said."""
+    unreachable = ReplicaDied("broken line", code="unreachable")
+    replica = Replica(commit=[ReplicaDied("dead")], settle=[unreachable, ReplicaDied("dead")])
+    state = replica.take()
+    await replica.migrate()
+    await replica.settled()
+    assert replica.moves == ["begun", "failed"]
+    assert state.epoch == replica.transfers[0].offer.epoch + 1
+    assert replica.told[-1].epoch == state.epoch
+    assert replica.goes_on()
+
+
+async def test_cancelled_while_nobody_knows() -> None:
+    silent: list[QuadrigaError] = [ReplicaError("no answer", code="timeout") for _ in range(2)]
+    replica = Replica(commit=[LOST], settle=silent)
+    replica.take()
+    assert (await replica.migrate()).outcome == "unknown"
+    replica.cancelled.add("s")
+    replica.loop.leave("s")
+    await replica.settled()
+    assert replica.loop.slots.holders == []
+    assert [r.outcome for r in replica.metrics.counted] == ["finished"]
+
+
+async def test_cancelled_at_the_last_moment_it_is_cancelled_over_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    async def call(*args: Any, timeout_s: float) -> None:
+        calls.append(args)
+
+    monkeypatch.setattr(migrations_module, "call", call)
+    replica = Replica()
+    replica.take()
+
+    def cancel(name: str) -> None:
+        if name == "commit":
+            replica.cancelled.add("s")
+            replica.loop.leave("s")
+
+    replica.on = cancel
+    assert (await replica.migrate()).outcome == "moved"
+    await asyncio.sleep(0)
+    assert calls == [("destination", "cancel", ["s"])]
+
+
+async def test_a_later_cancellation_follows_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    async def call(*args: Any, timeout_s: float) -> None:
+        calls.append(args)
+
+    monkeypatch.setattr(migrations_module, "call", call)
+    replica = Replica()
+    replica.take()
+    await replica.migrate()
+    replica.migrations.forward(["s", "unknown"])
+    replica.migrations.forward(["s"])
+    await asyncio.sleep(0)
+    assert calls == [("destination", "cancel", ["s"])]
+    replica.migrations.moved_away("s", "destination")
+    replica.migrations.came_back("s")
+    replica.migrations.forward(["s"])
+    await asyncio.sleep(0)
+    assert len(calls) == 1
+
+
+async def test_a_bug_does_not_leave_the_order_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def broken(self: Migration) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Migration, "run", broken)
+    replica = Replica()
+    with pytest.raises(RuntimeError, match="a bug"):
+        await replica.migrate()
+    assert not replica.migrations.under_way
+
+
+async def test_everything_moves() -> None:
+    replica = Replica()
+    for name in ("s", "t", "u"):
+        replica.take(name)
+    reports = await replica.migrations.move_all("destination")
+    assert [r.outcome for r in reports] == ["moved"] * 3
+    assert replica.loop.slots.holders == []

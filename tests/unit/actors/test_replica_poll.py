@@ -1,0 +1,34 @@
+"""Whoever polls a replica whose engine has failed learns it at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.mailroom import Mailroom
+from actors.replica import Replica
+from quadriga.clock import SystemClock
+from quadriga.errors import InvariantViolation, QuadrigaError, ReplicaDied
+from quadriga.types import Emission
+
+
+def host(error: QuadrigaError | None) -> Any:
+    """As much of a replica as a poll looks at."""
+    mail = Mailroom("a", SystemClock(), 0.05)
+    return SimpleNamespace(name="r", mail=mail, engine=SimpleNamespace(error=error))
+
+
+async def test_a_failed_engine_is_a_death_once_all_mail_is_out() -> None:
+    failed = host(InvariantViolation("rows are mixed up"))
+    failed.mail.put([("i", Emission("s", 0, 0, [5], [8]))])
+    failed.mail.close()
+    reply = await Replica.poll(failed, "i", 0, 1.0)
+    assert [e.token_ids for e in reply.emissions] == [[5]]
+    with pytest.raises(ReplicaDied, match="rows are mixed up"):
+        await Replica.poll(failed, "i", reply.last_seq, 1.0)
+
+
+async def test_a_well_engine_answers_an_empty_poll() -> None:
+    assert (await Replica.poll(host(None), "i", 0, 0.01)).emissions == []

@@ -1,0 +1,132 @@
+"""Answers of /cluster to show: an idle service, and one in which everything happens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from actors.exits_view import exits_view
+from actors.rescheduling import Rescheduling
+from quadriga.clock import SystemClock
+from quadriga.config import load_config
+from quadriga.metrics import MetricsHub, Registry
+from quadriga.policies.ares.forecast import NUM_COLUMNS
+from quadriga.types import (
+    DepthClass,
+    LoadForecast,
+    MigrationCause,
+    MigrationOrder,
+    MigrationReport,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+)
+
+NAMES = ("quadriga:decode:0:a1b2c3", "quadriga:decode:1:d4e5f6", "quadriga:decode:2:a7b8c9")
+CLASSES = (DepthClass("quadriga-s", 8), DepthClass("quadriga-s", 4))
+GRID = (0.0, 0.4, 0.6, 1.1, 1.8, 2.9, 4.8, 7.9, 13.0, 21.0, 34.0, 60.0)
+
+
+def packed(values: list[float]) -> bytes:
+    return np.array(values, dtype="<f4").tobytes()
+
+
+def snapshot(
+    name: str, role: Role, depth_class: DepthClass, *, running: int, used: int, growth: float
+) -> ReplicaSnapshot:
+    info = ReplicaInfo(name, role, depth_class, "node", "1", 32, 16_384)
+    forecast = None
+    if role is Role.DECODE:
+        forecast = LoadForecast(
+            grid_s=GRID,
+            sequence_ids=("s",),
+            rows=np.zeros((1, NUM_COLUMNS), dtype="<f4").tobytes(),
+            load_s=packed([0.01 + 1e-4 * growth * t / 60 for t in GRID]),
+            tokens=packed([used + growth * t for t in GRID]),
+            base_s=0.004,
+        )
+    return ReplicaSnapshot(
+        info, time.time(), running, 2, 100, used, used + 1500, 321.5, 0.0142, forecast=forecast
+    )
+
+
+def counted() -> dict[str, Any]:
+    """Exits of three replicas, by way of the controller's hub."""
+    hub = MetricsHub()
+    for k, name in enumerate(NAMES):
+        registry = Registry(name)
+        tokens = registry.counter("quadriga_exit_tokens_total", "t", ["layer"])
+        for layer, count in ((2, 400), (4, 900), (6, 250), (8, 120)):
+            tokens.labels(layer=str(layer)).inc(count * (k + 1))
+        registry.counter("quadriga_breaches_total", "b").inc(7 * k)
+        registry.counter("quadriga_involuntary_exits_total", "i")
+        registry.counter("quadriga_involuntary_stays_total", "s").inc(31)
+        hub.push(name, registry.snapshot(), now_s=0.0)
+    return exits_view(hub)
+
+
+def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
+    """What the actors' own code makes of a busy cluster."""
+    snapshots = [
+        snapshot(NAMES[0], Role.DECODE, CLASSES[0], running=30, used=14_000, growth=300.0),
+        snapshot(NAMES[1], Role.DECODE, CLASSES[0], running=9, used=4_000, growth=10.0),
+        snapshot(NAMES[2], Role.DECODE, CLASSES[1], running=16, used=8_000, growth=200.0),
+        snapshot("quadriga:prefill:0:p", Role.PREFILL, CLASSES[0], running=3, used=600, growth=0),
+    ]
+    config = load_config({"scheduler.ares.mode": "ares"})
+    rescheduling = Rescheduling(config, SystemClock(), lambda: snapshots)
+    book, now = rescheduling.governor.book, time.time()
+    ends: list[MigrationReport | None] = [
+        MigrationReport("", "moved", "", 3, 400_000, 0.018, 0.31),
+        MigrationReport("", "refused", "busy: 2 sequences are on their way from here"),
+        MigrationReport("", "failed", "timeout: copying took longer than 20.0 s", 4, 9, 0.02, 20.0),
+        MigrationReport("", "finished", "finished: it ended before it could move"),
+        None,
+    ]
+    causes = (MigrationCause.BALANCE, MigrationCause.MEMORY, MigrationCause.DRAIN)
+    for k, end in enumerate(ends):
+        order = MigrationOrder(
+            f"0123456789abcdef-{k:012x}", CLASSES[0], NAMES[0], NAMES[1], causes[k % 3], 0.23, 512,
+            340.0 if k != 2 else 0.0,
+        )  # fmt: skip
+        book.ordered(order, now - 40 + 8 * k)
+        if end is not None:
+            rescheduling.governor.ended(order, end, now_s=now)
+    rescheduling.governor.last.why = {
+        "quadriga-s@8": "1 ordered, by the forecast",
+        "quadriga-s@4": "1 of 1 replicas can forecast",
+    }
+    fleet = [
+        {"name": s.info.name, "role": s.info.role.value, "phase": "ready", "node_id": "n",
+         "depth_class": str(s.info.depth_class), "error": None}
+        for s in snapshots
+    ]  # fmt: skip
+    fleet.append(
+        {"name": "quadriga:decode:3:x", "role": "decode", "phase": "starting", "node_id": None,
+         "depth_class": None, "error": None}
+    )  # fmt: skip
+    view = rescheduling.status() | {
+        "missing": {},
+        "fleet": {"num_ready": 4, "num_desired": 5, "error": None, "replicas": fleet},
+        "exits": counted(),
+    }
+    if with_helios:
+        view["helios"] = {
+            "slo": "throughput", "phase": "serve", "target": "quadriga-s@4", "profiling": None,
+            "serve": ["quadriga-s@4"], "order": None, "served": 77, "barred": {},
+            "window": {"breaches": 12.0, "tokens": 128},
+            "counters": {"resizes": 2, "switches": 0, "trips": 1},
+            "rows": [
+                {"model": "quadriga-s", "depth": 8, "requests": 20, "ttft_s": 0.05, "tpot_s": 0.012,
+                 "tokens_per_s": 640.0, "perplexity": 1.31, "breach_share": 0.0,
+                 "joules_per_token": None},
+                {"model": "quadriga-l", "depth": 12, "requests": 5, "ttft_s": 0.2, "tpot_s": 0.03,
+                 "tokens_per_s": 200.0, "perplexity": 1.2, "breach_share": 0.02,
+                 "joules_per_token": 0.41},
+            ],
+            "decisions": [{"at_unix_s": now - 12, "what": "resize", "depth_class": "quadriga-s@4",
+                           "reason": "covers 83 % of tokens"}],
+        }  # fmt: skip
+    return view

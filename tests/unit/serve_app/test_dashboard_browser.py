@@ -1,0 +1,164 @@
+"""The live page in headless Chromium, over a real admin port with a stand-in for the actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Page, async_playwright, expect
+
+from serve_app.admin import serve_admin
+from serve_app.auth import ApiKeys
+from serve_app.keys import ApiKey, digest
+from serve_app.launch import free_port
+from tests.unit.serve_app.conftest import MakeStand
+from tests.unit.serve_app.dashboard_views import busy_view
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+    # The driver's own pipes, which it leaves to the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+SHOTS = os.environ.get("QUADRIGA_SCREENSHOTS")
+"""A folder; where it is named, each test leaves its pictures there."""
+
+
+@dataclass(slots=True)
+class Shown:
+    """The page in a browser, and what it was not happy about."""
+
+    page: Page
+    view: dict[str, Any]
+    complaints: list[str]
+    foreign: list[str]
+
+    async def shoot(self, name: str) -> None:
+        if SHOTS is not None:
+            await self.page.screenshot(path=str(Path(SHOTS) / f"{name}.png"), full_page=True)
+
+
+Show = Callable[..., Awaitable[Shown]]
+
+
+@pytest_asyncio.fixture
+async def show(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Show]:
+    tasks: list[asyncio.Task[None]] = []
+    async with async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+        async def start(view: dict[str, Any], *, host: str = "127.0.0.1", **page: Any) -> Shown:
+            port = free_port()
+            keys = ApiKeys((ApiKey("ops", digest("boss"), is_admin=True),), is_http_open=False)
+            stand = await make_stand(config={"admin.port": port, "admin.host": host}, keys=keys)
+
+            async def operators_view() -> dict[str, Any]:
+                return view
+
+            monkeypatch.setattr(stand.cluster, "operators_view", operators_view)
+            tasks.append(asyncio.ensure_future(serve_admin(stand.desk)))
+            opened = await browser.new_page(**({"viewport": {"width": 1400, "height": 900}} | page))
+            shown = Shown(opened, view, [], [])
+            opened.on("console", lambda m: m.type == "error" and shown.complaints.append(m.text))
+            opened.on("pageerror", lambda e: shown.complaints.append(str(e)))
+            base = f"http://127.0.0.1:{port}"
+            opened.on("request", lambda r: r.url.startswith(base) or shown.foreign.append(r.url))
+            for _ in range(100):  # until the port is open
+                try:
+                    (await asyncio.open_connection("127.0.0.1", port))[1].close()
+                    break
+                except OSError:
+                    await asyncio.sleep(0.05)
+            await opened.goto(f"{base}/dashboard")
+            return shown
+
+        yield start
+        await browser.close()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_it_shows_what_happens(show: Show) -> None:
+    shown = await show(busy_view())
+    page = shown.page
+    await expect(page.locator("#state")).to_have_text("● live")
+    await expect(page.locator("#replicas")).to_contain_text("decode 0")
+    rows = page.locator("#replicas tr")
+    assert await rows.count() == 3 + 5  # classes, replicas
+    await expect(page.locator("#replicas")).to_contain_text("it has not reported yet")
+    await expect(page.locator("#replicas [data-level=bad]")).to_contain_text("■")
+    assert await page.locator("#moves tr").count() == 5
+    await expect(page.locator("#moves")).to_contain_text("decode 0 was busier than decode 1")
+    await expect(page.locator("#moves")).to_contain_text("moved, at rest for 18 ms")
+    await expect(page.locator("#exits .exit").first).to_contain_text("2 layers")
+    await expect(page.locator("#helios-off")).to_be_visible()
+    await shown.shoot("busy")
+    assert shown.complaints == []
+    assert [url for url in shown.foreign if not url.startswith("data:")] == []
+
+
+async def test_it_follows_and_pauses_by_keyboard(show: Show) -> None:
+    shown = await show(busy_view(with_helios=True), color_scheme="dark")
+    page = shown.page
+    await expect(page.locator("#history tr")).to_have_count(2)
+    await expect(page.locator("#helios-facts")).to_contain_text("12 of 128 tokens (9 %)")
+    shown.view["mode"] = "load"
+    await expect(page.locator("#summary")).to_contain_text("load")
+    await shown.shoot("dark_with_helios")
+    await page.keyboard.press("Space")
+    await expect(page.locator("#state")).to_have_text("▲ paused")
+    shown.view["mode"] = "off"
+    await page.keyboard.press("Space")
+    await expect(page.locator("#summary")).to_contain_text("off")
+    await page.keyboard.press("Tab")
+    assert await page.evaluate("document.activeElement.id") == "pause"
+    assert shown.complaints == []
+
+
+async def test_names_are_text_and_never_markup(show: Show) -> None:
+    view = busy_view()
+    evil = "<img src=x onerror=alert(1)>"
+    view["replicas"][0]["depth_class"] = evil
+    view["recent"][0]["cause"] = evil
+    view["missing"] = {evil: evil}
+    shown = await show(view)
+    await expect(shown.page.locator("#troubles")).to_contain_text(evil)
+    await expect(shown.page.locator("#replicas")).to_contain_text(evil)
+    assert await shown.page.locator("main img").count() == 0
+
+
+async def test_off_loopback_it_asks_for_a_key(show: Show) -> None:
+    shown = await show(busy_view(), host="0.0.0.0")
+    page = shown.page
+    await expect(page.locator("#login")).to_be_visible()
+    await expect(page.locator("#replicas tr")).to_have_count(0)
+    await shown.shoot("login")
+    await page.fill("#key", "boss")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#state")).to_have_text("● live")
+    await expect(page.locator("#login")).to_be_hidden()
+
+
+async def test_it_says_when_nobody_answers(show: Show) -> None:
+    shown = await show(busy_view())
+    await expect(shown.page.locator("#state")).to_have_text("● live")
+    await shown.page.route("**/cluster", lambda route: route.abort())
+    await expect(shown.page.locator("#state")).to_contain_text("last heard of", timeout=5000)
+    await shown.shoot("stale")
+    await expect(shown.page.locator("#replicas")).to_contain_text("decode 0")  # the last it knew
+
+
+async def test_it_is_usable_on_a_phone(show: Show) -> None:
+    shown = await show(busy_view(), viewport={"width": 390, "height": 800})
+    await expect(shown.page.locator("#replicas")).to_contain_text("decode 0")
+    width = await shown.page.evaluate("document.documentElement.scrollWidth")
+    assert width <= 390, "tables scroll inside their boxes; the page does not"
+    await shown.shoot("phone")
