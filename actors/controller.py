@@ -16,8 +16,10 @@ from actors.calls import call, get_actor, restart
 from actors.exits_view import exits_view
 from actors.fleet import Fleet, Key, Phase
 from actors.fleet_metrics import FleetMetrics
-from actors.helios import HeliosControl, HeliosSetup, set_up
+from actors.helios import HeliosControl
+from actors.helios_setup import HeliosSetup, set_up
 from actors.lifecycle import (
+    controller_name,
     end_this_actor,
     fingerprint,
     new_replica_name,
@@ -27,8 +29,9 @@ from actors.lifecycle import (
 from actors.placement import abandoned_groups, cluster_hardware, living_replicas, remove
 from actors.tasks import background
 from quadriga.clock import SystemClock
-from quadriga.config import QuadrigaConfig, load_config
+from quadriga.config import LoggingConfig, QuadrigaConfig, load_config
 from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.logs import configure_logging
 from quadriga.metrics import MetricsHub
 from quadriga.pacing import find_profile
 from quadriga.resolve import Deployment, Hardware, ReplicaSpec, resolve
@@ -66,7 +69,8 @@ class Controller:
     """
 
     def __init__(self, app: str, config: dict[str, Any]) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        logs = LoggingConfig.model_validate(config.get("logging", {}))
+        configure_logging(logs.format, logs.level, process=controller_name(app))
         self._app = app
         self._first_config = config
         self._clock = SystemClock()
@@ -275,7 +279,7 @@ class Controller:
 
     def _places(self, desired: Desired) -> Mapping[Key, ReplicaSpec]:
         """What shall run, as of now."""
-        return desired.places if self._helios is None else self._helios.places()
+        return desired.places if self._helios is None else self._helios.book.specs()
 
     async def _reconcile(self) -> None:
         """One comparison: spawn what lacks, retire what is surplus or outdated."""
@@ -302,7 +306,7 @@ class Controller:
                 for m in current
             )
             if self._helios is not None:
-                may_go = is_replaced and bool(outdated) and self._helios.may_go(outdated[0])
+                may_go = is_replaced and bool(outdated) and self._helios.book.may_go(outdated[0])
             else:
                 may_go = is_replaced or has_no_room
             if outdated and may_go:

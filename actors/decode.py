@@ -325,6 +325,10 @@ class DecodeReplica(Replica[DecodeCore]):
 
     # RPC: the giving side
 
+    async def hand_over(self, destination: str) -> list[MigrationReport]:
+        """Move everything that runs here to another replica, as far as it goes."""
+        return await self.migrations.move_all(destination)
+
     async def migrate(self, order: MigrationOrder) -> MigrationReport:
         """Hand a running sequence over, live; never raises for an ordinary end.
 

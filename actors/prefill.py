@@ -74,12 +74,13 @@ class PrefillReplica(Replica[PrefillCore]):
             raise DeadlineExceeded("the deadline passed before the request was queued")
         self.mail.expect(state.ingress_id)
         self._states[state.sequence_id] = state
+        self.spans.begin("prefill", state)
         try:
             await self.engine.call(lambda core: core.loop.submit(state))
-        except QuadrigaError:
+        except QuadrigaError as exc:
             self._states.pop(state.sequence_id, None)
+            self.spans.end(state.sequence_id, exc.code)
             raise
-        self.spans.begin("prefill", state)
         self.accepted(state.sequence_id)
         if self.is_cancelled(state.sequence_id):
             await self._cancel([state.sequence_id])

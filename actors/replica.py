@@ -90,9 +90,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.name = name
         self.spec = spec
         self.config = QuadrigaConfig.model_validate(config)
-        configure_logging(
-            self.config.logging.format, self.config.logging.level, process=self.name
-        )
+        configure_logging(self.config.logging.format, self.config.logging.level, process=self.name)
         tracing.start(name)
         self._fingerprint = fingerprint(spec, config)
         self.clock = SystemClock()

@@ -173,6 +173,10 @@ class Scheduler(BatchedCalls):
         self._ledger.finished(list(sequence_ids))
         self._auto.finished(sequence_ids)
 
+    async def loads(self) -> list[ReplicaSnapshot]:
+        """All that is known of the replicas, forecasts included."""
+        return self._adjusted()
+
     async def directory(self) -> ClusterView:
         """All that is known of the replicas, for those who must do without a scheduler."""
         views = [s if s.forecast is None else replace(s, forecast=None) for s in self._adjusted()]

@@ -168,12 +168,18 @@ _Dumper.add_representer(str, _readable)
 # All of it
 
 
-def made() -> dict[Path, str]:
-    """Every file made here, with what it should hold."""
-    files = {CHART / "values.schema.json": schema_text(), CHART / "README.md": readme_text()}
+def rendered_from() -> dict[Path, str]:
+    """Those of the files made here that rendering the chart reads."""
+    files = {CHART / "values.schema.json": schema_text()}
     for folder, pattern in COPIES.items():
         for source in sorted((ROOT / "deploy" / folder).glob(pattern)):
             files[CHART / folder / source.name] = source.read_text(encoding="utf-8")
+    return files
+
+
+def made() -> dict[Path, str]:
+    """Every file made here, with what it should hold."""
+    files = rendered_from() | {CHART / "README.md": readme_text()}
     for example in sorted((CHART / "examples").glob("*.yaml")):
         files[MANIFESTS / example.name] = manifest_text(example)
     return files
@@ -185,13 +191,29 @@ def stray(files: dict[Path, str]) -> list[Path]:
     return [p for folder in folders for p in sorted(folder.glob("*")) if p not in files]
 
 
+def _write(files: dict[Path, str]) -> None:
+    for path, text in files.items():
+        if path.is_file() and path.read_text("utf-8") == text:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        path.unlink()
+        print(f"removed {path.relative_to(ROOT)}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if something is old")
     options = parser.parse_args(argv)
     if not options.check:
-        # Rendering validates against the schema, so that one is written first.
-        (CHART / "values.schema.json").write_text(schema_text(), encoding="utf-8")
+        first = rendered_from()
+        _write(first)
+        _remove([p for p in stray(first) if p.parent != MANIFESTS])
     files = made()
     old = [p for p, text in files.items() if not p.is_file() or p.read_text("utf-8") != text]
     surplus = stray(files)
@@ -199,13 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         for path in [*old, *surplus]:
             print(f"{path.relative_to(ROOT)} is not current; run `make chart`")
         return 1 if old or surplus else 0
-    for path in old:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(files[path], encoding="utf-8")
-        print(f"wrote {path.relative_to(ROOT)}")
-    for path in surplus:
-        path.unlink()
-        print(f"removed {path.relative_to(ROOT)}")
+    _write({path: files[path] for path in old})
+    _remove(surplus)
     return 0
 
 

@@ -93,7 +93,8 @@ def _serve(config: QuadrigaConfig, keys: ApiKeys, addresses: Addresses, key_hint
                 key_hint=key_hint,
             )
             if config.admin.port is not None:
-                text += f"\n  admin http://{config.admin.host}:{config.admin.port}/metrics\n"
+                admin_url = f"http://{config.admin.host}:{config.admin.port}"
+                text += f"\n  live {admin_url}/dashboard, metrics {admin_url}/metrics\n"
             say(f"{text}\nLogs are in {output.path.parent}\nCtrl-C stops everything.")
             stopped.wait()
         except (KeyboardInterrupt, SystemExit):  # a signal during the start; Ray's own handler

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from quadriga.errors import QuadrigaError
-from quadriga.types import AutoReport, DepthClass
+from quadriga.types import AutoReport, DepthClass, SequenceState
 from serve_app.choice import Choice
 from serve_app.cluster import Cluster
 
+SAMPLED_EVERY = 8
+"""One of so many greedy answers is sent along, to be read again at full depth."""
+MAX_SAMPLED_TOKENS = 1024
 MAX_WAITING = 4096
 """Reports that a controller which is away does not get; the oldest are dropped."""
 
@@ -19,6 +22,7 @@ class AutoReports:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._waiting: list[AutoReport] = []
+        self._num_greedy = 0
 
     def admitted(self, choice: Choice, profile: str | None) -> None:
         """A sequence was let in, perhaps as a part of a replica's profile."""
@@ -39,20 +43,41 @@ class AutoReports:
         if not is_whole or choice.num_rebuilds:
             self._lost(choice)
             return
+        state = choice.state
+        is_sampled = self._is_sampled(state)
         self._waiting.append(
             AutoReport(
                 kind="finished",
                 replica=choice.profile or choice.replica,
                 depth_class=DepthClass(model, depth),
-                exit_tokens=dict(Counter(choice.state.exit_layers)),
+                # The first token is the prefill replica's, which may be deeper.
+                exit_tokens=dict(Counter(min(k, depth) for k in choice.state.exit_layers)),
                 nll=choice.nll,
                 scored_tokens=choice.num_scored,
                 prompt_tokens=len(choice.state.prompt_ids),
                 ttft_s=max(0.0, first_s - arrived_s),
                 decode_s=max(0.0, choice.last_token_s - first_s),
+                prompt_ids=tuple(state.prompt_ids) if is_sampled else (),
+                output_ids=tuple(state.output_ids) if is_sampled else (),
+                exit_layers=tuple(state.exit_layers) if is_sampled else (),
             )
         )
         choice.profile = None
+
+    def _is_sampled(self, state: SequenceState) -> bool:
+        """Whether an answer is sent along: greedy, plain, and its turn."""
+        sampling = state.sampling
+        is_plain = (
+            sampling.greedy
+            and sampling.repetition_penalty == 1.0
+            and not (sampling.presence_penalty or sampling.frequency_penalty)
+            and not sampling.logit_bias
+            and state.num_tokens <= MAX_SAMPLED_TOKENS
+        )
+        if not is_plain:
+            return False
+        self._num_greedy += 1
+        return self._num_greedy % SAMPLED_EVERY == 1
 
     async def send(self) -> None:
         """Tell the controller what is new; what cannot be told now is told later."""

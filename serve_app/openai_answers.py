@@ -66,10 +66,21 @@ class DetokenizeAnswer(Answer):
     prompt: str = Field(description="The text.")
 
 
+class DepthSpan(BaseModel):
+    """Tokens in a row from one model at one depth."""
+
+    model: str = Field(description="The model that was chosen.")
+    depth: int = Field(description="Its layers that were loaded.")
+    tokens: int = Field(description="How many.")
+
+
 class QuadrigaUsage(BaseModel):
     """How the answer came about; more may be added."""
 
     exits: dict[str, int] = Field(description="Layers run to the number of tokens that left there.")
+    spans: list[DepthSpan] | None = Field(
+        None, description="Where models and depths are chosen: who served which part, in order."
+    )
 
 
 class Usage(Answer):

@@ -12,6 +12,7 @@ from quadriga.metrics import MetricsHub
 from quadriga.types import (
     Admission,
     AdmitRequest,
+    AutoReport,
     ClusterView,
     DepthClass,
     Emission,
@@ -100,6 +101,7 @@ class FakeCluster:
         self.decode = FakeReplica(DECODE)
         self.hub = MetricsHub()
         self.submitted: list[SequenceState] = []
+        self.reports: list[AutoReport] = []
         self.finished_ids: list[str] = []
         self.heartbeats = 0
         self.refuse_admission: QuadrigaError | None = None
@@ -158,6 +160,12 @@ class FakeCluster:
 
     async def operators_view(self) -> dict[str, Any]:
         return {"at_unix_s": time.time(), "replicas": []}
+
+    async def auto_reports(self, reports: Sequence[AutoReport]) -> None:
+        self.reports.extend(reports)
+
+    async def history(self) -> dict[str, Any] | None:
+        return {"rows": []}
 
     async def metrics(self) -> bytes:
         return self.hub.exposition(now_s=time.monotonic())

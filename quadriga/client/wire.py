@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +81,8 @@ def make_request(
 ) -> Any:
     """Build the message of a request; it can always be resumed, as it has an id and a seed.
 
+    A seed that was not given follows from the id, so that a request sent again is the same one.
+
     Raises: TypeError for an unknown option; ValueError where a value fits no field.
     """
     unknown = set(options) - set(Options.__annotations__)
@@ -104,7 +106,8 @@ def make_request(
         elif value is not None:
             setattr(request, name, value)
     if not request.HasField("seed"):
-        request.seed = random.getrandbits(63)
+        digest = hashlib.sha256(request.request_id.encode()).digest()
+        request.seed = int.from_bytes(digest[:8], "big") >> 1
     return request
 
 

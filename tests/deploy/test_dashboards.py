@@ -104,7 +104,8 @@ def test_the_important_metrics_are_shown() -> None:
     }
     for name in (
         "quadriga_seconds_to_out_of_memory", "quadriga_exit_tokens_total",
-        "quadriga_breaches_total", "quadriga_migration_stall_seconds", "vllm:time_to_first_token_seconds",
+        "quadriga_breaches_total", "quadriga_migration_stall_seconds",
+        "vllm:time_to_first_token_seconds",
         "quadriga_kv_send_failures_total", "quadriga_length_prediction_error_tokens",
     ):  # fmt: skip
         assert name in shown

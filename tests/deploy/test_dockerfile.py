@@ -73,7 +73,7 @@ def test_the_process_is_not_root_and_is_watched(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_versions_come_from_the_constraints(target: str) -> None:
-    [installs] = [line for line in instructions(f"build-{target}") if "'.[serve]'" in line]
+    [installs] = [line for line in instructions(f"build-{target}") if "'.[serve,otel]'" in line]
     assert "--constraint constraints.txt" in installs
     torch = [line for line in instructions("build-cpu") if "download.pytorch.org" in line]
     assert len(torch) == 1 and "constraints.txt" in torch[0]

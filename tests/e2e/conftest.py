@@ -20,6 +20,7 @@ from quadriga.config import load_config
 from serve_app.auth import ApiKeys
 from serve_app.environment import prepare_environment
 from serve_app.launch import Addresses, LocalService, free_port
+from tests.otlp import Collector
 
 MODEL = "quadriga-s"
 BODY_TIMEOUT_S = 2.0
@@ -27,12 +28,20 @@ BODY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Where the service is, and the key its gRPC door asks for."""
+    """Where the service is, and the key its gRPC door asks for.
+
+    Attributes:
+        admin_url, log_folder: Empty for a service that ran before.
+        traces: Where it sends the traces that a client began; None for one that ran before.
+    """
 
     base_url: str
     grpc_target: str
     key: str
     model: str = MODEL
+    admin_url: str = ""
+    log_folder: str = ""
+    traces: Collector | None = None
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +54,13 @@ def service() -> Iterator[Service]:
             os.environ["QUADRIGA_E2E_KEY"],
         )
         return
+    with Collector() as collector, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        patched.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+        yield from _started(collector)
+
+
+def _started(collector: Collector) -> Iterator[Service]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     prepare_environment()
     config = load_config(
@@ -55,6 +71,8 @@ def service() -> Iterator[Service]:
             "ingress.body_timeout_s": BODY_TIMEOUT_S,
             "ingress.orphan_request_s": 5.0,
             "ingress.replicas": 2,
+            "admin.port": (admin_port := free_port()),
+            "logging.format": "json",
         }
     )
     key = "e2e-key-0123456789"
@@ -66,7 +84,14 @@ def service() -> Iterator[Service]:
             warnings.simplefilter("ignore")  # Ray's own, of the libraries it uses
             running.start()
         assert addresses.grpc_target is not None
-        yield Service(addresses.http_url, addresses.grpc_target, key)
+        yield Service(
+            addresses.http_url,
+            addresses.grpc_target,
+            key,
+            admin_url=f"http://127.0.0.1:{admin_port}",
+            log_folder=str(running.log_folder()),
+            traces=collector,
+        )
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

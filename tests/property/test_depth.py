@@ -114,7 +114,8 @@ class Replica:
         now = self.depths()
         for e in emissions:
             seen = [d[e.sequence_id] for d in (depth_of, now) if e.sequence_id in d]
-            depths = {*seen, self.runner.num_layers}
+            # One that came back from a pause and ended in this very step had its row in between.
+            depths = {*(seen or ALL_ENDS), self.runner.num_layers}
             self.allowed[e.sequence_id, e.first_index] = depths
             if e.finish is not None:
                 self.finished.add(e.sequence_id)

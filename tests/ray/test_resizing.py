@@ -68,9 +68,14 @@ def test_up_and_down_under_load(resizing: App) -> None:
     app = resizing
     decodes, prefill = serving(app)
     capacity = {8: call(decodes[0], "info").kv_capacity_tokens}
-    alone = app.ingress()
-    wanted = [submit(alone, LIMITED, seed, 120) for seed in range(6)]
-    alone.finish(*wanted, timeout_s=100.0)
+    wanted: list[list[list[int]]] = [[] for _ in range(6)]
+    for depth in (4, 8):  # the first token is the prefill replica's, which has no limit
+        assert resize(prefill, depth).depth == depth
+        alone = app.ingress()
+        streams = [submit(alone, LIMITED, seed, 120) for seed in range(6)]
+        alone.finish(*streams, timeout_s=100.0)
+        for seed, stream in enumerate(streams):
+            wanted[seed].append(stream.token_ids)
 
     ingress = app.ingress()
     reports: list[ResizeReport] = []
@@ -105,7 +110,7 @@ def test_up_and_down_under_load(resizing: App) -> None:
     ingress.finish(*limited, *free, timeout_s=100.0)
     for i, stream in enumerate(limited):
         assert stream.error is None and stream.finish is FinishReason.LENGTH
-        assert stream.token_ids == wanted[i % 6].token_ids, f"tokens of {i} have changed"
+        assert stream.token_ids in wanted[i % 6], f"tokens of {i} have changed"
     assert [s.error for s in free] == [None] * len(free)
     assert all(len(s.token_ids) == 100 for s in free)
     assert capacity[4] > 1.9 * capacity[8], "layers that go leave their memory to the KV"
@@ -145,17 +150,16 @@ def test_strict_sequences_go_where_the_layers_are(resizing: App) -> None:
     for name in (prefill, first, second):
         assert resize(name, 8).depth == 8
     ingress = app.ingress()
-    strict = [submit(ingress, STRICT, seed, 150) for seed in range(4)]
-    ingress.until(lambda: all(len(s.tokens) > 2 for s in strict))
-    owner = strict[0].replica
-    report = call(owner, "resize", 4, 0.2)
+    strict = [submit(ingress, STRICT, seed, 300) for seed in range(4)]
+    ingress.until(lambda: len(strict[0].tokens) > 2)
+    report = call(strict[0].replica, "resize", 4, 0.02)
     assert report.outcome == "blocked" and report.depth == 8, report
     ingress.finish(*strict, timeout_s=100.0)
     assert [s.error for s in strict] == [None] * 4
 
     resize(first, 4)
     resize(second, 4)
-    again = [submit(ingress, STRICT, seed, 150) for seed in range(4)]
+    again = [submit(ingress, STRICT, seed, 300) for seed in range(4)]
     ingress.finish(*again, timeout_s=100.0)
     assert [s.error for s in again] == [None] * 4
     assert [s.token_ids for s in again] == [s.token_ids for s in strict]

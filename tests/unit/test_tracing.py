@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +18,13 @@ from opentelemetry.trace import StatusCode
 from actors.spans import SequenceSpans
 from quadriga import tracing
 from quadriga.clock import SystemClock
-from quadriga.errors import ReplicaDied
+from quadriga.errors import KVTransportError, Overloaded, ReplicaDied
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.types import Emission, FinishReason, SamplingParams, SequenceState
+from serve_app.grpc_door import GrpcDoor
+from tests.unit.actors.test_migration import Replica as MovingReplica
 from tests.unit.serve_app.conftest import MakeStand, make_stand
+from tests.unit.serve_app.test_grpc_door import KEYS, Context
 
 __all__ = ["make_stand"]
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -82,7 +88,7 @@ async def test_a_request_is_a_tree_below_its_clients_span(
     make_stand: MakeStand, exporter: InMemorySpanExporter
 ) -> None:
     stand = await make_stand()
-    body = {"model": "quadriga-s", "prompt": "hi", "n": 2}
+    body = {"model": "quadriga-s", "prompt": "hi", "n": 2, "max_tokens": 100}
     await stand.http.post("/v1/completions", json=body, headers={"traceparent": CLIENT})
     told = {s.traceparent for s in stand.cluster.submitted}
     assert len(told) == 1
@@ -99,7 +105,7 @@ async def test_a_request_is_a_tree_below_its_clients_span(
     assert f"{root.parent.span_id:016x}" == CLIENT.split("-")[2]
     said = attributes(root)
     assert (said["quadriga.result"], said["quadriga.model"]) == ("stop", "quadriga-s")
-    assert not any("hi" == value for value in said.values())
+    assert not any(value == "hi" for value in said.values())
     assert set(spans) == {"prefill", "transfer", "decode", "migration"}
     for span in spans.values():
         assert span.parent is not None
@@ -132,8 +138,8 @@ async def test_what_is_not_sampled_is_not_carried(
 
 async def test_failures_are_marked(make_stand: MakeStand, exporter: InMemorySpanExporter) -> None:
     stand = await make_stand()
-    stand.cluster.refuse_admission = ReplicaDied("no")
-    assert (await stand.complete()).status_code == 503
+    stand.cluster.refuse_admission = Overloaded("full")
+    assert (await stand.complete()).status_code == 429
     [root] = exporter.get_finished_spans()
     assert root.status.status_code is StatusCode.ERROR
 
@@ -164,17 +170,32 @@ def test_a_replicas_stages(exporter: InMemorySpanExporter) -> None:
     assert errors == {"failed", "begun"}
 
 
+@pytest.mark.parametrize(
+    ("fails", "outcome", "status"),
+    [
+        ({}, "moved", StatusCode.UNSET),
+        ({"send": [KVTransportError("cut")]}, "failed", StatusCode.ERROR),
+    ],
+)
+async def test_a_migration_is_a_span(
+    exporter: InMemorySpanExporter, fails: dict[str, Any], outcome: str, status: StatusCode
+) -> None:
+    replica = MovingReplica(**fails)
+    replica.take().traceparent = CLIENT
+    assert (await replica.migrate()).outcome == outcome
+    [span] = exporter.get_finished_spans()
+    said = attributes(span)
+    assert (span.name, said["quadriga.outcome"]) == ("migration", outcome)
+    assert (said["quadriga.cause"], said["quadriga.peer"]) == ("balance", "destination")
+    assert span.status.status_code is status
+
+
 async def test_the_grpc_door_reads_it_too(
     make_stand: MakeStand, exporter: InMemorySpanExporter
 ) -> None:
-    from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-    from serve_app.grpc_door import GrpcDoor
-    from tests.unit.serve_app.test_grpc_door import Context
-
-    stand = await make_stand()
-    context: Any = Context("")
-    metadata = [*context.invocation_metadata(), ("traceparent", CLIENT)]
-    context.invocation_metadata = lambda: metadata
+    stand = await make_stand(keys=KEYS)
+    context: Any = Context()
+    context.metadata.append(("traceparent", CLIENT))
     request = pb.GenerateRequest(prompt="hi", model="quadriga-s")
     await GrpcDoor(stand.desk).generate_once(request.SerializeToString(), context)
     roots = [s for s in exporter.get_finished_spans() if s.name == "request"]
@@ -182,10 +203,5 @@ async def test_the_grpc_door_reads_it_too(
 
 
 def test_importing_it_loads_nothing() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, quadriga.tracing; assert not any('opentelemetry' in m for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-
-

@@ -1,0 +1,102 @@
+"""Where requests go whose model is chosen: profiles to scouts, strict ones where layers are."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.auto_routing import AutoRouter, Route
+from quadriga.errors import Unavailable
+from quadriga.types import (
+    AUTO_MODEL,
+    Admission,
+    AdmitRequest,
+    DepthClass,
+    PlaceRequest,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+)
+
+S4, S8, L12 = DepthClass("s", 4), DepthClass("s", 8), DepthClass("l", 12)
+
+
+def replica(name: str, role: Role, depth_class: DepthClass) -> ReplicaSnapshot:
+    info = ReplicaInfo(name, role, depth_class, "node", "one", 8, 4096)
+    return ReplicaSnapshot(info, 0.0)
+
+
+FLEET = [
+    replica("p0", Role.PREFILL, S8),
+    replica("p1", Role.PREFILL, L12),
+    replica("d0", Role.DECODE, S4),
+    replica("d1", Role.DECODE, S4),
+    replica("d2", Role.DECODE, L12),
+]
+SCOUTS = frozenset({"p1", "d2"})
+
+
+def request(name: str, model: str = AUTO_MODEL, needs_depth: int = 0) -> AdmitRequest:
+    return AdmitRequest(name, model, 8, 32, 0, 1e9, needs_depth)
+
+
+def router(**changes: object) -> AutoRouter:
+    made = AutoRouter()
+    fields: dict[str, object] = {"serve": (S4,), "scouts": SCOUTS, **changes}
+    made.route = Route(**fields)  # type: ignore[arg-type]
+    return made
+
+
+def groups(of: AutoRouter, name: str, model: DepthClass) -> list[list[str]]:
+    placed = PlaceRequest(name, model, 9, 40)
+    alive = [s for s in FLEET if s.info.role is Role.DECODE]
+    alive = [s for s in alive if s.info.depth_class.model == model.model]
+    return [[s.info.name for s in group] for group in of.groups(placed, alive)]
+
+
+def test_a_profile_gets_no_more_requests_than_it_wants() -> None:
+    auto = router(profile=L12, profile_decode="d2", places=2)
+    chosen = []
+    for i in range(4):
+        got, snapshots, way = auto.choose(request(f"r{i}"), FLEET, now_s=0.1 * i)
+        chosen.append((got.model, way.profile, sorted(s.info.name for s in snapshots)))
+    assert chosen[:2] == [("l", "d2", ["d2", "p1"])] * 2
+    assert chosen[2:] == [("s", None, ["d0", "d1", "p0"])] * 2
+    # Until then the controller has heard of those: the places it says are true again.
+    assert auto.choose(request("r9"), FLEET, now_s=10.0)[2].profile == "d2"
+
+
+def test_its_way_decides_the_decode_replica() -> None:
+    auto = router(profile=L12, profile_decode="d2", places=1)
+    first, _, way = auto.choose(request("a"), FLEET, 0.0)
+    admission = auto.admitted(request("a"), way, Admission("p1", L12))
+    assert first.model == "l" and admission.profile == "d2" and admission.is_scored
+    assert groups(auto, "a", L12) == [["d2"]]
+    assert groups(auto, "b", L12) == [], "a scout takes nothing else"
+    auto.finished(["a"])
+    assert groups(auto, "a", L12) == []
+
+
+def test_named_models_stay_away_from_scouts() -> None:
+    auto = router(profile=L12, profile_decode="d2", places=5)
+    got, snapshots, way = auto.choose(request("a", "s"), FLEET, 0.0)
+    assert (got.model, way.profile) == ("s", None)
+    assert {s.info.name for s in snapshots} == {"p0", "d0", "d1"}
+
+
+def test_strict_ones_start_where_the_layers_are() -> None:
+    fleet = [*FLEET[:4], replica("d3", Role.DECODE, S8)]
+    auto = router(scouts=frozenset({"d3"}))
+    _, _, way = auto.choose(request("a", needs_depth=8), fleet, 0.0)
+    auto.admitted(request("a", needs_depth=8), way, Admission("p0", S8))
+    alive = [s for s in fleet if s.info.role is Role.DECODE]
+    strict = auto.groups(PlaceRequest("a", S8, 9, 40), alive)
+    assert [[s.info.name for s in g] for g in strict] == [["d3"], ["d0", "d1"]]
+    bounded = auto.groups(PlaceRequest("b", S8, 9, 40), alive)
+    assert [[s.info.name for s in g] for g in bounded] == [["d0", "d1"]]
+
+
+def test_a_class_without_prefill_is_passed_over_and_none_is_an_error() -> None:
+    auto = router(serve=(L12, S4), scouts=frozenset({"p1"}))
+    assert auto.choose(request("a"), FLEET, 0.0)[0].model == "s"
+    with pytest.raises(Unavailable):
+        router(serve=(L12,), scouts=frozenset({"p1"})).choose(request("a"), FLEET, 0.0)

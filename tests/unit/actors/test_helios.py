@@ -1,0 +1,330 @@
+"""The machine in the controller: orders go to places, reports come back, models change hands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import actors.escalation
+import actors.helios
+import actors.scaling
+from actors.fleet import Fleet, Member, Phase
+from actors.helios import HeliosControl
+from actors.helios_setup import set_up
+from actors.members import place_name
+from actors.status import Load, ParkedSequence, ReplicaStatus
+from quadriga.clock import ManualClock
+from quadriga.config import QuadrigaConfig, load_config
+from quadriga.errors import ConfigError, ReplicaDied
+from quadriga.exits import ExitCounters
+from quadriga.policies.helios import history_file
+from quadriga.resolve import Hardware, resolve
+from quadriga.types import (
+    AutoReport,
+    DepthClass,
+    MigrationReport,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    ResizeReport,
+    Role,
+)
+
+S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
+L12 = DepthClass("quadriga-l", 12)
+HARDWARE = Hardware(8)
+PREFILL, DECODE, SCOUT_P, SCOUT_D = (
+    (Role.PREFILL, 0),
+    (Role.DECODE, 0),
+    (Role.PREFILL, 1),
+    (Role.DECODE, 1),
+)
+
+
+class Stand:
+    """A control over a fleet of records; calls to actors are written down and answered here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.saved: dict[str, bytes] = {}
+        self.answers: dict[str, Callable[..., Any]] = {}
+        for module in (actors.helios, actors.escalation, actors.scaling):
+            monkeypatch.setattr(module, "call", self._call)
+        monkeypatch.setattr(actors.helios.kept, "load", lambda app, what: self.saved.get(what))
+        monkeypatch.setattr(
+            actors.helios.kept, "save", lambda app, what, value: self.saved.update({what: value})
+        )
+        self.clock = ManualClock(100.0)
+        self.fleet = Fleet("app", self.clock, lambda: None, lambda: 0.0)
+        self.config = config(**changes)
+        self.control = self.again()
+
+    def again(self) -> HeliosControl:
+        """A control as the next controller process makes it."""
+        deployment = resolve(self.config, HARDWARE)
+        ordinals = dict.fromkeys(Role, 0)
+        places = {}
+        for spec in deployment.replicas:
+            places[spec.role, ordinals[spec.role]] = spec
+            ordinals[spec.role] += 1
+        setup = set_up("app", self.config, HARDWARE, places)
+        self.control = HeliosControl("app", setup, self.fleet, self.clock)
+        return self.control
+
+    def add(self, key: tuple[Role, int], depth_class: DepthClass, name: str = "") -> Member:
+        """A replica that is ready."""
+        name = name or place_name(key)
+        info = ReplicaInfo(name, key[0], depth_class, "node", "one", 8, 4096)
+        handle: Any = None
+        member = Member(key, name, handle, self.clock.now_s(), "same", Phase.READY)
+        member.status = ReplicaStatus(info, True, False, None, Load(exits=ExitCounters()), "same")
+        self.fleet.members[name] = member
+        return member
+
+    async def tick(self) -> None:
+        self.control.tick()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def _call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
+        self.calls.append((name, method, *args))
+        answer = self.answers.get(method)
+        return answer(name, *args) if answer is not None else None
+
+    def of(self, method: str) -> list[tuple[Any, ...]]:
+        return [c for c in self.calls if c[1] == method]
+
+
+def config(**changes: Any) -> QuadrigaConfig:
+    return load_config(
+        {
+            "model": "quadriga-s",
+            "decode_replicas": 1,
+            "decode.rebatching": "drex",
+            "helios.enabled": True,
+            "helios.profile_requests": 2,
+            **changes,
+        }
+    )
+
+
+def load_of(member: Member) -> Load:
+    assert member.status is not None
+    return member.status.load
+
+
+def finished(replica: str, depth_class: DepthClass, **exits: int) -> AutoReport:
+    return AutoReport(
+        kind="finished",
+        replica=replica,
+        depth_class=depth_class,
+        exit_tokens={int(k[1:]): n for k, n in exits.items()},
+        nll=10.0,
+        scored_tokens=100,
+        prompt_tokens=20,
+        ttft_s=0.02,
+        decode_s=0.5,
+    )
+
+
+async def test_profile_choose_resize_and_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
+        "resized", depth=depth, kv_capacity_tokens=9000, load_s=0.1
+    )
+    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    control = stand.control
+    assert set(control.book.specs()) == {PREFILL, DECODE, SCOUT_P, SCOUT_D}
+    await stand.tick()
+    route = stand.of("set_route")[-1][2]
+    assert (route.profile, route.profile_decode, route.places) == (S8, "decode:1", 2)
+    assert route.scouts == {"prefill:1", "decode:1"} and route.serve == (S8,)
+    control.report([AutoReport("started", "decode:1")] * 2)
+    control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    for _ in range(6):
+        stand.clock.advance(1.0)
+        await stand.tick()
+    target = control.view()["target"]
+    assert target == "quadriga-s@4", control.view()["decisions"]
+    assert {(c[0], c[2]) for c in stand.of("resize")} == {("prefill:0", 4), ("decode:0", 4)}
+    assert control.book.specs()[DECODE].engine.depth == 4, "a respawn comes at the new depth"
+    assert stand.of("set_route")[-1][2].serve == (S4,)
+    assert control.view()["counters"]["resizes"] == 2
+    assert any(row["depth"] == 8 for row in control.view()["rows"])
+
+
+async def test_breaches_load_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"], "helios.dwell_loads": 0.0})
+    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
+        "resized", depth=depth, kv_capacity_tokens=9000, load_s=0.1
+    )
+    members = {key: stand.add(key, S8) for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D)}
+    control = stand.control
+    await stand.tick()
+    control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    for _ in range(6):
+        stand.clock.advance(1.0)
+        await stand.tick()
+    assert control.view()["target"] == "quadriga-s@4"
+    load = load_of(members[DECODE])
+    for i in range(1, 8):
+        # Of the last tokens, 80 in 100 below their threshold; a request's own limit is no breach.
+        load.exits = ExitCounters(tokens={2: 5 * i, 4: 95 * i}, breaches=85 * i, limited=5 * i)
+        stand.clock.advance(1.0)
+        await stand.tick()
+    assert control.view()["target"] == "quadriga-s@8", control.view()
+    assert stand.of("resize")[-1][2] == 8
+
+
+async def test_a_load_that_fails_leaves_the_old_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+
+    def died(*_: Any) -> Any:
+        raise ReplicaDied("gone")
+
+    stand.answers["resize"] = died
+    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    await stand.tick()
+    stand.control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    for _ in range(4):
+        stand.clock.advance(1.0)
+        await stand.tick()
+    view = stand.control.view()
+    assert view["counters"]["failures"] >= 1 and view["places"]["decode:0"]["holds"] == str(S8)
+    assert stand.control.book.specs()[DECODE].engine.depth == 8
+
+
+async def test_a_model_changes_hands_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old prefill replica stays while old decode places do, and those for its prompts."""
+    stand = Stand(monkeypatch, **{"helios.scout": False})
+    old_p, old_d = stand.add(PREFILL, S8, "p-s"), stand.add(DECODE, S8, "d-s")
+    control = stand.control
+    control.book.specs()
+    assert control.book.may_go(stand.add((Role.DECODE, 9), S8, "surplus"))
+    del stand.fleet.members["surplus"]
+    control.book.held[PREFILL] = L12
+    new_p = stand.add(PREFILL, L12, "p-l")
+    assert control.book.member_of(PREFILL) is new_p
+    assert not control.book.may_go(old_p), "the decode place still has the old model"
+    control.book.held[DECODE] = L12
+    assert not control.book.may_go(old_p), "its successor is not there yet"
+    assert not control.book.may_go(old_d), "somebody computes prompts for it"
+    stand.add(DECODE, L12, "d-l")
+    assert control.book.may_go(old_p) and not control.book.may_go(old_d)
+    del stand.fleet.members["p-s"]
+    assert control.book.may_go(old_d)
+
+
+async def test_a_switch_is_done_when_the_new_process_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand = Stand(monkeypatch)
+    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    control = stand.control
+    await stand.tick()
+    control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    await stand.tick()  # the next candidate is the larger model: the scouts change to it
+    changing = [k for k in (SCOUT_P, SCOUT_D) if control.book.specs()[k].engine.depth_class == L12]
+    assert len(changing) == 1, "one order at a time"
+    stand.add(changing[0], L12, "new")
+    stand.clock.advance(1.0)
+    await stand.tick()
+    assert control.view()["counters"]["switches"] == 1
+    assert {control.book.specs()[k].engine.depth_class for k in (SCOUT_P, SCOUT_D)} == {L12}
+    # The second one dies on its way: the place keeps what it has.
+    other = next(k for k in (SCOUT_P, SCOUT_D) if k not in changing)
+    stand.fleet._num_failures[other] = 1
+    stand.clock.advance(1.0)
+    await stand.tick()
+    assert control.view()["counters"]["failures"] == 1
+
+
+async def test_parked_sequences_go_where_the_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch, **{"decode_replicas": 2})
+    stand.answers["migrate"] = lambda name, order: MigrationReport(order.sequence_id, "moved")
+    for key in (PREFILL, SCOUT_P, (Role.DECODE, 2)):
+        stand.add(key, S8)
+    shallow, deep = stand.add(DECODE, S4), stand.add((Role.DECODE, 1), S8)
+    load_of(deep).num_running = 8  # full: it must be the scout
+    load_of(shallow).parked = (ParkedSequence("s", 30, 90),)
+    load_of(shallow).strict_depth = 8
+    await stand.tick()
+    (name, _, order), *more = stand.of("migrate")
+    assert (name, order.destination, order.cause.value) == ("decode:0", "decode:2", "escalate")
+    assert not more
+    assert stand.control.view()["counters"]["escalated"] == 1
+
+
+async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    await stand.tick()
+    stand.control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    await stand.tick()
+    await stand.control.keep()
+    assert len(history_file.unpack(stand.saved["history"])) >= 1
+    stand.fleet.members["decode:0"].status = stand.fleet.members["decode:1"].status
+    again = stand.again()
+    assert again.view()["rows"]
+    again.tick()
+    assert again.view()["phase"] == "serve", "nothing is profiled that is known"
+    stand.saved["history"] = b"{broken"
+    assert stand.again().view()["rows"] == []
+
+
+def test_what_cannot_be_chosen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="rebatching"):
+        Stand(monkeypatch, **{"decode.rebatching": "off"})
+    two = {"pools": [{"model": "quadriga-s"}, {"model": "quadriga-l"}]}
+    made = load_config({"helios.enabled": True, "decode.rebatching": "drex", **two})
+    with pytest.raises(ConfigError, match="2 pools"):
+        set_up("app", made, HARDWARE, {})
+
+
+async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(
+        monkeypatch,
+        **{
+            "helios.models": ["quadriga-s"],
+            "helios.scaling.enabled": True,
+            "helios.scaling.max_replicas": 2,
+            "helios.scaling.down_after_s": 10.0,
+        },
+    )
+    members = {key: stand.add(key, S8) for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D)}
+    running = {"decode:0": 8, "decode:2": 0}
+
+    def loads(_: str) -> list[ReplicaSnapshot]:
+        return [
+            ReplicaSnapshot(m.status.info, 0.0, num_running=running.get(m.name, 0))
+            for m in stand.fleet.members.values()
+            if m.status is not None
+        ]
+
+    stand.answers["loads"] = loads
+    stand.answers["hand_over"] = lambda name, heir: [MigrationReport("s", "moved")]
+    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport("resized", depth=depth)
+    await stand.tick()
+    # Nothing leaves early: the whole model serves.
+    stand.control.report([finished("decode:1", S8, e2=1, e4=1, e8=98)] * 2)
+    for _ in range(3):
+        stand.clock.advance(1.0)
+        await stand.tick()
+    added = (Role.DECODE, 2)
+    assert stand.control.view()["target"] == str(S8)
+    assert set(stand.control.book.specs()) - set(members) == {added}
+    stand.add(added, S8)
+    running["decode:0"], running["decode:2"] = 2, 1
+    for _ in range(15):
+        stand.clock.advance(1.0)
+        await stand.tick()
+    ((name, _, heir),) = stand.of("hand_over")
+    assert {name, heir} == {"decode:0", "decode:2"}
+    places = stand.control.book.specs()
+    assert len([k for k in places if k[0] is Role.DECODE]) == 2, "one that serves, and the scout"

@@ -1,0 +1,114 @@
+"""What an ingress tells of requests whose model was chosen, and what its clients see of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quadriga.text import StopMatcher
+from quadriga.types import (
+    AutoReport,
+    DepthClass,
+    Emission,
+    FinishReason,
+    SamplingParams,
+    SequenceState,
+    TokenLogprob,
+)
+from serve_app.auto_reports import AutoReports
+from serve_app.choice import Choice
+from serve_app.models import ModelDirectory
+from serve_app.rendering import usage
+from serve_app.session import Session
+from serve_app.spec import GenerateSpec, Prompt
+from tests.fakes import FakeCluster
+from tests.unit.serve_app.conftest import MODEL
+
+
+def choice(**sampling: Any) -> Choice:
+    state = SequenceState(
+        sequence_id="s",
+        request_id="r",
+        model="quadriga-s",
+        prompt_ids=[5, 6, 7],
+        sampling=SamplingParams(max_tokens=8, **({"temperature": 0.0} | sampling)),
+        ingress_id="i",
+        arrival_unix_s=0.0,
+        deadline_unix_s=9e9,
+    )
+    made = Choice(0, state, MODEL.tokenizer.detokenizer(), StopMatcher(()))
+    made.is_auto = True
+    return made
+
+
+def say(to: Choice, first: int, depth: int, layers: list[int], *, last: bool = False) -> None:
+    to.accept(
+        "decode",
+        Emission(
+            "s",
+            0,
+            first,
+            [20 + i for i in range(len(layers))],
+            layers,
+            logprobs=[TokenLogprob(20 + i, -0.5) for i in range(len(layers))],
+            finish=FinishReason.LENGTH if last else None,
+            depth=depth,
+        ),
+    )
+
+
+def served(*, depths: tuple[int, int] = (4, 4), **sampling: Any) -> Choice:
+    made = choice(**sampling)
+    made.replica, made.first_token_s, made.last_token_s = "decode", 11.0, 13.0
+    say(made, 0, 8, [8])
+    say(made, 1, depths[0], [2, 4, 4])
+    say(made, 4, depths[1], [2], last=True)
+    return made
+
+
+async def sent(reports: AutoReports, cluster: FakeCluster) -> list[AutoReport]:
+    await reports.send()
+    return cluster.reports
+
+
+async def test_a_finished_request() -> None:
+    cluster = FakeCluster("quadriga-s", [1])
+    reports, made = AutoReports(cluster), served()
+    made.profile = "scout"
+    reports.ended(made, 10.0)
+    (report,) = await sent(reports, cluster)
+    assert (report.kind, report.replica) == ("finished", "scout")
+    assert report.depth_class == DepthClass("quadriga-s", 4), "the first token is prefill's"
+    assert report.exit_tokens == {4: 3, 2: 2}
+    assert (report.nll, report.scored_tokens) == (2.5, 5)
+    assert (report.ttft_s, report.decode_s) == (1.0, 2.0)
+    assert report.output_ids == tuple(made.state.output_ids), "the first greedy one is read again"
+    assert made.logprobs == [], "the client did not ask for them"
+
+
+async def test_what_was_served_at_two_depths_is_no_row_of_either() -> None:
+    cluster = FakeCluster("quadriga-s", [1])
+    reports, made = AutoReports(cluster), served(depths=(4, 8))
+    reports.admitted(made, "scout")
+    reports.ended(made, 10.0)
+    kinds = [(r.kind, r.replica) for r in await sent(reports, cluster)]
+    assert kinds == [("started", "scout"), ("lost", "scout")]
+
+
+async def test_spans_in_the_usage_and_nothing_where_depths_never_change() -> None:
+    spec = GenerateSpec(
+        "r", "quadriga-s", (Prompt([5], ""),), 1, SamplingParams(8), (), False, 0, 0.0, 9e9
+    )
+    made = served(depths=(4, 8))
+    spans = usage(Session(spec, [made], created_unix_s=0, arrived_s=0.0))["quadriga"]["spans"]
+    assert [(s["depth"], s["tokens"]) for s in spans] == [(8, 1), (4, 3), (8, 1)]
+    plain = choice()
+    plain.is_auto = False
+    say(plain, 0, 0, [8], last=True)
+    counts = usage(Session(spec, [plain], created_unix_s=0, arrived_s=0.0))
+    assert "spans" not in counts["quadriga"]
+
+
+def test_auto_means_a_choice_only_where_somebody_chooses() -> None:
+    assert not ModelDirectory([MODEL]).find("quadriga-auto").is_auto
+    directory = ModelDirectory([MODEL], chooses=True)
+    assert directory.find("quadriga-auto").is_auto and not directory.find("quadriga-s").is_auto
