@@ -178,9 +178,7 @@ class DecodeCore:
             return
         self._parked_looked_s = now_s
         full = self._replica.spec.engine.checkpoint.num_layers
-        needs = [
-            s.exits.max_depth or full for s in self.loop.running if s.exits.policy == "strict"
-        ]
+        needs = [s.exits.max_depth or full for s in self.loop.running if s.exits.policy == "strict"]
         self._strict_depth = max(needs, default=0)
         self._parked = tuple(
             ParkedSequence(s.sequence_id, s.num_tokens, s.max_total_tokens)

@@ -214,5 +214,10 @@ class FakeCluster:
             top = tuple((t, -0.5 - t / 1000) for t in range(state.sampling.num_logprobs))
             logprobs = [TokenLogprob(t, -0.5, top) for t in token_ids]
         return Emission(
-            state.sequence_id, state.epoch + moves, index, list(token_ids), [8] * len(token_ids), logprobs
+            state.sequence_id,
+            state.epoch + moves,
+            index,
+            list(token_ids),
+            [8] * len(token_ids),
+            logprobs,
         )
