@@ -127,9 +127,7 @@ class Bench:
         common = {"compile": compile, "depth": depth, "num_rows": NUM_ROWS}
         self.prefiller = NativeRunner.load(make_spec(path, exits=ExitSpec(), **common))
         self.runner = NativeRunner.load(
-            make_spec(
-                path, exits=exits, skipped_kv=mode, replay_newest=replay_newest, **common
-            )
+            make_spec(path, exits=exits, skipped_kv=mode, replay_newest=replay_newest, **common)
         )
         self.clock = ManualClock()
         self.counters = ExitCounters()
