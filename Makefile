@@ -8,7 +8,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-ray test-e2e test-clients test-deploy chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling chaos protos evaluate clean
+.PHONY: help setup serve demo test test-fast test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling chaos protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -29,13 +29,16 @@ demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop i
 test: test-fast test-ray test-e2e test-deploy ## Run every test (under 15 minutes on two cores)
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property tests/equivalence tests/architecture tests/docs tests/gpu
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/property tests/equivalence tests/architecture tests/docs tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray
-	$(BIN)/python -m pytest tests/contract tests/ray
+	$(BIN)/python -m pytest -m "not slow" tests/contract tests/ray
 
 test-e2e: setup ## The whole service: HTTP, gRPC, SDK, load generator
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest -m "not slow" tests/e2e
+
+test-slow: setup ## What `make test` leaves out: hundreds of moves, more deaths and stops (10 minutes)
+	$(BIN)/python -m pytest -m slow tests/ray tests/e2e
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
 	$(BIN)/python -m pytest tests/deploy

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 TIMEOUT_S = 500.0
 CELLS = (
@@ -16,6 +17,8 @@ CELLS = (
 )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 30)
 def test_no_stream_is_lost_doubled_or_changed() -> None:
     """At least thirty streams lose their replica; greedy and seeded, HTTP and gRPC, with exits."""
     words = [sys.executable, "-m", "loadgen", "chaos", "--streams", "24", "--runs", "2"]

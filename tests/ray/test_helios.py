@@ -114,6 +114,7 @@ def is_served(now: dict[str, Any]) -> bool:
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.slow
 async def test_profile_choose_serve_break_and_load_more(choosing: App) -> None:
     door = Door(choosing)
     door.desk.start()

@@ -108,6 +108,7 @@ def test_the_destination_dies(fragile: App, expected: list[int], point: str) -> 
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 @pytest.mark.parametrize("point", DESTINATION_POINTS)
 def test_the_destination_stops_for_a_while(fragile: App, expected: list[int], point: str) -> None:
     case = Case(fragile)
@@ -144,6 +145,7 @@ def test_the_source_dies(fragile: App, expected: list[int], point: str) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 @pytest.mark.parametrize("point", SOURCE_POINTS)
 def test_the_source_stops_for_a_while(fragile: App, expected: list[int], point: str) -> None:
     case = Case(fragile)
