@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -422,6 +425,22 @@ def test_freed_memory_holds_more_sequences(tmp_path: Path) -> None:
         assert bench.loop.depth.take(prepared) == 0
 
 
+def test_loading_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gave_up = threading.Event()
+
+    def endless(*args: Any) -> None:
+        is_over = args[-1]
+        while not is_over():
+            time.sleep(1e-3)
+        gave_up.set()
+
+    path = save_with_exits(build_deep("llama"), tmp_path, EXITS)
+    monkeypatch.setattr("quadriga.engine.depth._load", endless)
+    with pytest.raises(DeadlineExceeded, match=r"not loaded in 0\.05 s"):
+        Bench(path, 3).runner.prepare_depth(LAYERS, timeout_s=0.05)
+    assert gave_up.wait(10.0), "the thread learns that nobody waits for it"
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     path = save_with_exits(build_deep("llama"), tmp_path, EXITS)
     bench = Bench(path, 3)
@@ -432,8 +451,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for depth in (0, 2, 6):
         with pytest.raises(ConfigError, match=rf"cannot drop to fewer to {depth}; possible are 1"):
             runner.drop_to(depth)
-    with pytest.raises(DeadlineExceeded, match="not loaded in 0 s"):
-        runner.prepare_depth(LAYERS, timeout_s=0.0)
     prepared = runner.prepare_depth(LAYERS)
     bench.go(1)
     with pytest.raises(ConfigError, match="made for 3 layers; this engine holds 1"):
