@@ -75,7 +75,6 @@ def test_kv_crosses_the_network_and_answers_come_out_of_it(cluster: MultiNode) -
     assert all(a["usage"]["completion_tokens"] == 8 for a in answers)
     # Each prompt's KV is computed on one node and decoded on another.
     assert sum(received.values()) >= prompt_tokens * per_token
-    assert min(received.values()) >= per_token * prompt_tokens / NUM_REQUESTS
     page = _call(cluster, "/metrics").decode()
     fallbacks = re.findall(r"^quadriga_kv_transport_fallbacks(?:_total)?\S* (\S+)$", page, re.M)
     assert fallbacks and not any(float(value) for value in fallbacks)

@@ -10,7 +10,7 @@ import pytest
 
 from actors.lookup import scheduler_name
 from quadriga.errors import DeadlineExceeded, Overloaded, UnknownModel
-from quadriga.types import AdmitRequest, FinishReason
+from quadriga.types import AdmitRequest, ClusterView, FinishReason
 from tests.ray.apps import App
 from tests.ray.ingress import Stream, call
 
@@ -170,8 +170,15 @@ def test_overload_says_when_to_come_back(full: App) -> None:
     full.until_idle()
 
 
+def view_of(app: App) -> ClusterView:
+    view: ClusterView = call(scheduler_name(app.name), "directory")
+    return view
+
+
 def test_admitted_requests_finish_under_load(full: App) -> None:
     ingress = full.ingress()
+    # What the tests before have cancelled is in the scheduler's view until the next reports.
+    ingress.until(lambda: not any(s.num_waiting for s in view_of(full).snapshots))
     streams = [ingress.submit([5 + i] * 30, 20) for i in range(3)]
     ingress.until(lambda: all(s.first_token_s is not None for s in streams))
     streams += [ingress.submit([8 + i] * 30, 20) for i in range(4)]
