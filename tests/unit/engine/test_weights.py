@@ -173,8 +173,8 @@ def test_peak_memory_grows_with_depth(tmp_path: Path) -> None:
         peaks[depth] = int(out.stdout)
     assert peaks[1] < peaks[6] < peaks[12]
     per_layer = (peaks[12] - peaks[1]) / 11
-    # The float32 copy, the mapped file beside it, and what checking that a layer is finite takes.
-    assert 0.8 * layer_bytes < per_layer < 2.2 * layer_bytes
+    # The float32 copy, and at most the mapped file beside it.
+    assert 0.8 * layer_bytes < per_layer < 1.8 * layer_bytes
     assert peaks[1] < 4 * layer_bytes
 
 
