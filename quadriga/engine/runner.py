@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quadriga.engine.compiled import CompiledDecoder, KernelSwap
@@ -38,6 +40,8 @@ from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
 from quadriga.types import KVExtent, SampledToken, SequenceState, TokenLogprob
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -108,12 +112,29 @@ class SuspendedRow:
     """A row in host memory.
 
     Attributes:
+        extents: What KV there is.
         kv: Of each extent: [layers, 2, num_kv_heads, tokens, head_dim].
         rest: What there is beside it.
     """
 
+    extents: list[KVExtent]
     kv: list[torch.Tensor]
     rest: RowRest
+
+    def read(self, first_layer: int, num_layers: int, start: int, stop: int) -> torch.Tensor:
+        """See `Suspended.read`."""
+        last = first_layer + num_layers
+        pieces = [
+            kv[
+                max(first_layer, e.first_layer) - e.first_layer : last - e.first_layer,
+                ...,
+                start:stop,
+                :,
+            ]
+            for e, kv in zip(self.extents, self.kv, strict=True)
+            if e.first_layer < last and e.stop_layer > first_layer
+        ]
+        return torch.cat(pieces)
 
 
 class NativeRunner:
@@ -380,14 +401,44 @@ class NativeRunner:
         if self._skipped is not None:
             if self._skipped.may_owe:
                 self._repay_before(rows, stop)
-            self._skipped.enter(decoder, indices, where, first, stop)
         batch = decoder.plan_tokens(indices, where)
         x = decoder.embed(token_ids, batch) if not first else self._hidden.index_select(0, at_rows)
-        first_layer = self._ends[first - 1] if first else 0
-        x = decoder.run_layers(x, batch, first_layer, self._ends[stop - 1])
+        if self._skipped is None:
+            x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
+        else:
+            for stretch in self._skipped.stretches(indices, where, first, stop):
+                x = self._run_stretch(self._skipped, x, batch, indices, where, *stretch)
         if stop < len(self._ends) or self._may_deepen:
             self._hidden.index_copy_(0, at_rows, x)
         return x
+
+    def _run_stretch(
+        self,
+        skipped: SkippedKVStore,
+        x: torch.Tensor,
+        batch: Any,
+        rows: Ints,
+        positions: Ints,
+        first: int,
+        stop: int,
+    ) -> torch.Tensor:
+        """Run segments [first, stop) for tokens, and for what they carry along: [n, hidden]."""
+        decoder, count = self._decoder, len(x)
+        went = skipped.enter(decoder, rows, positions, first, stop)
+        if went is not None:
+            batch = decoder.plan_tokens(
+                np.concatenate([rows, went.rows]), np.concatenate([positions, went.positions])
+            )
+            x = torch.cat([x, went.states])
+        x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
+        if went is not None:
+            skipped.carried(went, x[count:], stop)
+            x = x[:count]
+        return x
+
+    def _layers_of(self, first: int, stop: int) -> tuple[int, int]:
+        """Layers [begin, end) of segments [first, stop)."""
+        return self._ends[first - 1] if first else 0, self._ends[stop - 1]
 
     @property
     def num_filled(self) -> int:
@@ -431,21 +482,23 @@ class NativeRunner:
     @torch.inference_mode()
     def suspend(self, row: int) -> SuspendedRow:
         """See `ModelRunner.suspend`."""
+        extents = self.extents(row)
         kv = [
             self._cache.read(
                 row, e.first_layer, e.stop_layer - e.first_layer, 0, e.num_tokens
             ).cpu()
-            for e in self.extents(row)
+            for e in extents
         ]
-        suspended = SuspendedRow(kv, self.read_rest(row))
+        suspended = SuspendedRow(extents, kv, self.read_rest(row))
         self.detach(row)
         return suspended
 
     @torch.inference_mode()
     def restore(self, row: int, state: SequenceState, suspended: SuspendedRow) -> None:
         """See `ModelRunner.restore`."""
-        for begin, kv in zip((0, *self._ends), suspended.kv, strict=False):
-            self.write_kv(row, begin, 0, kv)
+        for extent, kv in zip(suspended.extents, suspended.kv, strict=True):
+            if extent.first_layer < self.num_layers:
+                self.write_kv(row, extent.first_layer, 0, kv)
         self.resume(row, state, suspended.rest)
 
     def extents(self, row: int) -> list[KVExtent]:
@@ -471,15 +524,19 @@ class NativeRunner:
         )
 
     @torch.inference_mode()
-    def resume(self, row: int, state: SequenceState, rest: RowRest) -> None:
+    def resume(
+        self, row: int, state: SequenceState, rest: RowRest, depth: int | None = None
+    ) -> None:
         """See `ModelRunner.resume`."""
         if (rest.skipped is None) != (self._skipped is None):
             raise InvariantViolation("a row with exits cannot go on in one without, nor one back")
+        if self._skipped is not None and rest.skipped is not None:
+            self._skipped.check_segments(rest.skipped, depth)
         self.attach(row, state)
         self._positions[row] = rest.position
         self._hidden[row] = rest.hidden.tensor(self._device)
         if self._skipped is not None and rest.skipped is not None:
-            self._skipped.restore(row, rest.skipped, self._fastest())
+            self._skipped.restore(row, rest.skipped, self._fastest(), depth)
 
     def read_kv(
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int

@@ -15,6 +15,8 @@ sequences of the pass together:
 - `replay`: the layers themselves, run on the hidden states: exact, and the whole work.
 
 With `linear` and `project` the newest few of the missing positions may be replayed all the same.
+Replayed positions are *carried*: they are rows of the very pass whose token wants them, so that
+where weights' bytes decide what a pass takes they cost next to nothing.
 
 A replica may load deeper layers later. Then every token so far has skipped those: the same thing,
 as far as hidden states were kept. Where none were (the prompt was computed elsewhere, or more
@@ -38,7 +40,6 @@ import torch
 from quadriga.engine.host_tensor import HostTensor
 from quadriga.engine.kv_cache import KV_BLOCK, KVCache
 from quadriga.engine.models.decoder import AnyDecoder
-from quadriga.engine.models.layers import Span
 from quadriga.engine.row_states import RowStates
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.exits import MAX_LAYERS, SkippedKV
@@ -57,6 +58,20 @@ class SuspendedSkips:
     base: int
     depths: npt.NDArray[np.uint8]
     states: HostTensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Skipped positions that go through layers beside the tokens that will look at them.
+
+    Attributes:
+        rows, positions: int64 [n].
+        states: [n, hidden], as they were left before those layers.
+    """
+
+    rows: Ints
+    positions: Ints
+    states: torch.Tensor
 
 
 class SkippedKVStore:
@@ -267,18 +282,41 @@ class SkippedKVStore:
             states,
         )
 
-    def restore(self, row: int, suspended: SuspendedSkips, decoder: AnyDecoder) -> None:
+    def check_segments(self, suspended: SuspendedSkips, depth: int | None = None) -> int:
+        """Return how many segments a copy has that there are here as well, the first ones.
+
+        Args:
+            depth: Layers whose KV is here; None for all.
+
+        Raises: InvariantViolation: It comes from other segments.
+        """
+        theirs = suspended.ends
+        came = [end for end in theirs if depth is None or end <= depth]
+        common = min(len(came), len(self._ends))
+        if not common or theirs[:common] != self._ends[:common]:
+            raise InvariantViolation(
+                f"a row of segments that end at {theirs} layers cannot go on in one of "
+                f"{self._ends}, of which {depth or theirs[-1]} layers came"
+            )
+        return common
+
+    def restore(
+        self,
+        row: int,
+        suspended: SuspendedSkips,
+        decoder: AnyDecoder,
+        depth: int | None = None,
+    ) -> None:
         """Put a copy into a row that was just started and whose KV is there.
 
         It may come from another depth, where the segments begin alike.
 
+        Args:
+            depth: Layers whose KV is here, an exit; None for all that were there.
+
         Raises: InvariantViolation: It comes from other segments.
         """
-        theirs, common = suspended.ends, min(len(suspended.ends), len(self._ends))
-        if theirs[:common] != self._ends[:common]:
-            raise InvariantViolation(
-                f"a row of segments that end at {theirs} layers cannot go on in one of {self._ends}"
-            )
+        theirs, common = suspended.ends, self.check_segments(suspended, depth)
         self._filled[row] = 0
         self._filled[row, :common] = suspended.filled[:common]
         self._base[row] = suspended.base
@@ -294,9 +332,9 @@ class SkippedKVStore:
             if self.keeps_states:
                 self._forget(row, min(num_tokens - 1, int(suspended.filled[common])))
             depths = self._depths[row]
-            depths[(depths > self._ends[-1]) & (depths <= MAX_LAYERS)] = _COMPLETE
-        elif len(self._ends) > common:
-            self._deepen(row, theirs, num_tokens - 1)
+            depths[(depths > self._ends[common - 1]) & (depths <= MAX_LAYERS)] = _COMPLETE
+        if len(self._ends) > common:
+            self._deepen(row, theirs[:common], num_tokens - 1)
         self.may_owe = self.may_owe or self._owes(row)
 
     def _unalias(self, row: int) -> None:
@@ -330,29 +368,57 @@ class SkippedKVStore:
         self._states.put(rows, positions - self._base[rows], states)
         self.copied_bytes += states.numel() * states.element_size()
 
+    def stretches(
+        self, rows: Ints, positions: Ints, first: int, stop: int
+    ) -> list[tuple[int, int]]:
+        """Ranges of segments in [first, stop) in which the rows lack the same positions.
+
+        To be entered and run one after the other; the first segment of all lacks nothing.
+
+        Args:
+            positions: Of the tokens whose pass it is.
+        """
+        inner = max(1, first)
+        if stop <= inner:
+            return [(first, stop)]
+        filled = self._filled[rows, inner:stop]
+        if not first and (filled >= positions[:, None]).all():
+            return [(0, stop)]
+        if stop - inner > 1 and (filled != filled[:, :1]).any():
+            ranges = [(s, s + 1) for s in range(inner, stop)]
+        else:
+            ranges = [(inner, stop)]
+        return ranges if first else [(0, 1), *ranges]
+
     def enter(
         self, decoder: AnyDecoder, rows: Ints, positions: Ints, first: int, stop: int
-    ) -> None:
-        """Fill in what the tokens at (rows, positions) will attend to in segments [first, stop).
+    ) -> Carried | None:
+        """Fill in what the tokens at (rows, positions) will attend to in a stretch [first, stop).
 
         Call it before their pass; the pass itself computes the positions given.
+
+        Returns:
+            What the pass must compute as well, and `carried` take afterwards.
         """
-        if stop <= 1:
-            if len(self._ends) == 1 and not self.keeps_last:
-                self._base[rows] = positions + 1
-            return
-        first = max(1, first)
-        filled = self._filled[rows, first:stop]
-        missing = np.maximum(positions[:, None] - filled, 0)  # a pass may be run again
-        if (filled == filled[:, :1]).all():  # all segments lack the same: one go for all of them
-            self._fill(decoder, first, stop, rows, filled[:, 0], missing[:, 0])
-        else:
-            for i in range(stop - first):
-                at = first + i
-                self._fill(decoder, at, at + 1, rows, filled[:, i], missing[:, i])
-        self._filled[rows, first:stop] = positions[:, None] + 1
+        found = None
+        inner = max(1, first)
+        if stop > inner:
+            starts = self._filled[rows, inner]
+            counts = np.maximum(positions - starts, 0)  # a pass may be run again
+            if counts.any():
+                found = self._fill(decoder, inner, stop, rows, starts, counts)
+            self._filled[rows, inner:stop] = positions[:, None] + 1
         if stop == len(self._ends) and not self.keeps_last:
             self._base[rows] = positions + 1
+        return found
+
+    def carried(self, went: Carried, states: torch.Tensor, stop: int) -> None:
+        """Positions went along up to segment `stop` and came out with these states, [n, hidden]."""
+        if stop == len(self._ends) and not self.keeps_last:
+            return  # nothing will ask for them again
+        self._states.put(went.rows, went.positions - self._base[went.rows], states)
+        if self.mode != "replay":
+            self._depths[went.rows, went.positions] = self._ends[stop - 1]
 
     def kept_bytes(self) -> int:
         """Bytes of hidden states that a deeper pass may still want."""
@@ -370,26 +436,27 @@ class SkippedKVStore:
 
     def _fill(
         self, decoder: AnyDecoder, begin: int, end: int, rows: Ints, starts: Ints, counts: Ints
-    ) -> None:
+    ) -> Carried | None:
         """Give segments [begin, end) their KV at positions [starts, starts + counts)."""
-        some = np.flatnonzero(counts)
-        if not some.size or (self.mode == "alias" and decoder.reads_depths):
-            return
-        if some.size < rows.size:
-            rows, starts, counts = rows[some], starts[some], counts[some]
+        if self.mode == "alias" and decoder.reads_depths:
+            return None
         first, stop = self._ends[begin - 1], self._ends[end - 1]
         self.num_filled += int(counts.sum()) * (end - begin)
         if self.mode == "replay":
-            self._replay(decoder, rows, starts, counts, first, stop)
-            return
-        newest = np.zeros_like(counts)
-        if self._replay_newest:
-            newest = self._as_they_left(rows, starts + counts, counts, first)
-        at_rows, at_positions = _spread(rows, starts, counts - newest)
-        if at_rows.size:
-            self._make_up(decoder, at_rows, at_positions, first, stop)
-        if newest.any():
-            self._replay(decoder, rows, starts + counts - newest, newest, first, stop)
+            return self._carry(rows, starts, counts)
+        if not self._replay_newest:
+            self._make_up(decoder, *_spread(rows, starts, counts), first, stop)
+            return None
+        newest = self._as_they_left(rows, starts + counts, counts, first)
+        older = counts - newest
+        if older.any():
+            self._make_up(decoder, *_spread(rows, starts, older), first, stop)
+        return self._carry(rows, starts + older, newest) if newest.any() else None
+
+    def _carry(self, rows: Ints, starts: Ints, counts: Ints) -> Carried:
+        at_rows, at_positions = _spread(rows, starts, counts)
+        states = self._states.take(at_rows, at_positions - self._base[at_rows])
+        return Carried(at_rows, at_positions, states)
 
     def _make_up(
         self, decoder: AnyDecoder, rows: Ints, positions: Ints, first: int, stop: int
@@ -400,9 +467,7 @@ class SkippedKVStore:
         elif self.mode == "project":
             self._project(decoder, rows, positions, first, stop, self._ends[0])
         else:
-            depths = self._depths[rows, positions]
-            for depth in np.unique(depths).tolist():
-                of = np.flatnonzero(depths == depth)
+            for depth, of in _by_depth(self._depths[rows, positions]):
                 self._project(decoder, rows[of], positions[of], first, stop, depth)
 
     def _as_they_left(self, rows: Ints, stops: Ints, counts: Ints, first: int) -> Ints:
@@ -418,27 +483,6 @@ class SkippedKVStore:
         found: Ints = np.cumprod(can, axis=1).sum(axis=1)
         return found
 
-    def _replay(
-        self, decoder: AnyDecoder, rows: Ints, starts: Ints, counts: Ints, first: int, stop: int
-    ) -> None:
-        """Run positions [starts, starts + counts) through layers [first, stop)."""
-        some = np.flatnonzero(counts)
-        rows, starts, counts = rows[some], starts[some], counts[some]
-        at_rows, at_positions = _spread(rows, starts, counts)
-        slots = at_positions - self._base[at_rows]
-        states = self._states.take(at_rows, slots)
-        ends = np.cumsum(counts)
-        spans = [
-            Span(row, end - count, end, start)
-            for row, start, count, end in zip(
-                rows.tolist(), starts.tolist(), counts.tolist(), ends.tolist(), strict=True
-            )
-        ]
-        states = decoder.run_layers(states, decoder.plan(spans), first, stop)
-        self._states.put(at_rows, slots, states)
-        if self.mode != "replay":
-            self._depths[at_rows, at_positions] = stop
-
     def _project(
         self, decoder: AnyDecoder, rows: Ints, positions: Ints, first: int, stop: int, depth: int
     ) -> None:
@@ -448,10 +492,16 @@ class SkippedKVStore:
 
     def _copy(self, rows: Ints, positions: Ints, first: int, stop: int) -> None:
         """Copy K and V of the deepest layer that was run into layers [first, stop)."""
-        depths = self._depths[rows, positions]
-        for depth in np.unique(depths).tolist():
-            chosen = depths == depth
-            self._cache.copy_layers(rows[chosen], positions[chosen], depth - 1, first, stop)
+        for depth, of in _by_depth(self._depths[rows, positions]):
+            self._cache.copy_layers(rows[of], positions[of], depth - 1, first, stop)
+
+
+def _by_depth(depths: npt.NDArray[np.uint8]) -> list[tuple[int, Ints | slice]]:
+    """Layers run → which of the positions; mostly one for all of them."""
+    found = np.flatnonzero(np.bincount(depths)).tolist()
+    if len(found) == 1:
+        return [(found[0], slice(None))]
+    return [(depth, np.flatnonzero(depths == depth)) for depth in found]
 
 
 def _spread(rows: Ints, starts: Ints, counts: Ints) -> tuple[Ints, Ints]:

@@ -1,9 +1,9 @@
 """The two members of the bundled family: shapes, exits, training recipe."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from quadriga.training.tasks import TASKS
+from quadriga.training.tasks import DEFAULT_MIX, TASKS
 from quadriga.training.tokenizer import MAX_POSITIONS
 
 
@@ -92,8 +92,8 @@ FAMILY: dict[str, Member] = {
             curriculum=((0, 0.2), (800_000, 0.5), (2_400_000, 1.0)),
             seed=11,
         ),
-        exit_threshold=0.99,
-        replay_newest=4,
+        exit_threshold=0.995,
+        replay_newest=0,
     ),
     "quadriga-l": Member(
         "quadriga-l",
@@ -116,6 +116,11 @@ FAMILY: dict[str, Member] = {
             exit_weights=(0.1, 0.5),
         ),
         exit_threshold=0.98,
-        replay_newest=8,
+        replay_newest=2,
     ),
 }
+
+
+def on_equal_mix(member: Member) -> Member:
+    """A member that sees every task alike: two of them are the control for the skewed mixes."""
+    return replace(member, recipe=replace(member.recipe, mix=dict(DEFAULT_MIX)))

@@ -21,6 +21,8 @@ from tests.deploy.charts import CHART
 
 MODEL = "quadriga-s"
 NUM_REQUESTS = 12
+MAX_SLOTS = 8  # fewer than the requests, so that one decode node cannot hold them all
+NUM_OUTPUT = 100
 FLOAT32_BYTES = 4
 
 
@@ -50,7 +52,12 @@ def cluster() -> Iterator[MultiNode]:
     reason = why_not_here()
     if reason is not None:
         pytest.skip(f"no network namespaces: {reason}")
-    with MultiNode(config={"engine.compile": "off", "transport.kind": "gloo"}) as running:
+    config = {
+        "engine.compile": "off",
+        "transport.kind": "gloo",
+        "decode.max_slots": str(MAX_SLOTS),
+    }
+    with MultiNode(config=config) as running:
         yield running
 
 
@@ -72,9 +79,10 @@ def test_kv_crosses_the_network_and_answers_come_out_of_it(cluster: MultiNode) -
     prompt_tokens = sum(a["usage"]["prompt_tokens"] for a in answers)
     checkpoint = read_checkpoint(MODEL)
     per_token = checkpoint.kv_bytes_per_token(checkpoint.num_layers, FLOAT32_BYTES)
-    assert all(a["usage"]["completion_tokens"] == 8 for a in answers)
+    assert all(a["usage"]["completion_tokens"] == NUM_OUTPUT for a in answers)
     # Each prompt's KV is computed on one node and decoded on another.
     assert sum(received.values()) >= prompt_tokens * per_token
+    assert min(received.values()) >= prompt_tokens / NUM_REQUESTS * per_token, "all on one node"
     page = _call(cluster, "/metrics").decode()
     fallbacks = re.findall(r"^quadriga_kv_transport_fallbacks(?:_total)?\S* (\S+)$", page, re.M)
     assert fallbacks and not any(float(value) for value in fallbacks)
@@ -96,7 +104,7 @@ def _complete(cluster: MultiNode, index: int) -> dict[str, Any]:
     body = {
         "model": MODEL,
         "prompt": f"Sort: {numbers}\n",
-        "max_tokens": 8,
+        "max_tokens": NUM_OUTPUT,
         "ignore_eos": True,
     }
     answer: dict[str, Any] = json.loads(_call(cluster, "/v1/completions", body))

@@ -86,6 +86,7 @@ class Replica:
             parks_strict=True,
         )
         self.allowed: dict[tuple[str, int], set[int]] = {}  # token → how deep its row could go then
+        self.last_depth: dict[str, int] = {}  # also of one whose row is paused away
         self.finished: set[str] = set()
 
     def join(self, state: SequenceState) -> bool:
@@ -113,12 +114,11 @@ class Replica:
         """Remember what a step or a change let out; in it a debt may have been paid, or come."""
         now = self.depths()
         for e in emissions:
-            seen = [d[e.sequence_id] for d in (depth_of, now) if e.sequence_id in d]
-            # One that came back from a pause and ended in this very step had its row in between.
-            depths = {*(seen or ALL_ENDS), self.runner.num_layers}
-            self.allowed[e.sequence_id, e.first_index] = depths
+            seen = {d[e.sequence_id] for d in (self.last_depth, depth_of, now) if e.sequence_id in d}
+            self.allowed[e.sequence_id, e.first_index] = seen | {self.runner.num_layers}
             if e.finish is not None:
                 self.finished.add(e.sequence_id)
+        self.last_depth |= depth_of | now
         self.loop.check()
 
     def go(self, depth: int) -> bool:

@@ -175,9 +175,9 @@ def _play(table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[
     stops = [*(e + 1 for e in exits), table.num_segments]
     times = [table.line(0, stops[0])]
     times += [table.line(stop, after) for stop, after in pairwise(stops)]
-    # What a token that leaves behind each stage will cost once its KV is wanted: where it falls
-    # due is not played, only that it does.
-    skip_s = [table.skip_s * (table.num_segments - stop) for stop in stops]
+    # Who leaves owes the KV of the stages behind; whoever runs one of them pays for its own sequence.
+    fill_s = [0.0, *(table.skip_s * (b - a) for a, b in pairwise((*stops, table.num_segments)))]
+    debts_s = [0.0] * len(times)
     shares = _shares(demand, exits)
     draws = iter(_DRAWS)
     front, waiting = demand.running, [0] * len(exits)
@@ -196,11 +196,14 @@ def _play(table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[
             batch, oldest_s, front = front, front_since_s, 0
         else:
             batch, oldest_s, waiting[stage] = waiting[stage], since_s[stage], 0
-        now_s += times[stage + 1][batch]
+        paid_s = debts_s[stage + 1] * batch / demand.running
+        debts_s[stage + 1] -= paid_s
+        now_s += times[stage + 1][batch] + paid_s
         leaves = batch if stage == last else _drawn(next(draws), batch, shares[stage + 1])
         if leaves:
             tokens += leaves
-            now_s += leaves * skip_s[stage + 1]
+            for behind in range(stage + 2, len(times)):
+                debts_s[behind] += leaves * fill_s[behind]
             if turn >= _WARM_UP:
                 gaps.append((now_s - oldest_s, leaves))
             front_since_s = min(front_since_s, now_s) if front else now_s

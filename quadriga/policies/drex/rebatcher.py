@@ -81,6 +81,7 @@ class DrexRebatcher:
         self._tokens_each = 0.0
         self._gaps: dict[int, float] = {}
         self._skipped = self._filled = _SKIPPED_PRIOR  # of late
+        self._filled_each = [0.0] * num_exits  # recent, per row that goes on behind each exit
         self._is_flush = False  # the pass under way is for rows that waited, not for a whole group
 
     def resized(self, before: Sequence[int], ends: Sequence[int]) -> DrexRebatcher:
@@ -96,6 +97,7 @@ class DrexRebatcher:
         other._left_by[:common] = self._left_by[:common]
         other._times_seen[:common] = self._times_seen[:common]
         other._flush_rows[:common] = self._flush_rows[:common]
+        other._filled_each[:common] = self._filled_each[:common]
         return other
 
     @property
@@ -171,7 +173,10 @@ class DrexRebatcher:
         self._idle_since_s = self._pass_from_s + seconds
         if ran.first == 0:
             self._last_front_s = seconds
-        elif self._is_flush:
+        else:
+            each = self._filled_each[ran.first - 1]
+            self._filled_each[ran.first - 1] += _RATE * (filled / count - each)
+        if ran.first and self._is_flush:
             self._counters.realised_profit_s -= seconds
             rows = self._flush_rows[ran.first - 1]
             self._flush_rows[ran.first - 1] += (_RATE if rows else 1.0) * (count - rows)
@@ -199,6 +204,7 @@ class DrexRebatcher:
         stage_s = self.costs.forecast_s(
             exit_index + 1, self.costs.num_segments, waiting.count, waiting.num_tokens, tests=False
         )
+        stage_s += waiting.count * self._filled_each[exit_index] * self.costs.fill_s
         return now_s + self._last_front_s + stage_s + self.overhead_s > waiting.least_deadline_s
 
     def _front_range(self, front: Waiting, waiting: Sequence[Waiting]) -> Range:
