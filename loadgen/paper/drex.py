@@ -30,6 +30,7 @@ from quadriga.exits import SkippedKV
 from quadriga.policies.rebatchers import POLICIES
 
 _LESS_SURE = 0.9  # beside the model's own threshold
+_QUICK = ("drex", "lazy", "off")  # the policies that keep the answers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", nargs="+", type=whole(1), default=[4, 8, 16, 32, 64])
     parser.add_argument("--threshold", nargs="+", type=float, default=[], metavar="T",
                         help=f"default: the model's own, and {_LESS_SURE}")  # fmt: skip
-    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=[],
+                        help="default: all; with --quick, those that keep the answers")  # fmt: skip
     parser.add_argument("--fill", nargs="+", choices=get_args(SkippedKV), default=[],
                         help="default: the service's choice; with --quality, all")  # fmt: skip
     parser.add_argument("--replay-newest", type=whole(0), metavar="N",
@@ -64,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         return run_quality(args)
     console = Console(stderr=True)
     if args.quick:
-        args.batch, args.rounds = [8, 32], 1
+        args.batch, args.rounds = [8, 32], 3
+    policies = args.policy or (_QUICK if args.quick else POLICIES)
     kept = read_rows(args.out / "drex.json") if args.keep else []
     rows: list[Measured] = []
     for model in args.model:
@@ -82,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
                 clock=SystemClock() if args.clock == "wall" else ProcessorClock(),
                 say=console.print,
             )
-            rows += bench.measure(args.policy, thresholds, args.rounds)
+            rows += bench.measure(policies, thresholds, args.rounds)
             if not args.quick or batch == max(args.batch):
-                rows += bench.measure_modelled(args.policy, own)
+                rows += bench.measure_modelled(policies, own)
     measured = {row.setting.model for row in rows}
     rows += [row for row in kept if row.setting.model not in measured]
     print_table(rows, Console(width=220))
