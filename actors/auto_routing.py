@@ -101,12 +101,42 @@ class AutoRouter:
         others = [s for s in snapshots if s.info.name not in route.scouts]
         way = Way(None, request.needs_depth)
         if request.model != AUTO_MODEL:
-            return request, others, way
+            return request, self._deep_enough(request, others, snapshots), way
         for depth_class in route.serve:
             of_model = [s for s in others if s.info.depth_class.model == depth_class.model]
             if {s.info.role for s in of_model} == {*Role}:
-                return replace(request, model=depth_class.model), of_model, way
+                chosen = replace(request, model=depth_class.model)
+                return chosen, self._deep_enough(chosen, of_model, snapshots), way
         raise Unavailable("no model is ready; retry shortly", retry_after_s=1.0)
+
+    @staticmethod
+    def _deep_enough(
+        request: AdmitRequest,
+        serving: list[ReplicaSnapshot],
+        snapshots: Sequence[ReplicaSnapshot],
+    ) -> list[ReplicaSnapshot]:
+        """Those that may take a request; of prefill replicas the deepest, where it is strict.
+
+        Nothing tests a prompt's own token. Where too few layers are loaded everywhere, it waits at
+        a replica that serves until they are.
+
+        Args:
+            snapshots: Of all replicas, scouts included, which may be deeper.
+        """
+        if not request.needs_depth:
+            return serving
+        layers = {
+            s.info.name: min(s.info.depth_class.depth, request.needs_depth)
+            for s in snapshots
+            if s.info.role is Role.PREFILL
+            and s.info.depth_class.model == request.model
+            and not s.draining
+        }
+        most = max(layers.values(), default=0)
+        deepest = [s for s in snapshots if layers.get(s.info.name) == most]
+        rest = [s for s in serving if s.info.role is not Role.PREFILL]
+        # Where a scout has no more layers than those that serve, it is left alone.
+        return rest + ([s for s in deepest if s in serving] or deepest)
 
     def admitted(self, request: AdmitRequest, way: Way, admission: Admission) -> Admission:
         """Note a sequence's way; returns the admission with what its ingress must know."""

@@ -18,6 +18,8 @@ from actors.fleet import Fleet, Key, Phase
 from actors.fleet_metrics import FleetMetrics
 from actors.helios import HeliosControl
 from actors.helios_setup import HeliosSetup, set_up
+from actors.ingress_watch import IngressWatch
+from actors.ingress_watch import end as end_ingress
 from actors.lifecycle import (
     controller_name,
     end_this_actor,
@@ -81,6 +83,7 @@ class Controller:
         self._saving = asyncio.Lock()
         self._kept_s = self._clock.now_s()
         self._scheduler_heard_s = self._clock.now_s()
+        self._ingresses = IngressWatch()
         self._wake = asyncio.Event()
         self._desired: Desired | None = None
         self._helios: HeliosControl | None = None
@@ -108,9 +111,14 @@ class Controller:
             await asyncio.to_thread(kept.save, self._app, "desired", text)
         self._apply(desired)
 
-    async def ingress_heartbeat(self, ingress_id: str) -> None:
-        """A sign of life of an ingress; the whole application lives by it."""
+    async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
+        """A sign of life of an ingress; the whole application lives by it.
+
+        Args:
+            actor: Serve's, in which it runs.
+        """
         self._heard_s = self._clock.now_s()
+        self._ingresses.hear(actor, self._heard_s)
 
     async def push_metrics(self, source: str, families: bytes) -> None:
         """Take a process's metrics, as `quadriga.metrics.Registry.snapshot` packs them."""
@@ -207,6 +215,8 @@ class Controller:
                 logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
             if self._clock.now_s() - self._kept_s > KEEP_METRICS_S:
                 background(self._keep_metrics())
+            for actor in self._ingresses.hung(self._clock.now_s()):
+                background(end_ingress(actor))
             orphan_s = self._fleet.lifecycle.orphan_timeout_s
             if self._ingress_age_s() > orphan_s:
                 await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
@@ -312,7 +322,8 @@ class Controller:
             if outdated and may_go:
                 self._fleet.retire(outdated[0], "its configuration has changed")
         for member in list(self._fleet.members.values()):
-            if member.key not in places:
+            # One that was adopted and has not answered yet may be a place that scaling added.
+            if member.key not in places and member.fingerprint is not None:
                 self._fleet.retire(member, "the configuration asks for fewer")
 
     async def _configure_scheduler(self, desired: Desired) -> None:

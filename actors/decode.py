@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Container, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.forecasting import Forecasting, load_lengths
@@ -32,6 +33,7 @@ from quadriga.types import (
     LengthOutcome,
     MigrationOrder,
     MigrationReport,
+    Orphan,
     RelayMemory,
     ReplicaInfo,
     ReplicaSnapshot,
@@ -71,7 +73,6 @@ class DecodeCore:
         self._skipped = skipped
         self.runner = runner
         self._replica = replica
-        self._num_steps = 0
         counters = ExitCounters()
         costs = calibrate(runner, replica.clock, max_rows=spec.num_rows)
         self.loop = DecodeLoop(
@@ -128,7 +129,6 @@ class DecodeCore:
 
     def step(self) -> None:
         has_work = self.loop.has_work
-        self._num_steps += has_work
         self._began_s = self._replica.clock.now_s()
         emissions = self.loop.step()
         if has_work:
@@ -205,7 +205,7 @@ class DecodeCore:
                 reserved_tokens=loop.slots.reserved_tokens,
                 tokens_per_s=loop.tokens_per_s,
                 step_time_s=loop.step_time_s,
-                num_steps=self._num_steps,
+                steps=replace(loop.meter.totals),
                 exits=self._exit_counters(),
                 num_at_exits=tuple(loop.num_waiting_at_exits),
                 num_paused=loop.num_paused,
@@ -238,7 +238,7 @@ class DecodeCore:
 class DecodeReplica(Replica[DecodeCore]):
     """Ray actor; see `Replica` for the calls that both roles answer."""
 
-    BATCHED = frozenset({"reserve", "commit"})
+    BATCHED = frozenset({"reserve", "commit", "claimed"})
     reply_spacing_s = 0.0005
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
@@ -256,7 +256,7 @@ class DecodeReplica(Replica[DecodeCore]):
             self,
             self.clock,
             transports,
-            any_depth=self.config.helios.enabled,
+            any_depth=bool(self.spec.engine.exit_plan.layers),
         )
         return self.receiver
 
@@ -320,6 +320,45 @@ class DecodeReplica(Replica[DecodeCore]):
     async def step_phase(self) -> StepPhase:
         """Where this replica is in its steps: when a moving sequence could join best."""
         return self.engine.require_core().phase()
+
+    # RPC: sequences whose ingress is gone
+
+    async def claimed(self, claims: Sequence[str]) -> list[Orphan]:
+        """Which of these sequences run here, none of them on its way elsewhere."""
+
+        def find(core: DecodeCore) -> list[Orphan]:
+            return [
+                Orphan(state.claim, self.name, state.sequence_id, state.epoch)
+                for state in core.loop.running
+                if state.claim and state.claim in claims
+            ]
+
+        found = await self.engine.call(find)
+        return [o for o in found if o.sequence_id not in self.leaving()]
+
+    async def adopt(self, sequence_id: str, ingress_id: str) -> bool:
+        """Tell another ingress of a sequence from now on, and first all that it has said so far.
+
+        Returns:
+            Whether it runs here; one that is on its way elsewhere does not.
+        """
+        self.mail.expect(ingress_id)
+
+        def adopt(core: DecodeCore) -> bool:
+            state = next((s for s in core.loop.running if s.sequence_id == sequence_id), None)
+            if state is None or sequence_id in self.leaving():
+                return False
+            state.ingress_id = ingress_id
+            said = Emission(
+                sequence_id,
+                state.epoch,
+                token_ids=list(state.output_ids),
+                exit_layers=list(state.exit_layers),
+            )
+            self.post(self.mail.put, [(ingress_id, said)])
+            return True
+
+        return await self.engine.call(adopt)
 
     # RPC: the giving side
 

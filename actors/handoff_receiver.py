@@ -10,9 +10,10 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.kv_transport.payload import checksum
+from actors.kv_transport.payload import checksum, unpack
 from actors.tasks import background
 from quadriga.batching.handoff import Lease, LeaseState, LeaseTable
 from quadriga.clock import Clock
@@ -113,13 +114,17 @@ class HandoffReceiver:
         """Verify that everything is there and let the sequence run; may be repeated.
 
         Args:
-            resume: Where it stood, if it was decoding.
+            resume: Where it stood, if it was decoding; with the last of its KV, maybe.
 
         Raises:
             MigrationFailed: Unknown, ended, stale, incomplete, incoherent or corrupt.
+            KVTransportError: The KV that came with it does not belong there.
         """
         task = self._commits.get(transfer_id)
         if task is None:
+            if resume is not None and resume.last_kv:
+                self._store_last(transfer_id, resume.last_kv)
+                resume = replace(resume, last_kv=())
             with self._lock:
                 # The newest token has no KV yet: it is the next step's input.
                 lease = self._table.commit(
@@ -135,6 +140,28 @@ class HandoffReceiver:
             self._commits[transfer_id] = task
             task.add_done_callback(lambda _: self._commits.pop(transfer_id, None))
         await asyncio.shield(task)
+
+    def _store_last(self, transfer_id: str, last_kv: Sequence[tuple[KVPart, bytes]]) -> None:
+        """Write the KV that came with a commit; nothing where the transfer is over already."""
+        with self._lock:
+            lease = self._table.get(transfer_id)
+        if lease is None:
+            return
+        for part, data in last_kv:
+            if part.transfer_id != transfer_id:
+                raise KVTransportError(
+                    f"a part of {part.transfer_id} came with the commit of {transfer_id}",
+                    code="refused",
+                )
+            try:
+                self.accept(lease.offer.source, part)
+                self.store(lease.offer.source, part, unpack(part, data))
+            except KVTransportError:
+                raise
+            except QuadrigaError as exc:  # of the row: no memory, or the engine is over
+                raise KVTransportError(
+                    f"the last KV of {transfer_id} was not written: {exc.message}"
+                ) from exc
 
     async def _join(self, lease: Lease, state: SequenceState, resume: ResumePoint | None) -> None:
         try:

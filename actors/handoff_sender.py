@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.batches import CallBatcher
 from actors.calls import call
-from actors.kv_transport.payload import checksum
+from actors.kv_transport.payload import checksum, pack, to_host
 from actors.tasks import background
 from quadriga.batching.handoff import LeaseState
 from quadriga.batching.lengths import remaining_of
@@ -64,6 +64,7 @@ class OutgoingTransfer:
         self._calls = calls
         self._deadline_s = deadline_s
         self._checksums: list[int] = []
+        self._carried: list[tuple[KVPart, bytes]] = []
         self._renewing = asyncio.create_task(self._renew())
 
     async def send(
@@ -77,7 +78,21 @@ class OutgoingTransfer:
         Raises:
             KVTransportError: It did not arrive within the deadline, or is not wanted any more.
         """
-        part = KVPart(
+        part = self._next_part(first_layer, start, kv)
+        await self._transport.send(
+            self.peer.name, part, kv, deadline_s=deadline_s or self._deadline_s
+        )
+        self._checksums.append(part.checksum)
+
+    def carry(self, first_layer: int, start: int, kv: torch.Tensor) -> None:
+        """Send KV with the commit instead of before it; nothing can be sent afterwards."""
+        kv = to_host(kv)
+        part = self._next_part(first_layer, start, kv)
+        self._carried.append((part, pack(kv)))
+        self._checksums.append(part.checksum)
+
+    def _next_part(self, first_layer: int, start: int, kv: torch.Tensor) -> KVPart:
+        return KVPart(
             transfer_id=self.offer.transfer_id,
             index=len(self._checksums),
             first_layer=first_layer,
@@ -88,10 +103,6 @@ class OutgoingTransfer:
             dtype=str(kv.dtype).removeprefix("torch."),
             checksum=checksum(kv),
         )
-        await self._transport.send(
-            self.peer.name, part, kv, deadline_s=deadline_s or self._deadline_s
-        )
-        self._checksums.append(part.checksum)
 
     async def commit(
         self,
@@ -114,6 +125,8 @@ class OutgoingTransfer:
                 settled by `abort`, which a committed destination refuses.
         """
         owned = replace(state, epoch=self.offer.epoch)
+        if resume is not None and self._carried:
+            resume = replace(resume, last_kv=tuple(self._carried))
         deadline_s = deadline_s or self._deadline_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -130,9 +143,11 @@ class OutgoingTransfer:
     ) -> None:
         checksums = tuple(self._checksums)
         transfer_id = self.offer.transfer_id
+        # Prefilled sequences travel together; one that rests waits for nobody.
+        make = self._calls.call if resume is None else self._calls.call_alone
         while True:
             try:
-                await self._calls.call(
+                await make(
                     self.peer.name,
                     "commit",
                     transfer_id,
@@ -207,12 +222,20 @@ class HandoffSender:
         self._config = config
 
     async def reserve(
-        self, peer: str, state: SequenceState, depth_class: DepthClass, *, is_live: bool = False
+        self,
+        peer: str,
+        state: SequenceState,
+        depth_class: DepthClass,
+        *,
+        is_live: bool = False,
+        depths: tuple[int, int] = (0, 0),
     ) -> OutgoingTransfer:
         """Ask a replica for room for a sequence and all it can grow to.
 
         Args:
+            depth_class: The layers of its KV.
             is_live: The sequence is decoding here, and goes on until the commit.
+            depths: What `depth_bounds` says of a live one.
 
         Raises:
             KVCacheExhausted: It has no room now.
@@ -234,6 +257,8 @@ class HandoffSender:
             priority=state.priority,
             prediction=remaining_of(state),
             is_live=is_live,
+            min_depth=depths[0],
+            max_depth=depths[1],
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:

@@ -177,13 +177,18 @@ class HeliosControl:
                 in_flight=sum(load.num_held for load in loads),
                 in_flight_tokens=sum(load.used_tokens for load in loads),
                 strict=strict,
+                waiting={
+                    place_name(k): m.status.load.strict_depth
+                    for k, m in members.items()
+                    if k[0] is Role.PREFILL and m.status and m.status.load.strict_depth
+                },
             )
         )
         for member in serving:
             self._count_tokens(member)
         self._seen = {name: s for name, s in self._seen.items() if name in self._fleet.members}
         self._escalation.tick()
-        if self._scaling is not None and self._under_way is None:
+        if self._scaling is not None:
             self._scaling.tick(self._machine.status().target)
         background(self._send_route())
         if self._clock.now_s() - self._kept_s >= KEEP_EVERY_S:
@@ -387,6 +392,7 @@ class HeliosControl:
             },
             "rows": self._machine.table.columns(),
             "decisions": self._decisions,
+            "scaling": self._scaling.view() if self._scaling is not None else None,
         }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from actors.fleet import Fleet, Key, Member
+from collections.abc import Collection
+
+from actors.fleet import Fleet, Key, Member, Phase
 from actors.helios_setup import HeliosSetup
 from actors.members import class_of, is_ready, place_name
 from quadriga.clock import Clock
@@ -29,7 +31,7 @@ class Places:
         self._is_scaled = setup.config.helios.scaling.enabled
         self._fleet = fleet
         self._clock = clock
-        self._asked_s: dict[Key, float] = {}
+        self._empty_s: dict[Key, float] = {}  # since when nobody fills a place
         self._given_up: set[Key] = set()
 
     def specs(self) -> dict[Key, ReplicaSpec]:
@@ -39,10 +41,17 @@ class Places:
         return {key: self._specs[key[0], self._wanted(key)] for key in self.base}
 
     def _adopt_added(self) -> None:
-        """Replicas that an earlier controller added are places of this one, too."""
+        """Replicas that an earlier controller added are places of this one, too.
+
+        Those that drain are on their way out, whoever sent them.
+        """
+        self._given_up &= {member.key for member in self._fleet.members.values()}
         for member in self._fleet.members.values():
             is_known = member.key in self.base or member.key in self._given_up
-            if not is_known and member.key[0] is Role.DECODE and is_ready(member):
+            is_leaving = member.status is not None and member.status.is_draining
+            if is_known or is_leaving:
+                continue
+            if member.key[0] is Role.DECODE and is_ready(member):
                 if (Role.DECODE, class_of(member)) in self._specs:
                     self.base[member.key] = class_of(member)
 
@@ -52,7 +61,7 @@ class Places:
         taken += [m.key[1] for m in self._fleet.members.values() if m.key[0] is Role.DECODE]
         key = (Role.DECODE, max(taken) + 1)
         self.base[key] = self.held[key] = depth_class
-        self._asked_s[key] = self._clock.now_s()
+        self._empty_s[key] = self._clock.now_s()
 
     def remove_place(self, name: str) -> bool:
         """One decode replica less, by its name or its place's; False: it is not one to go."""
@@ -65,23 +74,34 @@ class Places:
             return False
         del self.base[key]
         self.held.pop(key, None)
-        self._asked_s.pop(key, None)
+        self._empty_s.pop(key, None)
         self._given_up.add(key)
         return True
 
-    def serving_members(self) -> dict[str, Member]:
-        """Decode replicas that are no scouts, by name."""
-        return {
-            m.name: m
-            for m in self._fleet.members.values()
-            if m.key in self.base and m.key[0] is Role.DECODE and m.key not in self.scouts
-        }
+    def serving(self) -> dict[Key, Member | None]:
+        """The places of decode that are no scouts', and who fills them."""
+        keys = [k for k in self.base if k[0] is Role.DECODE and k not in self.scouts]
+        return {key: self.member_of(key) for key in keys}
 
-    def empty_places(self) -> dict[str, float]:
-        """Places that nobody fills yet, and since when somebody is wanted there."""
-        return {
-            place_name(key): at_s for key, at_s in self._asked_s.items() if not self._fleet.of(key)
-        }
+    def leaving(self) -> list[Member]:
+        """Decode replicas on their way out that were no scouts."""
+        return [
+            m
+            for m in self._fleet.members.values()
+            if m.phase is Phase.RETIRING and m.key[0] is Role.DECODE and m.key not in self.scouts
+        ]
+
+    def empty_since_s(self, keys: Collection[Key]) -> dict[Key, float]:
+        """Since when nobody was even placed for these, which nobody fills now; others are filled.
+
+        One that is placed and starts has `lifecycle.replica_start_timeout_s`, however large its
+        model is.
+        """
+        now_s = self._clock.now_s()
+        starting = {m.key for m in self._fleet.members.values() if m.phase is Phase.STARTING}
+        since_s = {key: self._empty_s.get(key, now_s) for key in keys}
+        self._empty_s = {key: now_s if key in starting else s for key, s in since_s.items()}
+        return dict(self._empty_s)
 
     def _wanted(self, key: Key) -> DepthClass:
         if key not in self.held:

@@ -55,6 +55,7 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
         engine |= dict.fromkeys(("depth", "exits", "kv_capacity_tokens"))
     sections = ("transport", "lifecycle", spec.role.value)
     facts = [engine, dict(spec.node_labels), *(config[section] for section in sections)]
+    facts.append(config["deterministic"])
     # The rest of the scheduler's section is the scheduler's alone, and may change at any time.
     scheduler = config["scheduler"]
     facts.append(scheduler["snapshot_interval_s"])

@@ -1,10 +1,13 @@
 """Live migration, the source's side: a running sequence goes to another decode replica.
 
-    reserve ─▶ copy, while it decodes on ─▶ rest ─▶ last KV, commit ─▶ acknowledged: let go
-       │                │                     │            │
-       ▼                ▼                     ▼            ▼
-    refused          failed; or it         thaw: failed   settle: COMMITTED, let go; ABORTED, or
-                     ended: finished                      the destination is dead: thaw
+    reserve ─▶ copy, while it decodes on ─▶ rest ─▶ commit ─▶ acknowledged: let go
+       │                │                     │        │
+       ▼                ▼                     ▼        ▼
+    refused          failed; or it         thaw:    settle: COMMITTED, let go; ABORTED, or the
+                     ended: finished       failed   destination is dead: thaw
+
+A paused sequence goes the same way, and decodes nowhere meanwhile. The last KV goes with the commit
+where it is small. A destination of another depth gets the layers that both have.
 
 Until the commit leaves, the destination cannot own the sequence, so whatever goes wrong it decodes
 on here. Afterwards the destination is asked until it answers or is known to be dead; meanwhile the
@@ -23,8 +26,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from actors.migration_copy import Copy, Ended
 from actors.tasks import background
 from quadriga import tracing
+from quadriga.batching.departures import depth_bounds
 from quadriga.batching.handoff import LeaseState
-from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied
 from quadriga.types import (
     Emission,
     MigrationOrder,
@@ -74,19 +78,20 @@ class Migration:
         """Move it, or leave everything as it was; never raises for what is none of our bugs."""
         sequence_id = self.order.sequence_id
         try:
-            state, is_paused = await self._engine(
-                lambda core: (
-                    core.loop.departures.state(sequence_id),
-                    core.loop.is_paused(sequence_id),
-                )
-            )
-            if state is None:
-                why = "paused: it is in host memory" if is_paused else "not_running: it is not here"
-                self._conclude("refused", why)
+            held = await self._engine(lambda core: core.loop.departures.held(sequence_id))
+            if held is None:
+                self._conclude("refused", "not_running: it is not here")
                 return
+            state = held.state
             self._traceparent = state.traceparent
             transfer = await self._sender.reserve(
-                self.order.destination, state, self.order.depth_class, is_live=True
+                self.order.destination,
+                state,
+                replace(self.order.depth_class, depth=held.depth),
+                is_live=True,
+                depths=depth_bounds(
+                    state.exits, held.depth, deterministic=self._replica.config.deterministic
+                ),
             )
         except QuadrigaError as exc:
             self._conclude("refused", _reason(exc))
@@ -95,19 +100,22 @@ class Migration:
         # Now, so that the ingress polls the destination by the time it speaks.
         self._tell(state, transfer, "begun")
         try:
-            rest = await self._copy(transfer)
+            rest = await self._copy(transfer, held.depth)
         except QuadrigaError as exc:
             await self._give_up(state, transfer, exc)
             return
         try:
             await self._commit(transfer, rest)
-        except ReplicaError as exc:
+        except QuadrigaError as exc:
             await self._settle(state, transfer, exc)
         else:
             await self._let_go(state, transfer)
 
-    async def _copy(self, transfer: OutgoingTransfer) -> Rest:
-        """Send what there is while the sequence runs, until it rests.
+    async def _copy(self, transfer: OutgoingTransfer, held_depth: int) -> Rest:
+        """Send what there is while the sequence runs, until it rests; the last of it is carried.
+
+        Args:
+            held_depth: Layers of its KV; those that the destination has not got do not go.
 
         Raises:
             Ended: It is over.
@@ -115,7 +123,11 @@ class Migration:
         """
         deadline_s = self._replica.config.transport.deadline_s
         self._copying = Copy(
-            self.order.sequence_id, transfer, self._replica.engine.call, self._replica.clock
+            self.order.sequence_id,
+            transfer,
+            self._replica.engine.call,
+            self._replica.clock,
+            depth=min(held_depth, transfer.peer.depth_class.depth),
         )
         try:
             async with asyncio.timeout(deadline_s):
@@ -126,11 +138,11 @@ class Migration:
                 code="timeout",
             ) from exc
         self._rested_s = self._replica.clock.now_s()
-        await self._copying.send(rest.reading, deadline_s=REST_DEADLINE_S)
+        await self._copying.send_last(rest.reading, deadline_s=REST_DEADLINE_S)
         return rest
 
     async def _commit(self, transfer: OutgoingTransfer, rest: Rest) -> None:
-        """Raises: ReplicaError: It is not known whether the destination owns the sequence."""
+        """Raises: QuadrigaError: It is not known whether the destination owns the sequence."""
         state, epoch = rest.state, transfer.offer.epoch
         pending = self._replica.mail.unacknowledged(state.ingress_id, state.sequence_id)
         moved = replace(
@@ -168,7 +180,7 @@ class Migration:
             self._tell(state, transfer, "failed")
 
     async def _settle(
-        self, state: SequenceState, transfer: OutgoingTransfer, reason: ReplicaError
+        self, state: SequenceState, transfer: OutgoingTransfer, reason: QuadrigaError
     ) -> None:
         """Ask the destination what became of the commit, until it answers or is dead."""
         pause_s, end = 0.05, None

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.batching.departures import Reading, Rest
-from quadriga.batching.precopy import PreCopy
+from quadriga.batching.precopy import MAX_REMAINDER_TOKENS, PreCopy
 from quadriga.batching.rendezvous import MAX_HOLDS, StepPhase, hold_s
 from quadriga.clock import Clock
-from quadriga.errors import MigrationFailed, QuadrigaError
+from quadriga.errors import MigrationFailed
 
 if TYPE_CHECKING:
     from actors.decode import DecodeCore
@@ -25,6 +25,9 @@ READ_SHARE = 0.08
 MIN_READ_S = 0.0005
 FIRST_READ_CELLS = 512
 MAX_READ_CELLS = 1 << 20
+MAX_CARRIED_BYTES = 1 << 16
+"""Of the last KV: no more than this goes with the commit, which saves a round trip; Ray carries
+small calls in one message."""
 COMMIT_S = 0.001
 """What a commit takes beyond an empty call's time."""
 
@@ -37,11 +40,16 @@ class Ended(MigrationFailed):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A reading, how long it took, and what a step takes."""
+    """A reading, how long it took, and what a step takes.
+
+    Attributes:
+        is_paused: Of a sequence in host memory: it has no steps that anybody waits for.
+    """
 
     reading: Reading
     took_s: float = 0.0
     step_s: float = 0.0
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,7 @@ class Copy:
 
     Args:
         engine: Runs a command between two steps; see `EngineThread.call`.
+        depth: Layers that go.
 
     Attributes:
         rounds: Readings so far, the last one, at rest, included.
@@ -70,6 +79,8 @@ class Copy:
         transfer: OutgoingTransfer,
         engine: Callable[[Callable[[DecodeCore], Any]], Awaitable[Any]],
         clock: Clock,
+        *,
+        depth: int,
     ) -> None:
         self.rounds = 0
         self.bytes_sent = 0
@@ -77,8 +88,10 @@ class Copy:
         self._transfer = transfer
         self._engine = engine
         self._clock = clock
-        self._books = PreCopy()
+        self._books = PreCopy(depth)
+        self._depth = depth
         self._sending_s = 0.0
+        self._cell_bytes = 0.0
 
     async def until_rest(self) -> Rest:
         """Send what there is, piece by piece, each as large as the others may feel.
@@ -92,7 +105,8 @@ class Copy:
             self.rounds += 1
             piece: _Piece = await self._engine(partial(self._read, cells))
             if not piece.reading.parts:
-                aim = await self._aim() if num_holds < MAX_HOLDS else None
+                is_free = piece.is_paused or num_holds >= MAX_HOLDS
+                aim = None if is_free else await self._aim()
                 found: Rest | _Piece | None = await self._engine(partial(self._freeze, aim))
                 if isinstance(found, Rest):
                     return found
@@ -113,29 +127,47 @@ class Copy:
             await self._transfer.send(span.first_layer, span.start, kv, deadline_s=deadline_s)
             self.bytes_sent += kv.nbytes
         self._sending_s = self._clock.now_s() - began_s
+        if reading.parts:
+            self._cell_bytes = sum(kv.nbytes for _, kv in reading.parts) / reading.num_cells
+
+    async def send_last(self, reading: Reading, *, deadline_s: float) -> None:
+        """Have the commit carry what was left at rest; send it, where it is too large for that.
+
+        Raises: KVTransportError.
+        """
+        if sum(kv.nbytes for _, kv in reading.parts) > MAX_CARRIED_BYTES:
+            await self.send(reading, deadline_s=deadline_s)
+            return
+        for span, kv in reading.parts:
+            self._transfer.carry(span.first_layer, span.start, kv)
+            self.bytes_sent += kv.nbytes
 
     async def _aim(self) -> _Aim:
         """Learn when the destination's next step begins. Raises: ReplicaError."""
         asked_s = self._clock.now_s()
         phase = await self._transfer.step_phase()
         now_s = self._clock.now_s()
-        lead_s = self._sending_s + (now_s - asked_s) + COMMIT_S
+        lead_s = (now_s - asked_s) + COMMIT_S
+        if self._cell_bytes * self._depth * MAX_REMAINDER_TOKENS > MAX_CARRIED_BYTES:
+            lead_s += self._sending_s
         return _Aim(phase, (asked_s + now_s) / 2, lead_s)
 
     # On the engine's thread.
 
     def _read(self, max_cells: int, core: DecodeCore) -> _Piece:
         began_s = self._clock.now_s()
-        reading = core.loop.departures.read(self._sequence_id, self._books, max_cells)
+        loop = core.loop
+        reading = loop.departures.read(self._sequence_id, self._books, max_cells)
         if reading is None:
-            raise self._why_not_here(core)
-        return _Piece(reading, self._clock.now_s() - began_s, core.loop.step_time_s)
+            raise Ended("it was over before it could move")
+        took_s = self._clock.now_s() - began_s
+        return _Piece(reading, took_s, loop.step_time_s, loop.is_paused(self._sequence_id))
 
     def _freeze(self, aim: _Aim | None, core: DecodeCore) -> Rest | _Piece | None:
         """None: not now, the next step was held back for a better moment."""
         departures = core.loop.departures
         if departures.state(self._sequence_id) is None:
-            raise self._why_not_here(core)
+            raise Ended("it was over before it could move")
         if aim is not None:
             age_s = self._clock.now_s() - aim.at_s
             held_s = hold_s(aim.phase, age_s=age_s, lead_s=aim.lead_s)
@@ -145,8 +177,3 @@ class Copy:
         found = departures.freeze(self._sequence_id, self._books)
         assert found is not None
         return found if isinstance(found, Rest) else _Piece(found)
-
-    def _why_not_here(self, core: DecodeCore) -> QuadrigaError:
-        if core.loop.is_paused(self._sequence_id):
-            return MigrationFailed("it was moved to host memory meanwhile", code="paused")
-        return Ended("it was over before it could move")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.idle_check import IdleCheck
@@ -38,7 +39,6 @@ class PrefillCore:
         self.resizable = resizable
         self._is_watched = replica.config.helios.enabled
         self._replica = replica
-        self._num_steps = 0
         self._lengths = lengths
         self._has_first_tokens = False
         self._staging = replica.staging
@@ -65,6 +65,7 @@ class PrefillCore:
             chunk_tokens=settings.chunk_tokens,
             layer_groups=settings.layer_groups,
             clock=replica.clock,
+            full_depth=spec.checkpoint.num_layers if self._is_watched else 0,
         )
 
         self._idle_check = IdleCheck(self._check, replica.clock)
@@ -78,7 +79,6 @@ class PrefillCore:
         return False
 
     def step(self) -> None:
-        self._num_steps += self.loop.has_work
         self.loop.step()
         self._idle_check.step(is_idle=not self.loop.has_work)
         if self._has_first_tokens:
@@ -109,7 +109,8 @@ class PrefillCore:
                 reserved_tokens=loop.slots.reserved_tokens,
                 tokens_per_s=loop.tokens_per_s,
                 step_time_s=loop.step_time_s,
-                num_steps=self._num_steps,
+                steps=replace(loop.meter.totals),
+                strict_depth=loop.needs_depth,
             )
         )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import logging
 import random
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from actors.calls import call
@@ -18,6 +19,7 @@ from actors.tasks import background
 from quadriga import tracing
 from quadriga.batching.handoff import LeaseState
 from quadriga.batching.lengths import remaining_of
+from quadriga.batching.prefill_queue import STARVING_S
 from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -43,38 +45,63 @@ MIN_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
 
 
+@dataclass(order=True, slots=True)
+class _Place:
+    """A place in the line; the smallest is served first."""
+
+    priority: int
+    number: int
+    since_s: float = field(compare=False)
+    is_called: asyncio.Event = field(compare=False, default_factory=asyncio.Event)
+
+
 class Line:
     """Whoever finds no room on any decode replica waits in one line.
 
     The most important are served first, then first come first served; whoever comes to the head
-    while a less important one is being served is served beside it.
+    while a less important one is being served is served beside it. Whoever has waited for
+    `STARVING_S` is served before all others, so that nobody waits for ever behind the important.
+
+    Args:
+        now_s: A steady clock.
     """
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, int, asyncio.Event]] = []  # a heap
-        self._counter = itertools.count()
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._waiting: list[_Place] = []
+        self._numbers = itertools.count()
 
     def is_free_for(self, priority: int) -> bool:
-        """Whether nobody at least as important waits."""
-        return not self._waiting or self._waiting[0][0] > priority
+        """Whether nobody waits who would be served before a newcomer."""
+        head = self._head()
+        return head is None or (head.priority > priority and not self._is_starving(head))
 
     @asynccontextmanager
     async def turn(self, priority: int) -> AsyncIterator[None]:
         """Wait for one's turn; it lasts as long as the context."""
-        entry = (priority, next(self._counter), asyncio.Event())
-        heapq.heappush(self._waiting, entry)
+        place = _Place(priority, next(self._numbers), self._now_s())
+        self._waiting.append(place)
         self._call_head()
         try:
-            await entry[2].wait()
+            await place.is_called.wait()
             yield
         finally:
-            self._waiting.remove(entry)
-            heapq.heapify(self._waiting)
+            self._waiting.remove(place)
             self._call_head()
 
     def _call_head(self) -> None:
-        if self._waiting:
-            self._waiting[0][2].set()
+        head = self._head()
+        if head is not None:
+            head.is_called.set()
+
+    def _head(self) -> _Place | None:
+        if not self._waiting:
+            return None
+        first = self._waiting[0]  # in the order of their coming
+        return first if self._is_starving(first) else min(self._waiting)
+
+    def _is_starving(self, place: _Place) -> bool:
+        return self._now_s() - place.since_s >= STARVING_S
 
 
 class PrefillHandoff:

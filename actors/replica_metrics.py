@@ -14,6 +14,7 @@ from actors.memory_metrics import PauseMetrics, RelayMetrics
 from actors.migration_metrics import MigrationMetrics
 from actors.resize_metrics import ResizeMetrics
 from actors.transport_metrics import TransportMetrics
+from quadriga.batching.step_totals import StepTotals
 from quadriga.errors import QuadrigaError
 from quadriga.metrics import SIZE_BUCKETS_BYTES, Registry
 from quadriga.types import (
@@ -45,7 +46,18 @@ class ReplicaMetrics:
         self._steps = registry.counter(
             "quadriga_engine_steps_total", "Steps of the engine; tokens per step is the batch."
         )
-        self._num_steps = 0
+        self._busy = registry.counter(
+            "quadriga_engine_busy_seconds_total",
+            "Engine time of its steps, and between two while there is work; idle time is not in.",
+        )
+        self._batched = registry.counter(
+            "quadriga_engine_batched_sequences_total", "Sequences in a step's batch, summed."
+        )
+        self._attended = registry.counter(
+            "quadriga_engine_batched_tokens_total",
+            "Tokens of a step, summed. Decode: KV attended to. Prefill: prompt tokens computed.",
+        )
+        self._counted = StepTotals()
         self._errors = registry.counter(
             "quadriga_sequence_errors_total", "Sequences that ended in an error.", ["code"]
         )
@@ -130,8 +142,12 @@ class ReplicaMetrics:
         self._used.set(load.used_tokens)
         self._reserved.set(load.reserved_tokens)
         self._step.set(load.step_time_s)
-        self._steps.inc(load.num_steps - self._num_steps)
-        self._num_steps = load.num_steps
+        steps, counted = load.steps, self._counted
+        self._steps.inc(steps.steps - counted.steps)
+        self._busy.inc(steps.busy_s - counted.busy_s)
+        self._batched.inc(steps.sequences - counted.sequences)
+        self._attended.inc(steps.tokens - counted.tokens)
+        self._counted = steps
         self._fallbacks.set(num_fallbacks)
         if load.exits is not None:
             self._exits.update(load.exits, load.num_at_exits)

@@ -24,6 +24,7 @@ from quadriga.types import (
     MigrationOrder,
     MigrationReport,
     ReplicaSnapshot,
+    Role,
     Wishes,
 )
 
@@ -88,11 +89,10 @@ class Rescheduling:
 
     def configure(self, config: QuadrigaConfig) -> None:
         """Take a new configuration; orders under way go on."""
-        if config.scheduler == self._config.scheduler and config.transport == (
-            self._config.transport
-        ):
+        last, self._config = self._config, config
+        if config.scheduler == last.scheduler and config.transport == last.transport:
             return
-        before, self._config = self._config.scheduler.ares, config
+        before = last.scheduler.ares
         self.governor.configure(config.scheduler)
         if before.record_file != config.scheduler.ares.record_file:
             self._open_recording()
@@ -133,7 +133,11 @@ class Rescheduling:
 
     def look(self) -> None:
         """Note for which depth classes forecasts are wanted."""
-        self._wanted = self.governor.wanted_classes(self._snapshots())
+        snapshots = self._snapshots()
+        self._wanted = self.governor.wanted_classes(snapshots)
+        helios = self._config.helios
+        if helios.enabled and helios.scaling.enabled:  # it counts what sequences will still want
+            self._wanted |= {s.info.depth_class for s in snapshots if s.info.role is Role.DECODE}
 
     def tick(self) -> list[MigrationOrder]:
         """Decide now, and send the orders on their way."""

@@ -1,25 +1,27 @@
 """The number of decode replicas of the class that serves follows its load.
 
 Replicas come as new places of the fleet and go as places that are taken away: what they hold is
-moved to the one with the most room, and what cannot move ends where it is.
+moved to the others, and what cannot move ends where it is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from actors.calls import call
-from actors.fleet import Member, Phase
 from actors.lifecycle import scheduler_name
+from actors.members import place_name
 from actors.tasks import background
 from quadriga.clock import Clock
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import QuadrigaError
 from quadriga.policies.load import decode_pressure
-from quadriga.policies.scaling import AddReplicas, GiveUpReplica, RetireReplica, ScalingPolicy
-from quadriga.policies.scaling_need import ClassLoad
+from quadriga.policies.scaling import AddReplicas, RetireReplica, ScalingOrder, ScalingPolicy
+from quadriga.policies.scaling_need import ClassLoad, remaining_work
 from quadriga.types import DepthClass, MigrationReport, ReplicaSnapshot, Role
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
+SHOWN_DECISIONS = 50
 
 
 class Scaling:
@@ -40,6 +43,7 @@ class Scaling:
         self._clock = clock
         self._policy = ScalingPolicy(config.helios.scaling)
         self._is_looking = False
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=SHOWN_DECISIONS)
 
     def tick(self, target: DepthClass | None) -> None:
         """Look at the loads and decide, in the background and once at a time."""
@@ -60,58 +64,90 @@ class Scaling:
 
     def decide(self, target: DepthClass, snapshots: list[ReplicaSnapshot]) -> None:
         """Carry out what the policy wants for the class that serves. Raises: ConfigError."""
-        members = self._places.serving_members()
-        known = {s.info.name: s for s in snapshots}
-        mine = [known[name] for name in members if name in known and _is_of(known[name], target)]
-        prefills = [
-            s
-            for s in snapshots
-            if s.info.role is Role.PREFILL and s.info.depth_class.model == target.model
-        ]
-        waiting = self._places.empty_places() | {
-            name: m.since_s for name, m in members.items() if m.phase is not Phase.READY
-        }
+        now_s = self._clock.now_s()
+        serving = self._places.serving()
+        empty_s = self._places.empty_since_s([k for k, member in serving.items() if member is None])
+        members = {m.name: m for m in serving.values() if m is not None}
+        # Whatever the depth that strict sequences keep it at, or that it is about to leave.
+        known = {s.info.name: s for s in snapshots if _is_of(s, Role.DECODE, target)}
+        mine = [known[name] for name in members if name in known]
+        gone = [known[m.name] for m in self._places.leaving() if m.name in known]
+        # One that still holds another model is on its way, and nobody waits for it.
+        pending_s = {name: now_s for name in members if name not in known}
+        pending_s |= {place_name(key): since_s for key, since_s in empty_s.items()}
+        waiting, waiting_tokens = _waiting(snapshots, target)
         load = ClassLoad(
             depth_class=target,
-            snapshots=mine,
-            ready_s={n: m.since_s for n, m in members.items() if m.phase is Phase.READY},
-            pending_s=waiting,
-            waiting=sum(s.num_waiting for s in prefills),
-            waiting_tokens=sum(s.waiting_tokens for s in prefills),
+            snapshots=mine + [replace(s, draining=True) for s in gone],
+            ready_s={name: m.since_s for name, m in members.items()},
+            pending_s=pending_s,
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
         )
-        for order in self._policy.decide([load], now_s=self._clock.now_s()):
-            logger.info("scaling: %s", order)
+        for order in self._policy.decide([load], now_s=now_s):
             if isinstance(order, AddReplicas):
+                self._note(order)
                 for _ in range(order.count):
                     self._places.add_place(order.depth_class)
-            elif isinstance(order, GiveUpReplica):
-                self._places.remove_place(order.replica)
-            else:
-                self._retire(order, members, mine)
+            elif isinstance(order, RetireReplica):
+                self._retire(order, mine)
+            elif order.replica not in members and self._places.remove_place(order.replica):
+                self._note(order)
 
-    def _retire(
-        self, order: RetireReplica, members: Mapping[str, Member], of_class: list[ReplicaSnapshot]
-    ) -> None:
+    def _retire(self, order: RetireReplica, of_class: list[ReplicaSnapshot]) -> None:
         others = [s for s in of_class if s.info.name != order.replica and not s.draining]
-        if order.replica not in members or not others:
+        if not others:
             return
-        heir = min(others, key=lambda s: (decode_pressure(s), s.info.name)).info.name
+        others.sort(key=lambda s: (decode_pressure(s), s.info.name))
         if self._places.remove_place(order.replica):
-            background(self._hand_over(order.replica, heir))
+            work = {s.info.name: round(remaining_work(s)) for s in of_class if not s.draining}
+            self._note(order, work_tokens=work)
+            background(self._hand_over(order.replica, [s.info.name for s in others]))
 
-    async def _hand_over(self, replica: str, heir: str) -> None:
-        """Move what a retiring replica holds; it drains meanwhile, so what fails ends there."""
+    def _note(self, order: ScalingOrder, **facts: Any) -> None:
+        """Write an order down for operators."""
+        entry = {"at_unix_s": self._clock.unix_s(), "what": type(order).__name__}
+        entry |= asdict(order) | {"depth_class": str(order.depth_class)} | facts
+        self._decisions.append(entry)
+        logger.info("scaling: %s", entry)
+
+    def view(self) -> dict[str, Any]:
+        """Places that are wanted, and the last orders with their reasons, as plain values."""
+        serving = self._places.serving()
+        filled = sum(member is not None for member in serving.values())
+        return {"wanted": len(serving), "filled": filled, "decisions": list(self._decisions)}
+
+    async def _hand_over(self, replica: str, heirs: Sequence[str]) -> None:
+        """Move what a retiring replica holds; it drains meanwhile, so what fails ends there.
+
+        Args:
+            heirs: The one with the most room first; the next one gets what did not fit there.
+        """
         timeout_s = self._config.lifecycle.drain_timeout_s
-        try:
-            reports: list[MigrationReport] = await call(
-                replica, "hand_over", heir, timeout_s=timeout_s
-            )
-        except QuadrigaError as exc:
-            logger.info("%s hands nothing over: %s", replica, exc)
-            return
-        moved = sum(r.outcome == "moved" for r in reports)
-        logger.info("%s moved %d of %d sequences to %s", replica, moved, len(reports), heir)
+        for heir in heirs:
+            try:
+                reports: list[MigrationReport] = await call(
+                    replica, "hand_over", heir, timeout_s=timeout_s
+                )
+            except QuadrigaError as exc:
+                logger.info("%s hands nothing more over: %s", replica, exc)
+                return
+            moved = sum(r.outcome == "moved" for r in reports)
+            logger.info("%s moved %d of %d sequences to %s", replica, moved, len(reports), heir)
+            if all(r.outcome in ("moved", "finished") for r in reports):
+                return
 
 
-def _is_of(snapshot: ReplicaSnapshot, target: DepthClass) -> bool:
-    return snapshot.info.role is Role.DECODE and snapshot.info.depth_class == target
+def _is_of(snapshot: ReplicaSnapshot, role: Role, target: DepthClass) -> bool:
+    return snapshot.info.role is role and snapshot.info.depth_class.model == target.model
+
+
+def _waiting(snapshots: Sequence[ReplicaSnapshot], target: DepthClass) -> tuple[int, int]:
+    """Sequences of the model that no decode replica has promised room to yet, and their tokens."""
+    prefills = [s for s in snapshots if _is_of(s, Role.PREFILL, target)]
+    decodes = [s for s in snapshots if _is_of(s, Role.DECODE, target)]
+    held = sum(s.num_waiting + s.num_running for s in prefills)
+    promised = sum(s.num_waiting - s.num_paused for s in decodes)
+    count = max(0, held - promised)
+    tokens = sum(s.waiting_tokens + s.used_tokens for s in prefills)
+    return count, round(tokens * count / held) if held else 0

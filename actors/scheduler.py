@@ -9,26 +9,29 @@ from dataclasses import replace
 from typing import Any
 
 from actors.auto_routing import AutoRouter, Route
-from actors.batches import BatchedCalls
+from actors.batches import BatchedCalls, CallBatcher
+from actors.calls import call
 from actors.lifecycle import end_this_actor, scheduler_name
 from actors.rescheduling import Rescheduling
 from actors.tasks import background
 from quadriga.clock import SystemClock
 from quadriga.config import QuadrigaConfig
-from quadriga.errors import Overloaded, Unavailable, UnknownModel
+from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.logs import configure_logging
-from quadriga.policies.admission import admit
+from quadriga.policies.admission import admit, check_wait
 from quadriga.policies.ares.amend import Promised
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.ledger import Ledger, Sent
 from quadriga.policies.load import candidates, tokens_wanted
 from quadriga.policies.placements import find_placement
+from quadriga.policies.waiting import WaitingBook
 from quadriga.types import (
     Admission,
     AdmitRequest,
     ClusterView,
     LengthOutcome,
+    Orphan,
     PlaceRequest,
     ReplicaSnapshot,
     Role,
@@ -40,6 +43,7 @@ logger = logging.getLogger(__name__)
 PLACE_WAIT_S = 0.5
 """How long a placement waits for a report that room became free."""
 FORGET_FACTOR = 10.0
+ORPHAN_TIMEOUT_S = 1.0
 
 
 class Scheduler(BatchedCalls):
@@ -62,6 +66,8 @@ class Scheduler(BatchedCalls):
         self._models: frozenset[str] | None = None
         self._snapshots: dict[str, ReplicaSnapshot] = {}
         self._ledger = Ledger()
+        self._calls = CallBatcher(call)
+        self._waiting = WaitingBook()
         self._auto = AutoRouter()
         self._reported = asyncio.Event()
         self._heard_s = self._clock.now_s()
@@ -86,13 +92,15 @@ class Scheduler(BatchedCalls):
         if self._auto.route is not None:
             return self._admit_auto(request)
         self._require_known(request.model)
+        snapshots = self._adjusted()
         admission = admit(
             request,
-            self._adjusted(),
+            snapshots,
             now_unix_s=self._clock.unix_s(),
             scheduler=self._config.scheduler,
             prefill=self._config.prefill,
         )
+        self._check_wait(request, admission, snapshots)
         self._note_admitted(request, admission)
         return admission
 
@@ -108,10 +116,27 @@ class Scheduler(BatchedCalls):
             prefill=self._config.prefill,
             any_depth=True,
         )
+        self._check_wait(chosen, admission, snapshots)
         self._note_admitted(request, admission)
         return self._auto.admitted(request, way, admission)
 
+    def _check_wait(
+        self, request: AdmitRequest, admission: Admission, snapshots: list[ReplicaSnapshot]
+    ) -> None:
+        """Raises: Overloaded: It would wait for too long."""
+        check_wait(
+            request,
+            admission,
+            snapshots,
+            self._waiting,
+            now_s=self._clock.now_s(),
+            now_unix_s=self._clock.unix_s(),
+            scheduler=self._config.scheduler,
+            prefill=self._config.prefill,
+        )
+
     def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
+        self._waiting.admitted(request, admission.depth_class.model, now_s=self._clock.now_s())
         sent = Sent(self._heard_s, request.num_prompt_tokens, request.num_prompt_tokens)
         self._ledger.sent(admission.prefill_replica, request.sequence_id, sent)
 
@@ -168,9 +193,29 @@ class Scheduler(BatchedCalls):
         self._note_placed(name, request)
         return name
 
+    async def find_orphans(self, claims: Sequence[str]) -> list[Orphan]:
+        """Where the sequences run whose clients came back through another ingress.
+
+        The replicas are asked: nothing noted here could be as true, or outlive this process.
+        """
+        names = [n for n, s in self._snapshots.items() if s.info.role is Role.DECODE]
+        answers = await asyncio.gather(*(self._claimed(name, claims) for name in names))
+        return [orphan for found in answers for orphan in found]
+
+    async def _claimed(self, replica: str, claims: Sequence[str]) -> list[Orphan]:
+        try:
+            found: list[Orphan] = await self._calls.call(
+                replica, "claimed", list(claims), timeout_s=ORPHAN_TIMEOUT_S
+            )
+        except QuadrigaError as exc:  # who does not answer has nothing to give
+            logger.info("%s was not asked for orphans: %s", replica, exc)
+            return []
+        return found
+
     async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
         """Sequences are over; forget what was noted of them."""
         self._ledger.finished(list(sequence_ids))
+        self._waiting.ended(sequence_ids, now_s=self._clock.now_s())
         self._auto.finished(sequence_ids)
 
     async def loads(self) -> list[ReplicaSnapshot]:
@@ -272,6 +317,7 @@ class Scheduler(BatchedCalls):
         if request.prediction is not None:
             promised = Promised(request.sequence_id, request.num_tokens, request.prediction)
         reserved = tokens_wanted(self._snapshots[name], request)
+        self._waiting.placed(request.sequence_id, now_s=self._clock.now_s())
         sent = Sent(self._clock.now_s(), 0, reserved, promised)
         self._ledger.sent(name, request.sequence_id, sent)
         self._num_placed[name] = self._num_placed.get(name, 0) + 1
@@ -295,6 +341,7 @@ class Scheduler(BatchedCalls):
             )
             for name in [n for n, s in self._snapshots.items() if s.taken_unix_s < oldest]:
                 await self.replica_died(name)
+            self._waiting.forget_late(now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s())
 
     async def _end(self, reason: str) -> None:
         logger.info("the scheduler ends: %s", reason)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from quadriga.batching.step_totals import StepTotals
 from quadriga.errors import QuadrigaError
 from quadriga.exits import ExitCounters
 from quadriga.types import RelayMemory, ReplicaInfo
@@ -23,7 +24,8 @@ class Load:
     """A replica's load as its engine thread last published it; see `ReplicaSnapshot`.
 
     Attributes:
-        strict_depth: Layers that the strict sequences here may need; 0 where there are none.
+        strict_depth: Layers that the strict sequences here may need; 0 where there are none. At a
+            prefill replica: only of those that wait until the layers are loaded.
         parked: Strict sequences that can go no further here; looked at now and then.
     """
 
@@ -34,7 +36,7 @@ class Load:
     reserved_tokens: int = 0
     tokens_per_s: float = 0.0
     step_time_s: float = 0.0
-    num_steps: int = 0
+    steps: StepTotals = field(default_factory=StepTotals)
     exits: ExitCounters | None = None
     num_at_exits: tuple[int, ...] = ()
     num_paused: int = 0

@@ -24,6 +24,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +36,12 @@ from deploy.multinode_inside import (
     AGENT_TIMEOUT_MS,
     BRIDGE,
     COMMAND_TIMEOUT_S,
+    GCS_PORT,
+    GRPC_PORT,
     HTTP_PORT,
+    ON_A_NODE,
     POLL_INTERVAL_S,
+    RAY_FOLDER,
     START_TIMEOUT_S,
     nodes,
     run_command,
@@ -81,6 +86,8 @@ class MultiNode:
 
     Args:
         config: Further configuration of the service.
+        environment: Further variables of all its processes.
+        disk_bytes: Size of a disk of its own for each node's files, logs included; 0: none has one.
         log: Called with a line for each step of the start.
     """
 
@@ -90,13 +97,19 @@ class MultiNode:
         num_prefill: int = 1,
         num_decode: int = 2,
         config: dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        disk_bytes: int = 0,
         log: Any = lambda line: None,
     ) -> None:
         self._subnet = SUBNET.format(third=1 + os.getpid() % 250)
         self.nodes = nodes(self._subnet, num_prefill=num_prefill, num_decode=num_decode)
         self.api_key = secrets.token_urlsafe(24)
         self.url = f"http://{self.nodes[0].address}:{HTTP_PORT}"
+        self.grpc = f"{self.nodes[0].address}:{GRPC_PORT}"
+        self.gcs_address = f"{self.nodes[0].address}:{GCS_PORT}"
+        self.environment = self._variables() | dict(environment or {})
         self._config = serve_config(self.nodes, config or {})
+        self.disk_bytes = disk_bytes
         self._log = log
         self._uplink = f"qd{os.getpid()}"
         self._folder: Path | None = None
@@ -147,9 +160,42 @@ class MultiNode:
             replica["node"] = names[found["addresses"][replica["node_id"]]]
         return found
 
+    @property
+    def pid(self) -> int:
+        """Of the process that all others descend from."""
+        assert self._outer is not None
+        return self._outer.pid
+
+    def on_head(self) -> list[str]:
+        """What to put before a command to have it run where the head is."""
+        head = self.nodes[0].name
+        folders = (f"{self._folder}/{head}", f"{self._folder}/{RAY_FOLDER}")
+        return [
+            *("nsenter", "--target", str(self.inner_pid), "--mount", "--pid", "--net"),
+            *("ip", "netns", "exec", head, "sh", "-ec", ON_A_NODE, "sh", *folders),
+        ]
+
+    @property
+    def inner_pid(self) -> int:
+        """Of the first process of the namespaces, as seen from this machine."""
+        (inner,) = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return int(inner)
+
+    @property
+    def folder(self) -> Path:
+        """Of all files, as the nodes name it; what is in it is only seen from inside."""
+        assert self._folder is not None
+        return self._folder
+
+    def start_node(self, node: str) -> None:
+        """Start Ray again on a node whose processes have ended. Raises: RuntimeError."""
+        said = self._inside(f"start {node}", START_TIMEOUT_S)
+        if said != "started":
+            raise RuntimeError(f"{node} does not start again: {said}\n{self.logs()}")
+
     def received_bytes(self, node: str) -> int:
         """Bytes that have come to a node over its veth pair so far."""
-        links = json.loads(self._in_bridge("ip", "-json", "-stats", "link", "show", f"to-{node}"))
+        links = json.loads(self.in_bridge("ip", "-json", "-stats", "link", "show", f"to-{node}"))
         return int(links[0]["stats64"]["tx"]["bytes"])  # what the bridge's end has sent
 
     def logs(self) -> str:
@@ -172,6 +218,7 @@ class MultiNode:
             "nodes": [asdict(node) for node in self.nodes],
             "folder": str(self._folder),
             "bridge_address": f"{self._subnet}.{BRIDGE_ADDRESS}",
+            "disk_bytes": self.disk_bytes,
         }
         (self._folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         (self._folder / "serve.yaml").write_text(yaml.safe_dump(self._config), encoding="utf-8")
@@ -187,7 +234,7 @@ class MultiNode:
             stdin=subprocess.PIPE,  # its end is the sign to stop
             stdout=subprocess.PIPE,
             text=True,
-            env=self._environment(),
+            env=self.environment,
             start_new_session=True,
         )
         self._await_line("network")
@@ -199,7 +246,7 @@ class MultiNode:
         self._await_health()
         self._log("all replicas are ready")
 
-    def _environment(self) -> dict[str, str]:
+    def _variables(self) -> dict[str, str]:
         root = str(Path(__file__).resolve().parents[1])
         own = {
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
@@ -227,7 +274,7 @@ class MultiNode:
         run_command("ip", "link", "add", self._uplink, "type", "veth", *peer)
         run_command("ip", "addr", "add", f"{self._subnet}.{HOST_ADDRESS}/24", "dev", self._uplink)
         run_command("ip", "link", "set", self._uplink, "up")
-        self._in_bridge("ip", "link", "set", UPLINK, "master", BRIDGE, "up")
+        self.in_bridge("ip", "link", "set", UPLINK, "master", BRIDGE, "up")
 
     def _await_health(self) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -246,18 +293,18 @@ class MultiNode:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _in_bridge(self, *command: str) -> str:
+    def in_bridge(self, *command: str) -> str:
         """Run a command where the bridge is."""
         assert self._outer is not None
         return run_command("nsenter", "--target", str(self._outer.pid), "--net", *command)
 
-    def _inside(self, verb: str) -> str:
-        """Run one of this file's own verbs on the head."""
+    def _inside(self, verb: str, timeout_s: float = 2 * COMMAND_TIMEOUT_S) -> str:
+        """Have the first process of the namespaces do something, and return what it says."""
         assert self._outer is not None and self._folder is not None
         assert self._outer.stdin is not None and self._outer.stdout is not None
         self._outer.stdin.write(f"{verb}\n")
         self._outer.stdin.flush()
-        return _read_line(self._outer.stdout, 2 * COMMAND_TIMEOUT_S)
+        return _read_line(self._outer.stdout, timeout_s)
 
 
 def _read_line(pipe: IO[str], timeout_s: float) -> str:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 BRIDGE = "bridge"
-GCS_PORT, HTTP_PORT = 6379, 8000
+RAY_FOLDER = "ray"
+GCS_PORT, HTTP_PORT, GRPC_PORT = 6379, 8000, 9000
 OBJECT_STORE_BYTES = 128 << 20
 START_TIMEOUT_S = 180.0
 COMMAND_TIMEOUT_S = 20.0
@@ -75,6 +76,7 @@ def run_command(*command: str) -> str:
 def serve_config(cluster: Sequence[Node], config: dict[str, Any]) -> dict[str, Any]:
     """What Serve is told: replicas on the nodes of their role, HTTP on every node's address."""
     from quadriga.config import expand_dotted
+    from serve_app.environment import GRPC_SERVICERS
 
     count = {role: sum(n.role == role for n in cluster) for role in ("prefill", "decode")}
     own: dict[str, Any] = {
@@ -90,6 +92,7 @@ def serve_config(cluster: Sequence[Node], config: dict[str, Any]) -> dict[str, A
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
+        "grpc_options": {"port": GRPC_PORT, "grpc_servicer_functions": list(GRPC_SERVICERS)},
         "applications": [
             {
                 "name": "quadriga",
@@ -108,7 +111,8 @@ class Inside:
         self._nodes = [Node(**node) for node in plan["nodes"]]
         self._folder = Path(plan["folder"])
         self._bridge_address = plan["bridge_address"]
-        self._ray_folder = f"{self._folder}/ray"
+        self._disk_bytes = int(plan["disk_bytes"])
+        self._ray_folder = f"{self._folder}/{RAY_FOLDER}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> None:
@@ -123,8 +127,11 @@ class Inside:
         self._start("serve", self._nodes[0], *self._serve_command())
         print("serve", flush=True)
         for line in sys.stdin:
-            if line.strip() == "status":
+            verb, _, name = line.strip().partition(" ")
+            if verb == "status":
                 print(self._status(), flush=True)
+            elif verb == "start":
+                print(self._start_again(name), flush=True)
 
     def _make_network(self) -> None:
         Path("/run/netns").mkdir(parents=True, exist_ok=True)
@@ -135,7 +142,12 @@ class Inside:
         run_command("ip", "link", "set", BRIDGE, "up")
         Path(self._ray_folder).mkdir()
         for node in self._nodes:
-            (self._folder / node.name).mkdir()
+            files = self._folder / node.name
+            files.mkdir()
+            if self._disk_bytes:
+                run_command(
+                    "mount", "-t", "tmpfs", "-o", f"size={self._disk_bytes}", "tmpfs", str(files)
+                )
             outside, name = f"to-{node.name}", node.name
             run_command("ip", "netns", "add", name)
             run_command("ip", "link", "add", outside, "type", "veth", "peer", "eth0", "netns", name)
@@ -156,6 +168,18 @@ class Inside:
             if node is self._nodes[0]:
                 self._await_port(node, GCS_PORT)
             self._await_port(node, FIXED_PORTS["node-manager-port"])
+
+    def _start_again(self, name: str) -> str:
+        """Start a node whose processes have ended; returns "started", or what went wrong."""
+        node = next(n for n in self._nodes if n.name == name)
+        gone = [p for p in self._processes if p.poll() is not None]
+        self._processes = [p for p in self._processes if p not in gone]
+        self._start(node.name, node, *self._ray_command(node))
+        try:
+            self._await_port(node, FIXED_PORTS["node-manager-port"])
+        except RuntimeError as exc:
+            return str(exc).replace("\n", " ")
+        return "started"
 
     def _await_port(self, node: Node, port: int) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from quadriga.errors import QuadrigaError
 
@@ -37,12 +37,17 @@ class CommandModule(Protocol):
 
 
 COMMANDS: dict[tuple[str, ...], Command] = {
-    ("run",): Command("loadgen.run", "send a trace, prompts or tasks to a service and check it"),
+    ("run",): Command("loadgen.run", "send a trace, prompts, tasks or conversations, and check"),
+    ("ramp",): Command("loadgen.ramp", "raise the load until the SLO breaks"),
+    ("compare",): Command("loadgen.compare", "two runs: what differs, and what is noise"),
     ("bench", "engine"): Command("loadgen.bench.engine", "offline generation speed, against peers"),
     ("bench", "serve"): Command("loadgen.bench.serve", "the service's speed over the engine's"),
     ("watch",): Command("loadgen.watch", "replicas, forecasts and moves of a service, live"),
     ("bench", "rescheduling"): Command(
         "loadgen.bench.rescheduling", "a real cluster with and without rescheduling"
+    ),
+    ("bench", "simulator"): Command(
+        "loadgen.bench.simulator", "the simulator against the cluster it simulates"
     ),
     ("paper", "drex"): Command("loadgen.paper.drex", "rebatching against grouped and no exits"),
     ("paper", "baton"): Command("loadgen.paper.baton", "relay batch against other batches"),
@@ -59,18 +64,31 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "loadgen.paper.ares_predictor", "length heads against other predictors"
     ),
     ("paper", "ares"): Command("loadgen.paper.ares", "rescheduling against its baselines"),
+    ("paper", "helios"): Command(
+        "loadgen.paper.helios", "model and depth chosen, against one whole"
+    ),
     ("chaos",): Command("loadgen.chaos.command", "kill and stop processes under load, and judge"),
+    ("soak",): Command("loadgen.robust.soak", "an hour of random load and harm; nothing may leak"),
+    ("overload",): Command("loadgen.robust.overload", "five times the capacity, and recovery"),
+    ("upgrade",): Command("loadgen.robust.upgrade", "deployments, SIGTERM and drains under load"),
     ("bench", "generator"): Command("loadgen.bench.generator", "the load generator's own limit"),
 }
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that there are."""
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults that there are, and examples as they are written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False):
             return action.help
         return super()._get_help_string(action)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong, without the whole usage around it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"error: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,11 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return EXIT_OK if words else EXIT_USAGE
     name = find_command(words)
+    if name is None and words[1:2] in (["-h"], ["--help"]) and in_group(words[0]):
+        print("\n".join(rows(words[0])))
+        return EXIT_OK
     if name is None:
         print(unknown(words), file=sys.stderr)
         return EXIT_USAGE
     module = cast(CommandModule, importlib.import_module(COMMANDS[name].module))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"python -m loadgen {' '.join(name)}",
         description=COMMANDS[name].help,
         formatter_class=_HelpFormatter,
@@ -109,18 +130,42 @@ def find_command(words: Sequence[str]) -> tuple[str, ...] | None:
     return None
 
 
-def usage() -> str:
-    """Return the list of commands."""
+def in_group(group: str | None) -> list[tuple[str, ...]]:
+    """Return the commands of a group (`bench`, `paper`); None: those in no group."""
+    return [name for name in COMMANDS if (name[0] if len(name) > 1 else None) == group]
+
+
+def rows(group: str | None) -> list[str]:
+    """Return a line for every command of a group."""
     width = max(len(" ".join(name)) for name in COMMANDS)
-    rows = [f"  {' '.join(name):{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return [f"  {' '.join(name):{width}}  {COMMANDS[name].help}" for name in in_group(group)]
+
+
+def usage() -> str:
+    """Return the list of commands, in groups."""
     return "\n".join(
-        ["usage: python -m loadgen COMMAND [options]   (COMMAND --help lists them)", "", *rows]
+        [
+            "usage: python -m loadgen COMMAND [options]   (COMMAND --help lists them)",
+            "",
+            "first: python -m loadgen run --tasks 50   (a service runs at http://127.0.0.1:8000)",
+            "",
+            "commands:",
+            *rows(None),
+            "",
+            "benchmarks:",
+            *rows("bench"),
+            "",
+            "the papers:",
+            *rows("paper"),
+        ]
     )
 
 
 def unknown(words: Sequence[str]) -> str:
     """Return what to say to a command that does not exist."""
     given = " ".join(word for word in words[:2] if not word.startswith("-"))
+    if given == words[0] and in_group(given):
+        return "\n".join([f"error: {given!r} alone is no command; there are", *rows(given)])
     names = [" ".join(name) for name in COMMANDS]
     close = difflib.get_close_matches(given, names, n=1) or difflib.get_close_matches(
         words[0], names, n=1

@@ -127,7 +127,8 @@ def encode_request(spec: RequestSpec, model: str) -> pb.GenerateRequest:
         model=model, max_tokens=spec.max_tokens, temperature=spec.temperature
     )
     if spec.endpoint == "chat":
-        request.chat.messages.add(role="user", content=str(spec.prompt))
+        for role, content in (*spec.history, ("user", str(spec.prompt))):
+            request.chat.messages.add(role=role, content=content)
     elif isinstance(spec.prompt, str):
         request.prompt = spec.prompt
     else:

@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -88,11 +89,18 @@ class HttpClient:
         self.on_data = on_data
         self.auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
 
-    def prepare(self, spec: RequestSpec, model: str, request_id: str) -> Call:
-        """Encode a generation request ahead of its send time."""
+    def prepare(
+        self,
+        spec: RequestSpec,
+        model: str,
+        request_id: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> Call:
+        """Encode a generation request ahead of its send time; with further headers."""
         path = "/v1/chat/completions" if spec.endpoint == "chat" else "/v1/completions"
         body = json.dumps(request_body(spec, model)).encode()
-        return partial(self.send, self._request("POST", path, body, {"x-request-id": request_id}))
+        named = {"x-request-id": request_id, **headers}
+        return partial(self.send, self._request("POST", path, body, named))
 
     async def send(self, request: bytes) -> Capture:
         """Send encoded bytes on a new connection and record the response.
@@ -163,7 +171,8 @@ def request_body(spec: RequestSpec, model: str) -> dict[str, Any]:
     """Return the OpenAI body of a request; greedy unless the spec has a temperature."""
     body: dict[str, Any] = {"model": model, "max_tokens": spec.max_tokens}
     if spec.endpoint == "chat":
-        body["messages"] = [{"role": "user", "content": spec.prompt}]
+        messages = (*spec.history, ("user", spec.prompt))
+        body["messages"] = [{"role": role, "content": content} for role, content in messages]
     else:
         body["prompt"] = spec.prompt
     body["temperature"] = spec.temperature

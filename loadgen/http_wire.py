@@ -5,12 +5,14 @@ Strict: a response that is cut short, or framed wrongly, is reported, never repa
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_HEAD_BYTES = 64 * 1024
 _HEAD_END = b"\r\n\r\n"
+_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
 @dataclass(slots=True)
@@ -113,10 +115,9 @@ def _dechunk(raw: bytes, position: int) -> tuple[list[tuple[int, int]], bool, li
         if line_end < 0:
             return spans, False, ["cut off between two chunks"]
         size_text = raw[position:line_end].split(b";", 1)[0].strip()
-        try:
-            size = int(size_text, 16)
-        except ValueError:
+        if _CHUNK_SIZE.fullmatch(size_text) is None:
             return spans, False, [f"chunk size {size_text!r:.60}"]
+        size = int(size_text, 16)
         start = line_end + 2
         if size == 0:
             return _after_last_chunk(raw, start, spans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from loadgen.checker import Outcome
 from loadgen.runner import Record, RunResult
 
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
+LATE_TURN = 9  # from this turn of a conversation on (counted from 0) turns are taken together
 MAX_LAG_S = 0.010  # a generator that sends later than this (P99) is too slow for its load
 
 
@@ -47,6 +48,26 @@ class Slo:
     tpot_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TurnSummary:
+    """Requests at one place of their conversations, or at several.
+
+    Attributes:
+        first, last: Which turns, from 0; both included.
+        prompt_tokens: Median.
+        shortened: Prompts that left out the oldest turns, to fit the context.
+    """
+
+    first: int
+    last: int
+    requests: int
+    ok: int
+    prompt_tokens: float | None
+    shortened: int
+    ttft: Distribution
+    tpot: Distribution
+
+
 @dataclass(slots=True)
 class Summary:
     """Figures of one run.
@@ -59,6 +80,10 @@ class Summary:
         lag: Of the generator itself: sent after its time.
         generator_cpu_share: CPU time of the generator over the duration, in cores.
         scores: Task → (right, judged).
+        sessions: Conversations begun.
+        turns: Their requests by place in the conversation; late ones together.
+        unsent: Why conversations were broken off → turns that were therefore not sent.
+        was_interrupted: What had not ended is missing.
     """
 
     requests: int = 0
@@ -84,6 +109,10 @@ class Summary:
     lag: Distribution = Distribution()
     generator_cpu_share: float = 0.0
     scores: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sessions: int = 0
+    turns: list[TurnSummary] = field(default_factory=list)
+    unsent: dict[str, int] = field(default_factory=dict)
+    was_interrupted: bool = False
 
     @property
     def generator_is_slow(self) -> bool:
@@ -151,8 +180,12 @@ def is_good(record: Record, slo: Slo) -> bool:
     return slo.tpot_s is None or per_token is None or per_token <= slo.tpot_s
 
 
-def summarise(result: RunResult, slo: Slo) -> Summary:
-    """Compute all figures; latencies are over the requests that passed the checker only."""
+def summarise(result: RunResult, slo: Slo, *, unsent: Mapping[str, int] | None = None) -> Summary:
+    """Compute all figures; latencies are over the requests that passed the checker only.
+
+    Args:
+        unsent: See `Summary`.
+    """
     records = result.records
     good = [record for record in records if record.verdict.outcome is Outcome.OK]
     outcomes = Counter(record.verdict.outcome for record in records)
@@ -164,6 +197,10 @@ def summarise(result: RunResult, slo: Slo) -> Summary:
         faults=_count_faults(records),
         slo=slo,
         scores=_scores(records),
+        sessions=len({r.spec.session for r in records if r.spec.session is not None}),
+        turns=_turns(records),
+        unsent=dict(unsent or {}),
+        was_interrupted=result.was_interrupted,
     )
     summary.retry_after = Distribution.of(
         r.verdict.retry_after_s for r in records if r.verdict.retry_after_s is not None
@@ -203,6 +240,30 @@ def _count_faults(records: Sequence[Record]) -> dict[str, int]:
         str(record.verdict.faults[0].kind) for record in records if record.verdict.faults
     )
     return dict(firsts.most_common())
+
+
+def _turns(records: Sequence[Record]) -> list[TurnSummary]:
+    turns: dict[int, list[Record]] = {}
+    for record in records:
+        if record.spec.session is not None:
+            turns.setdefault(min(record.spec.turn, LATE_TURN), []).append(record)
+    summaries = []
+    for first, found in sorted(turns.items()):
+        good = [record for record in found if record.verdict.outcome is Outcome.OK]
+        prompts = [r.verdict.prompt_tokens for r in good if r.verdict.prompt_tokens is not None]
+        summaries.append(
+            TurnSummary(
+                first=first,
+                last=max(record.spec.turn for record in found),
+                requests=len(found),
+                ok=len(good),
+                prompt_tokens=float(np.median(prompts)) if prompts else None,
+                shortened=sum(record.spec.dropped_turns > 0 for record in found),
+                ttft=Distribution.of(v for r in good if (v := ttft_s(r)) is not None),
+                tpot=Distribution.of(v for r in good if (v := tpot_s(r)) is not None),
+            )
+        )
+    return summaries
 
 
 def _scores(records: Sequence[Record]) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Command-line options of `run`, and of the other commands that talk to a service."""
+"""Where the service is and how to reach it, and the types of command-line options."""
 
 from __future__ import annotations
 
@@ -8,100 +8,36 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from loadgen.arrivals import FORMS
+from loadgen.sessions import Span
 from quadriga.errors import ConfigError
 
 API_KEY_VARIABLE = "QUADRIGA_API_KEY"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `run`."""
-    add_service_arguments(parser)
-    parser.add_argument("--transport", choices=("http", "grpc"), default="http")
-    _add_load(parser)
-    _add_shape(parser)
-    measure = parser.add_argument_group("measurement")
-    measure.add_argument("--seed", type=whole(0), default=0)
-    measure.add_argument(
-        "--warmup", type=whole(0), default=2, help="requests sent one by one before the clock"
-    )
-    measure.add_argument("--slo-ttft-s", type=number(0), help="goodput: limit of TTFT, seconds")
-    measure.add_argument("--slo-tpot-s", type=number(0), help="goodput: limit of TPOT, seconds")
-    measure.add_argument(
-        "--honour-retry-after",
-        type=whole(0),
-        default=0,
-        metavar="TIMES",
-        help="send a refused request again after its Retry-After, this often",
-    )
-    measure.add_argument(
-        "--verify-text",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="afterwards, compare each text with /detokenize of its token ids",
-    )
-    measure.add_argument("--output", help="folder (default: results/loadgen/TIME)")
-    measure.add_argument("--no-plots", action="store_true")
-    measure.add_argument("--no-progress", action="store_true")
+MAX_USERS = 10_000_000
+MAX_TIMEOUT_S = 86_400.0
 
 
 def add_service_arguments(parser: argparse.ArgumentParser) -> None:
     """Add where the service is and how to reach it."""
     service = parser.add_argument_group("service")
     service.add_argument("--url", default="http://127.0.0.1:8000", help="HTTP base URL")
-    service.add_argument("--grpc", default="127.0.0.1:9000", help="gRPC host:port")
-    service.add_argument("--model", help="default: the first that the service lists")
     service.add_argument(
-        "--api-key",
-        default=os.environ.get(API_KEY_VARIABLE),
-        help=f"default: ${API_KEY_VARIABLE}",
+        "--grpc", default="127.0.0.1:9000", metavar="ADDRESS", help="gRPC host:port"
     )
-    service.add_argument("--api-key-file", type=Path, help="file with the key, instead")
-    service.add_argument("--ca-file", help="certificates to trust for https and TLS gRPC")
+    service.add_argument("--model", help="default: the first that the service lists")
+    service.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}")
+    service.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file with the key, instead"
+    )
+    service.add_argument(
+        "--ca-file", metavar="FILE", help="certificates to trust for https and TLS gRPC"
+    )
     service.add_argument("--grpc-tls", action="store_true", help="TLS on the gRPC channel")
     service.add_argument(
-        "--timeout-s", type=number(0), default=600.0, help="limit of one request, seconds"
-    )
-
-
-def _add_load(parser: argparse.ArgumentParser) -> None:
-    load = parser.add_argument_group("load (one of the three)")
-    source = load.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--trace", type=Path, help="CSV(.gz) of [arrival_s,]input_tokens,output_tokens"
-    )
-    source.add_argument("--prompts", type=Path, help="JSON lines(.gz): prompt, answer, max_tokens")
-    source.add_argument("--tasks", type=whole(1), metavar="N", help="N task prompts, scored")
-    load.add_argument("--arrivals", help=f"{FORMS}; default: trace for traces, else closed:8")
-    load.add_argument("--limit", type=whole(1), help="use the first N rows")
-    load.add_argument(
-        "--time-scale",
-        type=number(0),
-        default=1.0,
-        help="factor of arrival times; 0.5: twice as fast",
-    )
-    load.add_argument("--cap-input", type=whole(1), help="cut longer inputs to this many tokens")
-    load.add_argument("--cap-output", type=whole(1), help="cut longer outputs to this many tokens")
-    load.add_argument(
-        "--scale-lengths",
-        help="factor for both lengths, or `auto`: 99%% of the rows fit the model's context",
-    )
-    load.add_argument("--vocab-size", type=whole(2), help="draw prompt ids below this")
-    load.add_argument("--task-names", help="comma-separated; default: all equally")
-    load.add_argument(
-        "--fit-prompts", action="store_true", help="cut prompts to the context; sends token ids"
-    )
-
-
-def _add_shape(parser: argparse.ArgumentParser) -> None:
-    shape = parser.add_argument_group("requests")
-    shape.add_argument("--endpoint", choices=("completions", "chat", "both"), default="completions")
-    shape.add_argument("--stream", choices=("true", "false", "both"), default="true")
-    shape.add_argument("--max-tokens", type=whole(1), help="output limit; not for traces")
-    shape.add_argument("--temperature", type=number(-1e-9), default=0.0)
-    shape.add_argument("--choices", type=whole(1), default=1, help="n: choices per request")
-    shape.add_argument(
-        "--extra", help='further body fields, e.g. \'{"top_p": 0.9, "priority": 1}\''
+        "--timeout-s",
+        type=number(0, MAX_TIMEOUT_S),
+        default=600.0,
+        metavar="SECONDS",
+        help="limit of one request",
     )
 
 
@@ -109,17 +45,19 @@ def api_key(args: argparse.Namespace) -> str | None:
     """Return the key to send, from the file where one is given.
 
     Raises:
-        ConfigError: The file cannot be read or holds no key.
+        ConfigError: The file cannot be read, or what is given is no key.
     """
-    if args.api_key_file is None:
-        return args.api_key or None
-    try:
-        key: str = args.api_key_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"--api-key-file: {exc}", param="api-key-file") from exc
-    if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"--api-key-file: {args.api_key_file} holds no key", param="api-key-file")
-    return key
+    source, key = "--api-key", args.api_key or os.environ.get(API_KEY_VARIABLE, "")
+    if args.api_key_file is not None:
+        source = f"--api-key-file: {args.api_key_file}"
+        try:
+            key = args.api_key_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"--api-key-file: {exc}", param="api-key-file") from exc
+    is_key = key.isascii() and key.isprintable() and (key != "" or args.api_key_file is None)
+    if not is_key:
+        raise ConfigError(f"{source} holds no key", param="api-key")
+    return key or None
 
 
 def whole(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
@@ -133,6 +71,56 @@ def whole(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
         if not minimum <= value <= maximum:
             raise argparse.ArgumentTypeError(f"{value} must be in {minimum}..{maximum}")
         return value
+
+    return parse
+
+
+def span(minimum: int, maximum: int) -> Callable[[str], Span]:
+    """Return an argparse type: `N` or `LOW-HIGH`, whole numbers in range."""
+    bound = whole(minimum, maximum)
+
+    def parse(text: str) -> Span:
+        low, dash, high = text.partition("-")
+        found = Span(bound(low), bound(high if dash else low))
+        if found.low > found.high:
+            raise argparse.ArgumentTypeError(f"{text!r}: {found.low} is above {found.high}")
+        return found
+
+    return parse
+
+
+def number_span(above: float, maximum: float) -> Callable[[str], tuple[float, float]]:
+    """Return an argparse type: `N` or `LOW-HIGH`, numbers above a limit."""
+    bound = number(above, maximum)
+
+    def parse(text: str) -> tuple[float, float]:
+        low, dash, high = text.partition("-")
+        found = (bound(low), bound(high if dash else low))
+        if found[0] > found[1]:
+            raise argparse.ArgumentTypeError(f"{text!r}: {found[0]:g} is above {found[1]:g}")
+        return found
+
+    return parse
+
+
+def count_or_path(text: str) -> int | Path:
+    """An argparse type: a number of users, or a file."""
+    return whole(1, MAX_USERS)(text) if text.isascii() and text.isdecimal() else Path(text)
+
+
+def number_from(minimum: float, maximum: float) -> Callable[[str], float]:
+    """Return an argparse type: a finite number in range, both ends included."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a number in {minimum:g}..{maximum:g}"
+            )
+        return value + 0.0  # no -0.0
 
     return parse
 

@@ -53,9 +53,9 @@ def _draw_latency(pyplot: Any, result: RunResult) -> Any:
     }
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
     for axis, (name, values) in zip(axes.flat, panels.items(), strict=True):
-        _cdf(axis, values, "all gaps" if "stall" in name else None)
+        draw_cdf(axis, values, "all gaps" if "stall" in name else None)
         if "stall" in name:
-            _cdf(axis, [gap for r in good for gap in stalls_s(r)], "between arrivals")
+            draw_cdf(axis, [gap for r in good for gap in stalls_s(r)], "between arrivals")
             axis.legend()
             axis.set_xscale("symlog", linthresh=1.0)
         axis.set_xlabel(name)
@@ -65,10 +65,11 @@ def _draw_latency(pyplot: Any, result: RunResult) -> Any:
     return figure
 
 
-def _cdf(axis: Any, values: list[float], label: str | None) -> None:
+def draw_cdf(axis: Any, values: list[float], label: str | None, colour: str | None = None) -> None:
+    """Draw the cumulative distribution of times in seconds, in ms; nothing where there are none."""
     if values:
         shares = np.linspace(0, 100, min(_MAX_POINTS, max(2, len(values))))
-        axis.plot(np.percentile(values, shares) * 1e3, shares / 100, label=label)
+        axis.plot(np.percentile(values, shares) * 1e3, shares / 100, label=label, color=colour)
 
 
 def _draw_timeline(pyplot: Any, result: RunResult) -> Any:

@@ -54,6 +54,8 @@ async def _tick(progress: Progress, live: Live) -> None:
 def _update(progress: Progress, live: Live, rate: float) -> None:
     for task in progress.task_ids:
         detail = f"{live.sent - live.ended} running  {rate:,.0f} events/s"
+        if live.note:
+            detail = f"{live.note}  {detail}"
         if live.broken:
             detail += f"  [red]{live.broken} broken[/red]"
         progress.update(task, total=live.num_requests or None, completed=live.ended, detail=detail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,22 @@ RESULTS_FILE = "run.jsonl"
 
 
 def header(
-    *, scenario: str, config: Mapping[str, Any], seed: int, warm_up: str, started_unix_s: float
+    *,
+    kind: str,
+    scenario: str,
+    config: Mapping[str, Any],
+    seed: int,
+    warm_up: str,
+    started_unix_s: float,
+    fingerprint: str,
 ) -> dict[str, Any]:
     """Return the first line of a results file: all that is needed to read and repeat the run."""
     return {
-        "kind": "run",
+        "kind": kind,
         "scenario": scenario,
         "config": dict(config),
         "seed": seed,
+        "load_sha256": fingerprint,
         "warm_up": warm_up,
         "started_unix_s": started_unix_s,
         "commit": provenance.commit(),
@@ -50,6 +58,9 @@ def request_line(record: Record, start_s: float) -> dict[str, Any]:
         "endpoint": spec.endpoint,
         "stream": spec.stream,
         "task": spec.task,
+        "session": spec.session,
+        "turn": spec.turn,
+        "dropped_turns": spec.dropped_turns,
         "max_tokens": spec.max_tokens,
         "scheduled_s": at(record.scheduled_s),
         "sent_s": at(record.sent_s),
@@ -74,14 +85,23 @@ def request_line(record: Record, start_s: float) -> dict[str, Any]:
 
 
 def write_results(
-    folder: Path, head: Mapping[str, Any], result: RunResult, summary: Summary
+    folder: Path,
+    head: Mapping[str, Any],
+    result: RunResult,
+    summary: Summary,
+    further: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write `run.jsonl` (header, requests, summary) and the raw bytes of failed requests."""
+    """Write `run.jsonl` and the raw bytes of failed requests.
+
+    Args:
+        further: Lines between the requests and the summary.
+    """
     path = folder / RESULTS_FILE
     with path.open("w", encoding="utf-8") as stream:
         for line in (
             head,
             *(request_line(record, result.start_s) for record in result.records),
+            *further,
             {"kind": "summary", **summary.as_dict()},
         ):
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -101,11 +121,15 @@ def print_summary(console: Console, summary: Summary, title: str) -> None:
     """Print latencies, throughput, generator and task scores as tables."""
     console.print(_latency_table(summary, title))
     console.print(_totals_table(summary))
+    if summary.turns:
+        console.print(_turn_table(summary))
     if summary.scores:
         console.print(_score_table(summary))
     if summary.faults:
         faults = ", ".join(f"{kind} {count}" for kind, count in summary.faults.items())
         console.print(f"[red]failed requests by first fault:[/red] {faults}")
+    for reason, count in summary.unsent.items():
+        console.print(f"turns not sent: {count:,}: {reason}", style="yellow", markup=False)
     if summary.generator_is_slow:
         console.print(
             "[yellow]The generator was late (lag P99 above 10 ms): its machine is too busy for "
@@ -161,6 +185,22 @@ def _totals_table(summary: Summary) -> Table:
             f"goodput ({limits})", f"{summary.goodput_rps:,.3f}/s, {summary.good_share:.1%}"
         )
     table.add_row("generator CPU", f"{summary.generator_cpu_share:.2f} cores")
+    return table
+
+
+def _turn_table(summary: Summary) -> Table:
+    table = Table(title=f"turns of {summary.sessions:,} conversations")
+    for column in ("turn", "passed", "prompt tokens", "shortened", "TTFT P50", "P99", "TPOT P50"):
+        table.add_column(column, justify="left" if column == "turn" else "right")
+    for turn in summary.turns:
+        first, last = turn.first + 1, turn.last + 1
+        name = str(first) if first == last else f"{first} to {last}"
+        prompt = "–" if turn.prompt_tokens is None else f"{turn.prompt_tokens:,.0f}"
+        times = (turn.ttft.p50, turn.ttft.p99, turn.tpot.p50)
+        shown = ("–" if v is None else f"{v * 1e3:,.2f} ms" for v in times)
+        table.add_row(
+            name, f"{turn.ok:,} of {turn.requests:,}", prompt, f"{turn.shortened:,}", *shown
+        )
     return table
 
 

@@ -1,4 +1,8 @@
-"""Send a load and record what comes back: open loop at given times, or closed loop."""
+"""Send a load and record what comes back: open loop at given times, or closed loop.
+
+A load is its users' first requests; `follow` makes a user's next request from the answer to the one
+before, so that a conversation and a single request are sent by the same code.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ import resource
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from loadgen.capture import Call, Capture, LoadClient
 from loadgen.checker import Outcome, Verdict
@@ -16,6 +22,7 @@ from loadgen.workload import RequestSpec
 
 MAX_BACKLOG_BYTES = 256 << 20  # captures kept for judging after the run
 MAX_REFUSAL_WAIT_S = 300.0
+PAUSE_S = 0.1  # of a closed loop's user who got no answer: a service that refuses is not flooded
 now_s = time.perf_counter
 
 Judge = Callable[[Capture, RequestSpec, str], Verdict]
@@ -49,11 +56,31 @@ class Record:
         return self.sent_s - self.scheduled_s if self.attempts == 1 else 0.0
 
 
+Follow = Callable[[Record], Awaitable[RequestSpec | None]]
+"""A user's request that has ended and been judged → the next one, sent `think_s` after that end;
+None where the user is done."""
+
+
+class Observer(Protocol):
+    """Told of every request while the load runs; must be quick."""
+
+    def began(self, start_s: float) -> None:
+        """The load begins; times are on the clock of `now_s`."""
+        ...
+
+    def sent(self, spec: RequestSpec, scheduled_s: float) -> None: ...
+
+    def ended(self, record: Record) -> None:
+        """Its verdict is there."""
+        ...
+
+
 @dataclass(slots=True)
 class Live:
     """Counters that move while the load runs, for the progress bar.
 
     Attributes:
+        note: What else is worth saying.
         broken: Connections that failed; what the checker finds is known only after the load.
     """
 
@@ -63,6 +90,7 @@ class Live:
     broken: int = 0
     num_bytes: int = 0
     num_events: int = 0
+    note: str = ""
 
     def on_data(self, data: bytes) -> None:
         self.num_bytes += len(data)
@@ -74,14 +102,23 @@ class RunOptions:
     """How a load is driven.
 
     Attributes:
-        concurrency: Requests in flight of a closed loop; None follows the arrival times.
+        concurrency: Users at a time of a closed loop; None follows the arrival times.
         honour_refusals: How often a refused request is sent again after its Retry-After.
         keep_failed: Keep the captures of this many failed requests as reproductions.
+        place_opens_s: When the places of a closed loop open, from its start; empty: all at 0.
     """
 
     concurrency: int | None = None
     honour_refusals: int = 0
     keep_failed: int = 20
+    place_opens_s: tuple[float, ...] = ()
+
+    @property
+    def places_s(self) -> tuple[float, ...] | None:
+        """When each place of the closed loop opens; None for an open loop."""
+        if self.concurrency is None:
+            return None
+        return self.place_opens_s or (0.0,) * self.concurrency
 
 
 @dataclass(slots=True)
@@ -104,27 +141,37 @@ class RunResult:
 
 
 async def run_load(
-    specs: Sequence[RequestSpec],
+    specs: Iterable[RequestSpec],
     client: LoadClient,
     model: str,
     judge: Judge,
     options: RunOptions,
     live: Live,
+    *,
+    follow: Follow | None = None,
+    observer: Observer | None = None,
+    stop: asyncio.Event | None = None,
 ) -> RunResult:
     """Send every request and return when all have ended.
 
     Each request ends within the client's own limit, so the run does too. A cancellation gives up
     what is in flight and returns what has ended.
+
+    Args:
+        specs: First requests of the users; a closed loop takes them as its places get free, and
+            may be given more than it will ever take.
+        live: Counts on; its `num_requests` is the caller's.
+        follow: With it, or with `observer`, a request is judged as soon as it has ended.
+        stop: Once set nothing more is sent; what is in flight goes on to its end.
     """
     raise_file_limit()
-    live.num_requests = len(specs)
-    run = _Run(client, model, judge, options, live)
+    run = _Run(client, model, judge, options, live, follow, observer, stop)
     cpu_start_s = time.process_time()
     try:
-        if options.concurrency is None:
+        if (places_s := options.places_s) is None:
             await run.open_loop(specs)
         else:
-            await run.closed_loop(specs, options.concurrency)
+            await run.closed_loop(specs, places_s)
     except asyncio.CancelledError:
         run.result.was_interrupted = True
     run.result.end_s = now_s()
@@ -134,47 +181,95 @@ async def run_load(
     return run.result
 
 
+@dataclass(slots=True)
 class _Run:
     """State of one run."""
 
-    def __init__(
-        self, client: LoadClient, model: str, judge: Judge, options: RunOptions, live: Live
-    ) -> None:
-        self.client = client
-        self.model = model
-        self.judge = judge
-        self.options = options
-        self.live = live
-        self.result = RunResult(start_s=now_s(), start_unix_s=time.time())
-        self.backlog: deque[tuple[Record, Capture]] = deque()
-        self.backlog_bytes = 0
+    client: LoadClient
+    model: str
+    judge: Judge
+    options: RunOptions
+    live: Live
+    follow: Follow | None
+    observer: Observer | None
+    stop: asyncio.Event | None
+    result: RunResult = field(default_factory=lambda: RunResult(now_s(), time.time()))
+    backlog: deque[tuple[Record, Capture]] = field(default_factory=deque)
+    backlog_bytes: int = 0
 
-    async def open_loop(self, specs: Sequence[RequestSpec]) -> None:
-        """Send at the specs' times, whatever the service does."""
-        start_s = self.result.start_s = now_s()
+    async def open_loop(self, specs: Iterable[RequestSpec]) -> None:
+        """Let users begin at the specs' times, whatever the service does."""
+        ordered = sorted(specs, key=lambda spec: spec.arrival_s)
+        start_s = self._begin()
         async with asyncio.TaskGroup() as group:
-            for spec in sorted(specs, key=lambda spec: spec.arrival_s):
-                call, request_id = self._prepare(spec)  # ahead of the time, so that it costs none
+            for spec in ordered:
+                prepared = self._prepare(spec)  # ahead of the time, so that it costs none
                 scheduled_s = start_s + spec.arrival_s
-                if (wait_s := scheduled_s - now_s()) > 0:
-                    await asyncio.sleep(wait_s)
-                elif len(specs) > 1:
-                    await asyncio.sleep(0)  # late or at once: let the sends go out
-                group.create_task(self._one(spec, call, request_id, scheduled_s))
+                await self._sleep_until(scheduled_s)
+                if self._is_stopped():
+                    return
+                group.create_task(self._user(spec, prepared, scheduled_s))
 
-    async def closed_loop(self, specs: Sequence[RequestSpec], concurrency: int) -> None:
-        """Keep `concurrency` requests in flight until all are sent."""
-        self.result.start_s = now_s()
-        queue = iter(sorted(specs, key=lambda spec: spec.index))
+    async def closed_loop(self, specs: Iterable[RequestSpec], places_s: Sequence[float]) -> None:
+        """Keep every open place busy with a user until all have been served."""
+        start_s = self._begin()
+        queue = iter(specs)
 
-        async def place() -> None:
+        async def place(opens_s: float) -> None:
+            if opens_s > 0:
+                await self._sleep_until(start_s + opens_s)
             for spec in queue:
-                call, request_id = self._prepare(spec)
-                await self._one(spec, call, request_id, now_s())
+                if self._is_stopped():
+                    return
+                record = await self._user(spec, self._prepare(spec), now_s())
+                if self._judges_at_once and record.verdict.outcome is not Outcome.OK:
+                    await self._sleep_until(now_s() + PAUSE_S)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(specs))):
-                group.create_task(place())
+            for opens_s in places_s:
+                group.create_task(place(opens_s))
+
+    def _begin(self) -> float:
+        start_s = self.result.start_s = now_s()
+        if self.observer is not None:
+            self.observer.began(start_s)
+        return start_s
+
+    async def _user(
+        self, spec: RequestSpec, prepared: tuple[Call, str], scheduled_s: float
+    ) -> Record:
+        """Send a user's first request, and each next one after the answer before it.
+
+        Returns:
+            The last one.
+        """
+        while True:
+            record = await self._one(spec, *prepared, scheduled_s)
+            following = await self.follow(record) if self.follow is not None else None
+            if following is None:
+                return record
+            spec, prepared = following, self._prepare(following)
+            # What the next request takes to make is part of the thinking.
+            scheduled_s = max(record.ended_s + spec.think_s, now_s())
+            await self._sleep_until(scheduled_s)
+            if self._is_stopped():
+                return record
+
+    async def _sleep_until(self, time_s: float) -> None:
+        """Sleep until then, or until nothing more is to be sent; yields when it is past."""
+        wait_s = max(0.0, time_s - now_s())
+        if self.stop is None:
+            await asyncio.sleep(wait_s)
+        elif not self.stop.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.stop.wait(), wait_s)
+
+    @property
+    def _judges_at_once(self) -> bool:
+        return self.follow is not None or self.observer is not None
+
+    def _is_stopped(self) -> bool:
+        return self.stop is not None and self.stop.is_set()
 
     def _prepare(self, spec: RequestSpec) -> tuple[Call, str]:
         request_id = f"load-{uuid.uuid4().hex}"
@@ -182,8 +277,10 @@ class _Run:
 
     async def _one(
         self, spec: RequestSpec, call: Call, request_id: str, scheduled_s: float
-    ) -> None:
+    ) -> Record:
         self.live.sent += 1
+        if self.observer is not None:
+            self.observer.sent(spec, scheduled_s)
         attempts = 0
         while True:
             attempts += 1
@@ -207,12 +304,18 @@ class _Run:
         self.result.records.append(record)
         self.live.ended += 1
         self.live.broken += capture.fault is not None
+        if self._judges_at_once:
+            self._judge(record, capture)
+            if self.observer is not None:
+                self.observer.ended(record)
+            return record
         # Judged after the load, so that judging costs the measurement nothing; when too much piles
         # up, one for every one that ends.
         self.backlog.append((record, capture))
         self.backlog_bytes += record.num_bytes
         if self.backlog_bytes > MAX_BACKLOG_BYTES:
             self._judge_oldest()
+        return record
 
     def judge_backlog(self) -> None:
         """Judge all that was kept for later."""

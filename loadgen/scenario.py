@@ -1,32 +1,118 @@
-"""Turn the options of `run` into requests for the model that is served."""
+"""Turn the options of a load into requests for the model that is served."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from loadgen import traces, workload
 from loadgen.arrivals import Arrivals
 from loadgen.client_http import HttpClient
-from loadgen.target import Target, fit_prompts, token_pool
+from loadgen.dialogues import Dialogues
+from loadgen.runner import Follow
+from loadgen.sessions import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_THINK_S,
+    DEFAULT_TURN_TOKENS,
+    DEFAULT_TURNS,
+    Session,
+    SessionShape,
+    make_sessions,
+    read_sessions,
+)
+from loadgen.target import POOL_TEXT, Target, fit_prompts, token_pool
 from loadgen.workload import RequestSpec
 from quadriga.errors import ConfigError
 
 PROMPT_MAX_TOKENS = 128
 TASK_MAX_TOKENS = 1024  # longer than the longest answer of any task
 _SECRETS = ("api_key", "api_key_file", "ca_file")
+_FILES = ("trace", "prompts", "sessions")
 
 
-async def build_specs(
+# Option → (its default, the loads it is for).
+_ONLY_FOR: dict[str, tuple[Any, set[str]]] = {
+    "limit": (None, {"trace", "prompts", "sessions FILE"}),
+    "time_scale": (1.0, {"trace"}),
+    "cap_input": (None, {"trace"}),
+    "cap_output": (None, {"trace"}),
+    "scale_lengths": (None, {"trace"}),
+    "vocab_size": (None, {"trace", "sessions N"}),
+    "task_names": (None, {"tasks"}),
+    "fit_prompts": (False, {"prompts", "tasks"}),
+    "max_tokens": (None, {"prompts", "tasks", "sessions FILE"}),
+    "turns": (DEFAULT_TURNS, {"sessions N"}),
+    "turn_tokens": (DEFAULT_TURN_TOKENS, {"sessions N"}),
+    "answer_tokens": (DEFAULT_ANSWER_TOKENS, {"sessions N"}),
+    "think_s": (DEFAULT_THINK_S, {"sessions N", "sessions FILE"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a run sends.
+
+    Attributes:
+        specs: The first request of every user, in order.
+        dialogues: Makes the further requests of conversations; None: one request per user.
+    """
+
+    specs: list[RequestSpec]
+    dialogues: Dialogues | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """In all, if every conversation goes on to its end."""
+        return len(self.specs) if self.dialogues is None else self.dialogues.num_requests
+
+    @property
+    def follow(self) -> Follow | None:
+        return None if self.dialogues is None else self.dialogues.follow
+
+    def cycled(self) -> Iterator[RequestSpec]:
+        """Yield the first requests over and over, each as a request of its own."""
+        for cycle in itertools.count():
+            first = cycle * self.num_requests
+            for spec in self.specs:
+                yield replace(
+                    spec,
+                    index=spec.index + first,
+                    seed=None if spec.seed is None else spec.seed + first,
+                    session=None
+                    if spec.session is None
+                    else spec.session + cycle * len(self.specs),
+                )
+
+    def fingerprint(self) -> str:
+        """Return a hash of all that is sent: two runs with the same one had the same load."""
+        digest = hashlib.sha256()
+        parts: list[RequestSpec | Session] = [*self.specs]
+        if self.dialogues is not None:
+            parts += self.dialogues.sessions
+        for part in parts:
+            digest.update(json.dumps(asdict(part), sort_keys=True).encode())
+        return digest.hexdigest()
+
+
+async def build_load(
     args: argparse.Namespace, arrivals: Arrivals, client: HttpClient, target: Target
-) -> list[RequestSpec]:
-    """Return the requests, ready to send.
+) -> Load:
+    """Return the load, ready to send.
 
     Raises:
         ConfigError: An option, a file or the service stands in the way.
     """
+    _refuse_unused(args)
+    extra = _extra(args.extra)
+    if args.sessions is not None:
+        dialogues = await _dialogues(args, arrivals, client, target, extra)
+        return Load(await dialogues.openings(), dialogues)
     if args.trace is not None:
         specs = await _from_trace(args, arrivals, client, target)
     elif args.tasks is not None:
@@ -47,20 +133,26 @@ async def build_specs(
             seed=args.seed,
         )
     if args.fit_prompts:
-        if args.endpoint != "completions":
+        if endpoint_of(args) != "completions":
             raise ConfigError(
                 "--fit-prompts: token ids have no chat form; use --endpoint completions",
                 param="fit-prompts",
             )
         specs = await fit_prompts(client, target, specs)
-    return workload.shape(
+    specs = workload.shape(
         specs,
-        endpoint=args.endpoint,
-        stream=args.stream,
-        temperature=max(0.0, args.temperature),
+        forms=workload.forms(endpoint_of(args), args.stream),
+        temperature=args.temperature,
         num_choices=args.choices,
-        extra=_extra(args.extra),
+        extra=extra,
     )
+    return Load(specs)
+
+
+def endpoint_of(args: argparse.Namespace) -> str:
+    """Return `--endpoint`, or what suits the load."""
+    default = "chat" if isinstance(args.sessions, Path) else "completions"
+    return str(args.endpoint or default)
 
 
 def describe(args: argparse.Namespace) -> str:
@@ -69,17 +161,81 @@ def describe(args: argparse.Namespace) -> str:
         return f"trace {args.trace.name.removesuffix('.gz').removesuffix('.csv')}"
     if args.tasks is not None:
         return f"{args.tasks} tasks"
+    if args.sessions is not None:
+        is_file = isinstance(args.sessions, Path)
+        return f"sessions {args.sessions.name}" if is_file else f"{args.sessions} sessions"
     return f"prompts {args.prompts.name}"
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options for the record, without secrets and without folders."""
     config = {k: v for k, v in vars(args).items() if k not in _SECRETS}
-    return (
-        config
-        | {key: config[key].name for key in ("trace", "prompts") if config[key] is not None}
-        | {"output": None}
+    names = {key: config[key].name for key in _FILES if isinstance(config[key], Path)}
+    return config | names | {"endpoint": endpoint_of(args), "output": None}
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Raises: ConfigError for an option that says nothing about this load: it would be ignored."""
+    load = next(name for name in ("trace", "tasks", "prompts", "sessions") if vars(args)[name])
+    if load == "sessions":
+        load = "sessions FILE" if isinstance(args.sessions, Path) else "sessions N"
+    for name, (default, loads) in _ONLY_FOR.items():
+        if load not in loads and getattr(args, name) != default:
+            option = name.replace("_", "-")
+            fitting = " and ".join(f"--{one}" for one in sorted(loads))
+            raise ConfigError(f"--{option}: not for --{load}, but for {fitting}", param=option)
+
+
+async def _dialogues(
+    args: argparse.Namespace,
+    arrivals: Arrivals,
+    client: HttpClient,
+    target: Target,
+    extra: dict[str, Any],
+) -> Dialogues:
+    forms = workload.forms(endpoint_of(args), args.stream)
+    if isinstance(args.sessions, Path):
+        if endpoint_of(args) != "chat":
+            raise ConfigError(
+                "--endpoint: conversations of a file are messages; use chat", param="endpoint"
+            )
+        sessions = read_sessions(
+            args.sessions,
+            arrivals,
+            limit=args.limit,
+            max_tokens=args.max_tokens or PROMPT_MAX_TOKENS,
+            think_s=args.think_s,
+            streams=[stream for stream, _ in forms],
+            seed=args.seed,
+        )
+    else:
+        shape = SessionShape(args.turns, args.turn_tokens, args.answer_tokens, args.think_s)
+        sessions = make_sessions(
+            args.sessions,
+            arrivals,
+            shape,
+            forms=forms,
+            token_ids=await _pool(args, client, target),
+            words=POOL_TEXT.split(),
+            seed=args.seed,
+        )
+    template = RequestSpec(
+        index=0,
+        arrival_s=0.0,
+        prompt="",
+        max_tokens=1,
+        temperature=args.temperature,
+        seed=args.seed,
+        num_choices=args.choices,
+        extra=extra,
     )
+    return Dialogues(sessions, template, target, client)
+
+
+async def _pool(args: argparse.Namespace, client: HttpClient, target: Target) -> list[int]:
+    if args.vocab_size:
+        return list(range(args.vocab_size))
+    return await token_pool(client, target.model)
 
 
 async def _from_trace(
@@ -105,9 +261,7 @@ async def _from_trace(
     trace = traces.cap_lengths(trace, max_input=args.cap_input, max_output=args.cap_output)
     if target.max_model_len is not None:
         trace = traces.fit_context(trace, target.max_model_len)
-    pool = (
-        list(range(args.vocab_size)) if args.vocab_size else await token_pool(client, target.model)
-    )
+    pool = await _pool(args, client, target)
     return workload.from_trace(trace, arrivals, token_ids=pool, seed=args.seed)
 
 
@@ -133,7 +287,7 @@ def _extra(text: str | None) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"--extra: not JSON: {exc}", param="extra") from exc
     if not isinstance(value, dict):
         raise ConfigError(f"--extra: must be a JSON object, got {text!r:.80}", param="extra")

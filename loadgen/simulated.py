@@ -84,7 +84,7 @@ def run_policy(
     """Simulate a load under a policy."""
     return Simulation(
         config,
-        make_policy(name, settings),
+        make_policy(name, settings, reservation=config.memory.reservation),
         load.arrivals_s,
         load.input_tokens,
         load.output_tokens,

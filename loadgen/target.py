@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from quadriga.errors import ConfigError
 
 AUTO_ALIAS = "quadriga-auto"
 # Words whose tokens make synthetic prompts; any tokenizer has tokens for them.
-_POOL_TEXT = (
+POOL_TEXT = (
     "the quick brown fox jumps over a lazy dog while seven bright stars shine on old stone roads "
     "near cold rivers and every small bird sings about rain wind snow fire bread milk honey salt "
     "red blue green white black one two three four five six seven eight nine ten apple pear plum "
@@ -66,7 +67,7 @@ async def token_pool(client: HttpClient, model: str) -> list[int]:
     Raises:
         ConfigError: The service has no usable `/tokenize`.
     """
-    ids = sorted(set(await tokenize(client, model, _POOL_TEXT)))
+    ids = sorted(set(await tokenize(client, model, POOL_TEXT)))
     if not ids:
         raise ConfigError("/tokenize returned no tokens; give --vocab-size", param="vocab-size")
     return ids
@@ -84,6 +85,20 @@ async def tokenize(client: HttpClient, model: str, text: str) -> list[int]:
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
         raise ConfigError(f"/tokenize returned {document!r:.200}", param="url")
     return tokens
+
+
+async def count_chat(client: HttpClient, model: str, messages: Sequence[tuple[str, str]]) -> int:
+    """Return how many tokens a conversation of (role, text) is, in the model's chat template.
+
+    Raises:
+        ConfigError: The service has no usable `/tokenize`, or the model no chat template.
+    """
+    listed = [{"role": role, "content": content} for role, content in messages]
+    document = await _ask(client, "POST", "/tokenize", {"model": model, "messages": listed})
+    tokens = document.get("tokens") if isinstance(document, dict) else None
+    if not isinstance(tokens, list):
+        raise ConfigError(f"/tokenize returned {document!r:.200}", param="url")
+    return len(tokens)
 
 
 async def detokenize(client: HttpClient, model: str, token_ids: list[int]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,12 +11,13 @@ from typing import Any, Literal
 import numpy as np
 
 from loadgen.arrivals import Arrivals
-from loadgen.traces import Trace
+from loadgen.json_lines import read_objects
+from loadgen.traces import MAX_TOKENS, Trace
 from quadriga.errors import ConfigError
 
 Endpoint = Literal["completions", "chat"]
-MAX_PROMPT_FILE_ROWS = 1_000_000
-MAX_PROMPT_LINE_BYTES = 16 << 20
+Form = tuple[bool, Endpoint]
+"""(streamed, endpoint): how a request is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +25,19 @@ class RequestSpec:
     """One request, independent of the transport.
 
     Attributes:
-        arrival_s: When to send it, from the start of the run; closed loops send when a place is
-            free and ignore it.
+        arrival_s: When its user begins, from the start of the run; closed loops begin when a place
+            is free and ignore it.
         prompt: Text, or token ids (`completions` only).
+        history: (role, text) of the messages ahead of the prompt (`chat` only).
         prompt_tokens: Number the service must report; None where it is not known.
         ignore_eos: The output is then exactly `max_tokens` long.
         task: Name of the task that scores the answer; None is unscored unless `answer` is set.
         answer: Expected text, for prompts of a file.
         extra: Further fields of the request body, as given on the command line.
+        session: Number of the conversation it belongs to; None for a request on its own.
+        turn: Its place in the conversation, from 0.
+        dropped_turns: Oldest turns that its prompt leaves out, to fit the context.
+        think_s: Seconds from the end of the answer before it to its sending.
     """
 
     index: int
@@ -50,6 +54,11 @@ class RequestSpec:
     task: str | None = None
     answer: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    history: tuple[tuple[str, str], ...] = ()
+    session: int | None = None
+    turn: int = 0
+    dropped_turns: int = 0
+    think_s: float = 0.0
 
 
 def from_trace(
@@ -127,7 +136,9 @@ def from_prompt_file(
     Raises:
         ConfigError: Naming file, line, field and value.
     """
-    rows = _read_rows(path, limit)
+    rows = [
+        _check_row(row, where) for where, row in read_objects(path, param="prompts", limit=limit)
+    ]
     times = arrivals.times_s(len(rows), seed=seed)
     return [
         RequestSpec(
@@ -143,19 +154,24 @@ def from_prompt_file(
     ]
 
 
+def forms(endpoint: str, stream: str) -> list[Form]:
+    """Return the forms that requests take in turns; `both` means each of two."""
+    endpoints: list[Endpoint] = ["completions", "chat"]
+    if endpoint != "both":
+        endpoints = [one for one in endpoints if one == endpoint]
+    streams = {"true": [True], "false": [False], "both": [True, False]}[stream]
+    return list(itertools.product(streams, endpoints))
+
+
 def shape(
     specs: Sequence[RequestSpec],
     *,
-    endpoint: Literal["completions", "chat", "both"],
-    stream: Literal["true", "false", "both"],
+    forms: Sequence[Form],
     temperature: float,
     num_choices: int,
     extra: dict[str, Any],
 ) -> list[RequestSpec]:
-    """Set how the requests are asked; `both` alternates, so that one run covers every form."""
-    endpoints: list[Endpoint] = ["completions", "chat"] if endpoint == "both" else [endpoint]
-    streams = {"true": [True], "false": [False], "both": [True, False]}[stream]
-    forms = list(itertools.product(streams, endpoints))
+    """Set how the requests are asked, in turns, so that one run covers every form."""
     shaped = []
     for spec in specs:
         is_stream, wanted = forms[spec.index % len(forms)]
@@ -180,33 +196,7 @@ def shape(
     return shaped
 
 
-def _read_rows(path: Path, limit: int | None) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            number = 0
-            while line := stream.readline(MAX_PROMPT_LINE_BYTES + 1):
-                number += 1
-                if len(rows) == (limit or MAX_PROMPT_FILE_ROWS):
-                    break
-                if line.strip():
-                    rows.append(_check_row(line, f"{path}, line {number}"))
-    except (OSError, EOFError) as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc}", param="prompts") from exc
-    if not rows:
-        raise ConfigError(f"{path}: no prompts in it", param="prompts")
-    return rows
-
-
-def _check_row(line: bytes, where: str) -> dict[str, Any]:
-    if len(line) > MAX_PROMPT_LINE_BYTES:
-        raise ConfigError(f"{where}: over {MAX_PROMPT_LINE_BYTES} bytes", param="prompts")
-    try:
-        row = json.loads(line)
-    except ValueError as exc:
-        raise ConfigError(f"{where}: not JSON: {exc}", param="prompts") from exc
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: must be a JSON object", param="prompts")
+def _check_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     for name in ("prompt", "answer", "task"):
         value = row.get(name)
         if not (isinstance(value, str) or (value is None and name != "prompt")):
@@ -214,9 +204,9 @@ def _check_row(line: bytes, where: str) -> dict[str, Any]:
     if not row["prompt"]:
         raise ConfigError(f"{where}: prompt is empty", param="prompt")
     limit = row.get("max_tokens", 1)
-    if type(limit) is not int or limit < 1:
+    if type(limit) is not int or not 1 <= limit <= MAX_TOKENS:
         raise ConfigError(
-            f"{where}: max_tokens must be a whole number of 1 or more; got {limit!r:.80}",
+            f"{where}: max_tokens must be a whole number in 1..{MAX_TOKENS}; got {limit!r:.80}",
             param="max_tokens",
         )
     return row

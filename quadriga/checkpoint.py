@@ -7,7 +7,6 @@ format, or by a hub id; clients know it by the name of its folder.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from quadriga.errors import ConfigError
 from quadriga.exits import ExitSpec, read_exits
 from quadriga.families import read_facts
+from quadriga.json_files import GARBLED, read_object
 
 ASSETS = Path(__file__).parent / "assets"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
@@ -108,13 +108,13 @@ def read_checkpoint(model: str, *, model_id: str | None = None) -> Checkpoint:
         ConfigError: The checkpoint is missing or its JSON files are not usable.
     """
     path = locate(model)
-    config = _read_json(path / "config.json")
-    text = config.get("text_config", config)
+    config = read_object(path / "config.json")
     generation = _generation_config(path)
     try:
         facts = read_facts(config)
         architecture = str((config.get("architectures") or ["unknown"])[0])
-    except (KeyError, TypeError, ValueError) as exc:
+        eos_token_ids = _eos_token_ids(generation, config.get("text_config", config))
+    except GARBLED as exc:
         raise ConfigError(
             f"model: {path / 'config.json'} lacks or garbles the field {exc}", param="model"
         ) from exc
@@ -128,7 +128,7 @@ def read_checkpoint(model: str, *, model_id: str | None = None) -> Checkpoint:
         head_dim=facts.head_dim,
         vocab_size=facts.vocab_size,
         max_model_len=facts.max_positions,
-        eos_token_ids=_eos_token_ids(generation, text),
+        eos_token_ids=eos_token_ids,
         exits=read_exits(path, facts.num_layers),
         fingerprint=_fingerprint(path),
         sampling=_sampling(path, generation),
@@ -140,19 +140,9 @@ def _folder_name(model: str, path: Path) -> str:
     return model.rsplit("/", 1)[-1] if is_hub_snapshot else path.name
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"model: {path} cannot be read: {exc}", param="model") from exc
-    if not isinstance(value, dict):
-        raise ConfigError(f"model: {path} must hold a JSON object", param="model")
-    return value
-
-
 def _generation_config(path: Path) -> dict[str, Any]:
     file = path / "generation_config.json"
-    return _read_json(file) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}
 
 
 def _eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:

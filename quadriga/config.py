@@ -73,8 +73,10 @@ class PoolConfig(Section):
         "a relay batch, at full depth; auto: native where the family is.",
     )
     exits: ExitsConfig = ExitsConfig()
-    prefill_replicas: int = Field(1, ge=1, le=1024)
-    decode_replicas: int = Field(2, ge=1, le=1024)
+    prefill_replicas: int = Field(1, ge=1, le=1024, description="Processes that read prompts.")
+    decode_replicas: int = Field(
+        2, ge=1, le=1024, description="Processes that generate; helios.scaling may change it."
+    )
     prefill_labels: NodeLabels = Field(
         {}, description="Only nodes with all of these Ray labels run this pool's prefill replicas."
     )
@@ -86,7 +88,9 @@ class PoolConfig(Section):
 class EngineConfig(Section):
     """How one replica computes."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where the cluster has GPUs when it starts, else cpu."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on CPUs, bfloat16 on GPUs."
     )
@@ -99,10 +103,10 @@ class EngineConfig(Section):
     cache_dir: str | None = Field(
         None, description="Where compiled steps are kept; null: ~/.cache/quadriga."
     )
-    max_model_len: int | Auto = Field(
+    max_model_len: Auto | Annotated[int, Field(ge=1, le=1 << 30)] = Field(
         "auto", description="Most tokens of one sequence; auto: what the checkpoint allows."
     )
-    kv_memory_bytes: int | Auto = Field(
+    kv_memory_bytes: Auto | Annotated[int, Field(ge=1, le=1 << 50)] = Field(
         "auto",
         description="KV cache per replica; auto: 1 GiB on CPUs, on GPUs what gpu_memory_share "
         "leaves beside the weights.",
@@ -118,8 +122,14 @@ class EngineConfig(Section):
         description="Attention on GPUs. auto: flash-attn where it is installed and fits dtype and "
         "heads, else the Triton kernel, else plain torch.",
     )
-    resources_cpus: float | Auto = Field("auto", description="Ray CPUs a replica reserves.")
-    resources_gpus: float | Auto = Field("auto", description="Ray GPUs a replica reserves.")
+    resources_cpus: Auto | Annotated[float, Field(ge=0, le=4096)] = Field(
+        "auto",
+        description="Ray CPUs a replica reserves; auto: one a thread, and where the cluster has "
+        "too few an equal share of half of them.",
+    )
+    resources_gpus: Auto | Annotated[float, Field(ge=0, le=64)] = Field(
+        "auto", description="Ray GPUs a replica reserves; auto: one where engine.device is cuda."
+    )
 
 
 class PrefillConfig(Section):
@@ -127,8 +137,10 @@ class PrefillConfig(Section):
 
     chunk_tokens: Count = Field(256, description="Most prompt tokens in one forward pass.")
     max_rows: Count = Field(16, description="Sequences in prefill or hand-off at once.")
-    max_queued_sequences: Count = 512
-    max_queued_tokens: Count = 200_000
+    max_queued_sequences: Count = Field(
+        512, description="That wait at one prefill replica; where all are full: 429."
+    )
+    max_queued_tokens: Count = Field(200_000, description="The same in prompt tokens.")
     max_age_s: Seconds = Field(
         0.5, description="Similar lengths are grouped, but nobody waits longer than this for it."
     )
@@ -260,11 +272,19 @@ class SchedulerConfig(Section):
         "computed, as only then its length can be predicted).",
     )
     ares: AresConfig = AresConfig()
-    snapshot_interval_s: Seconds = 1.0
+    snapshot_interval_s: Seconds = Field(1.0, description="Between two load reports of a replica.")
     snapshot_max_age_s: Seconds = Field(
         5.0, description="A replica not heard of for this long gets nothing new."
     )
-    max_retry_after_s: Seconds = 60.0
+    max_wait_s: Seconds | None = Field(
+        None,
+        description="A request that is predicted to wait longer than this for a place on a decode "
+        "replica is refused with 429 at once, so that those let in stay fast; null: requests wait "
+        "until the prefill queues are full.",
+    )
+    max_retry_after_s: Seconds = Field(
+        60.0, description="Longest wait that a 429 for full queues asks for."
+    )
 
 
 class TransportConfig(Section):
@@ -282,19 +302,25 @@ class TransportConfig(Section):
 class IngressConfig(Section):
     """The front door."""
 
-    replicas: int = Field(1, ge=1, le=256)
+    replicas: int = Field(1, ge=1, le=256, description="Processes that hold clients' connections.")
     max_ongoing_requests: Count = Field(2048, description="Per ingress replica.")
     default_deadline_s: Seconds = Field(600.0, description="For requests that state none.")
-    max_deadline_s: Seconds = 3600.0
-    max_body_bytes: int = Field(4_000_000, ge=1024, le=1 << 30)
-    max_headers: int = Field(100, ge=16, le=10_000)
+    max_deadline_s: Seconds = Field(
+        3600.0, description="Longest deadline a request may name; upgrades wait as long."
+    )
+    max_body_bytes: int = Field(
+        4_000_000, ge=1024, le=1 << 30, description="Of a request; a larger one is answered 413."
+    )
+    max_headers: int = Field(
+        100, ge=16, le=10_000, description="Of one request; more are answered 431."
+    )
     max_header_bytes: int = Field(
         32_768, ge=1024, le=1 << 20, description="All names and values of one request."
     )
     body_timeout_s: Seconds = Field(30.0, description="A request's body must be here by then.")
     max_choices: Count = Field(16, description="Largest `n`, and most prompts in one request.")
-    max_logprobs: int = Field(20, ge=0, le=100)
-    max_stop_strings: int = Field(16, ge=0, le=64)
+    max_logprobs: int = Field(20, ge=0, le=100, description="Alternatives shown for a token.")
+    max_stop_strings: int = Field(16, ge=0, le=64, description="In one request.")
     max_stop_length: Count = Field(256, description="Characters in one stop string.")
     default_sampling: Literal["checkpoint", "openai"] = Field(
         "checkpoint",
@@ -371,18 +397,30 @@ class LoggingConfig(Section):
 class LifecycleConfig(Section):
     """Birth and death of the actors."""
 
-    replica_start_timeout_s: Seconds = 300.0
-    heartbeat_interval_s: Seconds = 2.0
+    replica_start_timeout_s: Seconds = Field(
+        300.0, description="A replica that is placed and not ready by then is started anew."
+    )
+    heartbeat_interval_s: Seconds = Field(
+        2.0,
+        description="A replica that is silent for ten of them, or 8 s if that is more, is taken "
+        "for hung and replaced.",
+    )
     orphan_timeout_s: Seconds = Field(
         60.0, description="Actors end themselves when no ingress was heard for this long."
     )
-    drain_timeout_s: Seconds = 60.0
+    drain_timeout_s: Seconds = Field(
+        60.0,
+        description="What a retiring replica still holds by then is rebuilt at another; streams "
+        "that an ingress still has by then, when it is exchanged or the service stops, are cut.",
+    )
 
 
 class ScalingConfig(Section):
     """How many decode replicas a (model, depth) class has."""
 
-    enabled: bool = False
+    enabled: bool = Field(
+        False, description="Let the number follow the load; needs helios.enabled."
+    )
     min_replicas: int = Field(1, ge=1, le=1024, description="Of a class that serves.")
     max_replicas: int = Field(4, ge=1, le=1024, description="Of a class.")
     utilisation: float = Field(
@@ -425,7 +463,7 @@ class ScalingConfig(Section):
 class HeliosConfig(Section):
     """Choosing model and depth by what the live requests need."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="Serve `quadriga-auto` by what is chosen.")
     catalogue: str | None = Field(
         None, description="YAML file, or folder of checkpoints; null: the bundled family."
     )
@@ -435,7 +473,7 @@ class HeliosConfig(Section):
     slo: Literal["throughput", "response", "accuracy", "energy"] = Field(
         "throughput", description="What the choice is made for."
     )
-    max_candidates: int = Field(3, ge=1, le=16)
+    max_candidates: int = Field(3, ge=1, le=16, description="Models that are profiled.")
     scout: bool = Field(
         True,
         description="Profile on a full-depth replica beside those that serve; false: on the one "
@@ -492,8 +530,14 @@ class QuadrigaConfig(Section):
         description="Take no choice that depends on load and changes an answer: greedy and seeded "
         "output equals that of a sequence alone.",
     )
-    name: str = Field("quadriga", pattern=r"^[a-z]([a-z0-9-]{0,45}[a-z0-9])?$")
-    pools: tuple[PoolConfig, ...] = Field((PoolConfig(),), min_length=1)
+    name: str = Field(
+        "quadriga",
+        pattern=r"^[a-z]([a-z0-9-]{0,45}[a-z0-9])?$",
+        description="Of the application; two on one Ray cluster need two.",
+    )
+    pools: tuple[PoolConfig, ...] = Field(
+        (PoolConfig(),), min_length=1, description="What is served: a pool for each model."
+    )
     engine: EngineConfig = EngineConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
@@ -548,6 +592,8 @@ def expand_dotted(data: dict[str, Any]) -> dict[str, Any]:
     """
     tree: dict[str, Any] = {}
     for key, value in data.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r:.80}: the names of settings are text", param="config")
         *parents, leaf = key.split(".")
         node = tree
         for parent in parents:

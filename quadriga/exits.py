@@ -6,12 +6,12 @@ is left by every token, whatever its confidence.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from quadriga.errors import ConfigError
+from quadriga.json_files import read_object
 
 ExitKind = Literal["shared", "norm", "head"]
 Criterion = Literal["margin", "top"]
@@ -134,12 +134,7 @@ def read_exits(path: Path, num_layers: int) -> ExitSpec:
     file = path / EXITS_FILE
     if not file.is_file():
         return ExitSpec()
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
-    if not isinstance(data, dict):
-        raise ConfigError(f"model: {file} must hold a JSON object", param="model")
+    data = read_object(file)
     return ExitSpec(
         layers=_layers(data.get("layers", []), num_layers, file),
         kind=_one_of(data, "kind", get_args(ExitKind), "shared", file),

@@ -28,6 +28,8 @@ _MAX_POSITIONS = (
     "seq_length",
 )
 DEFAULT_MAX_POSITIONS = 2048
+MAX_LAYERS = 10_000
+"""No model has as many; what is made for each layer fits into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,12 @@ def read_facts(config: dict[str, Any]) -> ModelFacts:
     """Read the sizes out of a parsed `config.json`.
 
     Raises:
-        KeyError, TypeError, ValueError: A field is missing or no number.
+        GARBLED (see `quadriga.json_files`): A field is missing, no number, or beyond all reason.
     """
     text = config.get("text_config", config)
     num_layers = int(_first(text, _NUM_LAYERS))
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ValueError(f"{_NUM_LAYERS[0]}: {num_layers} is not within 1 and {MAX_LAYERS}")
     hidden_size = int(_first(text, _HIDDEN_SIZE))
     try:
         num_heads = int(_first(text, _NUM_HEADS))

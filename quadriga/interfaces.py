@@ -36,6 +36,21 @@ class PrefillChunk:
     depths: Sequence[int] | None = None
 
 
+class Suspended(Protocol):
+    """A sequence in host memory, as `ModelRunner.suspend` gives it; nobody changes it."""
+
+    @property
+    def extents(self) -> Sequence[KVExtent]:
+        """See `ModelRunner.extents`: what its row held."""
+
+    @property
+    def rest(self) -> Any:
+        """See `ModelRunner.read_rest`."""
+
+    def read(self, first_layer: int, num_layers: int, start: int, stop: int) -> Any:
+        """See `ModelRunner.read_kv`."""
+
+
 class ModelRunner(Protocol):
     """Runs forward passes over KV rows it owns; knows nothing of requests, queues or time.
 
@@ -56,7 +71,7 @@ class ModelRunner(Protocol):
         """Bind a sequence to a row: sampling parameters, penalty counts, random key."""
 
     def detach(self, row: int) -> None:
-        """Forget the sequence; the row's KV becomes garbage."""
+        """Forget the sequence, if there is one; the row's KV becomes garbage."""
 
     def prefill(
         self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None = None
@@ -99,7 +114,7 @@ class ModelRunner(Protocol):
     def num_filled(self) -> int:
         """Positions × segments whose KV, skipped by early tokens, was filled in so far."""
 
-    def suspend(self, row: int) -> Any:
+    def suspend(self, row: int) -> Suspended:
         """Take a sequence out of its row, which is free afterwards, into host memory.
 
         Returns:
@@ -122,11 +137,13 @@ class ModelRunner(Protocol):
         With the KV of the row's extents it is all that `resume` needs.
         """
 
-    def resume(self, row: int, state: SequenceState, rest: Any) -> None:
+    def resume(self, row: int, state: SequenceState, rest: Any, depth: int | None = None) -> None:
         """`attach` a sequence that ran in a row elsewhere, a token that waits at an exit included.
 
         Args:
             rest: What `read_rest` gave there; the KV was written before.
+            depth: Layers whose KV was written, an exit; what `rest` says of others is void. None
+                for all that it speaks of.
 
         Raises:
             InvariantViolation: The row is taken, or the other runner's segments are not the same.

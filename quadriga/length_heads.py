@@ -11,12 +11,12 @@ log(1 + tokens) are ours.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quadriga.errors import ConfigError
+from quadriga.json_files import GARBLED, read_object
 
 LENGTH_FILE = "length_heads.json"
 LENGTH_WEIGHTS = "length_heads.safetensors"
@@ -52,14 +52,14 @@ def read_length_heads(folder: Path) -> LengthHeadSpec | None:
     file = folder / LENGTH_FILE
     if not file.is_file():
         return None
+    raw = read_object(file)
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
         spec = LengthHeadSpec(
             tuple(int(depth) for depth in raw["depths"]),
             int(raw["num_layers"]),
             tuple(float(level) for level in raw["quantiles"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except GARBLED as exc:
         raise ConfigError(
             f"model: {file} cannot be read: {type(exc).__name__} {exc}", param="model"
         ) from exc

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import time
+from copy import copy
 from typing import Any, Literal, TextIO
 
 Format = Literal["text", "json"]
 
 OURS = ("quadriga", "actors", "serve_app")
 MAX_MESSAGE = 4000
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -47,14 +50,26 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The time, the level, the message, and the record's own fields behind it."""
+    """The time, the level, the message, and the record's own fields behind it.
+
+    Control characters are written out, and the lines of an exception begin with a bar: whatever
+    gets into a message from outside, it makes no line that looks like another record.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        own = copy(record)
+        own.exc_text = None  # as another formatter wrote it
+        return super().format(own)
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = [f"{k}={_plain(v)}" for k, v in vars(record).items() if k not in _STANDARD]
-        return " ".join([super().formatMessage(record), *fields])
+        return _visible(" ".join([super().formatMessage(record), *fields]))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"| {_visible(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class _OurHandler(logging.StreamHandler[TextIO]):
@@ -79,6 +94,10 @@ def configure_logging(
     root.addHandler(handler)
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
+
+
+def _visible(text: str) -> str:
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _plain(value: object) -> Any:

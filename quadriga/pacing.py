@@ -59,6 +59,18 @@ ARES_4090D_SHORT = PaceProfile(
 )
 """The same step times at the same occupancy, for the bundled models' lengths."""
 
+SLOW_FACTOR = 4
+ARES_4090D_SLOW = PaceProfile(
+    name="ares-qwen7b-4090d-slow",
+    base_s=SLOW_FACTOR * ARES_4090D_SHORT.base_s,
+    per_sequence_s=0.0,
+    per_token_s=SLOW_FACTOR**2 * ARES_4090D_SHORT.per_token_s,
+    source=f"{ARES_4090D_SHORT.source}; and of a device {SLOW_FACTOR} times as slow, with answers "
+    f"{SLOW_FACTOR} times as short again",
+)
+"""For machines whose cores could not do three replicas' work in the time of a short step: that is
+a quarter of the work in the same time, and the same balance of what loads a step."""
+
 STEADY_15MS = PaceProfile(
     name="steady-15ms",
     base_s=15e-3,
@@ -67,7 +79,9 @@ STEADY_15MS = PaceProfile(
     source="round numbers: 15 ms empty, 20 ms at 32 sequences of 100 tokens and beyond",
 )
 
-PROFILES: dict[str, PaceProfile] = {p.name: p for p in (ARES_4090D, ARES_4090D_SHORT, STEADY_15MS)}
+PROFILES: dict[str, PaceProfile] = {
+    p.name: p for p in (ARES_4090D, ARES_4090D_SHORT, ARES_4090D_SLOW, STEADY_15MS)
+}
 
 
 def find_profile(name: str) -> PaceProfile:

@@ -134,6 +134,8 @@ class SequenceState:
         prediction: Tokens still to come, as last said by a length head.
         predicted_at: Output tokens there were then.
         traceparent: Context of the request's trace; None where it is not traced.
+        claim: Who asks with this may take the sequence over from an ingress that is gone; empty
+            where nobody may.
     """
 
     sequence_id: str
@@ -155,6 +157,7 @@ class SequenceState:
     prediction: LengthPrediction | None = None
     predicted_at: int = 0
     traceparent: str | None = None
+    claim: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -165,6 +168,22 @@ class SequenceState:
     def max_total_tokens(self) -> int:
         """Most tokens the sequence can grow to; what its KV reservation must cover."""
         return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A running sequence as one finds it whose client came back through another ingress.
+
+    Attributes:
+        claim: What it was asked for by; see `SequenceState`.
+        replica: Where it runs.
+        epoch: Of its owner.
+    """
+
+    claim: str
+    replica: str
+    sequence_id: str
+    epoch: int
 
 
 @dataclass(slots=True)
@@ -518,6 +537,7 @@ class AdmitRequest:
 
     Attributes:
         needs_depth: Layers that a strict sequence may need, where depths differ; 0: any will do.
+        is_rebuild: It was let in before, and lost the replica that had it.
     """
 
     sequence_id: str
@@ -527,6 +547,7 @@ class AdmitRequest:
     priority: int
     deadline_unix_s: float
     needs_depth: int = 0
+    is_rebuild: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -617,7 +638,10 @@ class TransferOffer:
         lease_s: The reservation lapses when nothing is heard for this long.
         priority: Of the sequence; who is less important may be paused for it.
         prediction: Tokens still to come, where that is known already.
-        is_live: The sequence is decoding at its source, and goes on until the commit.
+        is_live: The sequence is decoding at its source, and goes on until the commit; or it is
+            paused there.
+        min_depth, max_depth: Layers that a live sequence needs where it goes, and that there may
+            be at most; 0 is no bound.
     """
 
     transfer_id: str
@@ -632,6 +656,8 @@ class TransferOffer:
     priority: int = 0
     prediction: LengthPrediction | None = None
     is_live: bool = False
+    min_depth: int = 0
+    max_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -654,12 +680,14 @@ class ResumePoint:
         rest: What a runner keeps of a row beside its KV; see `ModelRunner.read_rest`.
         unacknowledged: What its ingress may not have heard yet; the destination says it again, so
             that the source may die.
+        last_kv: The last parts of its KV, where they are so small that a call carries them.
     """
 
     extents: tuple[KVExtent, ...]
     waited_at: int | None
     rest: Any = None
     unacknowledged: tuple[Emission, ...] = ()
+    last_kv: tuple[tuple[KVPart, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

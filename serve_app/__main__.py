@@ -177,12 +177,14 @@ def _arguments(file: Path | None, settings: list[str]) -> dict[str, Any]:
 
         try:
             tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
             raise ConfigError(f"--config: {file} cannot be read: {exc}", param="config") from exc
         applications = tree.get("applications") if isinstance(tree, dict) else None
-        arguments = applications[0].get("args", {}) if applications else tree
-        if not isinstance(arguments, dict):
+        if isinstance(applications, list) and applications and isinstance(applications[0], dict):
+            tree = applications[0].get("args", {})
+        if not isinstance(tree, dict):
             raise ConfigError(f"--config: {file} must hold a mapping", param="config")
+        arguments = tree
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key:

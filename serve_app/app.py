@@ -13,13 +13,10 @@ from serve_app.environment import haproxy_enabled
 from serve_app.ingress import Ingress
 from serve_app.ray_errors import explain_in_serve_cli
 
-GRPC_SERVICERS = (
-    "serve_app.grpc_wire.add_quadriga_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
-)
 AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 SERVE_SLACK = 64
-SHUTDOWN_TIMEOUT_S = 10.0
+HEALTH_PERIOD_S = 3.0
+HEALTH_TIMEOUT_S = 7.0
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -49,7 +46,11 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
         "ray_actor_options": {"num_cpus": 0},
         # Requests are counted by door and result; a line for each costs as much as a few tokens.
         "logging_config": {"enable_access_log": False},
-        "graceful_shutdown_timeout_s": SHUTDOWN_TIMEOUT_S,
+        # A replica that is exchanged takes nothing new and lets its streams end.
+        "graceful_shutdown_timeout_s": config.lifecycle.drain_timeout_s,
+        # A stopped ingress is replaced after three of these without an answer; its clients wait.
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.5,
     }
     if config.ingress.replicas > 1 and not haproxy_enabled():
@@ -57,7 +58,8 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
         # idempotency key go to the same one. (HAProxy is told so in `launch`.)
         options["request_router_config"] = serve.config.RequestRouterConfig(
             request_router_class=AFFINITY_ROUTER,  # type: ignore[arg-type]  # import path
-            request_router_kwargs={"num_fallback_replicas": 0},
+            # Where that one is gone, the next takes over what it held.
+            request_router_kwargs={"num_fallback_replicas": 1},
         )
     deployment = serve.deployment(**options)(serve.ingress()(Ingress))
     plain = config.model_dump(mode="json", exclude={"auth"})

@@ -10,7 +10,7 @@ from quadriga.errors import (
     Unavailable,
 )
 from quadriga.text import Detokenizer, StopMatcher
-from quadriga.types import Emission, FinishReason, SequenceState, TokenLogprob
+from quadriga.types import Emission, FinishReason, Orphan, SequenceState, TokenLogprob
 
 
 def outlives(error: QuadrigaError) -> bool:
@@ -41,6 +41,8 @@ class Choice:
         num_rebuilds: How often it was begun anew after a loss.
         num_stalled: How often since its last new token.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
+        may_begin: Whether it may be begun from its prompt. False where the client has a part of it
+            already, and could not tell another answer from the same.
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
@@ -70,6 +72,7 @@ class Choice:
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self.is_auto = False
+        self.may_begin = True
         self.profile: str | None = None
         self.spans: list[tuple[str, int, int]] = []
         self.nll = 0.0
@@ -115,6 +118,17 @@ class Choice:
         self.replica, self.heirs, self.staying = None, {}, set()
         self.heard_s, self.failure, self._early = None, None, []
         return self.state.sequence_id
+
+    def adopt(self, orphan: Orphan) -> None:
+        """Be the sequence that runs there; all it has said is to be heard again."""
+        self.state.sequence_id = orphan.sequence_id  # begun anew, it gets a name of its own
+        self.state.epoch = orphan.epoch
+        self.replica = orphan.replica
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether to begin it anew could show the client another answer than it had."""
+        return not self.may_begin and not self.state.output_ids
 
     def fail(self, error: QuadrigaError) -> None:
         """End in an error, unless it already ended."""

@@ -17,6 +17,7 @@ from quadriga.types import (
     AdmitRequest,
     AutoReport,
     ClusterView,
+    Orphan,
     PollReply,
     SequenceState,
 )
@@ -50,6 +51,12 @@ class Cluster(Protocol):
     async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
         """Those of the sequences that the replica has."""
 
+    async def find_orphans(self, claims: Sequence[str]) -> list[Orphan]:
+        """Where the sequences run that were another ingress's; those that run."""
+
+    async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
+        """Have a sequence's tokens come here, from the first on; False where it is not there."""
+
     async def poll(
         self, replica: str, ingress_id: str, ack: int, timeout_s: float
     ) -> PollReply: ...
@@ -82,6 +89,7 @@ class RayCluster:
         self._scheduler = f"{app_name}:scheduler"
         self._controller = f"{app_name}:controller"
         self._controller_heard_s = time.monotonic()
+        self._actor = own_actor()
 
     async def admit(self, request: AdmitRequest) -> Admission:
         reply: Admission = await self._calls.call(
@@ -110,6 +118,18 @@ class RayCluster:
         )
         return held
 
+    async def find_orphans(self, claims: Sequence[str]) -> list[Orphan]:
+        found: list[Orphan] = await self._call(
+            self._scheduler, "find_orphans", list(claims), deadline_s=SCHEDULER_TIMEOUT_S
+        )
+        return found
+
+    async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
+        is_there: bool = await self._call(
+            replica, "adopt", sequence_id, ingress_id, deadline_s=HOLDING_TIMEOUT_S
+        )
+        return is_there
+
     async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         reply: PollReply = await self._call(
             replica, "poll", ingress_id, ack, timeout_s, deadline_s=timeout_s + POLL_SLACK_S
@@ -122,11 +142,12 @@ class RayCluster:
         Nobody but the ingresses watches the controller: one that hangs is restarted, and adopts
         what runs.
         """
-        targets = [self._controller, *replicas]
+        beats: list[tuple[str, tuple[str, ...]]] = [(self._controller, (ingress_id, self._actor))]
+        beats += [(name, (ingress_id,)) for name in replicas]
         results = await asyncio.gather(
             *(
-                self._call(name, "ingress_heartbeat", ingress_id, deadline_s=HEARTBEAT_TIMEOUT_S)
-                for name in targets
+                self._call(name, "ingress_heartbeat", *who, deadline_s=HEARTBEAT_TIMEOUT_S)
+                for name, who in beats
             ),
             return_exceptions=True,
         )
@@ -184,3 +205,10 @@ class RayCluster:
         from actors.calls import call
 
         return await call(name, method, *args, timeout_s=deadline_s)
+
+
+def own_actor() -> str:
+    """Name of the Ray actor this process is; empty where it is none."""
+    import ray
+
+    return ray.get_runtime_context().get_actor_name() or ""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 from quadriga.clock import Clock, SystemClock
@@ -20,13 +22,15 @@ from quadriga.errors import (
     NotFound,
     Overloaded,
     QuadrigaError,
+    ReplicaError,
     Unavailable,
 )
 from quadriga.text import StopMatcher
-from quadriga.types import FinishReason, SequenceState
+from quadriga.types import FinishReason, Orphan, SequenceState
 from serve_app.auth import ApiKeys
 from serve_app.auto_reports import AutoReports
 from serve_app.choice import Choice
+from serve_app.claims import claims
 from serve_app.cluster import Cluster
 from serve_app.gate import Gate, Ticket
 from serve_app.keys import ANONYMOUS, ApiKey
@@ -146,6 +150,8 @@ class FrontDesk:
         caller: ApiKey = ANONYMOUS,
         key: tuple[str, str] | None = None,
         fingerprint: bytes = b"",
+        orphans: Mapping[str, Orphan] = MappingProxyType({}),
+        may_begin: bool = True,
     ) -> Session:
         """Begin a request; its sequences are admitted in the background.
 
@@ -154,6 +160,8 @@ class FrontDesk:
         Args:
             caller: At whose expense.
             key: (owner, idempotency key) under which the session can be resumed.
+            orphans: Sequences of it that run already, by claim: they are taken over.
+            may_begin: Begin those anew that are not there after all.
 
         Raises:
             Overloaded: At the limit of open requests, or the caller's own (KeyLimitReached).
@@ -169,6 +177,9 @@ class FrontDesk:
             fingerprint=fingerprint,
         )
         session.choices.extend(self._choices(spec))
+        for choice, claim in zip(session.choices, claims(spec, key, fingerprint), strict=True):
+            choice.state.claim = claim
+            choice.may_begin = may_begin
         self._tickets[session] = self.gate.begin(caller, session.num_prompt_tokens)
         session.span = trace_begun(spec)
         if session.span is not None:
@@ -188,10 +199,14 @@ class FrontDesk:
             self._session_ended(session)
             return session
         for choice in session.choices:
-            self._road.send(session, choice)
+            orphan = orphans.get(choice.state.claim)
+            if orphan is None:
+                self._road.send(session, choice)
+            else:
+                self._road.adopt(session, choice, orphan)
         return session
 
-    def open_or_resume(
+    async def open_or_resume(
         self,
         spec: GenerateSpec,
         caller: ApiKey,
@@ -203,7 +218,8 @@ class FrontDesk:
     ) -> Session:
         """Return the caller's session under `key`, or begin the request under it.
 
-        A request that failed is begun anew, unless the client already has a part of it.
+        A request that failed is begun anew, unless the client already has a part of it. What was
+        held by an ingress that is gone, and still runs, is taken over.
 
         Args:
             is_resumption: The client says that it has tokens of it.
@@ -211,21 +227,46 @@ class FrontDesk:
                 the same answer again.
 
         Raises:
-            NotFound: There is nothing to resume: it was never here, or is over for too long.
+            NotFound: There is nothing to resume: it was never begun, or is over for too long, or
+                begun again it might be another answer.
             InvalidRequest: The key belongs to a request with another fingerprint.
             Overloaded, Unavailable: As `open`.
         """
         owned = (caller.name, key)
         session = self.sessions.find(owned, fingerprint)
-        if session is None and is_resumption and not may_begin:
-            raise NotFound(
-                "no request is held under this key; begin it anew without a resume index",
-                param="idempotency-key",
+        orphans: dict[str, Orphan] = {}
+        if session is None and is_resumption:
+            wanted = claims(spec, owned, fingerprint)
+            orphans = await self._find_orphans(wanted)
+            session = self.sessions.find(owned, fingerprint)  # somebody else may have been faster
+            if session is None and not may_begin and not all(c in orphans for c in wanted):
+                raise NotFound(
+                    "no request is held under this key; begin it anew without a resume index",
+                    param="idempotency-key",
+                )
+        is_begun_anew = session is not None and session.failed and (may_begin or not is_resumption)
+        if session is None or is_begun_anew:
+            return self.open(
+                spec,
+                caller=caller,
+                key=owned,
+                fingerprint=fingerprint,
+                orphans=orphans,
+                may_begin=may_begin or not is_resumption,
             )
-        if session is None or (session.failed and (may_begin or not is_resumption)):
-            return self.open(spec, caller=caller, key=owned, fingerprint=fingerprint)
         self.metrics.resumed.inc()
         return session
+
+    async def _find_orphans(self, wanted: Sequence[str]) -> dict[str, Orphan]:
+        """Those of the sequences that still run, by claim; none where nobody can tell."""
+        asked = [claim for claim in wanted if claim]
+        if not asked:
+            return {}
+        try:
+            return {o.claim: o for o in await self._cluster.find_orphans(asked)}
+        except ReplicaError as exc:
+            logger.info("nobody could be asked for orphans: %s", exc)
+            return {}
 
     def leave(self, session: Session) -> None:
         """A reader is gone: keep a resumable request for a while, cancel any other."""

@@ -149,7 +149,7 @@ class GrpcDoor:
         if tracing.is_on():
             traceparent = dict(context.invocation_metadata()).get("traceparent")
             spec = replace(spec, traceparent=traceparent if isinstance(traceparent, str) else None)
-        session = self._session(caller, request, spec)
+        session = await self._session(caller, request, spec)
         try:
             digests = list(request.resume_digest)
             return session, session.reader(_resume_cursors(request, session), digests or None)
@@ -157,7 +157,7 @@ class GrpcDoor:
             self._desk.leave(session)
             raise
 
-    def _session(self, caller: ApiKey, request: Any, spec: GenerateSpec) -> Session:
+    async def _session(self, caller: ApiKey, request: Any, spec: GenerateSpec) -> Session:
         if not request.request_id:
             if request.resume_from:
                 raise InvalidRequest("resume_from: needs request_id", param="resume_from")
@@ -168,7 +168,7 @@ class GrpcDoor:
         request_copy.ClearField("resume_digest")
         request_copy.ClearField("deadline_ms")  # what is left of it shrinks from try to try
         fingerprint = hashlib.sha256(request_copy.SerializeToString(deterministic=True)).digest()
-        return self._desk.open_or_resume(
+        return await self._desk.open_or_resume(
             spec,
             caller,
             request.request_id,
@@ -242,7 +242,8 @@ def _resume_cursors(request: Any, session: Session) -> list[int]:
             f"resume_digest: {num_digests} numbers for {count} choices", param="resume_digest"
         )
     for cursor, choice in zip(cursors, session.choices, strict=True):
-        most = choice.state.sampling.max_tokens if num_digests else len(choice.state.output_ids)
+        is_awaited = bool(num_digests) or choice.is_unknown
+        most = choice.state.sampling.max_tokens if is_awaited else len(choice.state.output_ids)
         if not 0 <= cursor <= most:
             raise InvalidRequest(
                 f"resume_from: choice {choice.index} has {len(choice.state.output_ids)} "

@@ -173,6 +173,8 @@ def usage_message(session: Session) -> Any:
         for layer in choice.state.exit_layers:
             message.exits[layer] += 1
         message.rebuilds += choice.num_rebuilds
+        for model, depth, tokens in choice.spans:
+            message.spans.add(model=model, depth=depth, tokens=tokens)
     return message
 
 

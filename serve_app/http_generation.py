@@ -73,7 +73,7 @@ class HttpGeneration:
         )
         if tracing.is_on():
             spec = replace(spec, traceparent=call.headers.get("traceparent"))
-        session = self._session(call, caller, raw, spec)
+        session = await self._session(call, caller, raw, spec)
         try:
             reader = session.reader(_resume_cursors(call, session))
         except InvalidRequest:
@@ -124,14 +124,14 @@ class HttpGeneration:
         except QuadrigaError as exc:
             await call.write(error_frame(exc), more=False)
 
-    def _session(self, call: Call, caller: ApiKey, raw: bytes, spec: GenerateSpec) -> Session:
+    async def _session(self, call: Call, caller: ApiKey, raw: bytes, spec: GenerateSpec) -> Session:
         """The session under the caller's idempotency key, or a new one."""
         given = call.headers.get("idempotency-key")
         if given is None:
             return self._desk.open(spec, caller=caller)
         key = check_key(given, "idempotency-key")
         fingerprint = hashlib.sha256(call.path.encode() + b"\0" + raw).digest()
-        return self._desk.open_or_resume(
+        return await self._desk.open_or_resume(
             spec, caller, key, fingerprint, is_resumption=_is_resumption(call)
         )
 
@@ -171,7 +171,9 @@ def _resume_cursors(call: Call, session: Session) -> list[int]:
             f"x-resume-index: {len(cursors)} numbers for {count} choices", param="x-resume-index"
         )
     for cursor, choice in zip(cursors, session.choices, strict=True):
-        if cursor > len(choice.state.output_ids):
+        # What was just taken over from another ingress has its tokens in a moment.
+        is_awaited = choice.is_unknown and cursor <= choice.state.sampling.max_tokens
+        if cursor > len(choice.state.output_ids) and not is_awaited:
             raise InvalidRequest(
                 f"x-resume-index: choice {choice.index} has {len(choice.state.output_ids)} tokens "
                 f"so far, not {cursor}",

@@ -19,7 +19,7 @@ from quadriga.config import QuadrigaConfig
 from quadriga.errors import ConfigError, QuadrigaError, ReplicaDied, Unavailable
 from serve_app.admin import check_admin
 from serve_app.auth import ApiKeys
-from serve_app.environment import prepare_environment
+from serve_app.environment import GRPC_SERVICERS, prepare_environment
 from serve_app.haproxy import GRPC_PORT_VARIABLE, HTTP_PORT_VARIABLE
 from serve_app.ray_errors import LOCAL_REMEDY, explain
 from serve_app.tls import Tls, is_loopback
@@ -216,7 +216,7 @@ class LocalService:
     def _start_serve(self) -> None:
         from ray import serve
 
-        from serve_app.app import GRPC_SERVICERS, application
+        from serve_app.app import application
 
         grpc_options = None
         if self.addresses.grpc_port is not None and self._keys.digests:
@@ -274,7 +274,7 @@ class LocalService:
             return
         try:
             controller: Any = get_actor(controller_name(self.config.name))
-            serve.delete(self.config.name)
+            self._drain()
             ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
             self._await_gone(controller_name(self.config.name))
         except ReplicaDied:
@@ -284,6 +284,18 @@ class LocalService:
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
+
+    def _drain(self) -> None:
+        """Take nothing new, and wait for what is under way, within the drain deadline."""
+        from ray import serve
+
+        give_up_s = time.monotonic() + self.config.lifecycle.drain_timeout_s + STOP_TIMEOUT_S
+        serve.delete(self.config.name, _blocking=False)
+        while self.config.name in serve.status().applications:
+            if time.monotonic() > give_up_s:
+                self._progress("the front door did not drain in time")
+                return
+            time.sleep(POLL_INTERVAL_S)
 
     def __enter__(self) -> LocalService:
         try:

@@ -156,4 +156,5 @@ def _admit_request(choice: Choice) -> AdmitRequest:
         priority=state.priority,
         deadline_unix_s=state.deadline_unix_s,
         needs_depth=needs_depth,
+        is_rebuild=choice.num_rebuilds > 0,
     )

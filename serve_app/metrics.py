@@ -33,7 +33,8 @@ class IngressMetrics:
         )
         self.recoveries = r.counter(
             "quadriga_recoveries_total",
-            "Lost sequences: recovered with their next token, or failed.",
+            "Lost sequences: recovered with their next token, adopted from an ingress that is "
+            "gone, or failed.",
             ("result",),
         )
         self.recovery_time = r.histogram(

@@ -90,6 +90,8 @@ class Pumps:
         line = self._lines.setdefault(replica, _Line())
         line.live.add(sequence_id)
         if line.task is None:
+            # Now: somebody may look who is silent before the task has its first turn.
+            line.heard_s = asyncio.get_running_loop().time()
             line.task = self._spawn(self._run(replica, line))
 
     def unwatch(self, replica: str, sequence_id: str) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from quadriga.clock import Clock
 from quadriga.config import QuadrigaConfig
-from quadriga.errors import QuadrigaError, ReplicaDied
-from quadriga.types import Emission
+from quadriga.errors import NotFound, QuadrigaError, ReplicaDied
+from quadriga.types import Emission, Orphan
 from serve_app.auto_reports import AutoReports
 from serve_app.choice import Choice
 from serve_app.cluster import Cluster
+from serve_app.errors import as_quadriga
 from serve_app.launching import Launcher
 from serve_app.metrics import IngressMetrics
 from serve_app.pump import Pumps
@@ -21,6 +23,8 @@ from serve_app.session import Session
 from serve_app.silence import gone
 from serve_app.tasks import Tasks
 from serve_app.view import ClusterWatch
+
+logger = logging.getLogger("quadriga.ingress")
 
 DOUBT_SLACK_S = 1.0
 """A poll is answered so long after its own time-out at the latest, unless something is wrong."""
@@ -54,6 +58,7 @@ class Road:
         self._metrics = metrics
         self._clock = clock
         self._on_end = on_end
+        self._ingress_id = ingress_id
         self._max_rebuilds = config.ingress.max_rebuilds
         self._silence_s = config.ingress.replica_silence_s
         self._doubt_s = config.ingress.poll_timeout_s + DOUBT_SLACK_S
@@ -91,6 +96,14 @@ class Road:
         name = choice.state.sequence_id
         self._live[name] = (session, choice)
         self._tasks.spawn(self._launch(session, choice, name))
+
+    def adopt(self, session: Session, choice: Choice, orphan: Orphan) -> None:
+        """Go on with a sequence that was another ingress's."""
+        choice.adopt(orphan)
+        choice.heard_s = choice.accepted_s = choice.lost_s = self._clock.now_s()
+        self._live[orphan.sequence_id] = (session, choice)
+        self.pumps.watch(orphan.replica, orphan.sequence_id)
+        self._tasks.spawn(self._take_over(choice, orphan))
 
     def retire(self, choice: Choice, *, cancel: bool) -> None:
         """Take a sequence off the road, and have it freed where it lives; harmless twice."""
@@ -174,8 +187,31 @@ class Road:
         elif choice.failure is not None:
             self._lose(session, choice, choice.failure)
 
+    async def _take_over(self, choice: Choice, orphan: Orphan) -> None:
+        """Have an orphan's tokens sent here."""
+        error = ReplicaDied(f"{orphan.replica} has let go of the request", code="orphan_lost")
+        try:
+            is_there = await self._cluster.adopt(
+                orphan.replica, orphan.sequence_id, self._ingress_id
+            )
+        except QuadrigaError as exc:
+            is_there, error = False, ReplicaDied(exc.message, code="orphan_lost")
+        held = self._live.get(orphan.sequence_id)
+        if not is_there and held is not None and choice.is_called(orphan.sequence_id):
+            self._lose(*held, error)
+
     def _lose(self, session: Session, choice: Choice, error: QuadrigaError) -> None:
         """Nobody has the sequence any more: begin it anew, or end it where that was no use."""
+        if choice.is_unknown:
+            self._fail(
+                session,
+                choice,
+                NotFound(
+                    "whoever held the request is gone; begin it anew without a resume index",
+                    param="idempotency-key",
+                ),
+            )
+            return
         if choice.num_stalled >= self._max_rebuilds:
             self._fail(session, choice, error)
             return
@@ -225,6 +261,10 @@ class Road:
                 self._metrics.refused.labels(exc.code).inc()
             self._fail(session, choice, exc)
             return
+        except Exception as exc:  # a border: nobody awaits this task, and the client would hang
+            logger.exception("a sequence could not be launched")
+            self._fail(session, choice, as_quadriga(exc))
+            return
         if choice.accepted_s is None:
             choice.accepted_s = self._clock.now_s()
             waited_s = choice.accepted_s - session.arrived_s
@@ -246,7 +286,8 @@ class Road:
         series = self._metrics.of(session.spec.model)
         series.generation_tokens.inc(num_new)
         if choice.lost_s is not None:
-            self._metrics.recoveries.labels("recovered").inc()
+            is_adopted = choice.num_rebuilds == 0
+            self._metrics.recoveries.labels("adopted" if is_adopted else "recovered").inc()
             self._metrics.recovery_time.observe(now_s - choice.lost_s)
             choice.lost_s, choice.num_stalled = None, 0
         if choice.first_token_s is None:

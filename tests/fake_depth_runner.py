@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quadriga.clock import ManualClock
 from quadriga.errors import ConfigError
 from quadriga.types import SequenceState
-from tests.fake_runner import FakeSegmentRunner
+from tests.fake_runner import FakeSegmentRunner, FakeSuspended
 
 ALL_ENDS = (2, 5, 8)
 KV_BYTES = 8 * 2048
@@ -73,14 +74,15 @@ class FakeDepthRunner(FakeSegmentRunner):
         self.owed.pop(row, None)
         self.complete.pop(row, None)
 
-    def suspend(self, row: int) -> list[int]:
-        return [self.depth_of(row), *super().suspend(row)]
+    def suspend(self, row: int) -> FakeSuspended:
+        depth = self.depth_of(row)
+        return replace(super().suspend(row), depth=depth)
 
-    def restore(self, row: int, state: SequenceState, suspended: list[int]) -> None:
-        super().restore(row, state, suspended[1:])
+    def restore(self, row: int, state: SequenceState, suspended: FakeSuspended) -> None:
+        super().restore(row, state, suspended)
         self._came_back.add(row)
-        if suspended[0] < self.num_layers:
-            self.set_depth_of(row, suspended[0])
+        if suspended.depth < self.num_layers:
+            self.set_depth_of(row, suspended.depth)
 
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         for row in rows:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from quadriga.clock import ManualClock
 from quadriga.interfaces import LayersDone, PrefillChunk
@@ -25,6 +27,25 @@ def expected_output(prompt: Sequence[int], max_tokens: int) -> list[int]:
         output.append(next_token(tokens))
         tokens.append(output[-1])
     return output
+
+
+@dataclass(frozen=True)
+class FakeSuspended:
+    """A sequence in host memory.
+
+    Attributes:
+        tokens: What its KV stood for.
+        depth: Layers of it that are complete.
+    """
+
+    tokens: list[int]
+    extents: list[KVExtent]
+    rest: int | None
+    depth: int
+
+    def read(self, first_layer: int, num_layers: int, start: int, stop: int) -> Any:
+        assert stop <= len(self.tokens)
+        return self.tokens[start:stop]
 
 
 class FakeRunner:
@@ -55,7 +76,7 @@ class FakeRunner:
         self.attached[row] = state
 
     def detach(self, row: int) -> None:
-        del self.attached[row]
+        self.attached.pop(row, None)
         self.kv[row] = []
 
     def prefill(
@@ -82,14 +103,16 @@ class FakeRunner:
             out.append(SampledToken(next_token(known), self.num_layers))
         return out
 
-    def suspend(self, row: int) -> list[int]:
-        kept = list(self.kv[row])
+    def suspend(self, row: int) -> FakeSuspended:
+        kept = FakeSuspended(
+            list(self.kv[row]), self.extents(row), self.read_rest(row), self.num_layers
+        )
         self.detach(row)
         return kept
 
-    def restore(self, row: int, state: SequenceState, suspended: list[int]) -> None:
+    def restore(self, row: int, state: SequenceState, suspended: FakeSuspended) -> None:
         self.attach(row, state)
-        self.kv[row] = list(suspended)
+        self.kv[row] = list(suspended.tokens)
 
     def extents(self, row: int) -> list[KVExtent]:
         return [KVExtent(0, self.num_layers, len(self.kv[row]))]
@@ -97,7 +120,9 @@ class FakeRunner:
     def read_rest(self, row: int) -> int | None:
         return None
 
-    def resume(self, row: int, state: SequenceState, rest: int | None) -> None:
+    def resume(
+        self, row: int, state: SequenceState, rest: int | None, depth: int | None = None
+    ) -> None:
         self.attach(row, state)
 
     def read_kv(
@@ -163,16 +188,13 @@ class FakeSegmentRunner(FakeRunner):
 
     def detach(self, row: int) -> None:
         super().detach(row)
-        del self.next_segment[row]
+        self.next_segment.pop(row, None)
         self._at_exit.discard(row)
 
-    def suspend(self, row: int) -> list[int]:
-        at = self.next_segment[row]
-        return [at, *super().suspend(row)]
-
-    def restore(self, row: int, state: SequenceState, suspended: list[int]) -> None:
-        super().restore(row, state, suspended[1:])
-        self.next_segment[row] = suspended[0]
+    def restore(self, row: int, state: SequenceState, suspended: FakeSuspended) -> None:
+        super().restore(row, state, suspended)
+        assert suspended.rest is not None
+        self.next_segment[row] = suspended.rest
 
     def extents(self, row: int) -> list[KVExtent]:
         """Of a token that waits at an exit, the layers that were run; the others are complete."""
@@ -183,8 +205,10 @@ class FakeSegmentRunner(FakeRunner):
     def read_rest(self, row: int) -> int:
         return self.next_segment[row]
 
-    def resume(self, row: int, state: SequenceState, rest: int | None) -> None:
-        super().resume(row, state, rest)
+    def resume(
+        self, row: int, state: SequenceState, rest: int | None, depth: int | None = None
+    ) -> None:
+        super().resume(row, state, rest, depth)
         assert rest is not None
         self.next_segment[row] = rest
 

@@ -17,6 +17,7 @@ from quadriga.types import (
     DepthClass,
     Emission,
     FinishReason,
+    Orphan,
     PollReply,
     ReplicaInfo,
     ReplicaSnapshot,
@@ -47,6 +48,9 @@ class FakeReplica:
         self._seq += 1
         self._log.append((self._seq, emission))
         self._news.set()
+
+    def drop_mail(self) -> None:
+        self._log.clear()
 
     def die(self) -> None:
         self.dead = True
@@ -81,6 +85,7 @@ class FakeCluster:
         script: Output token ids; an answer that reaches its end stops there.
         step_s: Pause between two decode steps; 0 yields to the loop only.
         gate: Decoding waits for this event, where given.
+        loaded: Layers that are loaded when token i is said, where that changes.
     """
 
     def __init__(
@@ -91,12 +96,14 @@ class FakeCluster:
         step_s: float = 0.0,
         tokens_per_step: int = 1,
         gate: asyncio.Event | None = None,
+        loaded: Sequence[int] = (),
     ) -> None:
         self.model = model
         self.script = list(script)
         self.step_s = step_s
         self.tokens_per_step = tokens_per_step
         self.gate = gate
+        self.loaded = loaded
         self.prefill = FakeReplica(PREFILL)
         self.decode = FakeReplica(DECODE)
         self.hub = MetricsHub()
@@ -106,6 +113,9 @@ class FakeCluster:
         self.heartbeats = 0
         self.refuse_admission: QuadrigaError | None = None
         self.refuse_submission: list[QuadrigaError] = []
+        self.num_orphan_calls = 0
+        self.loses_orphans = False
+        self.num_said: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -149,6 +159,25 @@ class FakeCluster:
         self._replica(replica)._check()
         return [s for s in sequence_ids if s in self._replica(replica).held]
 
+    async def find_orphans(self, claims: Sequence[str]) -> list[Orphan]:
+        self.num_orphan_calls += 1
+        return [
+            Orphan(s.claim, DECODE, s.sequence_id, s.epoch + 1)
+            for s in self.submitted
+            if s.claim in claims and s.sequence_id in self.decode.held
+        ]
+
+    async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
+        """One mailbox serves all ingresses here, so only what was fetched is told again."""
+        self._replica(replica)._check()
+        if sequence_id not in self._replica(replica).held or self.loses_orphans:
+            return False
+        state = next(s for s in self.submitted if s.sequence_id == sequence_id)
+        state.ingress_id = ingress_id
+        said = self._emission(state, 0, self.script[: self.num_said[sequence_id]], moves=1)
+        self._replica(replica).put(said)
+        return True
+
     async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         return await self._replica(replica).poll(ack, timeout_s)
 
@@ -179,6 +208,7 @@ class FakeCluster:
         ends_itself = len(script) == len(self.script)
         reason = FinishReason.STOP if ends_itself else FinishReason.LENGTH
         first = self._emission(state, 0, script[:1])
+        self.num_said[state.sequence_id] = 1
         if state.sampling.num_prompt_logprobs is not None:
             first.prompt_logprobs = [TokenLogprob(state.prompt_ids[0], None)] + [
                 TokenLogprob(t, -1.0, ((t, -1.0),)) for t in state.prompt_ids[1:]
@@ -201,6 +231,7 @@ class FakeCluster:
                 return
             emission = self._emission(state, at, script[at : at + self.tokens_per_step], moves=1)
             at += self.tokens_per_step
+            self.num_said[state.sequence_id] = min(at, len(script))
             if at >= len(script):
                 emission.finish = reason
                 self.decode.held.discard(state.sequence_id)
@@ -220,4 +251,5 @@ class FakeCluster:
             list(token_ids),
             [8] * len(token_ids),
             logprobs,
+            depth=self.loaded[index] if self.loaded else 0,
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from actors.kv_transport.line import CONNECT_TIMEOUT_S, ChannelOffer
+from actors.kv_transport.line import CONNECT_TIMEOUT_S, ChannelOffer, parse_frame
 from quadriga.errors import KVTransportError
 
 __all__ = [
@@ -86,5 +86,4 @@ def receive_frame(group: Any, source: int, timeout_s: float) -> dict[str, Any]:
     group.recv([frame], source, 0).wait(timedelta(seconds=timeout_s))
     data = frame.numpy().tobytes()
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
-    content: dict[str, Any] = json.loads(data[LENGTH_BYTES : LENGTH_BYTES + length])
-    return content
+    return parse_frame(data[LENGTH_BYTES : LENGTH_BYTES + length])

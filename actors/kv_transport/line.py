@@ -11,13 +11,20 @@ is gone.
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
+
+from quadriga.errors import KVTransportError
+from quadriga.types import KVPart
 
 if TYPE_CHECKING:
     import torch
+
+_PART_FIELDS = tuple(field.name for field in fields(KVPart))
 
 CONNECT_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 5.0
@@ -117,6 +124,53 @@ class Lines(Protocol):
 
     def check_part(self, num_bytes: int) -> None:
         """Raises: KVTransportError, code TOO_LARGE: A part of this size cannot be received."""
+
+
+def parse_frame(data: bytes) -> dict[str, Any]:
+    """A frame's content. Raises: RuntimeError: It is no frame of ours."""
+    try:
+        content = json.loads(data)
+    except ValueError as exc:
+        raise RuntimeError(f"a frame is not JSON: {first_line(exc)}") from exc
+    if not isinstance(content, dict):
+        raise RuntimeError(f"a frame holds a {type(content).__name__}")
+    return content
+
+
+def read_header(frame: dict[str, Any]) -> tuple[KVPart, float, int]:
+    """What the header of a part announces: the part, the seconds left, and the eager bytes.
+
+    Raises:
+        RuntimeError: It is no header of a part.
+    """
+    try:
+        left_s, eager_bytes = float(frame["left_s"]), int(frame["eager_bytes"])
+        given = {name: frame[name] for name in _PART_FIELDS}
+        given["shape"] = tuple(int(n) for n in given["shape"])
+        part = KVPart(**given)
+        numbers = (part.index, part.first_layer, part.num_layers, part.start, part.num_tokens)
+        is_sound = (
+            isinstance(part.transfer_id, str)
+            and isinstance(part.dtype, str)
+            and all(type(n) is int and n >= 0 for n in (*numbers, *part.shape))
+            and type(part.checksum) is int
+            and math.isfinite(left_s)
+        )
+    except (ArithmeticError, KeyError, TypeError, ValueError) as exc:
+        raise RuntimeError(f"a header lacks or garbles {first_line(exc)}") from exc
+    if not is_sound:
+        raise RuntimeError("a header holds values that no part has")
+    return part, left_s, eager_bytes
+
+
+def read_verdict(frame: dict[str, Any]) -> KVTransportError | None:
+    """What the receiver says of a part; None: it is welcome. Raises: RuntimeError: No verdict."""
+    if frame.get("ok") is True:
+        return None
+    message, code = frame.get("message"), frame.get("code")
+    if frame.get("ok") is not False or not isinstance(message, str) or not isinstance(code, str):
+        raise RuntimeError("a frame is no verdict")
+    return KVTransportError(message, code=code)
 
 
 def seconds_to(deadline_s: float, what: str) -> float:

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from actors.kv_transport.line import seconds_to
+from actors.kv_transport.line import parse_frame, seconds_to
 
 MAX_FRAME_BYTES = 64 << 10
 HELLO_TIMEOUT_S = 2.0
@@ -40,11 +40,7 @@ class Link:
         (length,) = struct.unpack("<I", self._receive(4, deadline_s))
         if length > MAX_FRAME_BYTES:
             raise RuntimeError(f"a frame of {length} bytes exceeds {MAX_FRAME_BYTES}")
-        try:
-            content: dict[str, Any] = json.loads(self._receive(length, deadline_s))
-        except ValueError as exc:
-            raise RuntimeError(f"a frame is not JSON: {exc}") from exc
-        return content
+        return parse_frame(self._receive(length, deadline_s))
 
     def check(self) -> None:
         """Raises: OSError: The other end is gone. Does not wait."""
@@ -89,7 +85,7 @@ class Listener:
             link = Link(connection)
             try:
                 hello = link.receive_frame(HELLO_TIMEOUT_S)
-                if hmac.compare_digest(str(hello.get("token")), self.token):
+                if hmac.compare_digest(str(hello.get("token")).encode(), self.token.encode()):
                     return link
             except (OSError, RuntimeError):
                 pass  # a stranger; the peer may still come

@@ -62,6 +62,16 @@ def from_bytes(data: torch.Tensor, part: KVPart) -> torch.Tensor:
     return data.view(DTYPES[part.dtype]).reshape(part.shape)
 
 
+def pack(kv: torch.Tensor) -> bytes:
+    """A copy of the tensor's bytes, for a call to carry."""
+    return as_array(kv).tobytes()
+
+
+def unpack(part: KVPart, data: bytes) -> torch.Tensor:
+    """Undo `pack`, in host memory. Raises: KVTransportError: As `from_bytes`."""
+    return from_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), part)
+
+
 def checksum(kv: torch.Tensor) -> int:
     """Digest of the tensor's bytes: xxh3-64 in host memory, else `device_digest`, marked as such.
 

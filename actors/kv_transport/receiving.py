@@ -16,6 +16,7 @@ from actors.kv_transport.line import (
     Line,
     Lines,
     first_line,
+    read_header,
 )
 from actors.kv_transport.payload import from_bytes, num_bytes, where_digested
 from quadriga.errors import KVTransportError, QuadrigaError
@@ -83,12 +84,10 @@ class ReceivingChannel:
     def _receive(self, line: Line) -> bool:
         """Take one frame and what follows it; False when the sender said goodbye."""
         header = line.receive_frame(SILENCE_TIMEOUT_S)
-        kind = header.pop("kind")
-        if kind != "part":
-            return bool(kind == "ping")
-        deadline_s = time.monotonic() + header.pop("left_s")
-        num_eager = header.pop("eager_bytes")
-        part = KVPart(**header | {"shape": tuple(header["shape"])})
+        if header.get("kind") != "part":
+            return header.get("kind") == "ping"
+        part, left_s, num_eager = read_header(header)
+        deadline_s = time.monotonic() + left_s
         if not 0 <= num_eager <= line.max_eager_bytes:
             raise RuntimeError(f"part {part.index} announces {num_eager} bytes unasked")
         try:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from actors.kv_transport.line import (
     Line,
     Lines,
     first_line,
+    read_verdict,
     seconds_to,
 )
 from quadriga.errors import KVTransportError, QuadrigaError
@@ -210,16 +210,14 @@ class SendingChannel:
             "eager_bytes": num_eager,
         }
         line.send_frame(header, _left(job))
-        verdict: dict[str, Any] = {"ok": True}
-        if not num_eager:
-            verdict = line.receive_frame(_left(job))
-        if verdict["ok"]:
+        refusal = None if num_eager else read_verdict(line.receive_frame(_left(job)))
+        if refusal is None:
             line.send(job.data, job.deadline_s)
-            verdict = line.receive_frame(_left(job))
-        if verdict["ok"]:
+            refusal = read_verdict(line.receive_frame(_left(job)))
+        if refusal is None:
             job.succeed()
         else:
-            job.fail(KVTransportError(verdict["message"], code=verdict["code"]))
+            job.fail(refusal)
 
 
 def _left(job: Job) -> float:

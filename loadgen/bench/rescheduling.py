@@ -16,16 +16,22 @@ Source: ARES §6.2 and §6.5 (P99 TPOT, variance of step times between replicas)
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loadgen import provenance
 from loadgen.arrivals import parse_arrivals
+from loadgen.bench.paced_cluster import (
+    INTERVAL_S,
+    KV_CAPACITY_TOKENS,
+    MAX_TOKENS,
+    POLICIES,
+    PROFILE,
+    play,
+    settings_of,
+)
 from loadgen.bench.rescheduling_report import (
     Run,
     count_differences,
@@ -36,36 +42,16 @@ from loadgen.bench.rescheduling_report import (
     raw,
     step_variances,
 )
-from loadgen.bench.service import Service, started_service
-from loadgen.bench.subprocesses import free_port
 from loadgen.checker import Outcome
-from loadgen.client_http import HttpClient, parse_url
-from loadgen.event_loop import run_event_loop
-from loadgen.judge import Judgement
+from loadgen.client_http import HttpClient
 from loadgen.metrics import Slo, summarise, tpot_s
 from loadgen.options import number, whole
-from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
-from loadgen.target import Target
+from loadgen.runner import RunResult
 from loadgen.workload import RequestSpec, from_tasks
-from quadriga.checkpoint import read_checkpoint
-from quadriga.errors import ConfigError
-from quadriga.pacing import SHORT_FACTOR, find_profile
 
-POLICIES: dict[str, tuple[str, ...]] = {
-    "off": ("scheduler.ares.mode=off", "scheduler.placement=current_load"),
-    "load": ("scheduler.ares.mode=load", "scheduler.placement=current_load"),
-    "ares": ("scheduler.ares.mode=ares", "scheduler.placement=current_load"),
-    "ares-placement": ("scheduler.ares.mode=ares", "scheduler.placement=ares"),
-}
-PROFILE = "ares-qwen7b-4090d-short"
-KV_CAPACITY_TOKENS = 111_600 // SHORT_FACTOR
+__all__ = ["POLICIES", "add_arguments", "make_specs", "run", "settings_of"]
+
 TASKS = "repeat,story,count,copy"
-MAX_TOKENS = 640
-MAX_MODEL_LEN = 704
-INTERVAL_S = 0.5
-"""Of decisions and reports: answers last a tenth of the paper's, at its step times."""
-SAMPLE_EVERY_S = 0.5
-REQUEST_TIMEOUT_S = 300.0
 LONG_TOKENS = 20
 """TPOT of shorter answers is mostly the hand-over from prefill; the tail without them is shown
 beside."""
@@ -125,82 +111,21 @@ def make_specs(args: argparse.Namespace) -> list[RequestSpec]:
     return from_tasks(count, arrivals, seed=args.seed, max_tokens=MAX_TOKENS, tasks=TASKS)
 
 
-def settings_of(args: argparse.Namespace, policy: str, admin_port: int) -> list[str]:
-    """Return the service's settings under a policy."""
-    checkpoint = read_checkpoint(args.model)
-    find_profile(PROFILE)
-    token_bytes = checkpoint.kv_bytes_per_token(checkpoint.num_layers, 4)
-    return [
-        f"model={args.model}",
-        "prefill_replicas=1",
-        f"decode_replicas={args.decode}",
-        "engine.compile=wait",
-        "engine.dtype=float32",
-        f"engine.max_model_len={MAX_MODEL_LEN}",
-        f"engine.kv_memory_bytes={KV_CAPACITY_TOKENS * token_bytes}",
-        "decode.reservation=used",
-        "decode.rebatching=off",  # early exits depend on the load: answers could not be compared
-        f"decode.pace={PROFILE}",
-        f"scheduler.snapshot_interval_s={INTERVAL_S}",
-        f"scheduler.ares.interval_s={INTERVAL_S}",
-        f"admin.port={admin_port}",
-        *POLICIES[policy],
-    ]
-
-
 def _measure(args: argparse.Namespace, policy: str, specs: list[RequestSpec], turn: int) -> Run:
     """One run against a service of its own.
 
     Raises:
         ConfigError: The service did not start.
     """
-    admin_port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "service.log"
-        _say(f"run {turn + 1}, {policy}: starting the service")
-        with started_service(settings_of(args, policy, admin_port), log=log) as service:
-            _say(f"run {turn + 1}, {policy}: {len(specs)} requests")
-            result, samples = run_event_loop(lambda: _send(args, service, admin_port, specs))
-    done = _run_of(policy, result, samples)
+
+    async def same(client: HttpClient) -> list[RequestSpec]:
+        return specs
+
+    _say(f"run {turn + 1}, {policy}: {len(specs)} requests to a service started for it")
+    played = play(args, policy, same)
+    done = _run_of(policy, played.result, played.views)
     _say(f"run {turn + 1}, {policy}: P99 TPOT {1e3 * (done.summary.tpot.p99 or 0.0):.1f} ms")
     return done
-
-
-async def _send(
-    args: argparse.Namespace, service: Service, admin_port: int, specs: list[RequestSpec]
-) -> tuple[RunResult, list[dict[str, Any]]]:
-    client = HttpClient(
-        parse_url(service.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=service.api_key
-    )
-    admin = HttpClient(
-        parse_url(f"http://127.0.0.1:{admin_port}"), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S
-    )
-    judgement = Judgement(Target(args.model, None))
-    warm = [replace(s, index=i, arrival_s=0.0) for i, s in enumerate(specs[: 2 * args.decode])]
-    await run_load(warm, client, args.model, judgement, RunOptions(concurrency=4), Live())
-    samples: list[dict[str, Any]] = []
-    sampler = asyncio.create_task(_sample(admin, samples))
-    try:
-        result = await run_load(specs, client, args.model, judgement, RunOptions(), Live())
-    finally:
-        sampler.cancel()
-        await asyncio.gather(sampler, return_exceptions=True)
-    samples.append(await _view(admin))
-    return result, samples
-
-
-async def _sample(admin: HttpClient, samples: list[dict[str, Any]]) -> None:
-    while True:
-        samples.append(await _view(admin))
-        await asyncio.sleep(SAMPLE_EVERY_S)
-
-
-async def _view(admin: HttpClient) -> dict[str, Any]:
-    """Raises: ConfigError where the admin port does not answer."""
-    status, view = await admin.fetch("GET", "/cluster")
-    if status != 200 or not isinstance(view, dict):
-        raise ConfigError(f"the admin port answered {status}")
-    return view
 
 
 def _run_of(policy: str, result: RunResult, samples: list[dict[str, Any]]) -> Run:

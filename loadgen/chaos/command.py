@@ -4,43 +4,44 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import logging
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from loadgen.bench.service import Service, started_service
-from loadgen.chaos.cells import QUICK, Cell
+from loadgen.chaos.cells import MATRIX, QUICK, QUICK_NEW, Cell, Fault, Moment, Stage, Victim
 from loadgen.chaos.load import clients_of, make_streams
+from loadgen.chaos.report import not_run, summary, table, write_json
+from loadgen.chaos.rig import Rig, started_rig
 from loadgen.chaos.strike import run_cell
 from loadgen.chaos.verdicts import CellResult
+from loadgen.options import whole
 from quadriga.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 WIDTH = 150
-SETTINGS = (
-    "deterministic=true",
-    "decode.rebatching=drex",
-    "decode.pace=steady-15ms",
-    "prefill_replicas=2",
-    "decode_replicas=2",
-    "engine.resources_cpus=0.05",
-    "lifecycle.heartbeat_interval_s=0.5",
-)
+LIMITED_DEPTH = 4
+"""Where depths and models change, all tokens leave here: they are the same ones whatever comes."""
+ON_NODES = (Stage.NODES, Stage.CHOOSING_NODES)
+DIMENSIONS = {"fault": Fault, "moment": Moment, "victim": Victim, "stage": Stage}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `chaos`."""
     parser.add_argument("--model", default="quadriga-s")
-    parser.add_argument("--runs", type=int, default=1, help="of each cell")
-    parser.add_argument("--streams", type=int, default=12, help="under way at once")
-    parser.add_argument("--max-tokens", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=whole(1), help="of each cell; 3, with --quick 1")
+    parser.add_argument("--streams", type=whole(1), default=12, help="under way at once")
+    parser.add_argument("--max-tokens", type=whole(2), default=120)
+    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--quick", action="store_true", help="a part that takes minutes")
+    parser.add_argument("--list", action="store_true", help="every cell, or why there is none")
     parser.add_argument(
         "--only",
         action="append",
@@ -48,98 +49,171 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"these cells alone, as the table names them: {QUICK[0]!s}; may be repeated",
     )
     parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE[,VALUE]",
+        help=f"cells whose {', '.join(DIMENSIONS)} is one of these; may be repeated",
+    )
+    parser.add_argument(
         "--budget-s", type=float, help="begin no cell after this long; what is skipped has failed"
     )
+    parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--logs", type=Path, help="keep the services' output there")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the cells; 0 when every stream of every cell survived."""
-    cells = choose(args.only)
+    cells = choose(args.only, args.filter, is_quick=args.quick)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="quadriga-chaos-") as folder:
-        settings = [f"model={args.model}", *SETTINGS, *args.set]
-        with started_service(settings, log=Path(folder) / "service.log") as service:
-            until_s = began_s + args.budget_s if args.budget_s is not None else None
-            results = asyncio.run(_run_all(args, cells, service, console, until_s))
+    results = [CellResult(cell) for cell in cells if cell.why_not is None]
+    if args.list:
+        for result in results:
+            console.print(f"{result.cell} ({result.cell.stage})")
+        console.print(not_run(cells))
+        return 0
+    if args.quick:
+        results = _possible_here(results, console)
+    args.runs = args.runs or (1 if args.quick else 3)
+    with tempfile.TemporaryDirectory(prefix="quadriga-chaos-") as scratch:
+        folder = args.logs or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        until_s = None if args.budget_s is None else began_s + args.budget_s
+        asyncio.run(Campaign(args, folder, console, until_s).run(results))
     console.print(table(results))
-    print(summary(results, seconds=time.monotonic() - began_s))
+    if any(cell.why_not is not None for cell in cells):
+        console.print(not_run(cells))
+    seconds = time.monotonic() - began_s
+    if args.json is not None:
+        write_json(args.json, results, cells, seconds=seconds, seed=args.seed)
+    print(summary(results, seconds=seconds))
     return 0 if all(r.is_ok for r in results) else 1
 
 
-def choose(names: Sequence[str] | None) -> list[Cell]:
-    """The cells of these names, or all. Raises: ConfigError: There is none of a name."""
-    by_name = {str(cell): cell for cell in QUICK}
-    unknown = [name for name in names or () if name not in by_name]
-    if unknown:
+def choose(
+    names: Sequence[str] | None = None, filters: Sequence[str] = (), *, is_quick: bool = False
+) -> list[Cell]:
+    """The cells that are asked for; without a word all of the product, run or not.
+
+    Raises:
+        ConfigError: There is none of a name, or it cannot be run; or a filter is none.
+    """
+    by_name = {str(cell): cell for cell in MATRIX}
+    for name in names or ():
+        if name not in by_name:
+            known = "; ".join(str(c) for c in MATRIX if c.why_not is None)
+            raise ConfigError(
+                f"--only: there is no cell {name!r}; there are: {known}", param="only"
+            )
+        if (reason := by_name[name].why_not) is not None:
+            raise ConfigError(f"--only: {name!r} is not run: {reason}", param="only")
+    if names:
+        cells = [by_name[name] for name in names]
+    else:
+        cells = [*QUICK, *QUICK_NEW] if is_quick else list(MATRIX)
+    for text in filters:
+        key, values = _filter(text)
+        cells = [c for c in cells if getattr(c, key).value in values]
+    if not any(c.why_not is None for c in cells):
+        raise ConfigError("--filter: no cell that can be run is left", param="filter")
+    return cells
+
+
+def _filter(text: str) -> tuple[str, set[str]]:
+    key, _, given = text.partition("=")
+    values = {value.strip() for value in given.split(",")}
+    known = {str(value) for value in DIMENSIONS[key]} if key in DIMENSIONS else set()
+    if not known:
         raise ConfigError(
-            f"--only: there is no cell {unknown[0]!r}; there are: {'; '.join(by_name)}",
-            param="only",
+            f"--filter: {key!r} must be one of {', '.join(DIMENSIONS)}", param="filter"
         )
-    return [by_name[name] for name in names] if names else list(QUICK)
+    if unknown := values - known:
+        raise ConfigError(
+            f"--filter: {min(unknown)!r} is no {key}; there are: {', '.join(sorted(known))}",
+            param="filter",
+        )
+    return key, values
 
 
-async def _run_all(
-    args: argparse.Namespace,
-    cells: Sequence[Cell],
-    service: Service,
-    console: Console,
-    until_s: float | None,
-) -> list[CellResult]:
-    results = [CellResult(cell) for cell in cells]
-    rng = random.Random(args.seed)
-    specs = make_streams(args.streams, max_tokens=args.max_tokens, seed=args.seed)
-    async with clients_of(service) as clients:
-        reference = await clients.reference(specs)
-        for result in results:
-            for _ in range(args.runs):
-                began_s = time.monotonic()
-                if until_s is not None and began_s > until_s:
-                    break
-                await run_cell(service, clients, specs, reference, result, rng)
-                console.print(_line(result, time.monotonic() - began_s), style="dim")
-    return results
+def _possible_here(results: list[CellResult], console: Console) -> list[CellResult]:
+    """Of the quick part, the cells that this machine allows: it is a choice of cells anyway."""
+    from deploy.multinode import why_not_here
+
+    on_nodes = [r for r in results if r.cell.stage in ON_NODES]
+    reason = why_not_here() if on_nodes else None
+    if reason is None:
+        return results
+    for result in on_nodes:
+        console.print(f"{result.cell}: not in the quick part here: {reason}")
+    return [r for r in results if r not in on_nodes]
+
+
+class Campaign:
+    """All cells, one service after the other.
+
+    Args:
+        until_s: Begin no run after this, `time.monotonic`.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, console: Console, until_s: float | None
+    ) -> None:
+        self._args = args
+        self._folder = folder
+        self._console = console
+        self._until_s = until_s
+        self._rng = random.Random(args.seed)
+        self._references: dict[int | None, list[list[int]]] = {}
+
+    async def run(self, results: Sequence[CellResult]) -> None:
+        """Run every cell so often; what cannot be run has failed, and says why."""
+        order = list(Stage)
+        by_stage = sorted(results, key=lambda r: order.index(r.cell.stage))
+        for stage, group in groupby(by_stage, key=lambda r: r.cell.stage):
+            mine = list(group)
+            if self._is_late():
+                continue
+            try:
+                async with started_rig(
+                    stage, self._args.model, self._args.set, self._folder
+                ) as rig:
+                    await self._run_on(rig, mine)
+            except ConfigError as exc:
+                self._console.print(f"{stage}: {exc.message}")
+                for result in mine:
+                    if not result.runs:
+                        result.not_restored.append(exc.message)
+
+    async def _run_on(self, rig: Rig, results: Sequence[CellResult]) -> None:
+        depth = LIMITED_DEPTH if rig.is_choosing else None
+        specs = make_streams(
+            self._args.streams,
+            max_tokens=self._args.max_tokens,
+            seed=self._args.seed,
+            max_depth=depth,
+        )
+        async with clients_of(rig.service, self._args.model) as clients:
+            if depth not in self._references:
+                self._references[depth] = await clients.reference(specs)
+            for result in results:
+                for _ in range(self._args.runs):
+                    if self._is_late():
+                        break
+                    began_s = time.monotonic()
+                    wanted = self._references[depth]
+                    try:
+                        await run_cell(rig, clients, specs, wanted, result, self._rng)
+                    except Exception as exc:  # the border: the other cells are still to be run
+                        logger.exception("%s was not run to its end", result.cell)
+                        result.not_restored.append(f"not run to its end: {exc!r}")
+                    self._console.print(_line(result, time.monotonic() - began_s), style="dim")
+
+    def _is_late(self) -> bool:
+        return self._until_s is not None and time.monotonic() > self._until_s
 
 
 def _line(result: CellResult, seconds: float) -> str:
     state = "ok" if result.is_ok else "FAILED " + "; ".join(result.not_restored + result.faults[:6])
     return f"{result.cell}: {result.rebuilt} rebuilt, {seconds:.0f} s, {state}"
-
-
-def table(results: Sequence[CellResult]) -> Table:
-    """Cell, runs, and how many streams were lost, duplicated, differing or hung."""
-    made = Table("cell", "runs", "streams", "rebuilt", "lost", "duplicated", "differing", "hung")
-    for name in ("recovery P50 s", "P99 s", "whole again"):
-        made.add_column(name)
-    for r in results:
-        made.add_row(
-            str(r.cell),
-            *map(str, (r.runs, r.streams, r.rebuilt, r.lost, r.duplicated, r.differing, r.hung)),
-            *(_seconds(r.percentile_s(share)) for share in (0.5, 0.99)),
-            "no" if r.not_restored else "yes",
-        )
-    return made
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def summary(results: Sequence[CellResult], *, seconds: float) -> str:
-    """The last line: one JSON object."""
-    recovery_s = sorted(t for r in results for t in r.recovery_s)
-    return json.dumps(
-        {
-            "cells": len(results),
-            "failed": [str(r.cell) for r in results if not r.is_ok],
-            "streams": sum(r.streams for r in results),
-            "rebuilt": sum(r.rebuilt for r in results),
-            "lost": sum(r.lost for r in results),
-            "duplicated": sum(r.duplicated for r in results),
-            "differing": sum(r.differing for r in results),
-            "hung": sum(r.hung for r in results),
-            "recovery_s": [round(t, 3) for t in recovery_s],
-            "seconds": round(seconds, 1),
-        }
-    )

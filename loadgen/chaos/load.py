@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from loadgen.bench.service import Service
 from loadgen.capture import Capture, LoadClient
+from loadgen.chaos.resuming import over_grpc, over_http
 from loadgen.checker import Outcome, Verdict
 from loadgen.client_grpc import GrpcClient
 from loadgen.client_http import HttpClient, parse_url
@@ -19,6 +20,7 @@ from loadgen.judge import Judgement
 from loadgen.runner import now_s
 from loadgen.target import Target, find_target
 from loadgen.workload import RequestSpec
+from quadriga.client import AsyncClient
 from quadriga.errors import ConfigError
 
 TIMEOUT_S = 90.0
@@ -64,8 +66,16 @@ class Answer:
         return max((b - a for a, b in pairwise(times) if b > since_s), default=0.0)
 
 
-def make_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec]:
-    """Greedy and seeded in turn, with and without early exits, of different prompts."""
+def make_streams(
+    count: int, *, max_tokens: int, seed: int, max_depth: int | None = None
+) -> list[RequestSpec]:
+    """Greedy and seeded in turn, with and without early exits, of different prompts.
+
+    Args:
+        max_depth: Layers that all tokens leave at, at the latest: they are the same ones then,
+            however many are loaded.
+    """
+    limit = {} if max_depth is None else {"max_depth": max_depth}
     rng = random.Random(seed)
     return [
         RequestSpec(
@@ -76,7 +86,7 @@ def make_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec]
             ignore_eos=True,
             temperature=0.0 if index % 2 == 0 else 0.9,
             seed=rng.randrange(1 << 30),
-            extra={"exit_threshold": THRESHOLDS[index % len(THRESHOLDS)]},
+            extra={"exit_threshold": THRESHOLDS[index % len(THRESHOLDS)]} | limit,
         )
         for index in range(count)
     ]
@@ -85,8 +95,11 @@ def make_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec]
 class Clients:
     """Sends streams through both doors of a service."""
 
-    def __init__(self, http: HttpClient, grpc: GrpcClient, target: Target) -> None:
+    def __init__(
+        self, http: HttpClient, grpc: GrpcClient, sdk: AsyncClient, target: Target
+    ) -> None:
         self._doors: tuple[LoadClient, LoadClient] = (http, grpc)
+        self._sdk = sdk
         self._target = target
         self._judge = Judgement(target)
         self.http = http
@@ -98,9 +111,21 @@ class Clients:
         capture = await call()
         return Answer(spec, is_grpc, capture, self._judge(capture, spec, request_id))
 
-    async def send_all(self, specs: Sequence[RequestSpec]) -> list[Answer]:
+    async def send_resumed(self, spec: RequestSpec, *, is_grpc: bool) -> Answer:
+        """As `send`, and where the connection breaks it is taken up again."""
+        model = self._target.model
+        if is_grpc:
+            found = over_grpc(self._sdk, spec, model, now_s=now_s, timeout_s=TIMEOUT_S)
+        else:
+            found = over_http(self.http, self._judge, spec, model)
+        return Answer(spec, is_grpc, *await found)
+
+    async def send_all(
+        self, specs: Sequence[RequestSpec], *, is_resumed: bool = False
+    ) -> list[Answer]:
         """All at once, every second pair over gRPC."""
-        sends = [self.send(spec, is_grpc=spec.index // 2 % 2 == 1) for spec in specs]
+        send = self.send_resumed if is_resumed else self.send
+        sends = [send(spec, is_grpc=spec.index // 2 % 2 == 1) for spec in specs]
         return list(await asyncio.gather(*sends))
 
     async def reference(self, specs: Sequence[RequestSpec]) -> list[list[int]]:
@@ -120,12 +145,14 @@ class Clients:
 
 
 @asynccontextmanager
-async def clients_of(service: Service) -> AsyncIterator[Clients]:
+async def clients_of(service: Service, model: str | None = None) -> AsyncIterator[Clients]:
     """Clients of both doors, closed on every path. Raises: ConfigError: No model is served."""
     options = {"now_s": now_s, "timeout_s": TIMEOUT_S, "api_key": service.api_key}
     http = HttpClient(parse_url(service.url), **options)  # type: ignore[arg-type]
     grpc = GrpcClient(service.grpc, **options)  # type: ignore[arg-type]
+    sdk = AsyncClient(service.grpc, api_key=service.api_key)
     try:
-        yield Clients(http, grpc, await find_target(http, None))
+        yield Clients(http, grpc, sdk, await find_target(http, model))
     finally:
         await grpc.close()
+        await sdk.close()

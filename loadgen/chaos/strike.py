@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import random
-import signal
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from loadgen.bench.process_cpu import service_processes
-from loadgen.bench.service import Service
-from loadgen.chaos.cells import Fault, Moment, Victim
-from loadgen.chaos.load import Clients
+from loadgen.chaos import blows
+from loadgen.chaos.cells import Moment, Victim
+from loadgen.chaos.load import Answer, Clients
+from loadgen.chaos.moments import NotReached, make_deep, reached, victim
+from loadgen.chaos.orders import OrderFailed
+from loadgen.chaos.rig import Rig
 from loadgen.chaos.verdicts import CellResult
 from loadgen.runner import now_s
 from loadgen.workload import RequestSpec
 from quadriga.metrics import parse_exposition
 
 RESTORED_TIMEOUT_S = 90.0
-WAKE_AFTER_S = 25.0
-"""A process that is stopped in mid-stream sleeps until it was replaced, and for so long at most.
-One that is stopped earlier is woken as soon as the streams have ended. What either does then is
-part of the test."""
-FIRST_TOKEN_S = 0.15
-"""About when the streams get their first tokens."""
 HELD = (
     "quadriga_running_sequences",
     "quadriga_waiting_sequences",
@@ -34,17 +26,13 @@ HELD = (
     "quadriga_kv_used_tokens",
     "quadriga_ingress_open_requests",
 )
-
-
-def census(service: Service) -> Counter[str]:
-    """How many processes of each kind that can be a victim are there."""
-    assert service.pid is not None
-    found = service_processes(service.pid)
-    return Counter({victim.value: len(found.get(victim.value, ())) for victim in Victim})
+MAX_WAVES = 8
+"""How often the streams are sent for one part in twenty to be met."""
+MOVABLE = (Victim.SCHEDULER, Victim.CONTROLLER, Victim.INGRESS)
 
 
 async def run_cell(
-    service: Service,
+    rig: Rig,
     clients: Clients,
     specs: Sequence[RequestSpec],
     reference: Sequence[list[int]],
@@ -52,40 +40,56 @@ async def run_cell(
     rng: random.Random,
 ) -> None:
     """Send all streams, harm one process, judge; returns when the service is whole again."""
-    assert service.pid is not None
-    cell = result.cell
-    whole = census(service)
-    victims = service_processes(service.pid)[cell.victim.value]
-    pid = rng.choice(victims)
-    sending = asyncio.create_task(clients.send_all(specs))
-    is_early = cell.moment is Moment.BEFORE_FIRST_TOKEN
-    await asyncio.sleep(rng.uniform(0.0, FIRST_TOKEN_S) if is_early else rng.uniform(0.4, 1.2))
-    struck_s = now_s()
-    os.kill(pid, cell.fault.number)
+    whole = rig.census()
+    cell, blow = result.cell, None
+    sending: asyncio.Task[list[Answer]] | None = None
     try:
-        result.add(await sending, reference, struck_s=struck_s)
-        while cell.fault is Fault.STOP and not is_early and _is_there(pid):
-            if now_s() - struck_s > WAKE_AFTER_S:
-                break
-            await asyncio.sleep(0.25)
+        if rig.nodes is not None and cell.victim in MOVABLE:
+            # The loss of the head is the loss of the cluster.
+            await rig.orders.order("scatter", cell.victim.value, rig.nodes.cluster.nodes[0].address)
+            await _until_whole(rig, clients, whole)
+        early = await blows.prepare(rig, cell, rng)
+        is_resumed = cell.victim is Victim.INGRESS or rig.nodes is not None
+
+        def send() -> asyncio.Task[list[Answer]]:
+            return asyncio.create_task(clients.send_all(specs, is_resumed=is_resumed))
+
+        if not cell.is_struck_first:
+            sending = send()
+        async with reached(rig, cell, rng, result.runs) as scene:
+            struck = early or await victim(rig, cell, scene, rng)
+            blow = await blows.strike(rig, cell, struck, scene, rng)
+            sending = sending or send()
+            scene.let_go()
+            answers = await sending
+            while await blows.has_met_nothing(rig, blow) and len(answers) < MAX_WAVES * len(specs):
+                answers += await send()
+            result.add(answers, reference, struck_s=blow.struck_s)
+            await blows.until_it_may_wake(rig, blow)
+    except (NotReached, OrderFailed) as exc:
+        result.not_restored.append(f"not struck: {exc}")
+        if sending is not None:
+            await sending
     finally:
-        if cell.fault is Fault.STOP:
-            _signal(pid, signal.SIGCONT)
-    trouble = await _until_whole(service, clients, whole)
+        if blow is not None:
+            trouble = await _undo(rig, blow)
+            if trouble:
+                result.not_restored.append(trouble)
+    trouble = await _until_whole(rig, clients, whole)
+    if not trouble and cell.moment is Moment.RESIZE:
+        trouble = await make_deep(rig)
     if trouble:
         result.not_restored.append(trouble)
 
 
-def _is_there(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+async def _undo(rig: Rig, blow: blows.Blow) -> str:
+    try:
+        return await blows.undo(rig, blow)
+    except (OrderFailed, RuntimeError) as exc:
+        return f"not undone: {exc}"
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-async def _until_whole(service: Service, clients: Clients, whole: Counter[str]) -> str:
+async def _until_whole(rig: Rig, clients: Clients, whole: Counter[str]) -> str:
     """Wait for as many processes as before, a healthy service, and nothing held anywhere.
 
     Returns:
@@ -93,14 +97,14 @@ async def _until_whole(service: Service, clients: Clients, whole: Counter[str]) 
     """
     give_up_s = now_s() + RESTORED_TIMEOUT_S
     while True:
-        trouble = await _trouble(service, clients, whole)
+        trouble = await _trouble(rig, clients, whole)
         if not trouble or now_s() > give_up_s:
             return trouble
         await asyncio.sleep(0.25)
 
 
-async def _trouble(service: Service, clients: Clients, whole: Counter[str]) -> str:
-    now = census(service)
+async def _trouble(rig: Rig, clients: Clients, whole: Counter[str]) -> str:
+    now = rig.census()
     if now != whole:
         return f"processes are {dict(now)}, were {dict(whole)}"
     try:
@@ -117,4 +121,10 @@ async def _trouble(service: Service, clients: Clients, whole: Counter[str]) -> s
     if ready != whole[Victim.PREFILL] + whole[Victim.DECODE]:
         return f"{ready} replicas report"
     held = {k: v for k, v in values.items() if v and k.split("{")[0] in HELD}
-    return f"still held: {held}" if held else ""
+    if held:
+        return f"still held: {held}"
+    try:
+        state = await rig.orders.order("status")
+    except OrderFailed as exc:
+        return f"the controller does not answer: {exc}"
+    return "" if state["is_ready"] else f"the controller says: {state['replicas']}"

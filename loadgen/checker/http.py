@@ -62,8 +62,11 @@ def _judge_error(response: Response, verdict: Verdict) -> None:
         verdict.add(FaultKind.STATUS, f"{response.status}: {shown}")
         return
     header = response.headers.get("retry-after")
+    exact = response.headers.get("retry-after-ms")  # beside the other, which has whole seconds
     try:
         verdict.retry_after_s = float(header) if header is not None else math.nan
+        if exact is not None:
+            verdict.retry_after_s = min(verdict.retry_after_s, float(exact) / 1000.0)
     except ValueError:
         verdict.retry_after_s = math.nan
     if not 0 <= verdict.retry_after_s < math.inf:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loadgen.fakes.faults import Document
-from loadgen.fakes.model import END_ID, END_TEXT, Answer, babble, detokenize, stream_text, tokenize
+from loadgen.fakes.model import (
+    END_ID,
+    END_TEXT,
+    Answer,
+    babble,
+    chat_text,
+    detokenize,
+    stream_text,
+    tokenize,
+)
 
 _CREATED = 1_700_000_000
 
@@ -43,7 +52,7 @@ class Generation:
     finish_reason: str = "length"
 
     def __post_init__(self) -> None:
-        prompt = self.body["messages"][-1]["content"] if self.chat else self.body["prompt"]
+        prompt = chat_text(self.body["messages"]) if self.chat else self.body["prompt"]
         prompt_ids = tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         self.prompt_tokens = len(prompt_ids) + (self.options.fault == "wrong_prompt_tokens")
         limit = self.body["max_tokens"]

@@ -12,7 +12,16 @@ import grpc
 import grpc.aio
 
 from loadgen.client_grpc import SERVICE
-from loadgen.fakes.model import END_ID, END_TEXT, Answer, babble, detokenize, stream_text, tokenize
+from loadgen.fakes.model import (
+    END_ID,
+    END_TEXT,
+    Answer,
+    babble,
+    chat_text,
+    detokenize,
+    stream_text,
+    tokenize,
+)
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
 Messages = list[pb.GenerateResponse]
@@ -176,6 +185,6 @@ def _prompt_ids(request: pb.GenerateRequest) -> list[int]:
         case "prompt_token_ids":
             return list(request.prompt_token_ids.ids)
         case "chat":
-            return tokenize(request.chat.messages[-1].content)
+            return tokenize(chat_text([{"content": m.content} for m in request.chat.messages]))
         case _:
             return tokenize(request.prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 VOCAB_SIZE = 1024
 END_ID = 0  # the end token counts, but its text is not shown
@@ -35,6 +35,11 @@ def tokenize(text: str) -> list[int]:
             ids.append(data[position])
             position += 1
     return ids
+
+
+def chat_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """Return a conversation in the fake's chat template."""
+    return "\n".join(message["content"] for message in messages)
 
 
 def detokenize(token_ids: Sequence[int]) -> str:

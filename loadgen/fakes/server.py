@@ -17,10 +17,7 @@ from typing import Any
 from loadgen.event_loop import run_event_loop
 from loadgen.fakes.faults import CLOSE, DONE, FAULTS, HANG, STREAM_FAULTS, Document, Part, encode
 from loadgen.fakes.generation import FakeOptions, Generation
-from loadgen.fakes.model import (
-    detokenize,
-    tokenize,
-)
+from loadgen.fakes.model import chat_text, detokenize, tokenize
 
 MODEL = "fake"
 RETRY_AFTER_S = 1
@@ -102,7 +99,9 @@ class FakeServer:
                 card["max_model_len"] = self.options.max_model_len
                 self._respond(writer, request, 200, {"object": "list", "data": [card]})
             case "/tokenize":
-                self._respond(writer, request, 200, {"tokens": tokenize(request.body["prompt"])})
+                body = request.body
+                text = chat_text(body["messages"]) if "messages" in body else body["prompt"]
+                self._respond(writer, request, 200, {"tokens": tokenize(text)})
             case "/detokenize":
                 self._respond(writer, request, 200, {"prompt": detokenize(request.body["tokens"])})
             case "/v1/completions" | "/v1/chat/completions":

@@ -194,7 +194,7 @@ def run_closed_loop(
     joined_s: dict[str, float] = {}
     last_s: dict[str, float] = {}
     started_s, is_full, num_ended, warm_up = watch.now_s(), True, 0, dict[int, int]()
-    while queue or loop.has_work:
+    while queue or loop.has_work or is_full:
         with watch.stopped():
             while queue and loop.num_running < slots:
                 index, prompt = queue.popleft()
@@ -208,6 +208,8 @@ def run_closed_loop(
                 outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
             if outcome.steps % _BYTES_EVERY == 0:
                 outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(loop.rows))
+        if not loop.has_work:
+            continue  # the only slot's last sequence has ended
         emissions = loop.step()
         now_s = watch.now_s()
         outcome.steps += is_full

@@ -122,9 +122,9 @@ class ModelledRunner:
         """See `ModelRunner.read_rest`."""
         return self._native.read_rest(row)
 
-    def resume(self, row: int, state: SequenceState, rest: Any) -> None:
+    def resume(self, row: int, state: SequenceState, rest: Any, depth: int | None = None) -> None:
         """See `ModelRunner.resume`."""
-        self._native.resume(row, state, rest)
+        self._native.resume(row, state, rest, depth)
 
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> Any:
         """See `ModelRunner.read_kv`."""

@@ -12,7 +12,7 @@ from quadriga.types import SamplingParams, SequenceState
 
 _REPEATS = 3
 _SHORT, _LONG = 2, 512  # tokens of context
-_SKIPPED = 12  # tokens that leave early, to time what it takes to fill in their KV
+_SKIPPED = (2, 12)  # tokens that leave early, to time what it takes to fill in their KV
 _FILL_ROWS = 4
 
 
@@ -34,19 +34,37 @@ def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCos
             seconds = _time_s(runner, clock, segment, segment + 1, max_rows)
             known_s = costs.forecast_s(segment, segment + 1, max_rows, 0, tests=True)
             costs.set_slope(segment, (seconds - known_s) / (max_rows * (context - _SHORT)))
-    if runner.row_capacity_tokens > _SHORT + _SKIPPED:
-        costs.fill_s = _calibrate_fill(runner, clock, costs.num_segments, min(_FILL_ROWS, max_rows))
+    if runner.row_capacity_tokens > _SHORT + max(_SKIPPED):
+        _calibrate_fill(runner, clock, costs, min(_FILL_ROWS, max_rows))
     return costs
 
 
-def _calibrate_fill(runner: ModelRunner, clock: Clock, num_segments: int, count: int) -> float:
-    """Seconds a position and segment that filling in skipped KV takes; 0 where nothing is.
+def _calibrate_fill(runner: ModelRunner, clock: Clock, costs: SegmentCosts, count: int) -> None:
+    """Enter what filling in skipped KV takes: nothing where nothing is.
 
-    Some tokens leave at the first exit, and the next one runs on; once more, it finds all there.
-    The first segment runs before each, as in service: or the second time weights would be nearer.
+    After a few tokens that left early and after many, that gives what a row costs and what each
+    position.
+    """
+    found = [_time_fill(runner, clock, costs.num_segments, count, skipped) for skipped in _SKIPPED]
+    (few, few_s), (many, many_s) = found
+    if many <= few:
+        return
+    entered = count * (costs.num_segments - 1)
+    costs.fill_s = max(0.0, min((many_s - few_s) / (many - few), many_s / many))
+    costs.fill_row_s = max(0.0, (many_s - costs.fill_s * many) / entered)
+
+
+def _time_fill(
+    runner: ModelRunner, clock: Clock, num_segments: int, count: int, skipped: int
+) -> tuple[int, float]:
+    """Positions × segments filled in after so many tokens left at the first exit, and seconds.
+
+    The next token runs on; once more, it finds all there. The first segment runs before each, as in
+    service: or the second time weights would be nearer.
     """
     found_s = []
     rows = list(range(count))
+    filled = 0
 
     def deep_s() -> float:
         runner.advance(rows, 0, 1)
@@ -56,15 +74,15 @@ def _calibrate_fill(runner: ModelRunner, clock: Clock, num_segments: int, count:
 
     for _ in range(_REPEATS):
         with Dummies(runner, count, _SHORT) as dummies:
-            for _ in range(_SKIPPED):
+            for _ in range(skipped):
                 runner.advance(rows, 0, 1)
                 for state, token in zip(dummies.states, runner.emit(rows), strict=True):
                     state.output_ids.append(token.token_id)
             before = runner.num_filled
             took_s, filled = deep_s(), runner.num_filled - before
             again_s = median(deep_s() for _ in range(_REPEATS))
-        found_s.append(max(0.0, took_s - again_s) / filled if filled else 0.0)
-    return median(found_s)
+        found_s.append(max(0.0, took_s - again_s))
+    return filled, median(found_s)
 
 
 def _calibrate_batch(runner: ModelRunner, clock: Clock, costs: SegmentCosts, count: int) -> None:

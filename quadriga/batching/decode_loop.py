@@ -18,6 +18,7 @@ from quadriga.batching.places import Place, Places, Running, summary
 from quadriga.batching.preemption import Preemption
 from quadriga.batching.rates import Ewma, RateMeter
 from quadriga.batching.slots import Slot, SlotTable
+from quadriga.batching.step_totals import StepMeter
 from quadriga.clock import Clock
 from quadriga.errors import DeadlineExceeded, InvariantViolation
 from quadriga.exits import Criterion, ExitCounters
@@ -48,6 +49,7 @@ class DecodeLoop:
 
     Attributes:
         depth: Changes of the depth that is loaded.
+        meter: What its steps cost.
 
     Not thread-safe: one thread calls everything. (KV may be written from other threads into rows
     that are reserved and not yet running.)
@@ -87,7 +89,13 @@ class DecodeLoop:
         self._preemption = Preemption(
             runner=runner, slots=slots, places=self._places, clock=clock, enter=self._enter
         )
-        self.departures = Departures(runner=runner, places=self._places, enter=self._enter)
+        self.departures = Departures(
+            runner=runner,
+            slots=slots,
+            places=self._places,
+            preemption=self._preemption,
+            enter=self._enter,
+        )
         self.depth = DepthChanges(
             runner=runner,
             slots=slots,
@@ -100,6 +108,7 @@ class DecodeLoop:
             follow=self._follow_depth,
         )
         self._first_deadline_unix_s = math.inf  # of all who are here; may be of one who is gone
+        self.meter = StepMeter()
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
         self._token_time = Ewma(0.1)
 
@@ -156,7 +165,7 @@ class DecodeLoop:
         if at is not None and at > len(self._places.waiting):
             at = None  # beyond what is loaded here: the token is run again
         place = self._places.at(at)
-        self._runner.resume(slot.row, state, resume.rest)
+        self._runner.resume(slot.row, state, resume.rest, came_with)
         self._enter(slot.row, state, place)
 
     def _holds(self, sequence_id: str) -> bool:
@@ -196,17 +205,17 @@ class DecodeLoop:
         Returns:
             Its state when it was running, else None.
         """
-        resting = self.departures.at_rest.pop(sequence_id, None)
+        resting = self.departures.release(sequence_id)
         if resting is not None:
-            self.slots.release(sequence_id)
-            self._runner.detach(resting.row)
-            return resting.state
+            return resting
         paused = self._preemption.paused.pop(sequence_id, None)
         if paused is not None:
             return paused.state
         row = self._places.rows.get(sequence_id)
         if row is None:
-            self.slots.release(sequence_id)
+            reserved = self.slots.release(sequence_id)
+            if reserved is not None:
+                self._runner.detach(reserved.row)  # some of its KV may have come
             return None
         running = self._places.remove(row)
         self._runner.detach(row)
@@ -218,17 +227,21 @@ class DecodeLoop:
 
     def step(self) -> Emissions:
         """Schedule → run → judge → commit. Returns (ingress id, emission) pairs."""
+        self.meter.begin(self._clock.now_s())
         emissions = self._expire()
         self._preemption.balance()
         self.depth.repay()
         if self._places.num_runnable:
             self._run(*self._schedule(self._clock.now_s()), emissions)
+        if not self.has_work:
+            self.meter.rest(self._clock.now_s())
         return emissions
 
     def _run(self, ran: Range, group: list[Running], emissions: Emissions) -> None:
         """Run → judge → commit."""
         clock, runner = self._clock, self._runner
         num_tokens = sum([r.num_tokens for r in group])
+        self.meter.ran(len(group), num_tokens)
         rows = [r.row for r in group]
         started_s, filled = clock.now_s(), runner.num_filled
         if ran.first == 0 and ran.stop == self._num_segments and not self._is_partial:

@@ -5,19 +5,46 @@
        └──────thaw─────────┘   the destination never will
 
 At rest a sequence keeps its row and slot, and nothing is emitted for it. It does not expire there:
-who owns it is being settled.
+who owns it is being settled. One that is paused leaves as well, out of host memory: it is paused
+before and after instead of running, and neither has nor gets a row here. It may be paused, or come
+back, while it is read: its KV is the same.
+
+To a replica with fewer layers only their KV goes; see `depth_bounds` for who may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from quadriga.batching.places import Place, Places, Running
 from quadriga.batching.precopy import KVSpan, PreCopy
-from quadriga.interfaces import ModelRunner
+from quadriga.batching.preemption import PausedSequence, Preemption
+from quadriga.batching.slots import SlotTable
+from quadriga.errors import MigrationFailed
+from quadriga.exits import ExitParams
+from quadriga.interfaces import ModelRunner, Suspended
 from quadriga.types import KVExtent, ResumePoint, SequenceState
+
+Read = Callable[[int, int, int, int], Any]
+"""`ModelRunner.read_kv` of one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A sequence that is here and may leave.
+
+    Attributes:
+        state: The live one.
+        depth: Layers of its KV; of one that was paused before a change of depth, those of then.
+        is_paused: It is in host memory.
+    """
+
+    state: SequenceState
+    depth: int
+    is_paused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +76,29 @@ class Rest:
     resume: ResumePoint
 
 
+def depth_bounds(exits: ExitParams, held: int, *, deterministic: bool) -> tuple[int, int]:
+    """Return how many layers a replica needs for a sequence to move there, and may have at most.
+
+    A strict sequence goes where it can do at least what it can here; so its tokens are the same.
+    A bounded one may lose layers, and leave early below its threshold where it is then, as if its
+    replica had shrunk. Where answers must not depend on load it goes nowhere else, unless its own
+    limit makes the difference void.
+
+    Args:
+        held: Layers of its KV.
+
+    Returns:
+        (least, most); most is 0 for no bound.
+    """
+    least = min(held, exits.max_depth or held)
+    is_limited = 0 < exits.max_depth <= held
+    if exits.policy == "strict":
+        return least, 0
+    if deterministic:
+        return least, 0 if is_limited else held
+    return 0, 0
+
+
 class Departures:
     """The sequences of a decode replica that are on their way to another one.
 
@@ -57,65 +107,94 @@ class Departures:
 
     Attributes:
         at_rest: By sequence id.
+        num_depths: Changes of the depth that is loaded, so far; what was begun before one ends.
     """
 
     def __init__(
         self,
         *,
         runner: ModelRunner,
+        slots: SlotTable,
         places: Places,
+        preemption: Preemption,
         enter: Callable[[int, SequenceState, Place], None],
     ) -> None:
-        self.at_rest: dict[str, Running] = {}
+        self.at_rest: dict[str, Running | PausedSequence] = {}
+        self.num_depths = 0
         self._runner = runner
+        self._slots = slots
         self._places = places
+        self._preemption = preemption
         self._enter = enter
 
-    def state(self, sequence_id: str) -> SequenceState | None:
-        """The live state of a sequence that runs in a row here; None for all others."""
+    def held(self, sequence_id: str) -> Held | None:
+        """A sequence that runs in a row here, or is paused; None for all others."""
         row = self._places.rows.get(sequence_id)
-        return None if row is None else self._places.running[row].state
+        if row is not None:
+            return Held(self._places.running[row].state, self._runner.num_layers, False)
+        paused = self._preemption.paused.get(sequence_id)
+        if paused is None:
+            return None
+        suspended: Suspended = paused.suspended
+        return Held(paused.state, suspended.extents[-1].stop_layer, True)
+
+    def state(self, sequence_id: str) -> SequenceState | None:
+        """The live state of a sequence that runs in a row here, or is paused; else None."""
+        held = self.held(sequence_id)
+        return None if held is None else held.state
 
     def read(self, sequence_id: str, books: PreCopy, max_cells: int | None) -> Reading | None:
-        """Copy the next piece of a running sequence's KV; empty when it may be frozen.
+        """Copy the next piece of a sequence's KV; empty when it may be frozen.
 
         Returns:
-            None when it does not run here (any more).
+            None when it is not here (any more).
+
+        Raises:
+            MigrationFailed: The depth that is loaded has changed since its first piece.
         """
-        row = self._places.rows.get(sequence_id)
-        if row is None:
+        found = self._find(sequence_id, books)
+        if found is None:
             return None
-        extents = self._runner.extents(row)
+        extents, read = found
         if books.is_ready(extents):
             return Reading([])
-        return self._read(row, books, extents, max_cells)
+        return _copy(books, extents, max_cells, read)
 
     def freeze(self, sequence_id: str, books: PreCopy) -> Rest | Reading | None:
-        """Let a sequence rest in its row, and copy all that was not sent of it.
+        """Let a sequence rest where it is, and copy all that was not sent of it.
 
         Returns:
             A piece instead, and the sequence runs on, where more is missing than may be left for
-            now: since the last reading its token went deep. None when it does not run here.
+            now: since the last reading its token went deep. None when it is not here.
+
+        Raises:
+            MigrationFailed: As `read`.
         """
-        row = self._places.rows.get(sequence_id)
-        if row is None:
+        found = self._find(sequence_id, books)
+        if found is None:
             return None
-        extents = self._runner.extents(row)
+        extents, read = found
         if not books.is_ready(extents):
-            return self._read(row, books, extents, 0)
-        running = self._places.lift(row)
-        self.at_rest[sequence_id] = running
-        state = running.state
+            return _copy(books, extents, 0, read)
+        resting: Running | PausedSequence
+        row = self._places.rows.get(sequence_id)
+        if row is not None:
+            resting = running = self._places.lift(row)
+            waited_at = self._places.exit_of(running.place)
+            rest = self._runner.read_rest(row)
+        else:
+            resting = paused = self._preemption.paused.pop(sequence_id)
+            waited_at, rest = paused.waited_at, paused.suspended.rest
+        self.at_rest[sequence_id] = resting
+        state, sent = resting.state, books.cut(extents)
+        if waited_at is not None and extents[waited_at].stop_layer > sent[-1].stop_layer:
+            waited_at = None  # its token is run again: what it was waiting behind does not go
         return Rest(
             state=replace(
                 state, output_ids=list(state.output_ids), exit_layers=list(state.exit_layers)
             ),
-            reading=self._read(row, books, extents, None),
-            resume=ResumePoint(
-                extents=tuple(extents),
-                waited_at=self._places.exit_of(running.place),
-                rest=self._runner.read_rest(row),
-            ),
+            reading=_copy(books, extents, None, read),
+            resume=ResumePoint(extents=tuple(sent), waited_at=waited_at, rest=rest),
         )
 
     def thaw(self, sequence_id: str, epoch: int | None = None) -> bool:
@@ -124,29 +203,60 @@ class Departures:
         Args:
             epoch: Its new one, where another replica may have spoken for it meanwhile.
         """
-        running = self.at_rest.pop(sequence_id, None)
-        if running is None:
+        resting = self.at_rest.pop(sequence_id, None)
+        if resting is None:
             return False
         if epoch is not None:
-            running.state.epoch = epoch
-        self._enter(running.row, running.state, running.place)
+            resting.state.epoch = epoch
+        if isinstance(resting, Running):
+            self._enter(resting.row, resting.state, resting.place)
+        else:
+            self._preemption.paused[sequence_id] = resting
         return True
 
-    def _read(
-        self, row: int, books: PreCopy, extents: list[KVExtent], max_cells: int | None
-    ) -> Reading:
-        return Reading(
-            [
-                (
-                    span,
-                    self._runner.read_kv(
-                        row,
-                        span.first_layer,
-                        span.stop_layer - span.first_layer,
-                        span.start,
-                        span.stop,
-                    ),
-                )
-                for span in books.take(extents, max_cells)
-            ]
-        )
+    def release(self, sequence_id: str) -> SequenceState | None:
+        """Let go of a sequence at rest; returns its state, None where it is not at rest."""
+        resting = self.at_rest.pop(sequence_id, None)
+        if resting is None:
+            return None
+        if isinstance(resting, Running):
+            self._slots.release(sequence_id)
+            self._runner.detach(resting.row)
+        return resting.state
+
+    def _find(self, sequence_id: str, books: PreCopy) -> tuple[Sequence[KVExtent], Read] | None:
+        """What KV a sequence has, and how it is read. Raises: MigrationFailed."""
+        row = self._places.rows.get(sequence_id)
+        paused = self._preemption.paused.get(sequence_id)
+        if row is None and paused is None:
+            return None
+        if books.begun_at is None:
+            books.begun_at = self.num_depths
+        if books.begun_at != self.num_depths:
+            raise MigrationFailed(
+                "layers were loaded or let go while it was copied", code="depth_changed"
+            )
+        if row is not None:
+            return self._runner.extents(row), partial(self._runner.read_kv, row)
+        assert paused is not None
+        suspended: Suspended = paused.suspended
+        return suspended.extents, suspended.read
+
+
+def _copy(
+    books: PreCopy, extents: Sequence[KVExtent], max_cells: int | None, read: Read
+) -> Reading:
+    return Reading(
+        [
+            (
+                span,
+                read(
+                    span.first_layer,
+                    span.stop_layer - span.first_layer,
+                    span.start,
+                    span.stop,
+                ),
+            )
+            for span in books.take(extents, max_cells)
+        ]
+    )

@@ -235,6 +235,7 @@ class DepthChanges:
 
     def _changed(self, runner: ResizableRunner, before: tuple[int, ...]) -> int:
         self.num_changes += 1
+        self._departures.num_depths += 1
         shallower = min(before[-1], runner.num_layers)
         known = self._came_with
         running = self._places.rows.keys() | self._departures.at_rest.keys()

@@ -46,6 +46,7 @@ class Lease:
     """A row promised to a sequence on its way.
 
     Attributes:
+        depth: Layers of it that there are here.
         heard_s: When the source last gave a sign of life.
         num_storing: Threads writing a part into the row right now.
         checksums: Of the bytes received, by part index.
@@ -53,6 +54,7 @@ class Lease:
 
     offer: TransferOffer
     row: int
+    depth: int
     heard_s: float
     state: LeaseState = LeaseState.OPEN
     num_storing: int = 0
@@ -65,9 +67,8 @@ class LeaseTable:
 
     Args:
         depth_class: Of the replica; `follow` tells of another one.
-        any_depth: Sequences of other depths of the model are taken, too: the replica's depth
-            changes, and layers that are not here are left out. What runs already comes from a depth
-            that is not greater.
+        any_depth: Sequences of other depths of the model are taken, too: layers that are not here
+            are left out. What runs already says which depths it can do with.
     """
 
     def __init__(self, depth_class: DepthClass, *, any_depth: bool = False) -> None:
@@ -82,12 +83,24 @@ class LeaseTable:
         """The replica holds another number of layers from now on."""
         self._depth_class = depth_class
 
-    def _is_for_us(self, offered: DepthClass, *, is_live: bool) -> bool:
-        mine = self._depth_class
+    def _check_class(self, offer: TransferOffer) -> None:
+        """Raise MigrationFailed unless the sequence can go on in as many layers as there are."""
+        offered, mine = offer.depth_class, self._depth_class
         if offered == mine:
-            return True
-        fits = not is_live or offered.depth <= mine.depth
-        return self._any_depth and offered.model == mine.model and fits
+            return
+        if offered.model != mine.model or not self._any_depth:
+            raise MigrationFailed(
+                f"transfer {offer.transfer_id} is for {offered}; this replica serves {mine}",
+                code="wrong_depth_class",
+            )
+        most = offer.max_depth or mine.depth
+        if offer.is_live and not offer.min_depth <= mine.depth <= most:
+            raise MigrationFailed(
+                f"sequence {offer.sequence_id} needs {offer.min_depth} layers or more"
+                f"{f' and {most} at most' if offer.max_depth else ''} to say what it says at "
+                f"{offered}; this replica serves {mine}",
+                code="wrong_depth",
+            )
 
     def check_offer(self, offer: TransferOffer) -> list[str]:
         """Decide on an offer before room is looked for.
@@ -96,14 +109,10 @@ class LeaseTable:
             Transfers of the same sequence that this one replaces; end them first.
 
         Raises:
-            MigrationFailed: The offer is for another depth class, stale, or already over.
+            MigrationFailed: The offer is for another depth class, or for other depths, stale, or
+                already over.
         """
-        if not self._is_for_us(offer.depth_class, is_live=offer.is_live):
-            raise MigrationFailed(
-                f"transfer {offer.transfer_id} is for {offer.depth_class}; "
-                f"this replica serves {self._depth_class}",
-                code="wrong_depth_class",
-            )
+        self._check_class(offer)
         ended = self._ended.get(offer.transfer_id)
         if ended is not None:
             raise MigrationFailed(f"transfer {offer.transfer_id} is already {ended}", code=ended)
@@ -130,7 +139,8 @@ class LeaseTable:
             MigrationFailed: As `check_offer`; an abort may have come in between.
         """
         self.check_offer(offer)
-        lease = Lease(offer, row, now_s)
+        depth = min(offer.depth_class.depth, self._depth_class.depth)
+        lease = Lease(offer, row, depth, now_s)
         self._open[offer.transfer_id] = lease
         return lease
 
@@ -228,14 +238,16 @@ class LeaseTable:
             epoch: The state's epoch, which must be the offered one.
             num_tokens: Positions whose KV the sequence needs to go on.
             checksums: Of every part, in order of their indices, as the source computed them.
-            extents: What of that was computed at all, per run of layers; empty for everything.
+            extents: What of that was computed at all, per run of layers, as far as they are here;
+                empty for everything in all layers offered.
 
         Returns:
             The lease, or None when it was committed before.
 
         Raises:
-            MigrationFailed: Unknown, ended, stale, incomplete or corrupt; an open lease stays
-                open, so that the source may send a part again.
+            MigrationFailed: Unknown, ended, stale, incomplete or corrupt, or this replica has
+                other layers meanwhile than the sequence can do with; an open lease stays open,
+                so that the source may send a part again.
         """
         lease = self._open.get(transfer_id)
         if lease is None:
@@ -251,8 +263,9 @@ class LeaseTable:
                 f"transfer {transfer_id} was offered for epoch {lease.offer.epoch}, not {epoch}",
                 code="stale_epoch",
             )
+        self._check_class(lease.offer)
         _verify_parts(lease, checksums)
-        depth = lease.offer.depth_class.depth
+        depth = lease.depth if extents else lease.offer.depth_class.depth
         extents = extents or (KVExtent(0, depth, num_tokens),)
         _verify_extents(lease, extents, depth, num_tokens)
         gap = _first_gap(lease.parts.values(), extents)

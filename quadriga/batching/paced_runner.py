@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from quadriga.errors import ConfigError
-from quadriga.interfaces import LayersDone, ModelRunner, PrefillChunk, ResizableRunner
+from quadriga.interfaces import LayersDone, ModelRunner, PrefillChunk, ResizableRunner, Suspended
 from quadriga.pacing import PaceProfile
 from quadriga.types import KVExtent, SampledToken, SequenceState
 
@@ -99,7 +99,7 @@ class PacedRunner:
         else:
             self.num_late += 1
 
-    def suspend(self, row: int) -> object:
+    def suspend(self, row: int) -> Suspended:
         """See `ModelRunner.suspend`."""
         self._states.pop(row, None)
         return self._runner.suspend(row)
@@ -117,9 +117,11 @@ class PacedRunner:
         """See `ModelRunner.read_rest`."""
         return self._runner.read_rest(row)
 
-    def resume(self, row: int, state: SequenceState, rest: object) -> None:
+    def resume(
+        self, row: int, state: SequenceState, rest: object, depth: int | None = None
+    ) -> None:
         """See `ModelRunner.resume`."""
-        self._runner.resume(row, state, rest)
+        self._runner.resume(row, state, rest, depth)
         self._states[row] = state
 
     def read_kv(self, row: int, first_layer: int, num_layers: int, start: int, stop: int) -> object:

@@ -9,9 +9,9 @@ and the remainder goes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quadriga.errors import InvariantViolation
+from quadriga.errors import InvariantViolation, MigrationFailed
 from quadriga.types import KVExtent
 
 MAX_REMAINDER_TOKENS = 4
@@ -38,35 +38,62 @@ class KVSpan:
 class PreCopy:
     """The books of one transfer's source.
 
+    Args:
+        depth: Layers that go; the destination has no more. None for all there are.
+
     Attributes:
         num_cells: (layer, position) pairs taken so far.
+        begun_at: `Departures.num_depths` at the first piece.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int | None = None) -> None:
         self.num_cells = 0
-        self._sent: list[int] = []  # per extent, positions taken
+        self.depth = depth
+        self.begun_at: int | None = None
+        self._sent: list[int] = []  # per layer, positions taken
+
+    def cut(self, extents: Sequence[KVExtent]) -> list[KVExtent]:
+        """The extents, as far as their layers go to the destination."""
+        if self.depth is None:
+            return list(extents)
+        return [
+            replace(extent, stop_layer=min(extent.stop_layer, self.depth))
+            for extent in extents
+            if extent.first_layer < self.depth
+        ]
 
     def missing(self, extents: Sequence[KVExtent]) -> list[KVSpan]:
         """All that was not taken yet; neighbouring layers that lack the same go together.
 
-        Raises: InvariantViolation: KV that was taken is not there any more.
+        Raises:
+            InvariantViolation: KV that was taken is not there any more.
+            MigrationFailed: Layers that should go are not there any more.
         """
+        extents = self.cut(extents)
+        num_layers = extents[-1].stop_layer
         if not self._sent:
-            self._sent = [0] * len(extents)
+            self._sent = [0] * num_layers
+        if num_layers != len(self._sent):
+            raise MigrationFailed(
+                f"{len(self._sent)} layers were to go, and there are {num_layers} now",
+                code="depth_changed",
+            )
         spans: list[KVSpan] = []
-        for extent, sent in zip(extents, self._sent, strict=True):
-            if extent.num_tokens < sent:
-                raise InvariantViolation(f"of {extent} {sent} positions were sent already")
-            if extent.num_tokens == sent:
-                continue
-            first_layer = extent.first_layer
-            if spans and (spans[-1].stop_layer, spans[-1].start, spans[-1].stop) == (
-                first_layer,
-                sent,
-                extent.num_tokens,
-            ):
-                first_layer = spans.pop().first_layer
-            spans.append(KVSpan(first_layer, extent.stop_layer, sent, extent.num_tokens))
+        for extent in extents:
+            for layer in range(extent.first_layer, extent.stop_layer):
+                sent = self._sent[layer]
+                if extent.num_tokens < sent:
+                    raise InvariantViolation(f"of {extent} {sent} positions were sent already")
+                if extent.num_tokens == sent:
+                    continue
+                first_layer = layer
+                if spans and (spans[-1].stop_layer, spans[-1].start, spans[-1].stop) == (
+                    layer,
+                    sent,
+                    extent.num_tokens,
+                ):
+                    first_layer = spans.pop().first_layer
+                spans.append(KVSpan(first_layer, layer + 1, sent, extent.num_tokens))
         return spans
 
     def is_ready(self, extents: Sequence[KVExtent]) -> bool:
@@ -83,7 +110,7 @@ class PreCopy:
         """
         spans = self.missing(extents)
         if max_cells is not None:
-            left = max(max_cells, MIN_PIECE_TOKENS * extents[-1].stop_layer)
+            left = max(max_cells, MIN_PIECE_TOKENS * len(self._sent))
             piece = []
             for span in spans:
                 layers = span.stop_layer - span.first_layer
@@ -94,7 +121,6 @@ class PreCopy:
             spans = piece
         for span in spans:
             self.num_cells += span.num_cells
-            for i, extent in enumerate(extents):
-                if span.first_layer <= extent.first_layer < span.stop_layer:
-                    self._sent[i] = span.stop
+            for layer in range(span.first_layer, span.stop_layer):
+                self._sent[layer] = span.stop
         return spans

@@ -30,7 +30,7 @@ class PausedSequence:
     """A sequence in host memory.
 
     Attributes:
-        suspended: What the runner gave, and takes back.
+        suspended: What the runner gave, and takes back: a `Suspended`; None in a simulation.
         waited_at: The exit its token waits at, or None for the front.
         paused_at_s: Since when.
     """

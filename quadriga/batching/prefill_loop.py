@@ -10,12 +10,21 @@ from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.rates import Ewma, RateMeter
 from quadriga.batching.rebuild import check_record, chunk_of, num_prefill_tokens
 from quadriga.batching.slots import SlotTable
+from quadriga.batching.step_totals import StepMeter
 from quadriga.clock import Clock
-from quadriga.errors import DeadlineExceeded, InvariantViolation, KVCacheExhausted, QuadrigaError
+from quadriga.errors import (
+    DeadlineExceeded,
+    InvariantViolation,
+    KVCacheExhausted,
+    Overloaded,
+    QuadrigaError,
+)
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.types import FinishReason, SampledToken, SequenceState, TokenLogprob
 
 RATE_WINDOW_S = 10.0
+MAX_SHALLOW = 256
+"""Sequences that wait for layers; more are refused."""
 
 
 class PrefillEvents(Protocol):
@@ -64,6 +73,15 @@ class PrefillLoop:
     A sequence passes through: queued → active (has a row, chunks are computed) → computed (row
     kept until `release`, so that a failed hand-off can be repeated) → gone.
 
+    Nothing tests a prompt's own token, so a strict sequence waits before it is queued until the
+    layers are loaded that it may need.
+
+    Args:
+        full_depth: Layers of the whole model, where they may be loaded; 0: nobody waits for them.
+
+    Attributes:
+        meter: What its steps cost.
+
     Not thread-safe: one thread calls everything.
     """
 
@@ -78,8 +96,11 @@ class PrefillLoop:
         chunk_tokens: int,
         layer_groups: int,
         clock: Clock,
+        full_depth: int = 0,
     ) -> None:
         self.slots = slots
+        self._full_depth = full_depth
+        self._shallow: dict[str, SequenceState] = {}  # they wait for layers
         self._runner = runner
         self._queue = queue
         self._events = events
@@ -92,6 +113,7 @@ class PrefillLoop:
         self._active: list[_Job] = []
         self._computed: dict[str, SequenceState] = {}
         self._is_stalled = False
+        self.meter = StepMeter()
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
         self._step_time = Ewma(0.1)
 
@@ -99,16 +121,26 @@ class PrefillLoop:
         """Queue a sequence, a new one or one that is to be rebuilt.
 
         Raises:
-            Overloaded: The queue is full.
+            Overloaded: The queue is full, or too many wait for layers.
             InvariantViolation: Its exit record does not cover its output.
         """
         check_record(state)
+        if self._needs(state) > self._runner.num_layers:
+            if len(self._shallow) >= MAX_SHALLOW:
+                raise Overloaded(
+                    f"{len(self._shallow)} strict sequences wait for layers to be loaded",
+                    retry_after_s=1.0,
+                )
+            self._shallow[state.sequence_id] = state
+            return
         now_s = self._clock.now_s()
         rate = self._rate.per_s(now_s=now_s)
         self._queue.push(state, now_s=now_s, drain_tokens_per_s=rate)
 
     def release(self, sequence_id: str) -> bool:
         """Let go of a sequence in whatever state it is: cancelled, or handed off for good."""
+        if self._shallow.pop(sequence_id, None) is not None:
+            return True
         if self._queue.remove(sequence_id) is not None:
             return True
         self._active = [j for j in self._active if j.state.sequence_id != sequence_id]
@@ -124,7 +156,7 @@ class PrefillLoop:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         may_start = not self._is_stalled and not self._is_held
-        return bool(self._active) or (len(self._queue) > 0 and may_start)
+        return bool(self._active) or (may_start and (len(self._queue) > 0 or self._is_deepened))
 
     def hold(self) -> None:
         """Start no more sequences, until `resume`: those under way go on, others wait in the queue.
@@ -153,6 +185,12 @@ class PrefillLoop:
 
     def step(self) -> None:
         """Compute one chunk: receive → schedule → run → hand out."""
+        self.meter.begin(self._clock.now_s())
+        self._step()
+        if not self.has_work:
+            self.meter.rest(self._clock.now_s())
+
+    def _step(self) -> None:
         started_s = self._clock.now_s()
         self._expire()
         self._start_waiting(started_s)
@@ -182,7 +220,9 @@ class PrefillLoop:
 
         sampled = self._runner.prefill(chunks, layers_done)
         now_s = self._clock.now_s()
-        self._rate.add(sum(len(c.token_ids) for c in chunks), now_s=now_s)
+        num_tokens = sum(len(c.token_ids) for c in chunks)
+        self.meter.ran(len(chunks), num_tokens)
+        self._rate.add(num_tokens, now_s=now_s)
         self._step_time.add(now_s - started_s)
         for job, chunk, token in zip(jobs, chunks, sampled, strict=True):
             job.done_tokens += len(chunk.token_ids)
@@ -194,6 +234,7 @@ class PrefillLoop:
     def _expire(self) -> None:
         now_unix_s = self._clock.unix_s()
         late = self._queue.expired(now_unix_s=now_unix_s)
+        late += [s for s in self._shallow.values() if s.deadline_unix_s <= now_unix_s]
         late += [j.state for j in self._active if j.state.deadline_unix_s <= now_unix_s]
         for state in late:
             self.release(state.sequence_id)
@@ -204,9 +245,27 @@ class PrefillLoop:
         """Give rows to waiting sequences, as many as this chunk has room for."""
         if self._is_held:
             return
+        self._queue_deepened(now_s)
         budget = self._chunk_tokens - sum(_remaining(job) for job in self._active)
         self._is_stalled = False
         self._queue.take(self._try_start, token_budget=budget, now_s=now_s)
+
+    def _queue_deepened(self, now_s: float) -> None:
+        """Queue those who waited for layers that are there now, as far as the queue has room."""
+        depth = self._runner.num_layers
+        for state in [s for s in self._shallow.values() if self._needs(s) <= depth]:
+            try:
+                self._queue.push(state, now_s=now_s, drain_tokens_per_s=self.tokens_per_s)
+            except Overloaded:
+                return
+            del self._shallow[state.sequence_id]
+
+    def _needs(self, state: SequenceState) -> int:
+        """Layers that a sequence's first token may need; 0 where any will do."""
+        exits = state.exits
+        if exits.policy != "strict" or state.output_ids or not state.sampling.max_tokens:
+            return 0
+        return min(exits.max_depth or self._full_depth, self._full_depth)
 
     def _try_start(self, state: SequenceState) -> bool:
         """Start one sequence; False when it must wait for a hand-off to release its room."""
@@ -278,13 +337,24 @@ class PrefillLoop:
             )
 
     @property
+    def needs_depth(self) -> int:
+        """Layers that sequences wait for; 0 where none do."""
+        return max((self._needs(s) for s in self._shallow.values()), default=0)
+
+    @property
+    def _is_deepened(self) -> bool:
+        depth = self._runner.num_layers
+        return any(self._needs(s) <= depth for s in self._shallow.values())
+
+    @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._shallow)
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens not yet computed, queued and active."""
-        return self._queue.num_tokens + sum(_remaining(job) for job in self._active)
+        tokens = sum(num_prefill_tokens(s) for s in self._shallow.values())
+        return tokens + self._queue.num_tokens + sum(_remaining(job) for job in self._active)
 
     @property
     def num_held(self) -> int:

@@ -10,6 +10,8 @@ from quadriga.batching.rebuild import num_prefill_tokens
 from quadriga.errors import Overloaded
 from quadriga.types import SequenceState
 
+STARVING_S = 5.0
+"""Whoever has waited for so long is next, however important the others are."""
 SIMILAR_LENGTH_RATIO = 2.0
 """Prompts whose lengths differ by at most this factor go well together."""
 
@@ -25,7 +27,8 @@ class PrefillQueue:
     """FIFO inside a priority, with a bounded preference for prompts of similar length.
 
     The head always goes first. The rest of a batch prefers prompts of the head's length (BATON
-    §4.2), but a prompt older than `max_age_s` is never passed over.
+    §4.2), but a prompt older than `max_age_s` is never passed over. Whoever has waited for
+    `STARVING_S` is the head, whatever its priority.
     """
 
     def __init__(self, *, max_sequences: int, max_tokens: int, max_age_s: float) -> None:
@@ -110,10 +113,12 @@ class PrefillQueue:
 
         Priorities are never mixed by similarity: only the head's own class is reordered.
         """
-        head = self._waiting[0]
+        head = self._head(now_s)
         head_tokens = num_prefill_tokens(head.state)
         aged, similar, rest = [], [], []
-        for item in self._waiting[1:]:
+        for item in self._waiting:
+            if item is head:
+                continue
             num_tokens = num_prefill_tokens(item.state)
             ratio = max(num_tokens, head_tokens) / max(1, min(num_tokens, head_tokens))
             if item.order[0] != head.order[0]:
@@ -125,6 +130,10 @@ class PrefillQueue:
             else:
                 rest.append(item)
         return [head, *aged, *similar, *rest]
+
+    def _head(self, now_s: float) -> _Waiting:
+        oldest = min(self._waiting, key=lambda w: w.since_s)
+        return oldest if now_s - oldest.since_s >= STARVING_S else self._waiting[0]
 
     def _take(self, item: _Waiting) -> None:
         self._waiting.remove(item)

@@ -143,12 +143,17 @@ def _scan(folder: Path) -> Catalogue:
 
 def _read_yaml(path: Path) -> Catalogue:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        file = _File.model_validate(data)
+        text = path.read_text(encoding="utf-8")
+        # A few lines of aliases of aliases would grow beyond any memory.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise _error(f"{path}: YAML aliases (*name) are not read; write the values out")
+        data = yaml.safe_load(text)
     except OSError as exc:
         raise _error(f"{path} cannot be read: {exc.strerror}") from exc
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
         raise _error(f"{path} is no YAML: {exc}") from exc
+    try:
+        file = _File.model_validate(data)
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "(top level)"

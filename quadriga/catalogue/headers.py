@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.errors import ConfigError
+from quadriga.json_files import GARBLED, read_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -68,7 +69,7 @@ def read_header(file: Path) -> list[TensorPlace]:
             if size < 8 or head_bytes > min(MAX_HEADER_BYTES, size - 8):
                 raise _broken(file, f"a header of {head_bytes} bytes does not fit {size} bytes")
             header = json.loads(stream.read(head_bytes))
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise _broken(file, str(exc)) from exc
     if not isinstance(header, dict):
         raise _broken(file, "its header is no JSON object")
@@ -90,7 +91,7 @@ def _place(file: Path, name: str, entry: Any, start: int) -> TensorPlace:
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         first, stop = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as exc:
+    except GARBLED as exc:
         raise _broken(file, f"the header's entry of {name} lacks {exc}") from exc
     if dtype not in _DTYPE_BYTES:
         raise ConfigError(
@@ -98,7 +99,8 @@ def _place(file: Path, name: str, entry: Any, start: int) -> TensorPlace:
             f"({', '.join(_DTYPE_BYTES)}) are served",
             param="model",
         )
-    if stop - first != math.prod(shape) * _DTYPE_BYTES[dtype] or first < 0:
+    is_sized = stop - first == math.prod(shape) * _DTYPE_BYTES[dtype]
+    if not is_sized or min(first, *shape) < 0:
         raise _broken(file, f"{name} of shape {list(shape)} cannot take bytes {first}..{stop}")
     return TensorPlace(name, file, dtype, shape, start + first, stop - first)
 
@@ -119,11 +121,10 @@ def read_checkpoint_headers(path: Path) -> dict[str, TensorPlace]:
                 param="model",
             )
         return {p.name: p for p in read_header(path / SINGLE_FILE)}
+    content = read_object(index)
     try:
-        names = {
-            str(k): str(v) for k, v in json.loads(index.read_text("utf-8"))["weight_map"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        names = {str(k): str(v) for k, v in content["weight_map"].items()}
+    except GARBLED as exc:
         raise _broken(index, f"it is no weight index ({exc})") from exc
     places: dict[str, TensorPlace] = {}
     for shard in sorted(set(names.values())):

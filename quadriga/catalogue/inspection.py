@@ -20,6 +20,7 @@ from quadriga.catalogue.sizes import ModelSizes, sizes_of
 from quadriga.checkpoint import read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.exits import EXITS_WEIGHTS, ExitSpec
+from quadriga.json_files import read_object
 
 WHOLE_SCAN_BYTES = 256 << 20
 """Checkpoints up to this size are searched for NaNs whole, larger ones in norms and biases."""
@@ -39,7 +40,7 @@ def inspect(model: str) -> CatalogueModel:
     """
     checkpoint = read_checkpoint(model)
     path = checkpoint.path
-    config = json.loads((path / "config.json").read_text("utf-8"))
+    config = read_object(path / "config.json")
     sizes = sizes_of(config, checkpoint.exits)
     tensors = read_checkpoint_headers(path)
     _check_layers(path, tensors, sizes)
@@ -127,7 +128,7 @@ def _essence(file: Path, raw: bytes) -> bytes:
         return raw
     try:
         data: Any = json.loads(raw)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"model: {file} is no JSON: {exc}", param="model") from exc
     if isinstance(data, dict):
         data = {k: v for k, v in data.items() if k not in _UNREAD_TOKENIZER_KEYS}

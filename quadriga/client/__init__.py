@@ -11,7 +11,7 @@ Errors are those of `quadriga.errors`.
 """
 
 from quadriga.client.aio import AsyncClient
-from quadriga.client.results import Choice, Completion, Message, Model, Piece, Usage
+from quadriga.client.results import Choice, Completion, DepthSpan, Message, Model, Piece, Usage
 from quadriga.client.retries import RetryPolicy
 from quadriga.client.sync import Client
 
@@ -20,6 +20,7 @@ __all__ = [
     "Choice",
     "Client",
     "Completion",
+    "DepthSpan",
     "Message",
     "Model",
     "Piece",

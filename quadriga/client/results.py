@@ -21,18 +21,34 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class DepthSpan:
+    """Output tokens in a row that one model served at one depth.
+
+    Attributes:
+        depth: Layers of the model that were loaded.
+    """
+
+    model: str
+    depth: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request.
 
     Attributes:
         exits: Layers run → output tokens that left there.
         rebuilds: How often a choice was begun anew after the loss of a replica.
+        spans: Who served which part, in order, choice after choice; empty where the service does
+            not choose models and depths.
     """
 
     prompt_tokens: int
     completion_tokens: int
     exits: Mapping[int, int] = field(default_factory=dict)
     rebuilds: int = 0
+    spans: tuple[DepthSpan, ...] = ()
 
     @property
     def total_tokens(self) -> int:

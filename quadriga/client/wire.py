@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 
 import grpc
 
-from quadriga.client.results import Choice, Completion, Message, Model, Piece, Usage
+from quadriga.client.results import Choice, Completion, DepthSpan, Message, Model, Piece, Usage
 from quadriga.errors import InvariantViolation
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.types import FinishReason, TokenLogprob, token_digest
@@ -112,6 +112,9 @@ def make_request(
 
 
 def completion(reply: Any) -> Completion:
+    """A whole answer. Raises: InvariantViolation: A choice has not ended."""
+    if any(c.finish_reason not in _FINISH for c in reply.choices):
+        raise InvariantViolation("the server answers with a choice that has not ended")
     return Completion(
         request_id=reply.request_id,
         model=reply.model,
@@ -167,18 +170,26 @@ class StreamProgress:
     def take(self, message: Any) -> list[Piece]:
         """Turn a message into pieces, without what was had before.
 
-        Raises: InvariantViolation on a gap.
+        Raises: InvariantViolation on a gap, a step back, or a choice that there is not.
         """
         pieces = []
         last = len(message.choices) - 1
         for i, delta in enumerate(message.choices):
             index, first = delta.index, delta.first_token_index
+            if not 0 <= index < self.num_choices:
+                raise InvariantViolation(
+                    f"the server tells of choice {index}, there are {self.num_choices}"
+                )
             if first > self.received[index]:
                 raise InvariantViolation(
                     f"tokens {self.received[index]} to {first - 1} of choice {index} are missing"
                 )
             if index in self.finished:
                 continue
+            if first + len(delta.token_ids) < self.received[index]:
+                raise InvariantViolation(
+                    f"choice {index} goes back to token {first}, {self.received[index]} are there"
+                )
             new = delta.token_ids[self.received[index] - first :]
             self.digests[index] = token_digest(new, self.digests[index])
             self.received[index] = first + len(delta.token_ids)
@@ -206,7 +217,11 @@ class StreamProgress:
 
 def _usage(message: Any) -> Usage:
     return Usage(
-        message.prompt_tokens, message.completion_tokens, dict(message.exits), message.rebuilds
+        message.prompt_tokens,
+        message.completion_tokens,
+        dict(message.exits),
+        message.rebuilds,
+        tuple(DepthSpan(s.model, s.depth, s.tokens) for s in message.spans),
     )
 
 

@@ -324,12 +324,15 @@ class SkippedKVStore:
         self._depths[row, :num_tokens] = suspended.depths
         if self.mode == "alias" and not decoder.reads_depths:
             self._unalias(row)
-        if suspended.states is not None:
+        wants_states = len(self._ends) > 1 or self.keeps_last
+        if not wants_states:  # nobody would ask for them here
+            self._base[row] = max(suspended.base, num_tokens - 1)
+        elif suspended.states is not None:
             slots = np.arange(suspended.states.shape[0], dtype=np.int64)
             states = suspended.states.tensor(self._states.device)
             self._states.put(np.full_like(slots, row), slots, states)
         if len(theirs) > common:
-            if self.keeps_states:
+            if self.keeps_states and wants_states:
                 self._forget(row, min(num_tokens - 1, int(suspended.filled[common])))
             depths = self._depths[row]
             depths[(depths > self._ends[common - 1]) & (depths <= MAX_LAYERS)] = _COMPLETE

@@ -7,7 +7,6 @@ never opened: loading one runs code from it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from quadriga.engine.memory import Arena, DeviceArena
 from quadriga.engine.models.config import ModelConfig
 from quadriga.errors import ConfigError
 from quadriga.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
+from quadriga.json_files import GARBLED, read_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -250,10 +250,10 @@ class TensorFiles:
 
 
 def _read_index(file: Path) -> dict[str, str]:
+    index = read_object(file)
     try:
-        index = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        names = {str(k): str(v) for k, v in index.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        names = {str(k): str(v) for k, v in index["weight_map"].items()}
+    except GARBLED as exc:
         raise ConfigError(f"model: {file} is not a weight index: {exc}", param="model") from exc
     for shard in sorted(set(names.values())):
         if Path(shard).name != shard:

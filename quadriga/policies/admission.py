@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from quadriga.config import PrefillConfig, SchedulerConfig
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable, UnknownModel
 from quadriga.policies.load import candidates
+from quadriga.policies.waiting import (
+    MIN_RETRY_AFTER_S,
+    WaitingBook,
+    decode_wait_s,
+    prefill_wait_s,
+)
 from quadriga.types import Admission, AdmitRequest, ReplicaSnapshot, Role
-
-MIN_RETRY_AFTER_S = 0.25
 
 
 def admit(
@@ -68,6 +72,58 @@ def admit(
             retry_after_s=_retry_after_s(best, request, prefill, scheduler),
         )
     return Admission(best.info.name, best.info.depth_class)
+
+
+def check_wait(
+    request: AdmitRequest,
+    admission: Admission,
+    snapshots: Sequence[ReplicaSnapshot],
+    book: WaitingBook,
+    *,
+    now_s: float,
+    now_unix_s: float,
+    scheduler: SchedulerConfig,
+    prefill: PrefillConfig,
+) -> None:
+    """Refuse an admitted sequence that would wait for longer than `scheduler.max_wait_s`.
+
+    What is to be rebuilt was let in before, and is not refused.
+
+    Args:
+        admission: What `admit` said.
+        now_s: On the book's clock.
+
+    Raises:
+        Overloaded: With a time to come back that nobody else was told.
+    """
+    limit_s = scheduler.max_wait_s
+    if limit_s is None or request.is_rebuild:
+        return
+    model = admission.depth_class.model
+    first = next(s for s in snapshots if s.info.name == admission.prefill_replica)
+    prefills = _alive(Role.PREFILL, model, snapshots, now_unix_s, scheduler)
+    decodes = _alive(Role.DECODE, model, snapshots, now_unix_s, scheduler)
+    num_running = sum(s.num_running + s.num_waiting for s in decodes)
+    num_computed = sum(s.num_running + s.num_waiting for s in prefills)
+    rate = book.ends_per_s(model, num_running, now_s=now_s)
+    wait_s = max(
+        prefill_wait_s(first, chunk_tokens=prefill.chunk_tokens),
+        decode_wait_s(
+            request,
+            decodes,
+            num_pending=min(book.num_pending(model), num_computed),
+            ends_per_s=rate,
+        ),
+    )
+    if wait_s <= limit_s:
+        return
+    told_s = book.promise(model, max(wait_s - limit_s, MIN_RETRY_AFTER_S), rate, now_s=now_s)
+    book.cap_promises(model, scheduler.max_retry_after_s, now_s=now_s)
+    raise Overloaded(
+        f"{model!r} is busy: a place is expected in {wait_s:.1f} s, above the limit of "
+        f"{limit_s:g} s (scheduler.max_wait_s)",
+        retry_after_s=min(told_s, scheduler.max_retry_after_s),
+    )
 
 
 def _alive(

@@ -34,6 +34,7 @@ class Board:
         base: Size of a running sequence less its replica's steps; of another, its size.
         moves, moved_s: Migrations so far, and when the last one was.
         is_draining: Replicas that take nothing new.
+        num_paused: Sequences preempted and not back.
     """
 
     def __init__(
@@ -54,25 +55,28 @@ class Board:
         self.moved_s = np.full(num_requests, -np.inf)
         self.is_alive = np.ones(n, dtype=bool)
         self.is_draining = np.zeros(n, dtype=bool)
-        self._anchor_s, self._steps = np.zeros(n), np.zeros(n)
+        self._anchor_s, self._steps, self._factor = np.zeros(n), np.zeros(n), np.ones(n)
         self._tokens, self._num = np.zeros(n), np.zeros(n)
         self._aside_tokens, self._num_held = np.zeros(n), np.zeros(n, dtype=np.int64)
+        self.num_paused = np.zeros(n, dtype=np.int64)
 
     def note(self, index: int, replica: DecodeReplica) -> None:
         """A replica's state changed."""
         self._anchor_s[index] = replica.anchor_s
         self._steps[index] = replica.steps
+        self._factor[index] = replica.factor
         self._tokens[index] = replica.tokens
         self._num[index] = len(replica.running)
         self._aside_tokens[index] = replica.held_tokens - replica.tokens
         self._num_held[index] = replica.num_held
+        self.num_paused[index] = replica.num_halted
 
     def new_steps(self, now_s: float) -> NDArray[np.float64]:
         """Whole steps each replica has made since its anchor, [n]."""
         cost = self.profile.step
         passed_s = np.maximum(now_s - self._anchor_s, 0.0)
-        half = cost.per_token_s * self._num / 2.0
-        linear = self._first_step_s() - half
+        half = self._factor * cost.per_token_s * self._num / 2.0
+        linear = self._factor * self._first_step_s() - half
         root = 2.0 * passed_s / (linear + np.sqrt(linear * linear + 4.0 * half * passed_s))
         steps = np.floor(root)
         steps -= steps * linear + half * steps * steps > passed_s

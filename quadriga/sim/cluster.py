@@ -14,6 +14,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from quadriga.sim.placing import Placing
 from quadriga.sim.policies import PolicySet
 from quadriga.sim.prediction import Predictor
 from quadriga.sim.prefill import PrefillReplica
+from quadriga.sim.profiles import NO_DELAYS, drawn
 from quadriga.sim.records import Gaps, Happened, Sequence
 from quadriga.sim.results import Run, Sample
 from quadriga.sim.scaling import Autoscaler
@@ -48,8 +50,8 @@ class Simulation:
         input_tokens, output_tokens: [num_requests].
         predictor: In place of the policy's own; policies that do not foresee ask none.
         on_tick: Called at each tick with the time and the number of open requests.
-        on_decision: Called with (now, cluster, busy, load_only, orders) of each decision, for
-            recordings.
+        on_decision: Called with (now, cluster, costs, busy, load_only, orders) of each decision,
+            for recordings.
         make_replica: Makes the decode replicas; tests put a plain one here.
     """
 
@@ -84,6 +86,14 @@ class Simulation:
             for name in (f"prefill-{i:04}" for i in range(config.num_prefill))
         }
         self._prefill_snapshots = [_prefill_snapshot(name) for name in self._prefill]
+        delays, rng = config.delays, np.random.default_rng([config.seed, 0xDE1A])
+        self._ingress_s = drawn(delays.ingress_s, len(arrivals_s), rng)
+        self._handoff_s = (
+            None if delays.handoff_s is None else drawn(delays.handoff_s, len(arrivals_s), rng)
+        )
+        if delays.step_factor != NO_DELAYS.step_factor:
+            for replica in self._decode:
+                replica.draw_factor = partial(_draw_one, delays.step_factor, rng)
         self._roomless: deque[int] = deque()
         self.scaler = self._make_scaler(config)
         self._still_roomless: list[int] = []
@@ -98,7 +108,7 @@ class Simulation:
 
     def run(self) -> Run:
         """Simulate until every request is finished or failed, or time is up."""
-        for index, at_s in enumerate(self._arrivals_s.tolist()):
+        for index, at_s in enumerate((self._arrivals_s + self._ingress_s).tolist()):
             self._at(at_s, self._arrive, index)
         for failure in self._config.failures:
             self._at(failure.at_s, self._fail, failure)
@@ -194,7 +204,11 @@ class Simulation:
             prompt_tokens=self._input[index],
             arrival_s=float(self._arrivals_s[index]),
         )
-        self._decode[replica].join(sequence, ready_s=now_s + self._config.link.seconds(tokens))
+        if self._handoff_s is None:
+            handoff_s = self._config.link.seconds(tokens)
+        else:
+            handoff_s = float(self._handoff_s[index])
+        self._decode[replica].join(sequence, ready_s=now_s + handoff_s)
         self._board.owner[index] = replica
         self._board.base[index] = tokens
         self._board.is_running[index] = False
@@ -302,16 +316,15 @@ class Simulation:
         rescheduler, placing = self._policy.rescheduler, self._placing
         assert rescheduler is not None
         cluster = self._board.forecast(
-            now_s, placing.grid_s, self._config.capacity_tokens, placing.predictor
+            now_s, placing.grid_s, self._config.profile.kv_capacity_tokens, placing.predictor
         )
         load_only = placing.drift.is_drifting
         busy = frozenset(self._moving.busy)
-        orders = rescheduler.decide(
-            cluster, DEPTH_CLASS, self._config.link, busy=busy, load_only=load_only
-        )
+        costs = self._moving.costs
+        orders = rescheduler.decide(cluster, DEPTH_CLASS, costs, busy=busy, load_only=load_only)
         if self._on_decision is not None:
-            self._on_decision(now_s, cluster, busy, load_only, orders)
-        placing.forecast = cluster if self._policy.foresees else None
+            self._on_decision(now_s, cluster, costs, busy, load_only, orders)
+        placing.forecast = cluster if self._policy.places_ahead else None
         for order in orders:
             self._moving.start(now_s, order)
 
@@ -323,7 +336,7 @@ class Simulation:
         return Autoscaler(
             config.scaling,
             DEPTH_CLASS,
-            config.capacity_tokens,
+            config.admitted_tokens,
             self._board,
             self._decode,
             self._placing,
@@ -377,6 +390,10 @@ class Simulation:
         self._placing.forecast = None
         self._changed(replica)
         self._place_roomless(now_s)
+
+
+def _draw_one(quantiles: tuple[float, ...], rng: np.random.Generator) -> float:
+    return float(drawn(quantiles, 1, rng)[0])
 
 
 def _prefill_snapshot(name: str) -> ReplicaSnapshot:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quadriga.config import PrefillConfig, ScalingConfig
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import TransferCosts
-from quadriga.sim.profiles import CostProfile
+from quadriga.sim.profiles import NO_DELAYS, CostProfile, Delays
 from quadriga.sim.records import RECOMPUTE, MemoryRules
 from quadriga.types import DepthClass
 
@@ -54,6 +54,9 @@ class SimConfig:
         bandwidth_bytes_per_s: Between replicas; None is the profile's.
         precopy: The source decodes on while the KV moves (ours); False: the sequence stands still
             until all of it is there (the paper's).
+        learns_link: What a move costs is learned from the moves, as on the cluster; False: known.
+        delays: Of the ways between clients and replicas.
+        reference_step_s: Spaces the horizon of forecasts; None: a step at half of the memory.
         tick_s: Between two looks of the rescheduler, and between two samples.
         scaling: Replicas come and go, `num_decode` at most; None keeps all.
         limit_s: The run is cut at this simulated time; what is unfinished then counts as failed.
@@ -69,6 +72,9 @@ class SimConfig:
     tick_s: float = 1.0
     limit_s: float = math.inf
     failures: tuple[Failure, ...] = ()
+    reference_step_s: float | None = None
+    learns_link: bool = False
+    delays: Delays = NO_DELAYS
     scaling: SimScaling | None = None
     prefill: PrefillConfig = field(default_factory=_deep_queue)
 
@@ -85,9 +91,9 @@ class SimConfig:
             )
 
     @property
-    def capacity_tokens(self) -> int:
-        """KV tokens that running sequences of one decode replica may hold."""
-        return math.floor(self.memory.high * self.profile.kv_capacity_tokens)
+    def admitted_tokens(self) -> int:
+        """KV tokens of one decode replica up to which newcomers are let in."""
+        return math.floor(self.memory.admits * self.profile.kv_capacity_tokens)
 
     @property
     def link(self) -> TransferCosts:

@@ -20,6 +20,8 @@ from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 from quadriga.types import SamplingParams, SequenceState
 
+DRAW_EVERY_S = 1.0
+
 
 class DecodeReplica:
     """One decode replica; see the module. Times are absolute simulated seconds."""
@@ -37,6 +39,9 @@ class DecodeReplica:
         self.paused: dict[int, PausedSequence] = {}
         self.promised: dict[int, int] = {}  # tokens of the sequences on their way here
         self.num_preempted = 0
+        self.factor = 1.0  # of the profile's step times, until the next draw
+        self.draw_factor: Callable[[], float] | None = None
+        self._drawn_s = -math.inf
         self._halted: dict[int, Sequence] = {}  # the paused, as sequences
         self._joining: list[tuple[float, int, Sequence]] = []
         self._leaving: set[int] = set()
@@ -49,7 +54,12 @@ class DecodeReplica:
     @property
     def first_step_s(self) -> float:
         """Seconds of the step that begins at the anchor."""
-        return self.profile.step.step_s(len(self.running), self.tokens)
+        return self.factor * self.profile.step.step_s(len(self.running), self.tokens)
+
+    @property
+    def _slope_s(self) -> float:
+        """What a step takes more than the one before."""
+        return self.factor * self.profile.step.per_token_s * len(self.running)
 
     @property
     def held_tokens(self) -> int:
@@ -60,6 +70,11 @@ class DecodeReplica:
     @property
     def num_held(self) -> int:
         return len(self.running) + len(self._halted) + len(self.promised)
+
+    @property
+    def num_halted(self) -> int:
+        """Paused sequences."""
+        return len(self._halted)
 
     def halted(self) -> list[Sequence]:
         """The paused."""
@@ -121,6 +136,8 @@ class DecodeReplica:
         self._let_join(happened)
         self._preempt(happened)
         self._resume(happened)
+        if self.draw_factor is not None and now_s >= self._drawn_s + DRAW_EVERY_S:
+            self.factor, self._drawn_s = self.draw_factor(), now_s
         return happened
 
     def _event_steps(self) -> int:
@@ -140,8 +157,7 @@ class DecodeReplica:
         return sequence is None or sequence.base + step != sequence.final_tokens
 
     def _duration_s(self, steps: int) -> float:
-        slope_s = self.profile.step.per_token_s * len(self.running)
-        return steps * self.first_step_s + slope_s * steps * (steps - 1) / 2.0
+        return steps * self.first_step_s + self._slope_s * steps * (steps - 1) / 2.0
 
     def _steps_until(self, now_s: float) -> int:
         """Whole steps made by `now_s`."""
@@ -156,7 +172,7 @@ class DecodeReplica:
         if wanted_s <= 0.0:
             return 0
         first_s = self.first_step_s
-        half = self.profile.step.per_token_s * len(self.running) / 2.0
+        half = self._slope_s / 2.0
         linear = first_s - half
         # The root in the form that stays exact where the quadratic term vanishes.
         root = 2.0 * wanted_s / (linear + math.sqrt(linear * linear + 4.0 * half * wanted_s))
@@ -172,7 +188,7 @@ class DecodeReplica:
             return
         num = len(self.running)
         first_s = self.first_step_s
-        last_s = first_s + self.profile.step.per_token_s * num * (steps - 1)
+        last_s = first_s + self._slope_s * (steps - 1)
         self._on_gaps(Gaps(first_s, last_s, steps * num))
         self.anchor_s += self._duration_s(steps)
         self.steps += steps

@@ -1,5 +1,8 @@
 """Migrations in a simulation: reserve, copy while the source decodes on, stop, hand over.
 
+What was generated during a copy is copied in another round, until the rest is little against the
+round trip of the last one.
+
 Two-phase as on the cluster: the destination holds room from the order on, the source keeps the
 sequence until its last step, and a death or a preemption before that gives the move up.
 """
@@ -10,12 +13,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from quadriga.policies.ares import TransferCosts
+from quadriga.policies.ares.link import LinkMeter
 from quadriga.sim.board import Board
 from quadriga.sim.config import SimConfig
 from quadriga.sim.decode import DecodeReplica
 from quadriga.sim.records import Sequence
 from quadriga.sim.results import Moved, Run
 from quadriga.types import MigrationOrder
+
+MAX_ROUNDS = 8
+REST_SHARE = 0.1
+"""Of the round trip: what the last copy, with the sequence at rest, may add to it."""
 
 
 @dataclass(slots=True)
@@ -27,6 +38,7 @@ class Transfer:
     destination: int
     copied_tokens: int
     started_s: float
+    rounds: int = 1
     left_s: float | None = None
 
 
@@ -55,8 +67,16 @@ class Moving:
         self._config, self._board, self._replicas, self._run = config, board, replicas, run
         self._changed, self._at = changed, at
         self._link = config.link
+        self._meter = LinkMeter()
         self._index = {name: i for i, name in enumerate(board.names)}
         self._transfers: dict[int, Transfer] = {}
+
+    @property
+    def costs(self) -> TransferCosts:
+        """What a move is thought to cost."""
+        if self._config.learns_link:
+            return self._meter.costs(self._config.profile.kv_bytes_per_token)
+        return self._link
 
     def is_moving(self, index: int) -> bool:
         """Whether a sequence is on its way."""
@@ -91,8 +111,21 @@ class Moving:
         if index not in self._replicas[transfer.source].running:
             self.give_up(index)  # preempted meanwhile
             return
+        if self._config.precopy and transfer.rounds < MAX_ROUNDS:
+            rest = self._tokens(now_s, index) - transfer.copied_tokens
+            copy_s = self._link.seconds(rest) - self._link.round_trip_s
+            if copy_s > REST_SHARE * self._link.round_trip_s:
+                transfer.copied_tokens += rest
+                transfer.rounds += 1
+                self._at(now_s + copy_s, self._copied, index, transfer)
+                return
         self._replicas[transfer.source].leave(index, from_s=now_s)
         self._changed(transfer.source)
+
+    def _tokens(self, now_s: float, index: int) -> int:
+        """Size of a running sequence."""
+        new_steps = self._board.new_steps(now_s)
+        return int(self._board.tokens_of(np.array([index]), new_steps)[0])
 
     def hand_over(self, now_s: float, sequence: Sequence) -> None:
         """The source let go; what the copy lacks follows, then the destination goes on."""
@@ -116,6 +149,8 @@ class Moving:
         if transfer is None or transfer.left_s is None:
             return
         self._end(index, transfer)
+        num_bytes = transfer.copied_tokens * self._config.profile.kv_bytes_per_token
+        self._meter.moved(num_bytes, at_s - transfer.started_s)
         self._run.migrations.append(
             Moved(
                 request=index,

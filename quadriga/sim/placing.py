@@ -41,7 +41,8 @@ class Placing:
             )
         self.forecast: ClusterForecast | None = None
         self.drift = DriftMonitor()
-        self.grid_s = np.array(horizon_s(config.profile.half_memory_step_s))
+        reference_s = config.reference_step_s or config.profile.half_memory_step_s
+        self.grid_s = np.array(horizon_s(reference_s))
         step = config.profile.step
         self._costs = StepCosts(step.per_sequence_s, step.per_token_s)
         self._snapshots = [self._blank(name) for name in board.names]
@@ -98,7 +99,7 @@ class Placing:
         alive = np.flatnonzero(self._board.is_alive)
         able = self._board.num_held[alive] < self._config.profile.num_slots
         able &= ~self._board.is_draining[alive]
-        able &= used[alive] + request.max_total_tokens <= self._config.capacity_tokens
+        able &= self._has_room(used, request)[alive]
         row = best_replica(cluster, request, able, self._policy.settings, self._costs)
         if row is None or request.prediction is None:
             return None
@@ -115,12 +116,19 @@ class Placing:
         cluster.tokens[row] += memory_rows(size, mean, ahead)[0]
         return int(alive[row])
 
+    def _has_room(self, used: NDArray[np.float64], request: PlaceRequest) -> NDArray[np.bool_]:
+        """`policies.load.has_room` for all replicas at once, [n]."""
+        fits = used + request.max_total_tokens <= self._config.admitted_tokens
+        if self._config.memory.reservation == "used":
+            fits = (fits | (self._board.num_held == 0)) & (self._board.num_paused == 0)
+        return fits
+
     def _by_present(self, request: PlaceRequest, used: NDArray[np.float64]) -> int | None:
         """By the baselines, which see the replicas as they are this moment."""
-        counts = self._board.num_held.tolist()
-        for snapshot, tokens, count in zip(self._snapshots, used.tolist(), counts, strict=True):
+        counts, paused = self._board.num_held.tolist(), self._board.num_paused.tolist()
+        for i, (snapshot, tokens) in enumerate(zip(self._snapshots, used.tolist(), strict=True)):
             snapshot.used_tokens = snapshot.reserved_tokens = int(tokens)
-            snapshot.num_running = count
+            snapshot.num_running, snapshot.num_paused = counts[i], paused[i]
         takes = (self._board.is_alive & ~self._board.is_draining).tolist()
         snapshots = [s for s, does in zip(self._snapshots, takes, strict=True) if does]
         name = self._policy.placement.choose(request, snapshots)
@@ -134,6 +142,7 @@ class Placing:
             name,
             name,
             self._config.profile.num_slots,
-            self._config.capacity_tokens,
+            self._config.profile.kv_capacity_tokens,
+            reservation=self._config.memory.reservation,
         )
         return ReplicaSnapshot(info=info, taken_unix_s=0.0)

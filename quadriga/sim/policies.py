@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, Rescheduler
+from quadriga.policies.ares.settings import settings_under
 from quadriga.policies.baselines.placement import Placement, make_placement
+from quadriga.types import Reservation
 
 POLICY_NAMES = ("round_robin", "current_load", "reschedule", "ares", "oracle")
 
@@ -18,7 +20,8 @@ class PolicySet:
     Attributes:
         placement: Used where `foresees` is False, and while predictions are not believed.
         rescheduler: None moves nothing.
-        foresees: Placement and rescheduling look at predictions.
+        foresees: Rescheduling looks at predictions.
+        places_ahead: So does placement, where there is a forecast.
         knows: The predictions are the truth.
     """
 
@@ -28,9 +31,12 @@ class PolicySet:
     settings: AresSettings
     foresees: bool
     knows: bool
+    places_ahead: bool
 
 
-def make_policy(name: str, settings: AresSettings | None = None) -> PolicySet:
+def make_policy(
+    name: str, settings: AresSettings | None = None, *, reservation: Reservation = "longest"
+) -> PolicySet:
     """Return a fresh policy of a name.
 
     round_robin   each replica in turn
@@ -38,6 +44,9 @@ def make_policy(name: str, settings: AresSettings | None = None) -> PolicySet:
     reschedule    current load, and moves by the present load alone ("vLLM + rescheduling")
     ares          placement and moves by forecast, predictions as wrong as ARES's head
     oracle        the same with true lengths
+
+    Args:
+        reservation: How the replicas promise memory; see `MemoryRules.reservation`.
 
     Raises:
         ConfigError: Another name.
@@ -47,7 +56,7 @@ def make_policy(name: str, settings: AresSettings | None = None) -> PolicySet:
             f"--policy: {name!r} is not known; use one of {', '.join(POLICY_NAMES)}",
             param="policy",
         )
-    settings = settings or AresSettings()
+    settings = settings_under(settings or AresSettings(), reservation)
     foresees = name in ("ares", "oracle")
     moves = foresees or name == "reschedule"
     return PolicySet(
@@ -57,4 +66,5 @@ def make_policy(name: str, settings: AresSettings | None = None) -> PolicySet:
         settings=settings,
         foresees=foresees,
         knows=name == "oracle",
+        places_ahead=foresees,
     )

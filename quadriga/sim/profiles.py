@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quadriga.errors import ConfigError
 from quadriga.pacing import PaceProfile
 
@@ -52,6 +55,49 @@ class CostProfile:
     def half_memory_step_s(self) -> float:
         """A step with half of the KV memory in use and few sequences: what ARES's SLO refers to."""
         return self.step.step_s(0, self.kv_capacity_tokens // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Times on a request's way that no device profile knows, as measured on a cluster.
+
+    Each is a row of evenly spaced quantiles, from the least to the greatest; one value alone is a
+    constant.
+
+    Attributes:
+        ingress_s: The client's sending to the prefill queue, and the first token back to it.
+        handoff_s: First token to the decode replica, which lets it in at its next step; None: what
+            the profile's link takes.
+        step_factor: What decode steps take over what the profile says, as other work on their
+            machine comes and goes; each replica draws anew every second.
+    """
+
+    ingress_s: tuple[float, ...] = (0.0,)
+    handoff_s: tuple[float, ...] | None = None
+    step_factor: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        for name, least in (("ingress_s", 0.0), ("handoff_s", 0.0), ("step_factor", 0.01)):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if not values or values[0] < least or list(values) != sorted(values):
+                raise ConfigError(
+                    f"delays.{name}: {values!r:.80} must be quantiles, ascending from {least:g} or "
+                    "more",
+                    param=f"delays.{name}",
+                )
+
+
+NO_DELAYS = Delays()
+
+
+def drawn(
+    quantiles: tuple[float, ...], count: int, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Draw from a distribution given by evenly spaced quantiles: [count]."""
+    at = np.linspace(0.0, 1.0, len(quantiles))
+    return np.interp(rng.random(count), at, quantiles)
 
 
 # DeepSeek-R1-Distill-Qwen-7B, W8A8 (ARES §6.1): 28 layers, 4 KV heads of 128, 16-bit cache:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quadriga.policies.ares import AresSettings
+from quadriga.policies.ares import AresSettings, TransferCosts
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.recording import Tick, write_tick
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
@@ -22,7 +22,7 @@ class Recorder:
     def __init__(
         self, path: Path, config: SimConfig, policy: str, settings: AresSettings | None = None
     ) -> None:
-        made = make_policy(policy, settings)
+        made = make_policy(policy, settings, reservation=config.memory.reservation)
         self._config, self._settings, self._predicts = config, made.settings, made.foresees
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream = path.open("w", encoding="utf-8")
@@ -31,6 +31,7 @@ class Recorder:
         self,
         now_s: float,
         cluster: ClusterForecast,
+        costs: TransferCosts,
         busy: frozenset[str],
         load_only: bool,
         orders: list[MigrationOrder],
@@ -42,7 +43,7 @@ class Recorder:
                 at_s=now_s,
                 snapshots=snapshots_of(cluster, self._config.profile.num_slots, now_s),
                 settings=self._settings,
-                costs=self._config.link,
+                costs=costs,
                 predicts=self._predicts,
                 load_only=load_only,
                 busy=busy,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from quadriga.batching.preemption import HIGH_WATERMARK
 from quadriga.policies.load import LOW_WATERMARK
+from quadriga.types import Reservation
 
 OnFull = Literal["recompute", "pause"]
 
@@ -20,15 +21,22 @@ class MemoryRules:
             the batch stands still. `pause`: it goes to host memory and comes back over the link.
         high: Share of the memory above which sequences are preempted.
         low: Share of the memory up to which they come back.
+        admits: Share of the memory up to which newcomers are let in.
     """
 
     on_full: OnFull = "recompute"
     high: float = 1.0
     low: float = HIGH_WATERMARK
+    admits: float = 1.0
+
+    @property
+    def reservation(self) -> Reservation:
+        """How the cluster's own rules are told: who pauses promises memory as it is used."""
+        return "used" if self.on_full == "pause" else "longest"
 
 
 RECOMPUTE = MemoryRules()
-PAUSE = MemoryRules("pause", HIGH_WATERMARK, LOW_WATERMARK)
+PAUSE = MemoryRules("pause", HIGH_WATERMARK, LOW_WATERMARK, LOW_WATERMARK)
 MEMORY_RULES = {"recompute": RECOMPUTE, "pause": PAUSE}
 
 

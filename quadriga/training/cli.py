@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quadriga.training.family import FAMILY
+from quadriga.training.family import FAMILY, on_equal_mix
 
 RESULTS = Path("results/training")
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -45,7 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--compile", action="store_true", help="compile the blocks: 10 %% faster on a CPU"
     )
-    train.add_argument("--folder", type=Path, help=f"default: {RESULTS}/MODEL")
+    train.add_argument(
+        "--mix", choices=("own", "equal"), default="own",
+        help="equal: every task alike, for the control pair of `loadgen paper helios`",
+    )  # fmt: skip
+    train.add_argument(
+        "--folder",
+        type=Path,
+        help=f"default: {RESULTS}/MODEL; of an equal mix {RESULTS}/MODEL-equal",
+    )
     train.set_defaults(run=_train)
 
     export = commands.add_parser("export", help="write a training state as a checkpoint directory")
@@ -208,10 +216,13 @@ def _train(args: argparse.Namespace) -> int:
 
     torch.set_num_threads(args.threads)
     member, device = FAMILY[args.model], torch.device(args.device)
+    name = args.model
+    if args.mix == "equal":
+        member, name = on_equal_mix(member), f"{name}-equal"
     named = {"fp32": torch.float32, "bf16": torch.bfloat16}
     dtype = named[args.dtype] if args.dtype in named else fastest_dtype(device)
     options = RunOptions(
-        folder=args.folder or RESULTS / args.model,
+        folder=args.folder or RESULTS / name,
         device=device,
         dtype=dtype,
         steps=args.steps,

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from quadriga.checkpoint import bundled_models
+from tests.docs.pages import DOCUMENTS, ROOT, fences
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md")])
 TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M))
 
 
-def fences(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+def texts(page: Path, language: str) -> list[str]:
+    return [fence.text for fence in fences(page) if fence.language == language]
 
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -28,7 +27,7 @@ def document(request: pytest.FixtureRequest) -> Path:
 
 def test_every_make_verb_exists(document: Path) -> None:
     text = document.read_text()
-    code = "\n".join([*fences(text, "sh"), *re.findall(r"`(make [^`]+)`", text)])
+    code = "\n".join([*texts(document, "sh"), *re.findall(r"`(make [^`]+)`", text)])
     named = set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", code))
     assert named <= TARGETS, f"{document.name} names verbs the Makefile lacks"
 
@@ -44,7 +43,7 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
 
 
 def test_every_python_snippet_compiles(document: Path) -> None:
-    for snippet in fences(document.read_text(), "python"):
+    for snippet in texts(document, "python"):
         ast.parse(snippet)
 
 

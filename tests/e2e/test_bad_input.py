@@ -21,6 +21,7 @@ from quadriga.errors import (
     UnknownModel,
 )
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from serve_app.environment import MAX_GRPC_MESSAGE_BYTES
 from tests.e2e.conftest import Service
 from tests.e2e.observe import wait_until_free
 
@@ -372,6 +373,20 @@ def test_grpc_resumption_of_nothing(service: Service, channel: grpc.Channel) -> 
 def test_grpc_ten_megabytes(service: Service, channel: grpc.Channel) -> None:
     status, metadata = status_of(service, channel, wants(prompt="a" * 10_000_000))
     assert (status, metadata["quadriga-error-code"]) == ("INVALID_ARGUMENT", "body_too_large")
+
+
+@pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip], ids=["plain", "bomb"])
+@pytest.mark.parametrize("key", [True, False], ids=["with a key", "without"])
+def test_grpc_messages_are_bounded_before_they_are_unpacked(
+    service: Service, channel: grpc.Channel, key: bool, compression: Any
+) -> None:
+    metadata = [("authorization", f"Bearer {service.key}")] if key else []
+    data = wants(prompt="a" * (MAX_GRPC_MESSAGE_BYTES + 1))
+    call = channel.unary_unary(GENERATE)
+    with pytest.raises(grpc.RpcError) as caught:
+        call(data, metadata=metadata, timeout=60, compression=compression)
+    failed: Any = caught.value
+    assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_grpc_unknown_model_and_method(service: Service, channel: grpc.Channel) -> None:

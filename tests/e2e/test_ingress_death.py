@@ -1,8 +1,10 @@
-"""An ingress dies under its streams: the SDK takes them up at another one."""
+"""An ingress dies under its streams: another one takes them over, and clients resume there."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 from typing import Any
@@ -13,11 +15,12 @@ import ray
 
 from quadriga.client import AsyncClient
 from quadriga.client.wire import StreamProgress
-from tests.e2e.conftest import Service
+from quadriga.metrics import parse_exposition
+from tests.e2e.conftest import MODEL, Service
 from tests.e2e.observe import wait_until_free
 
 NUM_STREAMS = 8
-MAX_TOKENS = 250
+MAX_TOKENS = 400
 
 
 def an_ingress() -> int:
@@ -35,10 +38,11 @@ def an_ingress() -> int:
 @pytest.mark.skipif(
     "QUADRIGA_E2E_HTTP" in os.environ, reason="kills a process, so it needs the service it started"
 )
-async def test_the_sdk_goes_on_elsewhere(
+async def test_clients_go_on_elsewhere(
     service: Service,
     async_sdk: AsyncClient,
     http: httpx.Client,
+    ahttp: httpx.AsyncClient,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resumed = 0
@@ -53,8 +57,17 @@ async def test_the_sdk_goes_on_elsewhere(
     monkeypatch.setattr(StreamProgress, "next_request", counted)
     options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0.0}
     prompts = [f"Sort: {i} 4 2 9\n" for i in range(NUM_STREAMS)]
-    whole = [await async_sdk.generate(prompt, **options) for prompt in prompts]
+    whole = await asyncio.gather(*(async_sdk.generate(p, **options) for p in prompts))
+    resumed_http: list[int] = []
+    speaking: set[tuple[str, str]] = set()
     struck = asyncio.Event()
+
+    def heard(door: str, prompt: str) -> None:
+        """A stream has its first tokens; once all do, one ingress dies."""
+        speaking.add((door, prompt))
+        if len(speaking) == 2 * NUM_STREAMS and not struck.is_set():
+            struck.set()
+            os.kill(an_ingress(), signal.SIGKILL)
 
     async def read(prompt: str) -> tuple[list[int], str]:
         tokens: list[int] = []
@@ -63,15 +76,49 @@ async def test_the_sdk_goes_on_elsewhere(
             assert piece.first_index == len(tokens)
             tokens += piece.token_ids
             text += piece.text
-            if len(tokens) > 10 and not struck.is_set():
-                struck.set()
-                os.kill(an_ingress(), signal.SIGKILL)
+            heard("grpc", prompt)
         return tokens, text
 
-    got = await asyncio.gather(*(read(prompt) for prompt in prompts))
-    for (tokens, text), wanted in zip(got, whole, strict=True):
+    async def read_http(index: int) -> tuple[list[int], str]:
+        """As a client of any kind can: the same key, and how many tokens are there."""
+        tokens: list[int] = []
+        text = ""
+        body = {"model": MODEL, "prompt": prompts[index], "stream": True, "return_token_ids": True}
+        headers = {"idempotency-key": f"death-{index}"}
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                async with ahttp.stream(
+                    "POST", "/v1/completions", json=body | options, headers=headers
+                ) as reply:
+                    if reply.status_code == 404:  # an orderly no: then from the beginning
+                        tokens, text = [], ""
+                        headers.pop("x-resume-index")
+                        continue
+                    # 500: what Serve says of a replica that died before its first word.
+                    assert reply.status_code in (200, 500, 503), await reply.aread()
+                    async for line in reply.aiter_lines():
+                        if line == "data: [DONE]":
+                            return tokens, text
+                        if line.startswith("data: ") and "error" not in line:
+                            (choice,) = json.loads(line[6:])["choices"]
+                            tokens += choice["token_ids"]
+                            text += choice["text"]
+                            heard("http", prompts[index])
+            if tokens:
+                resumed_http.append(index)
+            headers["x-resume-index"] = str(len(tokens))
+            await asyncio.sleep(0.1)
+
+    got = await asyncio.gather(
+        *(read(prompt) for prompt in prompts), *(read_http(i) for i in range(NUM_STREAMS))
+    )
+    for (tokens, text), wanted in zip(got, [*whole, *whole], strict=True):
         (choice,) = wanted.choices
         assert tokens == list(choice.token_ids)
         assert text == choice.text
     assert resumed > 0
+    assert resumed_http, "no HTTP stream was cut"
+    page = parse_exposition((await ahttp.get("/metrics")).text)
+    adopted = (v for k, v in page.items() if "quadriga_recoveries_total" in k and "adopted" in k)
+    assert sum(adopted) > 0, "all were computed again"
     wait_until_free(http, within_s=40.0)

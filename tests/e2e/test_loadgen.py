@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
 ROWS = ("0,12,30", "0.1,300,8", "0.2,25,60", "0.2,700,5", "0.3,1,1", "0.5,90,40", "0.9,4,25")
 
 
-def run(service: Service, tmp_path: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
+def run(
+    service: Service, tmp_path: Path, *words: str, command: str = "run"
+) -> tuple[int, list[dict[str, Any]]]:
     """Run the command; return its exit status and the lines of its results."""
     common = ["--url", service.base_url, "--grpc", service.grpc_target, "--no-plots"]
     common += ["--api-key", service.key, "--output", str(tmp_path), "--timeout-s", "120"]
-    status = main(["run", *common, *words])
+    status = main([command, *common, *words])
     text = (tmp_path / "run.jsonl").read_text(encoding="utf-8")
     return status, [json.loads(line) for line in text.splitlines()]
 
@@ -61,3 +64,77 @@ def test_several_sampled_choices_are_checked(
     assert [fault for request in requests for fault in request["faults"]] == []
     assert status == 0
     assert all(len(request["finish_reasons"]) == 3 for request in requests)
+
+
+def test_conversations_are_followed_over_both_endpoints(service: Service, tmp_path: Path) -> None:
+    """The checker compares every prompt's length with that of the conversation told so far."""
+    words = ["--sessions", "4", "--turns", "3", "--endpoint", "both", "--stream", "both"]
+    words += ["--turn-tokens", "20", "--answer-tokens", "4-9", "--think-s", "0.02"]
+    status, (_, *requests, summary) = run(service, tmp_path, *words, "--transport", "grpc")
+    assert [fault for request in requests for fault in request["faults"]] == []
+    assert status == 0
+    assert len(requests) == 12 and summary["unsent"] == {}
+    forms = {(request["endpoint"], request["stream"]) for request in requests}
+    assert forms == set(itertools.product(("completions", "chat"), (True, False)))
+    for before, after in itertools.pairwise(requests):
+        if after["session"] == before["session"]:
+            assert after["sent_s"] >= before["ended_s"]
+            if after["endpoint"] == "completions":
+                told = before["prompt_tokens"] + before["completion_tokens"]
+                assert after["prompt_tokens"] == told + 20
+
+
+def test_a_conversation_stays_inside_the_context(service: Service, tmp_path: Path) -> None:
+    words = ["--sessions", "1", "--turns", "3", "--turn-tokens", "700", "--answer-tokens", "5"]
+    status, (head, *requests, _) = run(service, tmp_path, *words, "--think-s", "0")
+    assert [fault for request in requests for fault in request["faults"]] == []
+    assert status == 0
+    context = head["config"]["max_model_len"]
+    assert [r["dropped_turns"] for r in requests] == [0, 0, 1]
+    assert [r["prompt_tokens"] for r in requests] == [700, 1405, 1405]
+    assert context < 3 * 700  # or nothing had to be left out
+
+
+@pytest.mark.parametrize(
+    ("transport", "slo_tpot_s", "kept", "broken"),
+    [("http", "0.00001", None, 1.0), ("grpc", "60", 4.0, None)],
+)
+def test_a_ramp_ends_where_the_slo_breaks(
+    transport: str,
+    slo_tpot_s: str,
+    kept: float | None,
+    broken: float | None,
+    service: Service,
+    tmp_path: Path,
+) -> None:
+    words = ["--tasks", "40", "--max-tokens", "4", "--concurrency", "1-4", "--steps", "2"]
+    words += ["--step-s", "2", "--slo-ttft-s", "60", "--slo-tpot-s", slo_tpot_s]
+    words += ["--transport", transport, "--warmup", "1"]
+    status, (head, *lines) = run(service, tmp_path, *words, command="ramp")
+    assert status == 0
+    assert head["kind"] == "ramp"
+    assert [f for line in lines if line["kind"] == "request" for f in line["faults"]] == []
+    steps = [line for line in lines if line["kind"] == "step"]
+    (capacity,) = [line for line in lines if line["kind"] == "capacity"]
+    assert (capacity["kept"], capacity["broken"]) == (kept, broken)
+    assert [step["kept"] for step in steps] == ([True, True] if kept else [False])
+    assert all(step["ok"] > 0 and step["ttft"]["p50"] > 0 for step in steps)
+
+
+def test_two_runs_are_compared(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, concurrency in (("few", 1), ("many", 15)):
+        words = ["--tasks", "30", "--max-tokens", "3", "--arrivals", f"closed:{concurrency}"]
+        assert run(service, tmp_path / name, *words, "--warmup", "0")[0] == 0
+    few, many, out = (str(tmp_path / name) for name in ("few", "many", "out"))
+    words = ["--output", out, "--no-plots", "--draws", "500"]
+    assert main(["compare", few, many, *words]) == 2
+    assert "arrivals: closed:1 and closed:15" in capsys.readouterr().err
+    assert main(["compare", few, many, *words, "--anyway"]) == 0
+    document = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))
+    rows = {row["figure"]: row for row in document["rows"]}
+    assert rows["E2E P50"]["verdict"] == "worse"
+    assert rows["passed"]["verdict"] == "within noise"
+    assert main(["compare", few, few, *words]) == 0
+    assert "no difference beyond noise" in capsys.readouterr().out

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import pickle
 from dataclasses import replace
+from typing import Protocol
 
 from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.departures import Reading, Rest
+from quadriga.batching.departures import Reading, Rest, depth_bounds
 from quadriga.batching.handoff import LeaseTable
 from quadriga.batching.precopy import PreCopy
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import SystemClock
+from quadriga.engine.baton.runner import BatonRunner
 from quadriga.engine.runner import NativeRunner
 from quadriga.engine_spec import EngineSpec
 from quadriga.exits import ExitCounters
@@ -25,15 +27,28 @@ from quadriga.types import (
 )
 from tests.equivalence.models import whole_prompt
 
+AnyRunner = NativeRunner | BatonRunner
 _names = itertools.count()
 
 
 class Member:
-    """One replica."""
+    """One replica.
 
-    def __init__(self, spec: EngineSpec, *, rebatches: bool) -> None:
+    Args:
+        runner: Loaded as `spec` says; None for a native one.
+        is_crowded: Memory is promised as it is used, and soon full.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        rebatches: bool,
+        runner: AnyRunner | None = None,
+        is_crowded: bool = False,
+    ) -> None:
         self.spec = spec
-        self.runner = NativeRunner.load(spec)
+        self.runner = runner or NativeRunner.load(spec)
         counters = ExitCounters()
         costs = SegmentCosts(len(self.runner.segment_ends), spec.num_rows)
         self.loop = DecodeLoop(
@@ -42,6 +57,7 @@ class Member:
                 num_rows=spec.num_rows,
                 row_capacity_tokens=spec.row_capacity_tokens,
                 kv_capacity_tokens=spec.kv_capacity_tokens,
+                reservation="used" if is_crowded else "longest",
             ),
             eos_token_ids=(),
             clock=SystemClock(),
@@ -60,7 +76,9 @@ class Member:
         runner.attach(slot.row, state)
         token = runner.prefill([whole_prompt(slot.row, state)])[0]
         assert token is not None
+        kv = runner.read_kv(slot.row, 0, runner.num_layers, 0, len(state.prompt_ids))
         runner.detach(slot.row)
+        runner.write_kv(slot.row, 0, 0, kv)
         state.output_ids.append(token.token_id)
         state.exit_layers.append(token.exit_layer)
         self.loop.join(state)
@@ -71,28 +89,53 @@ class Member:
         return (loop.slots.num_held, loop.slots.reserved_tokens, self.table.num_open) == (0, 0, 0)
 
 
+class Side(Protocol):
+    """What a sequence leaves, or comes to: a `Member`, or the like."""
+
+    @property
+    def loop(self) -> DecodeLoop: ...
+
+    @property
+    def runner(self) -> AnyRunner: ...
+
+    @property
+    def table(self) -> LeaseTable: ...
+
+
 class Move:
-    """One migration, piece by piece, its parts and its commit through a real lease table."""
+    """One migration, piece by piece, its parts and its commit through a real lease table.
+
+    Args:
+        deterministic: Answers must not depend on load.
+
+    Raises:
+        MigrationFailed: The destination does not take it.
+    """
 
     def __init__(
-        self, source: Member, destination: Member, sequence_id: str, *, max_cells: int = 1
+        self,
+        source: Side,
+        destination: Side,
+        sequence_id: str,
+        *,
+        max_cells: int = 1,
+        deterministic: bool = False,
     ) -> None:
         self.source, self.destination = source, destination
         self.sequence_id = sequence_id
         self.resume: ResumePoint | None = None
         self._max_cells = max_cells
-        self._books = PreCopy()
         self._checksums: list[int] = []
-        state = source.loop.departures.state(sequence_id)
-        assert state is not None
+        held = source.loop.departures.held(sequence_id)
+        assert held is not None
+        state = held.state
         self.transfer_id = f"t{next(_names)}"
-        slot = destination.loop.reserve(sequence_id, state.max_total_tokens, state.num_tokens)
-        self._row = slot.row
         self._epoch = state.epoch + 1
-        offer = TransferOffer(
+        least, most = depth_bounds(state.exits, held.depth, deterministic=deterministic)
+        self._offer = TransferOffer(
             self.transfer_id,
             sequence_id,
-            destination.spec.depth_class,
+            replace(destination.runner.spec.depth_class, depth=held.depth),
             "source",
             self._epoch,
             state.num_tokens,
@@ -100,8 +143,14 @@ class Move:
             "gloo",
             5.0,
             is_live=True,
+            min_depth=least,
+            max_depth=most,
         )
-        self.lease = destination.table.open(offer, self._row, now_s=0.0)
+        destination.table.check_offer(self._offer)
+        slot = destination.loop.reserve(sequence_id, state.max_total_tokens, state.num_tokens)
+        self._row = slot.row
+        self.lease = destination.table.open(self._offer, self._row, now_s=0.0)
+        self._books = PreCopy(min(held.depth, destination.runner.num_layers))
 
     def piece(self) -> bool | None:
         """Send one piece; True when the sequence may rest, None when it is over."""
@@ -127,7 +176,7 @@ class Move:
         assert isinstance(state, SequenceState)
         assert isinstance(self.resume, ResumePoint)
         self.commit(state, self.resume.extents)
-        self.destination.loop.join(state, self.resume)
+        self.destination.loop.join(state, self.resume, self._offer.depth_class.depth)
         assert self.source.loop.leave(self.sequence_id) is not None
         return state
 
@@ -165,9 +214,11 @@ class Move:
             self._checksums.append(part.checksum)
 
 
-def move(source: Member, destination: Member, sequence_id: str) -> tuple[SequenceState, Move]:
-    """A whole migration between two steps."""
-    transfer = Move(source, destination, sequence_id)
+def move(
+    source: Side, destination: Side, sequence_id: str, *, deterministic: bool = False
+) -> tuple[SequenceState, Move]:
+    """A whole migration between two steps. Raises: MigrationFailed: As `Move`."""
+    transfer = Move(source, destination, sequence_id, deterministic=deterministic)
     while transfer.piece() is False:
         pass
     rest = transfer.freeze()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.handoff import LeaseTable
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
 from quadriga.engine.depth import layer_bytes
@@ -24,7 +25,7 @@ from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, DeadlineExceeded, KVCacheExhausted
 from quadriga.exits import ExitCounters, ExitParams, ExitPolicy, ExitSpec, SkippedKV
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.types import ResumePoint, SequenceState
+from quadriga.types import SequenceState
 from tests.equivalence.early_exit_reference import (
     LAYERS,
     TIE,
@@ -33,6 +34,7 @@ from tests.equivalence.early_exit_reference import (
     save_with_exits,
 )
 from tests.equivalence.models import make_spec, make_state, whole_prompt
+from tests.equivalence.moving import move
 from tests.equivalence.paged import load_on_pages
 
 NUM_ROWS = 6
@@ -98,6 +100,7 @@ class Bench:
             is_partial=depth < LAYERS,
             parks_strict=True,
         )
+        self.table = LeaseTable(spec.depth_class, any_depth=True)
 
     def join(self, state: SequenceState, depth: int = LAYERS) -> None:
         """Prefill elsewhere; `depth` layers of the KV are sent."""
@@ -124,6 +127,7 @@ class Bench:
                 self.loop.depth.take(prepared)
         elif depth < self.runner.num_layers:
             assert not self.loop.depth.drop_to(depth).blocked_by
+        self.table.follow(self.runner.spec.depth_class)
         self.loop.check()
         assert self.runner.num_layers == depth
         assert self.runner.segment_ends[-1] == depth
@@ -245,25 +249,6 @@ def test_strict_sequences_wait_for_layers(family: str, mode: SkippedKV, compile:
         assert state.exit_layers[: w.certain] == w.depths[: w.certain]
 
 
-def move(source: Bench, target: Bench, sequence_id: str) -> None:
-    """A sequence goes to a replica of another depth, with all that it left behind."""
-    places, runner = source.loop._places, source.runner
-    row = places.rows[sequence_id]
-    running = places.running[row]
-    extents = runner.extents(row)
-    slot = target.loop.reserve(sequence_id, running.state.max_total_tokens)
-    for e in extents:
-        kv = runner.read_kv(row, e.first_layer, e.stop_layer - e.first_layer, 0, e.num_tokens)
-        target.runner.write_kv(slot.row, e.first_layer, 0, kv)
-    at = places.exit_of(running.place)
-    resume = ResumePoint(extents=tuple(extents), waited_at=at, rest=runner.read_rest(row))
-    state = source.loop.leave(sequence_id)
-    assert state is not None
-    target.loop.join(state, resume)
-    source.loop.check()
-    target.loop.check()
-
-
 @pytest.mark.parametrize("mode", ["replay", "project", "linear"])
 def test_strict_sequences_escalate(family: str, mode: SkippedKV) -> None:
     """Parked on a shallow replica, they go on from their hidden state on a deeper one."""
@@ -276,7 +261,8 @@ def test_strict_sequences_escalate(family: str, mode: SkippedKV) -> None:
     for source, target in pairwise(replicas):
         source.finish()
         for state in source.loop.depth.needs_deeper:
-            move(source, target, state.sequence_id)
+            moved, _ = move(source, target, state.sequence_id)
+            todo[todo.index(state)] = moved
             num_moves += 1
         assert source.loop.slots.num_held == 0
     replicas[-1].finish()
@@ -299,7 +285,8 @@ def test_bounded_sequences_move_down_and_up(family: str, mode: SkippedKV) -> Non
     for source, target in ((deep, shallow), (shallow, deep), (deep, shallow), (shallow, deep)):
         source.step(11)
         for state in list(source.loop.running):
-            move(source, target, state.sequence_id)
+            moved, _ = move(source, target, state.sequence_id)
+            todo[todo.index(state)] = moved
     deep.finish()
     assert {1, 3, LAYERS} == {k for s in todo for k in s.exit_layers[1:]}
     check(reference(family, mode), todo, LAYERS)

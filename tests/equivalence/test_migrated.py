@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import Any
 import pytest
 
 from quadriga.checkpoint import read_checkpoint
+from quadriga.engine.baton.runner import BatonRunner
 from quadriga.engine_spec import EngineSpec
+from quadriga.errors import KVCacheExhausted
 from quadriga.exits import ExitParams, SkippedKV
 from quadriga.types import SequenceState
 from tests.equivalence.models import build, make_spec, make_state, save
 from tests.equivalence.moving import Member, Move, move
+from tests.equivalence.relay_models import FAMILIES as RELAY_FAMILIES
+from tests.equivalence.relay_models import build_relay
 
 SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 7}
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -114,56 +119,156 @@ def specs(path: Path, mode: SkippedKV, *compiled: str) -> Iterator[EngineSpec]:
         yield replace(spec, exits=spec.checkpoint.exits)
 
 
+class Traffic:
+    """Pieces go while the source steps on; sequences go to and fro among replicas.
+
+    Args:
+        pauses: Chance of a step to have a sequence paused; it comes back with its replica's next.
+
+    Attributes:
+        moves, waited, aborted, ended: How often a sequence moved, with a token that waited at an
+            exit; stayed; or was over before.
+        rested: Moves of sequences that were paused when they came to rest.
+    """
+
+    def __init__(
+        self,
+        members: list[Member],
+        states: list[SequenceState],
+        rng: random.Random,
+        *,
+        pauses: float = 0.0,
+    ) -> None:
+        self.moves = self.waited = self.ended = self.aborted = self.rested = 0
+        self._members, self._rng, self._pauses = members, rng, pauses
+        self._states = {s.sequence_id: s for s in states}
+        self._under_way: dict[str, Move] = {}
+        for state in states:
+            rng.choice(members).begin(state)
+
+    def run(self) -> list[SequenceState]:
+        """Until all have ended; returns their last states."""
+        members, rng = self._members, self._rng
+        for _ in range(MAX_STEPS):
+            if not any(m.loop.has_work for m in members):
+                assert all(m.is_at_base_line for m in members)
+                return list(self._states.values())
+            rng.choice(members).loop.step()
+            running = [(m, s.sequence_id) for m in members for s in m.loop.running]
+            if running and rng.random() < self._pauses:
+                member, sequence_id = rng.choice(running)
+                member.loop.pause(sequence_id)
+            if running and len(self._under_way) < 3:
+                source, sequence_id = rng.choice(running)
+                if sequence_id not in self._under_way:
+                    destination = rng.choice([m for m in members if m is not source])
+                    with suppress(KVCacheExhausted):  # its own paused sequences come first
+                        self._under_way[sequence_id] = Move(source, destination, sequence_id)
+            for sequence_id, transfer in list(self._under_way.items()):
+                self._carry_on(sequence_id, transfer)
+                for member in members:
+                    member.loop.check()
+        raise AssertionError("the sequences did not end")
+
+    def _carry_on(self, sequence_id: str, transfer: Move) -> None:
+        loop = transfer.source.loop
+        is_ready = transfer.piece()
+        is_paused = loop.is_paused(sequence_id)
+        rest = transfer.freeze() if is_ready else None
+        if rest is None and is_ready is not False:
+            self.ended += 1
+            transfer.abort()
+        elif rest is None:
+            return
+        elif self._rng.random() < 0.2:
+            self.aborted += 1
+            loop.step()
+            loop.departures.thaw(sequence_id)
+            transfer.abort()
+        else:
+            self.moves += 1
+            self.rested += is_paused
+            self._states[sequence_id] = transfer.finish(rest)
+            self.waited += transfer.resume is not None and transfer.resume.waited_at is not None
+        del self._under_way[sequence_id]
+
+
 @pytest.mark.parametrize("mode", ["linear", "project", "alias", "copy", "replay"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_at_random_in_long_requests(small: Path, mode: SkippedKV, seed: int) -> None:
-    """Pieces go while the source steps on; sequences go to and fro among three replicas."""
     members = [Member(s, rebatches=True) for s in specs(small, mode, "wait", "wait", "wait")]
     sampling = SEEDED if seed else GREEDY
     wanted = undisturbed(members[0], sequences(6, 60, **sampling))
     assert len({k for s in wanted for k in s.exit_layers}) > 1, "tokens leave at several exits"
-    states = {s.sequence_id: s for s in sequences(6, 60, **sampling)}
-    rng = random.Random(seed)
+    traffic = Traffic(members, sequences(6, 60, **sampling), random.Random(seed))
+    assert_same(traffic.run(), wanted)
+    assert traffic.moves > 60
+    assert traffic.waited > 5
+    assert traffic.aborted > 5
+    assert traffic.ended > 0
+
+
+@pytest.mark.parametrize("mode", ["linear", "alias"])
+def test_out_of_host_memory(small: Path, mode: SkippedKV) -> None:
+    """Paused before, while they are copied, or coming back then; tokens that wait at exits, too."""
+    members = [Member(s, rebatches=True) for s in specs(small, mode, "wait", "wait", "wait")]
+    wanted = undisturbed(members[0], sequences(5, 40, **GREEDY))
+    traffic = Traffic(members, sequences(5, 40, **GREEDY), random.Random(2), pauses=0.5)
+    assert_same(traffic.run(), wanted)
+    assert traffic.moves > 30
+    assert traffic.rested > 10
+    assert traffic.waited > 3
+    assert traffic.aborted > 5
+    assert sum(m.loop.num_resumes for m in members) > 30
+
+
+def test_a_full_replica_gives_its_paused_sequences_to_one_with_room(small: Path) -> None:
+    """There they run at once, where here they would wait for memory."""
+    (spec,) = specs(small, "linear", "wait")
+    wanted = undisturbed(Member(spec, rebatches=True), sequences(5, 40))
+    narrow = replace(spec, kv_capacity_tokens=spec.row_capacity_tokens)
+    full = Member(narrow, rebatches=True, is_crowded=True)
+    roomy = Member(spec, rebatches=True)
+    states = {s.sequence_id: s for s in sequences(5, 40)}
     for state in states.values():
-        rng.choice(members).begin(state)
-    num_moves = num_waited = num_ended = num_aborted = 0
-    under_way: dict[str, Move] = {}
-    for _ in range(MAX_STEPS):
-        if not any(m.loop.has_work for m in members):
-            break
-        rng.choice(members).loop.step()
-        running = [(m, s.sequence_id) for m in members for s in m.loop.running]
-        if running and len(under_way) < 3:
-            source, sequence_id = rng.choice(running)
-            if sequence_id not in under_way:
-                destination = rng.choice([m for m in members if m is not source])
-                under_way[sequence_id] = Move(source, destination, sequence_id, max_cells=1)
-        for sequence_id, transfer in list(under_way.items()):
-            is_ready = transfer.piece()
-            rest = transfer.freeze() if is_ready else None
-            if rest is None and is_ready is not False:
-                num_ended += 1
-                transfer.abort()
-            elif rest is None:
-                continue
-            elif rng.random() < 0.2:
-                num_aborted += 1
-                transfer.source.loop.step()
-                transfer.source.loop.departures.thaw(sequence_id)
-                transfer.abort()
-            else:
-                num_moves += 1
-                states[sequence_id] = transfer.finish(rest)
-                num_waited += transfer.resume is not None and transfer.resume.waited_at is not None
-            del under_way[sequence_id]
-            for member in members:
-                member.loop.check()
+        roomy.begin(state)
+        with suppress(KVCacheExhausted):  # until it is full to its mark
+            states[state.sequence_id], _ = move(roomy, full, state.sequence_id)
+    assert full.loop.num_running > 1
+    paused: list[str] = []
+    while full.loop.has_work and not paused:
+        full.loop.step()
+        paused = [name for name in states if full.loop.is_paused(name)]
+    assert paused, "memory filled"
+    for sequence_id in paused:
+        said = len(states[sequence_id].output_ids)
+        states[sequence_id], transfer = move(full, roomy, sequence_id)
+        assert transfer.resume is not None
+        roomy.loop.step()
+        roomy.loop.step()
+        roomy.loop.step()
+        assert len(states[sequence_id].output_ids) > said
+    for member in (full, roomy):
+        while member.loop.has_work:
+            member.loop.step()
+        assert member.is_at_base_line
     assert_same(list(states.values()), wanted)
-    assert num_moves > 60
-    assert num_waited > 5
-    assert num_aborted > 5
-    assert num_ended > 0
-    assert all(m.is_at_base_line for m in members)
+
+
+def test_unmodified_models_move_too(tmp_path: Path) -> None:
+    """Relay batches: rows join and leave the dense batch, are paused, and go on elsewhere."""
+    path = save(build_relay(RELAY_FAMILIES["gpt2"]()), tmp_path)
+    spec = make_spec(path, num_rows=6, runner="baton")
+    members = [Member(spec, rebatches=False, runner=BatonRunner.load(spec)) for _ in range(3)]
+    wanted = undisturbed(members[0], sequences(5, 40))
+    traffic = Traffic(members, sequences(5, 40), random.Random(3), pauses=0.3)
+    assert_same(traffic.run(), wanted)
+    assert traffic.moves > 30
+    assert traffic.rested > 5
+    assert traffic.aborted > 5
+    for member in members:
+        assert isinstance(member.runner, BatonRunner)
+        assert member.runner.memory().kv_bytes == 0, "nothing is left in a batch or beside it"
 
 
 @pytest.mark.parametrize("mode", ["alias", "linear"])

@@ -102,7 +102,12 @@ def filled_kv(of: NativeRunner, row: int, num_tokens: int) -> torch.Tensor:
     """The row's KV once everything that was skipped is made up for."""
     assert of.skipped is not None
     at = np.array([row]), np.array([num_tokens])
-    of.skipped.enter(of._decoder, *at, 1, len(of.segment_ends))
+    for first, stop in of.skipped.stretches(*at, 1, len(of.segment_ends)):
+        went = of.skipped.enter(of._decoder, *at, first, stop)
+        if went is not None:
+            plan = of._decoder.plan_tokens(went.rows, went.positions)
+            layers = of.segment_ends[first - 1], of.segment_ends[stop - 1]
+            of.skipped.carried(went, of._decoder.run_layers(went.states, plan, *layers), stop)
     if of.skipped.mode == "alias" and of._decoder.reads_depths:
         of.skipped._unalias(row)
     return of.read_kv(row, 0, of.num_layers, 0, num_tokens)

@@ -114,7 +114,9 @@ class Replica:
         """Remember what a step or a change let out; in it a debt may have been paid, or come."""
         now = self.depths()
         for e in emissions:
-            seen = {d[e.sequence_id] for d in (self.last_depth, depth_of, now) if e.sequence_id in d}
+            seen = {
+                d[e.sequence_id] for d in (self.last_depth, depth_of, now) if e.sequence_id in d
+            }
             self.allowed[e.sequence_id, e.first_index] = seen | {self.runner.num_layers}
             if e.finish is not None:
                 self.finished.add(e.sequence_id)

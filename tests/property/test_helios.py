@@ -61,6 +61,7 @@ class HeliosLife(RuleBasedStateMachine):
         for name in self.scouts:
             self.fleet[name] = Member(Role.DECODE, start)
         self.strict: dict[str, int] = {}
+        self.waiting: dict[str, int] = {}
         self.now_s = 0.0
         self.order: Order | None = None
         self.target_held_s: float | None = None
@@ -109,7 +110,8 @@ class HeliosLife(RuleBasedStateMachine):
         self.now_s += passed_s
         if self.order is not None and self.now_s >= self.order.deadline_s:
             self.order = None  # given up by the machine at this very tick
-        self.tell(Tick(dict(self.fleet), self.scouts, 4, 400, dict(self.strict)))
+        waiting = {n: d for n, d in self.waiting.items() if n in self.fleet}
+        self.tell(Tick(dict(self.fleet), self.scouts, 4, 400, dict(self.strict), waiting))
 
     @precondition(lambda self: self.order is not None)
     @rule()
@@ -173,6 +175,12 @@ class HeliosLife(RuleBasedStateMachine):
             self.strict.pop(model, None)
         elif depth <= MODELS[model].num_layers:
             self.strict[model] = depth
+        self.tick(0.0)
+
+    @rule(depth=st.integers(0, 32))
+    def prefill_waits(self, depth: int) -> None:
+        """A strict request waits for layers before its prompt is computed, or does not any more."""
+        self.waiting = {"prefill-0": depth} if depth else {}
         self.tick(0.0)
 
     @rule(name=st.sampled_from(["decode-0", "decode-1", "scout"]), at=st.sampled_from(CLASSES))

@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import ray
 
+from actors.lookup import get_actor
 from quadriga.exits import ExitParams
 from quadriga.types import DepthClass, FinishReason
 from tests.ray.apps import App, wait_until
@@ -158,6 +160,50 @@ def test_cancelled_on_the_way(moving: App) -> None:
         mover.wait()
         moving.until_idle(3.0)
         assert set(mover.outcomes) <= {"moved", "finished", "refused", "failed"}
+
+
+@pytest.mark.timeout(120)
+def test_out_of_host_memory(moving: App) -> None:
+    """Paused where there is no room for them, two sequences go where there is."""
+    mover, alone = submit(moving, 3, num_output=600)
+    mover.ingress.finish(*alone)
+    before, resumed = (moving.metric(f"quadriga_{n}_total") for n in ("pauses", "resumes"))
+    mover, streams = submit(moving, 3, num_output=600)
+    ingress = mover.ingress
+    until_speaking(ingress, streams)
+    paused = {s.state.sequence_id: s.replica for s in streams[:2]}
+    for sequence_id, source in paused.items():
+        actor: Any = get_actor(source)
+        ray.get(actor.__ray_call__.remote(pause, sequence_id), timeout=10)
+    other = next(n for n in mover.replicas if n not in paused.values())
+    for stream in streams[:2]:
+        source = paused[stream.state.sequence_id]
+        report = call(source, "migrate", order(stream, source, other))
+        assert report.outcome == "moved", report
+    for source in set(paused.values()):
+        actor = get_actor(source)
+        ray.get(actor.__ray_call__.remote(free_memory), timeout=10)
+    ingress.finish(*streams, timeout_s=60.0)
+    assert [s.replica for s in streams[:2]] == [other, other]
+    assert_same(streams, alone)
+    wait_until(lambda: moving.metric("quadriga_pauses_total") >= before + 2, 10.0)
+    assert moving.metric("quadriga_resumes_total") == resumed
+    moving.until_idle(5.0)
+
+
+def pause(replica: Any, sequence_id: str) -> None:
+    """In the replica's process: pause a sequence, and let nobody come back from host memory."""
+
+    def fill(core: Any) -> None:
+        core.loop._preemption._resume_one = lambda: False
+        core.loop.pause(sequence_id)
+
+    replica.engine._inbox.put(fill)
+
+
+def free_memory(replica: Any) -> None:
+    """In the replica's process."""
+    del replica.engine.core.loop._preemption._resume_one
 
 
 @pytest.mark.timeout(120)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ray.apps import App, wait_until
+from tests.ray.moves import Mover
 
 NUM_OUTPUT = 40
 
@@ -14,7 +16,7 @@ NUM_OUTPUT = 40
 @pytest.fixture(scope="module")
 def relay(ray_cluster: None) -> Iterator[App]:
     app = App.start(
-        "relay", runner="baton", decode_replicas=1, **{"lifecycle.orphan_timeout_s": 300.0}
+        "relay", runner="baton", decode_replicas=2, **{"lifecycle.orphan_timeout_s": 300.0}
     )
     yield app
     app.stop()
@@ -38,3 +40,25 @@ def test_the_relay_batch_tells_what_it_does(relay: App) -> None:
     wait_until(lambda: relay.metric("quadriga_relay_rows") == 0.0, 20.0)
     assert relay.metric("quadriga_relay_kv_bytes") == 0.0, "an empty batch holds no memory"
     assert relay.metric("quadriga_pauses_total") == 0.0
+
+
+@pytest.mark.timeout(300)
+def test_sequences_of_unmodified_models_move(relay: App) -> None:
+    """From relay batch to relay batch, as long as they run: no token changes."""
+    prompts = [[7 + i] * (9 + 14 * i) for i in range(4)]
+    ingress = relay.ingress()
+    alone = [ingress.submit(p, 90, deadline_s=200.0) for p in prompts]
+    ingress.finish(*alone, timeout_s=100.0)
+    streams = [ingress.submit(p, 90, deadline_s=200.0) for p in prompts]
+    mover = Mover(ingress, relay.replicas("decode"), random.Random(1))
+    while not all(stream.is_over for stream in streams):
+        ingress.poll(0.01)
+        mover.start_some(streams, at_once=2)
+        mover.collect()
+    mover.wait()
+    assert [s.error for s in streams] == [None] * 4
+    assert [s.token_ids for s in streams] == [s.token_ids for s in alone]
+    assert mover.outcomes["moved"] >= 4, mover.reasons
+    assert set(mover.outcomes) <= {"moved", "finished", "refused"}, mover.reasons
+    relay.until_idle(5.0)
+    wait_until(lambda: relay.metric("quadriga_relay_kv_bytes") == 0.0, 20.0)

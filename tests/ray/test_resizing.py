@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -11,14 +13,18 @@ import ray
 from actors.lookup import controller_name, get_actor
 from quadriga.exits import ExitParams
 from quadriga.types import FinishReason, ResizeReport
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App, pids, wait_until
 from tests.ray.ingress import Ingress, Stream, call
+from tests.ray.moves import order
 
 NUM_RESIZES = 42
 """Of the decode replica and of the prefill replica, together at least."""
+NUM_HUNDREDS = 300
+MAX_GROWTH_BYTES = 32 << 20
 TIME_LIMIT_S = 150.0
 LIMITED = ExitParams(0.99, "bounded", 4)
 """Never deeper than the four layers that are always there: the same tokens whatever comes."""
+LIMITED_STRICT = ExitParams(0.99, "strict", 4)
 FREE = ExitParams(0.99, "bounded", 0)
 STRICT = ExitParams(0.99, "strict", 0)
 
@@ -65,29 +71,75 @@ def resize(replica: str, depth: int) -> ResizeReport:
 
 @pytest.mark.timeout(400)
 def test_up_and_down_under_load(resizing: App) -> None:
-    app = resizing
-    decodes, prefill = serving(app)
+    reports = churn(resizing, undisturbed(resizing), NUM_RESIZES, TIME_LIMIT_S)
+    decodes, _ = serving(resizing)
     capacity = {8: call(decodes[0], "info").kv_capacity_tokens}
+    capacity |= {r.depth: r.kv_capacity_tokens for name, r in reports if name in decodes}
+    assert capacity[4] > 1.9 * capacity[8], "layers that go leave their memory to the KV"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_hundreds_of_resizes_leave_nothing_behind(resizing: App) -> None:
+    """No request fails, no token changes that must not, and memory ends where it began."""
+    app = resizing
+    wanted = undisturbed(app)
+    churn(app, wanted, 30, TIME_LIMIT_S)  # caches fill, and heaps settle
+    before = memory_bytes(app)
+    slots = {s.info.name: s.info.kv_capacity_tokens for s in app.snapshots()}
+    reports = churn(app, wanted, NUM_HUNDREDS, 240.0)
+    assert len(reports) >= NUM_HUNDREDS
+    assert slots == {s.info.name: s.info.kv_capacity_tokens for s in app.snapshots()}
+    grown = {name: now - before[name] for name, now in memory_bytes(app).items()}
+    # A layer that stays behind at each of them would be some 300 MB.
+    assert max(grown.values()) < MAX_GROWTH_BYTES, grown
+    assert app.metric("quadriga_involuntary_exits_total") == 0
+    print(f"{len(reports)} resizes; memory grew by {grown}")
+
+
+def undisturbed(app: App) -> list[list[list[int]]]:
+    """What each of six limited streams says while nothing changes: an answer for either depth at
+    which the prefill replica may say the first token, which has no limit."""
+    _, prefill = serving(app)
     wanted: list[list[list[int]]] = [[] for _ in range(6)]
-    for depth in (4, 8):  # the first token is the prefill replica's, which has no limit
+    for depth in (4, 8):
         assert resize(prefill, depth).depth == depth
         alone = app.ingress()
         streams = [submit(alone, LIMITED, seed, 120) for seed in range(6)]
         alone.finish(*streams, timeout_s=100.0)
         for seed, stream in enumerate(streams):
             wanted[seed].append(stream.token_ids)
+    return wanted
 
+
+def churn(
+    app: App, wanted: list[list[list[int]]], num_resizes: int, time_limit_s: float
+) -> list[tuple[str, ResizeReport]]:
+    """Resize all three replicas up and down under load, as fast as they go; checks all streams.
+
+    They end at full depth.
+    """
+    decodes, prefill = serving(app)
+    depths = {name: call(name, "info").depth_class.depth for name in [*decodes, prefill]}
     ingress = app.ingress()
-    reports: list[ResizeReport] = []
+    reports: list[tuple[str, ResizeReport]] = []
     pending: dict[object, str] = {}
-    depths = dict.fromkeys([*decodes, prefill], 8)
     limited: list[Stream] = []
     free: list[Stream] = []
-    give_up_s = time.monotonic() + TIME_LIMIT_S
-    while len(reports) < NUM_RESIZES:
-        assert time.monotonic() < give_up_s, f"only {len(reports)} in {TIME_LIMIT_S:.0f} s"
+
+    def collect() -> None:
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        for ref in done:
+            name, report = pending.pop(ref), ray.get(ref)
+            reports.append((name, report))
+            assert report.outcome == "resized", report
+
+    give_up_s = time.monotonic() + time_limit_s
+    while len(reports) < num_resizes:
+        assert time.monotonic() < give_up_s, f"only {len(reports)} in {time_limit_s:.0f} s"
         if sum(not s.is_over for s in [*limited, *free]) < 6:
-            limited.append(submit(ingress, LIMITED, len(limited) % 6, 120))
+            exits = (LIMITED, LIMITED_STRICT)[len(limited) % 2]
+            limited.append(submit(ingress, exits, len(limited) % 6, 120))
             free.append(submit(ingress, FREE, 50 + len(free), 100))
         for name in depths:
             if name not in pending.values():
@@ -95,26 +147,33 @@ def test_up_and_down_under_load(resizing: App) -> None:
                 ref = get_actor(name).resize.remote(depths[name], 30.0)
                 pending[ref] = name
         ingress.poll(0.02)
-        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
-        for ref in done:
-            name, report = pending.pop(ref), ray.get(ref)
-            reports.append(report)
-            assert report.outcome == "resized", report
-            if name != prefill:
-                capacity[report.depth] = report.kv_capacity_tokens
+        collect()
     while pending:
-        done, _ = ray.wait(list(pending), timeout=0)
-        for ref in done:
-            pending.pop(ref)
+        assert time.monotonic() < give_up_s + 60.0, f"{pending} did not answer"
         ingress.poll(0.02)
+        collect()
     ingress.finish(*limited, *free, timeout_s=100.0)
     for i, stream in enumerate(limited):
         assert stream.error is None and stream.finish is FinishReason.LENGTH
         assert stream.token_ids in wanted[i % 6], f"tokens of {i} have changed"
     assert [s.error for s in free] == [None] * len(free)
     assert all(len(s.token_ids) == 100 for s in free)
-    assert capacity[4] > 1.9 * capacity[8], "layers that go leave their memory to the KV"
     app.until_idle(5.0)
+    for name in depths:
+        assert resize(name, 8).depth == 8
+    return reports
+
+
+def memory_bytes(app: App) -> dict[str, int]:
+    """Resident memory of the replicas that change, two seconds after the last one did."""
+    time.sleep(2.0)  # not to pass: memory is given back on a thread of its own
+    decodes, prefill = serving(app)
+    processes = pids(app.name)
+    found = {}
+    for name in [*decodes, prefill]:
+        pages = int(Path(f"/proc/{processes[name]}/statm").read_text().split()[1])
+        found[name] = pages * os.sysconf("SC_PAGE_SIZE")
+    return found
 
 
 @pytest.mark.timeout(200)
@@ -159,12 +218,54 @@ def test_strict_sequences_go_where_the_layers_are(resizing: App) -> None:
 
     resize(first, 4)
     resize(second, 4)
+    moved = call(controller_name(app.name), "history")["counters"]["escalated"]
     again = [submit(ingress, STRICT, seed, 300) for seed in range(4)]
     ingress.finish(*again, timeout_s=100.0)
     assert [s.error for s in again] == [None] * 4
     assert [s.token_ids for s in again] == [s.token_ids for s in strict]
     history = call(controller_name(app.name), "history")
-    assert history["counters"]["escalated"] + history["counters"]["resizes"] > 0
+    escalated = history["counters"]["escalated"] - moved
+    # The first move of each is the one from the prefill replica.
+    assert escalated == sum(len(s.moved_to) - 1 for s in again) > 0
+    app.until_idle(5.0)
+
+
+@pytest.mark.timeout(200)
+def test_sequences_move_between_depths(resizing: App) -> None:
+    """Down and up with the layers both have; who would say something else there is refused."""
+    app = resizing
+    (deep, shallow), prefill = serving(app)
+    for name, depth in ((prefill, 8), (deep, 8), (shallow, 4)):
+        assert resize(name, depth).depth == depth
+    ingress = app.ingress()
+    alone = submit(ingress, LIMITED, 3, 470)
+    ingress.finish(alone)
+    moves: set[tuple[str, str]] = set()
+    for _ in range(8):
+        stream = submit(ingress, LIMITED, 3, 470)
+        ingress.until(lambda s=stream: len(s.tokens) > 5)  # type: ignore[misc]
+        while not stream.is_over:
+            source = stream.replica
+            destination = shallow if source == deep else deep
+            report = call(source, "migrate", order(stream, source, destination))
+            if report.outcome != "moved":  # it is over; the next one may see the other direction
+                assert report.reason.split(":")[0] in ("ended", "not_running"), report
+                break
+            moves.add((source, destination))
+            ingress.until(lambda s=stream, d=destination: s.replica == d)  # type: ignore[misc]
+        ingress.finish(stream)
+        assert stream.error is None and stream.token_ids == alone.token_ids
+        if len(moves) == 2:
+            break
+    assert moves == {(deep, shallow), (shallow, deep)}
+
+    free = submit(ingress, FREE, 5, 300)
+    ingress.until(lambda: len(free.tokens) > 5)
+    destination = shallow if free.replica == deep else deep
+    report = call(free.replica, "migrate", order(free, free.replica, destination))
+    assert (report.outcome, report.reason.split(":")[0]) == ("refused", "wrong_depth"), report
+    ingress.finish(free)
+    assert free.error is None
     app.until_idle(5.0)
 
 

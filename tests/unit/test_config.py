@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quadriga.checkpoint import read_checkpoint
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
@@ -203,7 +204,7 @@ def test_deterministic_deployments_run_no_skipped_position_again() -> None:
         config = load_config({"model": "quadriga-l", "decode.rebatching": "drex"} | settings)
         return resolve(config, Hardware(8)).replicas[-1].engine.replay_newest
 
-    assert newest() == 8
+    assert newest() == read_checkpoint("quadriga-l").exits.replay_newest > 0
     assert newest(exits={"replay_newest": 3}) == 3
     assert newest(deterministic=True) == 0
     with pytest.raises(ConfigError, match=r"replay_newest: 3 is not possible with deterministic"):

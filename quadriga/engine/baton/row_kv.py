@@ -6,6 +6,7 @@ import torch
 
 from quadriga.engine.baton.geometry import CacheGeometry
 from quadriga.errors import InvariantViolation
+from quadriga.types import KVExtent
 
 BLOCK_TOKENS = 64
 """A row's memory grows by doubling, in multiples of this."""
@@ -30,6 +31,15 @@ class RowKV:
     def length(self) -> int:
         """Positions whose K/V is here in all layers."""
         return min(self._lengths)
+
+    @property
+    def extents(self) -> list[KVExtent]:
+        """See `Suspended.extents`."""
+        return [KVExtent(0, self._geometry.num_layers, self.length)]
+
+    @property
+    def rest(self) -> None:
+        """See `Suspended.rest`: K/V is all there is."""
 
     @property
     def num_bytes(self) -> int:

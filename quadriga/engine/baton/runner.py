@@ -216,8 +216,17 @@ class BatonRunner:
     def read_rest(self, row: int) -> None:
         """See `ModelRunner.read_rest`: K/V is all there is."""
 
-    def resume(self, row: int, state: SequenceState, rest: None) -> None:
-        """See `ModelRunner.resume`."""
+    def resume(self, row: int, state: SequenceState, rest: None, depth: int | None = None) -> None:
+        """See `ModelRunner.resume`.
+
+        Raises:
+            InvariantViolation: The row is taken, or not all layers came.
+        """
+        if depth is not None and depth < self.num_layers:
+            raise InvariantViolation(
+                f"K/V of {depth} layers came for row {row}; an unmodified model runs all "
+                f"{self.num_layers}"
+            )
         self.attach(row, state)
 
     def memory(self) -> RelayMemory:

@@ -82,7 +82,8 @@ def load_paged(
         page_tokens=page_tokens,
     )
     skipped = None
-    if spec.exits.layers and spec.can_exit:
+    # At its first exit alone, too: sequences come and go that have more segments elsewhere.
+    if spec.can_exit and (spec.exits.layers or spec.exit_plan.layers):
         states = PagedStates(
             num_rows=spec.num_rows,
             capacity=spec.row_capacity_tokens,

@@ -6,12 +6,13 @@ not know how to compute exactly is refused here, before a byte of weights is rea
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from quadriga.errors import ConfigError
+from quadriga.families import MAX_LAYERS
+from quadriga.json_files import GARBLED, read_object
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 
@@ -110,11 +111,8 @@ def read_model_config(path: Path) -> ModelConfig:
             wants something that would not be computed exactly (an unknown RoPE scaling, say).
     """
     file = path / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
-    architecture = str((raw.get("architectures") or ["unknown"])[0])
+    raw = read_object(file)
+    architecture = _architecture(raw)
     parse = _FAMILIES.get(architecture)
     if parse is None:
         raise ConfigError(
@@ -129,12 +127,17 @@ def read_model_config(path: Path) -> ModelConfig:
         )
     try:
         config = parse(raw)
-    except (KeyError, TypeError, ValueError) as exc:
+    except GARBLED as exc:
         raise ConfigError(
             f"model: {file} lacks or garbles a field: {type(exc).__name__} {exc}", param="model"
         ) from exc
     _check(config, path)
     return config
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    named = raw.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
 def _llama(raw: dict[str, Any]) -> ModelConfig:
@@ -200,7 +203,7 @@ def _rope_family(raw: dict[str, Any], family: str, *, window: int, **features: b
 
 def _windows(raw: dict[str, Any], window: int) -> tuple[int, ...]:
     """One window per layer; Qwen slides only in the layers that `layer_types` names."""
-    num_layers = int(raw["num_hidden_layers"])
+    num_layers = _num_layers(raw)
     types = raw.get("layer_types")
     if types is None and raw.get("use_sliding_window"):
         first = int(raw.get("max_window_layers", 28))
@@ -212,6 +215,13 @@ def _windows(raw: dict[str, Any], window: int) -> tuple[int, ...]:
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types names {sorted(unknown)}")
     return tuple(window if t == "sliding_attention" else 0 for t in types)
+
+
+def _num_layers(raw: dict[str, Any]) -> int:
+    num_layers = int(raw["num_hidden_layers"])
+    if num_layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers: {num_layers} is above {MAX_LAYERS}")
+    return num_layers
 
 
 def _rope(raw: dict[str, Any]) -> RopeConfig:
@@ -244,7 +254,7 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
 def _opt(raw: dict[str, Any]) -> ModelConfig:
     hidden = int(raw["hidden_size"])
     heads = int(raw["num_attention_heads"])
-    num_layers = int(raw["num_hidden_layers"])
+    num_layers = _num_layers(raw)
     pre_norm = bool(raw.get("do_layer_norm_before", True))
     bias = bool(raw.get("enable_bias", True))
     return ModelConfig(

@@ -16,11 +16,11 @@ from quadriga.config import SchedulerConfig
 from quadriga.policies.ares.amend import with_fixed
 from quadriga.policies.ares.cluster import by_class
 from quadriga.policies.ares.drift import DriftMonitor
+from quadriga.policies.ares.link import ROUND_TRIP_S, LinkMeter
 from quadriga.policies.ares.orders import OrderBook
 from quadriga.policies.ares.recording import Tick
 from quadriga.policies.ares.rescheduler import Rescheduler
-from quadriga.policies.ares.settings import AresSettings, TransferCosts
-from quadriga.policies.load import LOW_WATERMARK
+from quadriga.policies.ares.settings import AresSettings, TransferCosts, settings_under
 from quadriga.types import (
     DepthClass,
     LengthOutcome,
@@ -29,12 +29,6 @@ from quadriga.types import (
     ReplicaSnapshot,
     Role,
 )
-
-FIRST_BANDWIDTH_BYTES_PER_S = 100e6
-"""Until a move was measured."""
-ROUND_TRIP_S = 0.01
-MIN_MEASURED_BYTES = 65_536
-_RATE = 0.2
 
 
 def settings_of(config: SchedulerConfig) -> AresSettings:
@@ -77,7 +71,7 @@ class Governor:
 
     def __init__(self, config: SchedulerConfig, record: Callable[[Tick], None]) -> None:
         self._record = record
-        self._bandwidth = FIRST_BANDWIDTH_BYTES_PER_S
+        self._link = LinkMeter()
         self._drift: dict[str, DriftMonitor] = {}
         self.last = TickSummary()
         self.book = OrderBook(
@@ -124,7 +118,7 @@ class Governor:
     def bandwidth_bytes_per_s(self) -> float:
         """Between two decode replicas, as configured or as measured."""
         configured = self.config.ares.bandwidth_bytes_per_s
-        return self._bandwidth if configured == "auto" else configured
+        return self._link.bytes_per_s if configured == "auto" else configured
 
     def tick(
         self, snapshots: Sequence[ReplicaSnapshot], *, now_s: float, now_unix_s: float
@@ -189,10 +183,8 @@ class Governor:
 
     def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:
         """Where memory is promised as it is used, newcomers are let in up to the low mark only."""
-        if all(s.info.reservation == "longest" for s in members):
-            return self.settings
-        limit = min(self.settings.memory_limit, LOW_WATERMARK)
-        return replace(self.settings, memory_limit=limit)
+        is_longest = all(s.info.reservation == "longest" for s in members)
+        return settings_under(self.settings, "longest" if is_longest else "used")
 
     def costs(self, members: Sequence[ReplicaSnapshot]) -> TransferCosts:
         """What moving a sequence of a class costs."""
@@ -202,10 +194,8 @@ class Governor:
     def ended(self, order: MigrationOrder, report: MigrationReport, *, now_s: float) -> None:
         """An order has come to its end."""
         self.book.ended(order, report, now_s)
-        if report.outcome == "moved" and report.bytes_sent >= MIN_MEASURED_BYTES:
-            seconds = max(report.took_s - ROUND_TRIP_S, 1e-4)
-            measured = report.bytes_sent / seconds
-            self._bandwidth += _RATE * (measured - self._bandwidth)
+        if report.outcome == "moved":
+            self._link.moved(report.bytes_sent, report.took_s)
 
 
 def _why(

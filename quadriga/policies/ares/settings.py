@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quadriga.errors import ConfigError
+from quadriga.policies.load import LOW_WATERMARK
+from quadriga.types import Reservation
 
 NUM_POINTS = 16
 FIRST_POINT_TOKENS = 20.0
@@ -98,6 +100,16 @@ class AresSettings:
         Source: ARES §5.2, Eq. 4.
         """
         return np.concatenate(([1.0], self.beta))
+
+
+def settings_under(settings: AresSettings, reservation: Reservation) -> AresSettings:
+    """Return the settings for replicas that promise memory in a way.
+
+    Where it is promised as it is used, newcomers are let in up to the low mark only.
+    """
+    if reservation == "longest":
+        return settings
+    return replace(settings, memory_limit=min(settings.memory_limit, LOW_WATERMARK))
 
 
 @dataclass(frozen=True, slots=True)

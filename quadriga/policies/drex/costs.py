@@ -32,6 +32,8 @@ class SegmentCosts:
 
     Attributes:
         fill_s: Of filling in one segment's KV at one position that a token has skipped.
+        fill_row_s: Of filling in one segment's KV in a row at all, however many positions it lacks:
+            the newest few cost more, and going there costs something.
         filled_share: Of what early tokens skip, the share that is filled in one day; the others
             belong to sequences that end before they go deep again.
     """
@@ -45,7 +47,7 @@ class SegmentCosts:
         # One line per segment, then one per exit's head; seconds at each knot.
         self._base = [[1e-3] * len(self._knots) for _ in range(2 * num_segments)]
         self._slope = [0.0] * num_segments
-        self.fill_s = 0.0
+        self.fill_s = self.fill_row_s = 0.0
         self.filled_share = 1.0
 
     @property
@@ -83,7 +85,8 @@ class SegmentCosts:
         for s, end in enumerate(ends):
             layers = end - (ends[s - 1] if s else 0)
             other._slope[s] = self._slope[s] if s < common else slope * layers
-        other.fill_s, other.filled_share = self.fill_s, self.filled_share
+        other.fill_s, other.fill_row_s = self.fill_s, self.fill_row_s
+        other.filled_share = self.filled_share
         return other
 
     def _head_line(self) -> list[float]:
@@ -130,7 +133,10 @@ class SegmentCosts:
             filled: Positions × segments whose KV it had to fill in first.
         """
         expected = self.forecast_s(first, stop, count, num_tokens, tests=tests)
-        expected += self.fill_s * filled
+        # Rows that lack nothing are few where anything is filled in at all.
+        entered = min(filled, count * (stop - max(1, first)))
+        filling_s = self.filling_s(filled, entered)
+        expected += filling_s
         surprise = min(seconds / expected, _TRUST) - 1.0
         weights = self._weights(count)
         power = sum(w * w for _, w in weights)
@@ -139,8 +145,13 @@ class SegmentCosts:
                 self._base[line][i] *= max(0.1, 1.0 + _RATE * surprise * w / power)
         if filled:
             # As far as filling is what the pass took its time for.
-            part = self.fill_s * filled / expected
-            self.fill_s *= max(0.1, 1.0 + _RATE * surprise * part)
+            factor = max(0.1, 1.0 + _RATE * surprise * filling_s / expected)
+            self.fill_s *= factor
+            self.fill_row_s *= factor
+
+    def filling_s(self, filled: float, entered: float) -> float:
+        """Seconds to fill in `filled` positions × segments of `entered` rows × segments."""
+        return self.fill_s * filled + self.fill_row_s * entered
 
     def _lines(self, first: int, stop: int, tests: bool) -> list[int]:
         lines = list(range(first, stop))

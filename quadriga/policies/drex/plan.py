@@ -175,9 +175,9 @@ def _play(table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[
     stops = [*(e + 1 for e in exits), table.num_segments]
     times = [table.line(0, stops[0])]
     times += [table.line(stop, after) for stop, after in pairwise(stops)]
-    # Who leaves owes the KV of the stages behind; whoever runs one of them pays for its own sequence.
-    fill_s = [0.0, *(table.skip_s * (b - a) for a, b in pairwise((*stops, table.num_segments)))]
-    debts_s = [0.0] * len(times)
+    # Who leaves owes the KV of the stages behind; whoever runs one of them pays for its sequence.
+    depths = [0, *(b - a for a, b in pairwise((*stops, table.num_segments)))]  # in segments
+    owed = [0.0] * len(times)  # positions × segments, of all sequences
     shares = _shares(demand, exits)
     draws = iter(_DRAWS)
     front, waiting = demand.running, [0] * len(exits)
@@ -196,14 +196,17 @@ def _play(table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[
             batch, oldest_s, front = front, front_since_s, 0
         else:
             batch, oldest_s, waiting[stage] = waiting[stage], since_s[stage], 0
-        paid_s = debts_s[stage + 1] * batch / demand.running
-        debts_s[stage + 1] -= paid_s
-        now_s += times[stage + 1][batch] + paid_s
+        filled = owed[stage + 1] * batch / demand.running
+        owed[stage + 1] -= filled
+        now_s += times[stage + 1][batch]
+        if filled:
+            entered = min(filled, batch * depths[stage + 1])
+            now_s += table.filled_share * table.filling_s(filled, entered)
         leaves = batch if stage == last else _drawn(next(draws), batch, shares[stage + 1])
         if leaves:
             tokens += leaves
             for behind in range(stage + 2, len(times)):
-                debts_s[behind] += leaves * fill_s[behind]
+                owed[behind] += leaves * depths[behind]
             if turn >= _WARM_UP:
                 gaps.append((now_s - oldest_s, leaves))
             front_since_s = min(front_since_s, now_s) if front else now_s
@@ -268,7 +271,7 @@ class _Table:
 
     def __init__(self, costs: SegmentCosts, demand: Demand) -> None:
         self.num_segments = costs.num_segments
-        self.skip_s = costs.fill_s * costs.filled_share
+        self.filling_s, self.filled_share = costs.filling_s, costs.filled_share
         self._costs = costs
         self._demand = demand
         self._lines: dict[tuple[int, int], list[float]] = {}

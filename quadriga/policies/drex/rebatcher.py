@@ -204,7 +204,10 @@ class DrexRebatcher:
         stage_s = self.costs.forecast_s(
             exit_index + 1, self.costs.num_segments, waiting.count, waiting.num_tokens, tests=False
         )
-        stage_s += waiting.count * self._filled_each[exit_index] * self.costs.fill_s
+        filled = waiting.count * self._filled_each[exit_index]
+        if filled:
+            entered = waiting.count * (self.costs.num_segments - 1 - exit_index)
+            stage_s += self.costs.filling_s(filled, min(filled, entered))
         return now_s + self._last_front_s + stage_s + self.overhead_s > waiting.least_deadline_s
 
     def _front_range(self, front: Waiting, waiting: Sequence[Waiting]) -> Range:
@@ -330,8 +333,9 @@ class DrexRebatcher:
 
     def skip_s(self, at: int, leavers: int) -> float:
         """What filling in the KV of those who leave at an exit will take."""
-        segments = self.costs.num_segments - 1 - at
-        return leavers * segments * self.costs.fill_s * self.costs.filled_share
+        filled = leavers * (self.costs.num_segments - 1 - at)
+        entered = filled * (1.0 - self._left_by[at])  # each run of leavers ends in one that stays
+        return self.costs.filled_share * self.costs.filling_s(filled, entered)
 
     def _flush_share_s(self, at: int, count: int, tokens_each: float) -> float:
         """What `count` rows cost in the flush they will be in."""

@@ -2,7 +2,8 @@
 
 Strict requests never leave a loaded exit below their threshold. While some are in flight that may
 need depth d of a model, one decode replica keeps, or loads, that much of it; no order takes the
-last such replica away.
+last such replica away. A prefill replica loads as much as strict requests wait for there, and keeps
+it while there are strict requests.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def wanted_classes(
     passing: Collection[str],
     strict: Mapping[str, int],
     depths: Depths,
+    waiting: Mapping[str, int] | None = None,
 ) -> dict[str, DepthClass]:
     """What every replica shall hold.
 
@@ -42,7 +44,7 @@ def wanted_classes(
         aside: Replicas that profile or sample, and what they hold for it.
         passing: Those of them that will soon hold another model: strict requests do not count on
             them unless there are no others.
-        strict: See `Tick`.
+        strict, waiting: See `Tick`.
     """
     wanted = {
         name: aside.get(name) or target or member.depth_class for name, member in fleet.items()
@@ -58,15 +60,34 @@ def wanted_classes(
         if not free:
             break
         chosen = able[0] if able else free[-1]
-        wanted[chosen] = (
-            fleet[chosen].depth_class
-            if able
-            else DepthClass(
-                model, next((d for d in depths[model] if d >= depth), depths[model][-1])
-            )
-        )
+        wanted[chosen] = fleet[chosen].depth_class if able else _at_least(model, depth, depths)
         pinned.add(chosen)
+    _deepen_prefill(wanted, fleet, aside, strict, depths, waiting or {})
     return wanted
+
+
+def _deepen_prefill(
+    wanted: dict[str, DepthClass],
+    fleet: Mapping[str, Member],
+    aside: Collection[str],
+    strict: Mapping[str, int],
+    depths: Depths,
+    waiting: Mapping[str, int],
+) -> None:
+    """Give prefill replicas the layers that are waited for, and let them keep what is in use."""
+    prefill = {n: fleet[n].depth_class for n in sorted(fleet) if fleet[n].role is Role.PREFILL}
+    for model, depth in strict.items():
+        able = [n for n in prefill if n not in aside and _serves(prefill[n], model, depth)]
+        if able and not any(_serves(wanted[n], model, depth) for n in prefill):
+            wanted[able[0]] = prefill[able[0]]
+    for name in prefill:
+        model, depth = prefill[name].model, waiting.get(name, 0)
+        if depth and model in depths and not _serves(wanted[name], model, depth):
+            wanted[name] = _at_least(model, depth, depths)
+
+
+def _at_least(model: str, depth: int, depths: Depths) -> DepthClass:
+    return DepthClass(model, next((d for d in depths[model] if d >= depth), depths[model][-1]))
 
 
 def may_change(

@@ -16,6 +16,7 @@ from typing import Any
 from quadriga.catalogue.records import EnergySource
 from quadriga.errors import ConfigError
 from quadriga.policies.helios.messages import RequestFinished, UnchangedSampled
+from quadriga.types import DepthClass
 
 FORGETTING = 0.98
 MAX_ROWS = 256
@@ -92,6 +93,16 @@ class Row:
         """Drop what depends on the requests' kind; speeds stay. For a new profile's start."""
         self.exit_tokens, self.breaches = {}, 0.0
         self.nll = self.scored = 0.0
+
+    def merge(self, newer: Row) -> None:
+        """Take in what another row of the same class counted after this one."""
+        self._scale(FORGETTING**newer.num_requests)
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(newer, name))
+        for layers, tokens in newer.exit_tokens.items():
+            self.exit_tokens[layers] = self.exit_tokens.get(layers, 0.0) + tokens
+        self.num_requests += newer.num_requests
+        self.energy_source = newer.energy_source or self.energy_source
 
     # Columns
 
@@ -207,21 +218,30 @@ class HistoryTable:
         """Note a served request."""
         self.row(request.depth_class.model, request.depth_class.depth).add(request)
 
-    def install(self, profile: Row) -> None:
+    def install(self, profile: Row, serving: DepthClass | None = None) -> None:
         """Put a fresh profile in the place of the model's old one.
 
         What older rows of the model say of the stream is void; what they know of loading stays.
+
+        Args:
+            serving: Its row stays, and takes the profile in where it is the profile's: it was
+                filled by the last fifty requests, and the profile by five.
         """
-        old = self.row(profile.model, profile.depth)
+        key = (profile.model, profile.depth)
+        kept = (serving.model, serving.depth) if serving is not None else None
+        old = self.row(*key)
+        for row in self:
+            if row.model == profile.model and (row.model, row.depth) != kept:
+                row.forget_stream()
+        if key == kept:
+            old.merge(profile)
+            return
         for name in ("load_s", "weight_bytes", "max_batch"):
             if getattr(profile, name) is None:
                 setattr(profile, name, getattr(old, name))
         profile.num_requests += old.num_requests
         profile.unchanged = profile.unchanged or old.unchanged
-        for row in self:
-            if row.model == profile.model:
-                row.forget_stream()
-        self._rows[profile.model, profile.depth] = profile
+        self._rows[key] = profile
 
     def sampled(self, sample: UnchangedSampled, full_depth: int) -> None:
         """Note a teacher-forced sample, with the row of the full depth."""

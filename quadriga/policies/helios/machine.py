@@ -211,7 +211,8 @@ class Helios:
             return  # given up meanwhile; the next tick shows what the replica holds
         self._desk.forgive(order.replica)
         row = self.table.row(order.depth_class.model, order.depth_class.depth)
-        row.load_s = event.load_s
+        if event.load_s > 0.0:  # layers that are dropped say nothing of loading them
+            row.load_s = event.load_s
         row.weight_bytes = event.weight_bytes
         row.max_batch = event.max_batch
         if isinstance(order, Switch):
@@ -224,7 +225,8 @@ class Helios:
             self._tick = replace(self._tick, fleet={**self._tick.fleet, **now})
         if order.depth_class == self._target:
             self._changed_s = now_s
-            self._dwell_s = max(self._dwell_s, self._config.dwell_loads * event.load_s)
+            if event.load_s > 0.0:  # measured, where a guess stood
+                self._dwell_s = self._config.dwell_loads * event.load_s
             self._window.clear()
 
     def _order_failed(self, order_id: int, error: str, now_s: float, outputs: list[Output]) -> None:
@@ -264,7 +266,7 @@ class Helios:
         """Go to the next candidate, or choose when all have been seen."""
         row = self._profiling.finish()
         if row is not None:
-            self.table.install(row)
+            self.table.install(row, serving=self._target)
             self.counters.profiles += 1
         if not self._profilers():
             self._keep_once("scouts", "profiles wait for a scout; none is alive", outputs)
@@ -304,6 +306,7 @@ class Helios:
             passing=() if self._profiling.now is None else aside,
             strict=strict,
             depths=self._depths,
+            waiting=self._tick.waiting,
         )
         for name in in_order(fleet, wanted, first=sorted(aside)):
             then = wanted[name]

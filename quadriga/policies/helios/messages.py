@@ -34,6 +34,7 @@ class Tick:
         scouts: Names of those that profile and sample; empty where there are none.
         in_flight: Sequences that run on serving decode replicas, and their tokens so far.
         strict: Model → layers that strict requests in flight or waiting may need of it.
+        waiting: Prefill replica → layers that strict requests wait for there.
     """
 
     fleet: Mapping[str, Member]
@@ -41,6 +42,7 @@ class Tick:
     in_flight: int = 0
     in_flight_tokens: int = 0
     strict: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

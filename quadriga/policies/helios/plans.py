@@ -11,7 +11,8 @@ Source: HELIOS §3.3.2–3.3.3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,6 +24,10 @@ from quadriga.types import DepthClass
 
 DEFAULT_LOAD_BYTES_PER_S = 1e9
 """For models that were never loaded here."""
+RECORD_TOKENS = 8000.0
+"""So many live tokens the catalogue's perplexity counts for: about as many as `loadgen profile`
+scores. It compares all models on the same prompts, where a profile sees five requests of each
+candidate, and never the same: what they ask for differs more than the models do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class Planner:
         if full is None or full.tpot_s is None or full.ttft_s is None or not full.requests:
             return None
         own = self._table.find(model.id, depth)
-        tokens = full.tokens_per_request or 1.0
+        tokens = self._tokens_per_request()
         batch = max(1.0, min(demand, self.max_batch(model, depth, full)))
         tpot_s = self._tpot_s(model, depth, full, own, batch)
         joules = self._joules_per_token(model, depth, full, own)
@@ -133,10 +138,14 @@ class Planner:
         """Seconds to load up to a depth where the first `held` layers are there already."""
         model, depth = self._models[depth_class.model], depth_class.depth
         row, record = self._table.find(model.id, depth), model.record(depth)
+        whole = self._table.find(model.id, model.num_layers)
+        size = model.sizes.weight_bytes(depth, self._device.value_bytes)
         seconds = row.load_s if row is not None else None
+        if seconds is None and whole is not None and whole.load_s is not None:
+            all_bytes = model.sizes.weight_bytes(model.num_layers, self._device.value_bytes)
+            seconds = whole.load_s * size / all_bytes
         if seconds is None and record is not None:
             seconds = record.load_s
-        size = model.sizes.weight_bytes(depth, self._device.value_bytes)
         if seconds is None:
             seconds = size / DEFAULT_LOAD_BYTES_PER_S
         there = model.sizes.weight_bytes(held, self._device.value_bytes) if held else 0
@@ -154,6 +163,12 @@ class Planner:
         return max(1.0, min(slots, fitting))
 
     # Columns
+
+    def _tokens_per_request(self) -> float:
+        """Of the stream: what is asked for decides it, not which of a family answers."""
+        rows = [row for row in self._table if row.model in self._models]
+        requests = sum(row.requests for row in rows)
+        return max(1.0, sum(row.output_tokens for row in rows) / max(1e-9, requests))
 
     def _coverage(self, model: CatalogueModel, depth: int) -> float | None:
         """As the depth itself did since the last profile, else as the profile says."""
@@ -175,10 +190,10 @@ class Planner:
 
         A profile's tokens left early only where they were sure; a partial depth lets all go.
         """
-        if own is not None and own.perplexity is not None:
-            return own.perplexity
-        live = full.perplexity or 1.0
         here, whole = model.record(depth), model.record(model.num_layers)
+        if own is not None and own.perplexity is not None:
+            return _perplexity(own, here)
+        live = _perplexity(full, whole)
         if here is None or whole is None or not here.perplexity or not whole.perplexity:
             return live
         return live * max(1.0, here.perplexity / whole.perplexity)
@@ -187,13 +202,25 @@ class Planner:
         self, model: CatalogueModel, depth: int, full: Row, own: Row | None, batch: float
     ) -> float:
         source = own if own is not None and own.tpot_s is not None else full
+        part = self._best_known_part(model, full) if source is full else None
+        if part is not None and depth == model.num_layers:
+            source = part
         assert source.tpot_s is not None  # the caller looked
         seconds = source.tpot_s
-        if source is full and depth < model.num_layers:
+        if source is part:
+            seconds *= _deeper_work(model, source, full)
+        elif source is full and depth < model.num_layers:
             seconds *= _relative_work(model, depth, full)
         at_batch = _step_s(model.record(source.depth), batch)
         then = _step_s(model.record(source.depth), source.batch)
         return seconds * at_batch / then if at_batch and then else seconds
+
+    def _best_known_part(self, model: CatalogueModel, full: Row) -> Row | None:
+        """A partial depth that has seen more of the stream than the full one's profile."""
+        rows = (self._table.find(model.id, depth) for depth in model.exits.layers)
+        known = [r for r in rows if r is not None and r.tpot_s is not None and r.exit_tokens]
+        best = max(known, key=lambda r: r.requests, default=None)
+        return best if best is not None and best.requests > full.requests else None
 
     def _joules_per_token(
         self, model: CatalogueModel, depth: int, full: Row, own: Row | None
@@ -214,10 +241,44 @@ def _relative_work(model: CatalogueModel, depth: int, full: Row) -> float:
     exits = {k: n for k, n in full.exit_tokens.items() if n > 0.0}
     if not exits:
         return depth / model.num_layers
-    recorded = {k: _step_s(model.record(k), full.batch) for k in (*exits, depth)}
+    cut: dict[int, float] = {}
+    for k, n in exits.items():
+        cut[min(k, depth)] = cut.get(min(k, depth), 0.0) + n
+    return _work_ratio(model, cut, exits, full.batch)
+
+
+def _deeper_work(model: CatalogueModel, part: Row, full: Row) -> float:
+    """Work of the stream's mean token at full depth, over that at a partial one which served it.
+
+    What was a breach there would go on, and leave where the profile's deep tokens did.
+    """
+    exits = {k: n for k, n in part.exit_tokens.items() if n > 0.0}
+    breaches = min(part.breaches, exits.get(part.depth, 0.0))
+    deeper = {k: n for k, n in full.exit_tokens.items() if k > part.depth and n > 0.0}
+    deeper = deeper or {model.num_layers: 1.0}
+    moved = dict(exits)
+    moved[part.depth] = moved.get(part.depth, 0.0) - breaches
+    for k, n in deeper.items():
+        moved[k] = moved.get(k, 0.0) + breaches * n / sum(deeper.values())
+    return _work_ratio(model, moved, exits, part.batch)
+
+
+def _work_ratio(
+    model: CatalogueModel, new: Mapping[int, float], old: Mapping[int, float], batch: float
+) -> float:
+    """Work of tokens that leave as `new` says, over that of as many which leave as `old` says."""
+    recorded = {k: _step_s(model.record(k), batch) for k in {*new, *old}}
     work = {k: float(k) if None in recorded.values() else s or 0.0 for k, s in recorded.items()}
-    here = sum(n * work[min(k, depth)] for k, n in exits.items())
-    return here / sum(n * work[k] for k, n in exits.items())
+    return sum(n * work[k] for k, n in new.items()) / sum(n * work[k] for k, n in old.items())
+
+
+def _perplexity(row: Row, record: DepthRecord | None) -> float:
+    """A row's, together with what is on record; 1 where nothing is known."""
+    nll, scored = row.nll, row.scored
+    if record is not None and record.perplexity:
+        nll += RECORD_TOKENS * math.log(record.perplexity)
+        scored += RECORD_TOKENS
+    return math.exp(min(nll / scored, 700.0)) if scored else 1.0
 
 
 def _step_s(record: DepthRecord | None, batch: float) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from actors.auto_routing import AutoRouter, Route
@@ -93,6 +95,25 @@ def test_strict_ones_start_where_the_layers_are() -> None:
     assert [[s.info.name for s in g] for g in strict] == [["d3"], ["d0", "d1"]]
     bounded = auto.groups(PlaceRequest("b", S8, 9, 40), alive)
     assert [[s.info.name for s in g] for g in bounded] == [["d0", "d1"]]
+
+
+def test_the_first_token_of_strict_ones_comes_from_enough_layers() -> None:
+    p2, p3 = replica("p2", Role.PREFILL, S4), replica("p3", Role.PREFILL, S8)
+    serving = [p2, *FLEET[2:4]]  # prefill and decode, at four layers all of them
+    auto = router(scouts=frozenset({"p3"}))
+
+    def chosen(fleet: list[ReplicaSnapshot], model: str, needs_depth: int) -> set[str]:
+        _, found, _ = auto.choose(request("a", model, needs_depth), fleet, 0.0)
+        return {s.info.name for s in found if s.info.role is Role.PREFILL}
+
+    for model in ("s", AUTO_MODEL):
+        assert chosen([*serving, p3], model, 8) == {"p3"}, "the scout has more layers"
+        assert chosen([*serving, p3], model, 254) == {"p3"}
+        assert chosen([*serving, p3], model, 4) == {"p2"}, "four are enough"
+        assert chosen([*serving, p3], model, 0) == {"p2"}
+        assert chosen([*serving, replace(p3, draining=True)], model, 8) == {"p2"}, "to wait there"
+        p4 = replica("p4", Role.PREFILL, S8)
+        assert chosen([*serving, p3, p4], model, 8) == {"p4"}, "no scout where another will do"
 
 
 def test_a_class_without_prefill_is_passed_over_and_none_is_an_error() -> None:

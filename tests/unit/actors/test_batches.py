@@ -60,6 +60,19 @@ async def test_calls_of_one_turn_travel_together() -> None:
     assert line.sizes == [5]
 
 
+async def test_who_waits_for_nobody_travels_alone() -> None:
+    calls, line = batcher()
+    others = [asyncio.create_task(calls.call("a", "double", i, timeout_s=1)) for i in range(3)]
+    assert await calls.call_alone("a", "double", 4, timeout_s=1) == 8
+    assert line.sizes == [1], "and before those that gather"
+    with pytest.raises(KVCacheExhausted):
+        await calls.call_alone("a", "double", -1, timeout_s=1)
+    assert await asyncio.gather(*others) == [0, 2, 4]
+    line.fails = ReplicaDied("gone")
+    with pytest.raises(ReplicaDied):
+        await calls.call_alone("a", "double", 4, timeout_s=1)
+
+
 async def test_a_call_alone_leaves_at_once_and_a_close_follower_waits_a_moment() -> None:
     calls, line = batcher()
     assert await calls.call("a", "double", 1, timeout_s=1) == 2

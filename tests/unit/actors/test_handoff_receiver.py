@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from actors.handoff_receiver import HandoffReceiver
-from actors.kv_transport.payload import checksum
+from actors.kv_transport.payload import checksum, pack
 from quadriga.batching.handoff import LeaseState
 from quadriga.clock import SystemClock
-from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaError
+from quadriga.errors import (
+    KVCacheExhausted,
+    KVTransportError,
+    MigrationFailed,
+    QuadrigaError,
+    ReplicaError,
+)
 from quadriga.types import (
     DepthClass,
+    KVExtent,
     KVPart,
     ResumePoint,
     SamplingParams,
@@ -79,4 +87,103 @@ async def test_a_source_does_not_try_elsewhere_what_was_cancelled(
         await receiver.commit("t", state, [digest])
     assert failure.value.code == end
     assert await receiver.abort("t") is end
+    assert not host.held
+
+
+class TakingHost(RefusingHost):
+    """An engine that takes everybody, and remembers what was written."""
+
+    def __init__(self) -> None:
+        super().__init__(ReplicaError(""))
+        self.joined: list[ResumePoint | None] = []
+        self.written: list[tuple[int, int, int, int]] = []
+
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
+        self.joined.append(resume)
+
+    def write_kv(self, *args: Any) -> None:
+        row, first_layer, start, kv = args
+        assert torch.equal(kv, KV[:, :, :, : kv.shape[3]])
+        self.written.append((row, first_layer, start, kv.shape[3]))
+
+
+def a_part(index: int, start: int, num_tokens: int, transfer_id: str = "t") -> KVPart:
+    kv = KV[:, :, :, :num_tokens].contiguous()
+    return KVPart(
+        transfer_id, index, 0, 2, start, num_tokens, tuple(kv.shape), "float32", checksum(kv)
+    )
+
+
+def carried(*parts: KVPart) -> ResumePoint:
+    return ResumePoint(
+        (KVExtent(0, 2, NUM_TOKENS),),
+        None,
+        last_kv=tuple((p, pack(KV[:, :, :, : p.num_tokens])) for p in parts),
+    )
+
+
+async def open_transfer(host: TakingHost) -> tuple[HandoffReceiver, SequenceState]:
+    receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
+    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, is_live=True)
+    await receiver.reserve(offer)
+    part = a_part(0, 0, 1)
+    receiver.store("source", part, KV[:, :, :, :1].contiguous())
+    state = SequenceState(
+        "s", "s", "m", [1] * NUM_TOKENS, SamplingParams(max_tokens=4), "i", 0.0, 1e12,
+        epoch=1, output_ids=[7],
+    )  # fmt: skip
+    return receiver, state
+
+
+async def test_a_commit_may_bring_the_last_kv_and_be_repeated() -> None:
+    host = TakingHost()
+    receiver, state = await open_transfer(host)
+    resume = carried(a_part(1, 1, 1), a_part(2, 2, 1))
+    sums = [a_part(0, 0, 1).checksum] * 3
+    for _ in range(2):
+        await receiver.commit("t", state, sums, resume)
+    assert host.written == [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 2, 1)]
+    assert len(host.joined) == 1
+    assert host.joined[0] is not None
+    assert host.joined[0].last_kv == (), "bytes that are written are not kept"
+    assert await receiver.abort("t") is LeaseState.COMMITTED
+
+
+@pytest.mark.parametrize(
+    ("parts", "code"),
+    [
+        ([a_part(1, 1, 1)], "incomplete"),
+        ([replace(a_part(1, 1, 2), checksum=5)], "corrupt"),
+        ([a_part(2, 1, 2)], "refused"),
+        ([a_part(1, 1, 2, "u")], "refused"),
+        ([replace(a_part(1, 1, 1), shape=(2, 2, 1, 2, 4))], "refused"),
+        ([a_part(1, 31, 2)], "refused"),
+    ],
+    ids=["too little", "corrupt", "a gap", "another's", "misshapen", "outside"],
+)
+async def test_last_kv_that_does_not_belong_there(parts: list[KVPart], code: str) -> None:
+    host = TakingHost()
+    receiver, state = await open_transfer(host)
+    sums = [a_part(0, 0, 1).checksum, *(part.checksum for part in parts)]
+    with pytest.raises(ReplicaError) as failure:
+        await receiver.commit("t", state, sums, carried(*parts))
+    assert failure.value.code == code
+    assert host.joined == []
+    assert await receiver.abort("t") is LeaseState.ABORTED
+    assert not host.held
+
+
+async def test_last_kv_that_finds_no_memory_is_no_commit() -> None:
+    host = TakingHost()
+    receiver, state = await open_transfer(host)
+
+    def full(*_: object) -> None:
+        raise KVCacheExhausted("no pages")
+
+    host.write_kv = full  # type: ignore[method-assign]
+    resume = carried(a_part(1, 1, 2))
+    sums = [a_part(0, 0, 1).checksum, a_part(1, 1, 2).checksum]
+    with pytest.raises(KVTransportError, match="was not written: no pages"):
+        await receiver.commit("t", state, sums, resume)
+    assert await receiver.abort("t") is LeaseState.ABORTED
     assert not host.held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import actors.scaling
 from actors.fleet import Fleet, Member, Phase
 from actors.helios import HeliosControl
 from actors.helios_setup import set_up
-from actors.members import place_name
+from actors.members import class_of, place_name
 from actors.status import Load, ParkedSequence, ReplicaStatus
 from quadriga.clock import ManualClock
 from quadriga.config import QuadrigaConfig, load_config
@@ -260,6 +261,37 @@ async def test_parked_sequences_go_where_the_layers_are(monkeypatch: pytest.Monk
     assert stand.control.view()["counters"]["escalated"] == 1
 
 
+async def test_prefill_loads_what_strict_sequences_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"], "helios.scout": False})
+    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
+        "resized", depth=depth, kv_capacity_tokens=9000, load_s=0.1
+    )
+    prefill, decode = stand.add(PREFILL, S8), stand.add(DECODE, S8)
+    await stand.tick()
+    stand.control.report([finished("decode:0", S8, e2=30, e4=60, e8=10)] * 2)
+    for _ in range(4):
+        stand.clock.advance(1.0)
+        await stand.tick()
+    assert {class_of(m) for m in (prefill, decode)} == {S4}
+    load_of(prefill).strict_depth = 8
+    for _ in range(4):
+        stand.clock.advance(1.0)
+        await stand.tick()
+    assert {class_of(m) for m in (prefill, decode)} == {S8}, "decode will need them next"
+    load_of(prefill).strict_depth = 0
+    load_of(decode).strict_depth = 8
+    await stand.tick()
+    assert {class_of(m) for m in (prefill, decode)} == {S8}
+    load_of(decode).strict_depth = 0
+    for _ in range(4):
+        stand.clock.advance(1.0)
+        await stand.tick()
+    assert {class_of(m) for m in (prefill, decode)} == {S4}
+    assert stand.control.view()["target"] == str(S4)
+
+
 async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
     for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
@@ -328,3 +360,159 @@ async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.Monke
     assert {name, heir} == {"decode:0", "decode:2"}
     places = stand.control.book.specs()
     assert len([k for k in places if k[0] is Role.DECODE]) == 2, "one that serves, and the scout"
+
+
+class Scaled(Stand):
+    """A stand whose class grows and shrinks; loads are what `running` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+        scaling = {
+            "helios.models": ["quadriga-s"],
+            "helios.scaling.enabled": True,
+            "helios.scaling.down_after_s": 5.0,
+            "helios.scaling.pending_timeout_s": 10.0,
+        }
+        super().__init__(monkeypatch, **scaling | changes)
+        self.running: dict[str, int] = {}
+        self.answers["loads"] = self._loads
+        self.answers["hand_over"] = lambda name, heir: [MigrationReport("s", "moved")]
+
+    def _loads(self, _: str) -> list[ReplicaSnapshot]:
+        return [
+            ReplicaSnapshot(m.status.info, 0.0, num_running=self.running.get(m.name, 0))
+            for m in self.fleet.members.values()
+            if m.status is not None
+        ]
+
+    async def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.clock.advance(1.0)
+            await self.tick()
+
+    async def serve(self, at: DepthClass) -> None:
+        """Have a class chosen, and everybody hold it."""
+        self.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
+            "resized", depth=depth, kv_capacity_tokens=4096, load_s=0.1
+        )
+        for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
+            self.add(key, S8)
+        await self.tick()
+        exits = {"e2": 1, "e4": 1, "e8": 98} if at == S8 else {"e2": 30, "e4": 60, "e8": 10}
+        self.control.report([finished("decode:1", S8, **exits)] * 2)
+        await self.ticks(4)
+        assert self.control.view()["target"] == str(at)
+
+    @property
+    def decode_places(self) -> set[int]:
+        return {n for role, n in self.control.book.specs() if role is Role.DECODE} - {1}
+
+
+async def test_a_replica_that_never_comes_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Scaled(monkeypatch, **{"helios.scaling.max_replicas": 2, "helios.dwell_loads": 0.0})
+    await stand.serve(S4)
+    stand.running["decode:0"] = 8
+    await stand.ticks(2)
+    assert stand.decode_places == {0, 2}
+    pending = stand.add((Role.DECODE, 2), S4)
+    pending.phase, pending.status = Phase.PENDING, None
+    load = load_of(stand.fleet.members["decode:0"])
+    for i in range(1, 6):  # meanwhile confidence breaks: the machine goes on
+        load.exits = ExitCounters(tokens={4: 100 * i}, breaches=90 * i)
+        await stand.ticks(1)
+    assert class_of(stand.fleet.members["decode:0"]) == S8
+    assert stand.decode_places == {0, 2}, "no more are asked for than are wanted"
+    await stand.ticks(9)
+    assert stand.decode_places == {0, 3}, "it is given up, and another one is asked for"
+    starting = stand.add((Role.DECODE, 3), S8)
+    starting.phase, starting.status = Phase.STARTING, None
+    await stand.ticks(30)
+    assert stand.decode_places == {0, 3}, "what is placed may take its time to load"
+    stand.add((Role.DECODE, 3), S8)
+    stand.running["decode:3"] = 1
+    await stand.ticks(3)
+    assert stand.decode_places == {0, 3} and not stand.of("hand_over")
+
+
+async def test_one_leaves_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Scaled(monkeypatch, **{"decode_replicas": 1, "helios.scaling.max_replicas": 3})
+    await stand.serve(S8)
+    stand.running["decode:0"] = 15
+    await stand.ticks(2)
+    assert stand.decode_places == {0, 2, 3}
+    for n in (2, 3):
+        stand.add((Role.DECODE, n), S8)
+    stand.running = {"decode:0": 2, "decode:2": 1, "decode:3": 1}
+    stand.answers["hand_over"] = lambda name, heir: [
+        MigrationReport("a", "moved"),
+        MigrationReport("b", "refused" if heir == "decode:2" else "moved"),
+    ]
+    while not stand.of("hand_over"):
+        await stand.ticks(1)
+    first, then = stand.of("hand_over")
+    assert (first[0], first[2], then[2]) == ("decode:0", "decode:2", "decode:3"), "what is left"
+    stand.answers["hand_over"] = lambda name, heir: []
+    stand.fleet.members[first[0]].phase = Phase.RETIRING
+    await stand.ticks(20)
+    assert len(stand.of("hand_over")) == 2, "the first one is still leaving"
+    del stand.fleet.members[first[0]]
+    await stand.ticks(20)
+    assert len(stand.of("hand_over")) == 3
+    assert len(stand.decode_places) == 1
+
+
+async def test_a_replica_at_another_depth_carries_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand = Scaled(monkeypatch, **{"decode_replicas": 2, "helios.scaling.max_replicas": 4})
+    stand.answers["resize"] = lambda name, depth, deadline_s: (
+        ResizeReport("failed", "no memory")
+        if name == "decode:1"
+        else ResizeReport("resized", depth=depth, kv_capacity_tokens=4096)
+    )
+    scouts = {(Role.PREFILL, 1), (Role.DECODE, 2)}
+    for key in {PREFILL, DECODE, (Role.DECODE, 1)} | scouts:
+        stand.add(key, S8)
+    await stand.tick()
+    stand.control.report([finished("decode:2", S8, e2=30, e4=60, e8=10)] * 2)
+    stand.running = {"decode:0": 6, "decode:1": 5}
+    await stand.ticks(30)
+    assert class_of(stand.fleet.members["decode:1"]) == S8, "its order fails again and again"
+    places = {n for role, n in stand.control.book.specs() if role is Role.DECODE}
+    assert places == {0, 1, 2}, "two are wanted for eleven, and two there are"
+    stand.running["decode:1"] = 8
+    await stand.ticks(2)
+    (added,) = stand.control.view()["scaling"]["decisions"]
+    assert added["what"] == "AddReplicas" and added["count"] == 1, "its load counts, too"
+
+
+async def test_who_waits_for_a_decode_replica_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand = Scaled(monkeypatch, **{"helios.scaling.max_replicas": 4})
+    await stand.serve(S8)
+
+    def loads(_: str) -> list[ReplicaSnapshot]:
+        infos = {m.name: m.status.info for m in stand.fleet.members.values() if m.status}
+        return [
+            # Of six that hold a row three are on their way, two look for room; three more queue.
+            ReplicaSnapshot(infos["prefill:0"], 0.0, num_running=5, num_waiting=3),
+            ReplicaSnapshot(infos["decode:0"], 0.0, num_running=5, num_waiting=4, num_paused=1),
+        ]
+
+    stand.answers["loads"] = loads
+    await stand.ticks(2)
+    # 5 run, 1 is paused, 3 come, 5 wait: 14 of 6 each.
+    assert stand.decode_places == {0, 2, 3}
+
+
+async def test_the_next_controller_keeps_what_scaling_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand = Scaled(monkeypatch, **{"helios.scaling.max_replicas": 2})
+    await stand.serve(S8)
+    stand.add((Role.DECODE, 2), S8)
+    leaving = stand.add((Role.DECODE, 3), S8)
+    assert leaving.status is not None
+    leaving.status = replace(leaving.status, is_draining=True)
+    stand.again()
+    assert stand.decode_places == {0, 2}, "one that drains is no place to fill"

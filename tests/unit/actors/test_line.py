@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.prefill_handoff import Line
+from actors.prefill_handoff import STARVING_S, Line
 
 
 async def settle() -> None:
@@ -52,3 +52,34 @@ async def test_whoever_gives_up_makes_way() -> None:
             await gone
         assert not after.done()
     await asyncio.wait_for(after, 5.0)
+
+
+async def test_nobody_waits_for_ever_behind_the_important() -> None:
+    now_s = [0.0]
+    line, served = Line(lambda: now_s[0]), []
+    names = ("first", "important", "more important", "humble")
+    gates = {name: asyncio.Event() for name in names}
+
+    async def wait(name: str, priority: int) -> None:
+        async with line.turn(priority):
+            served.append(name)
+            await gates[name].wait()
+
+    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+        for name, priority in (("first", 0), ("humble", 9), ("important", 0)):
+            tasks.create_task(wait(name, priority))
+            await settle()
+        gates["first"].set()
+        await settle()
+        assert served == ["first", "important"]
+        tasks.create_task(wait("more important", -5))
+        await settle()
+        assert served[2:] == ["more important"]
+        assert line.is_free_for(-9)
+        now_s[0] = STARVING_S + 0.5
+        gates["important"].set()
+        await settle()
+        assert served[3:] == ["humble"], "it has waited for long enough"
+        assert not line.is_free_for(-9)
+        for gate in gates.values():
+            gate.set()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from actors import migration_copy
 from actors import migrations as migrations_module
 from actors.migration import Migration
 from actors.migrations import MAX_OUTGOING, Migrations
@@ -26,6 +27,7 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
+from quadriga.exits import ExitParams
 from quadriga.types import (
     DepthClass,
     Emission,
@@ -39,14 +41,24 @@ from quadriga.types import (
     SequenceState,
     TransferOffer,
 )
-from tests.fake_runner import FakeRunner, next_token
+from tests.fake_runner import FakeRunner, FakeSuspended, next_token
 
 CLASS = DepthClass("fake", FakeRunner.num_layers)
 Result = TypeVar("Result")
 
 
+class TensorSuspended(FakeSuspended):
+    def read(self, first_layer: int, num_layers: int, start: int, stop: int) -> torch.Tensor:
+        assert stop <= len(self.tokens)
+        return torch.zeros(num_layers, 2, 1, stop - start, 2)
+
+
 class TensorRunner(FakeRunner):
     """What it reads has bytes."""
+
+    def suspend(self, row: int) -> TensorSuspended:
+        found = super().suspend(row)
+        return TensorSuspended(found.tokens, found.extents, found.rest, found.depth)
 
     def read_kv(  # type: ignore[override]
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int
@@ -63,6 +75,7 @@ class Transfer:
         fails: Errors by call: "send", "commit"; and "settle", one for each try.
         end: What the destination says in the end.
         sent: Positions per layer.
+        carried: Those that went with the commit.
         committed: What came with the commit.
     """
 
@@ -72,6 +85,7 @@ class Transfer:
     end: LeaseState
     on: Callable[[str], Any]
     sent: list[tuple[int, int, int]] = field(default_factory=list)
+    carried: list[tuple[int, int, int]] = field(default_factory=list)
     committed: tuple[SequenceState, ResumePoint] | None = None
     num_aborts: int = 0
     num_settles: int = 0
@@ -86,6 +100,9 @@ class Transfer:
     ) -> None:
         self._fail("rest" if deadline_s is not None else "send")
         self.sent.append((first_layer, start, kv.shape[3]))
+
+    def carry(self, first_layer: int, start: int, kv: torch.Tensor) -> None:
+        self.carried.append((first_layer, start, kv.shape[3]))
 
     async def commit(self, state: SequenceState, resume: ResumePoint, *, deadline_s: float) -> None:
         self.committed = (state, resume)
@@ -155,8 +172,11 @@ class Replica:
         self.fails, self.end = fails, LeaseState.ABORTED
         self.on: Callable[[str], Any] = lambda name: None
         self.transfers: list[Transfer] = []
+        self.their_depth = CLASS.depth
 
         class Config:
+            deterministic = False
+
             class transport:
                 deadline_s = 5.0
 
@@ -169,16 +189,24 @@ class Replica:
         self.migrations._sender = self  # type: ignore[assignment]
 
     async def reserve(
-        self, peer: str, state: SequenceState, depth_class: DepthClass, *, is_live: bool
+        self,
+        peer: str,
+        state: SequenceState,
+        depth_class: DepthClass,
+        *,
+        is_live: bool,
+        depths: tuple[int, int],
     ) -> Transfer:
         assert is_live
+        self.asked = (depth_class, depths)
         self.on("reserve")
         if self.fails.get("reserve"):
             raise self.fails["reserve"].pop(0)
         offer = TransferOffer(
             "t", state.sequence_id, CLASS, "source", state.epoch + 1, 0, 0, "gloo", 1.0
         )
-        info = ReplicaInfo(peer, Role.DECODE, CLASS, "", "", 4, 1024)
+        theirs = replace(CLASS, depth=self.their_depth)
+        info = ReplicaInfo(peer, Role.DECODE, theirs, "", "", 4, 1024)
         transfer = Transfer(offer, info, self.fails, self.end, self.on)
         self.transfers.append(transfer)
         return transfer
@@ -274,11 +302,109 @@ async def test_orders_that_cannot_be_followed(changes: dict[str, Any], reason: s
     assert replica.goes_on()
 
 
-async def test_a_paused_sequence_is_refused() -> None:
+async def test_a_paused_sequence_moves_out_of_host_memory() -> None:
     replica = Replica()
+    state = replica.take()
+    known = state.num_tokens - 1
+    assert replica.loop.pause("s")
+    assert (await replica.migrate()).outcome == "moved"
+    (transfer,) = replica.transfers
+    assert sum(n for _, _, n in transfer.sent + transfer.carried) == known
+    assert transfer.committed is not None
+    assert transfer.committed[1].extents[-1].num_tokens == known
+    assert replica.moves == ["begun", "done"]
+    assert not replica.loop.is_paused("s")
+    assert replica.loop.slots.holders == []
+
+
+@pytest.mark.parametrize("step", ["reserve", "send", "commit"])
+async def test_a_paused_sequence_that_does_not_move_comes_back(step: str) -> None:
+    lost: list[QuadrigaError] = [KVTransportError("lost", code="refused")]
+    replica = Replica(**{step: lost})
     replica.take()
     assert replica.loop.pause("s")
-    assert (await replica.migrate()).reason.startswith("paused:")
+    report = await replica.migrate()
+    assert report.outcome == ("refused" if step == "reserve" else "failed")
+    assert replica.loop.is_paused("s")
+    assert replica.goes_on()
+
+
+@pytest.mark.parametrize("step", ["send", "phase"])
+async def test_it_may_be_paused_and_come_back_while_it_is_copied(step: str) -> None:
+    replica = Replica()
+    replica.take()
+
+    def turn(name: str) -> None:
+        if name == step and not replica.loop.is_paused("s"):
+            assert replica.loop.pause("s")
+        elif name == step:
+            replica.loop.step()  # there is room: it runs again
+
+    replica.on = turn
+    assert (await replica.migrate()).outcome == "moved"
+    assert replica.loop.num_pauses > 0
+    (transfer,) = replica.transfers
+    assert transfer.committed is not None
+    known = transfer.committed[0].num_tokens - 1
+    assert sum(n for _, _, n in transfer.sent + transfer.carried) == known, "nothing goes twice"
+    assert replica.loop.slots.holders == []
+
+
+async def test_the_last_kv_goes_with_the_commit() -> None:
+    replica = Replica()
+    replica.take()
+    replica.on = lambda name: replica.loop.step() if name == "phase" else None
+    report = await replica.migrate()
+    (transfer,) = replica.transfers
+    assert [n for _, _, n in transfer.carried] == [1]
+    assert (
+        report.bytes_sent == sum(n for _, _, n in transfer.sent + transfer.carried) * 8 * 2 * 2 * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("exits", "deterministic", "depths"),
+    [
+        (ExitParams(policy="strict"), False, (8, 0)),
+        (ExitParams(policy="strict", max_depth=5), True, (5, 0)),
+        (ExitParams(policy="bounded"), False, (0, 0)),
+        (ExitParams(policy="bounded"), True, (8, 8)),
+        (ExitParams(policy="bounded", max_depth=5), True, (5, 0)),
+        (ExitParams(policy="bounded", max_depth=9), True, (8, 8)),
+    ],
+)
+async def test_how_deep_the_destination_must_be(
+    exits: ExitParams, deterministic: bool, depths: tuple[int, int]
+) -> None:
+    replica = Replica()
+    replica.config.deterministic = deterministic
+    replica.take().exits = exits
+    assert (await replica.migrate()).outcome == "moved"
+    assert replica.asked == (CLASS, depths)
+
+
+async def test_a_shallower_destination_gets_its_layers_alone() -> None:
+    replica = Replica()
+    replica.their_depth = 3
+    replica.take().exits = ExitParams(policy="bounded")
+    assert (await replica.migrate()).outcome == "moved"
+    (transfer,) = replica.transfers
+    assert transfer.committed is not None
+    assert [e.stop_layer for e in transfer.committed[1].extents] == [3]
+
+
+async def test_a_source_that_changes_its_depth_keeps_the_sequence() -> None:
+    replica = Replica()
+    replica.take()
+
+    def change(name: str) -> None:
+        if name == "send":
+            replica.loop.departures.num_depths += 1
+
+    replica.on = change
+    report = await replica.migrate()
+    assert (report.outcome, report.reason.split(":")[0]) == ("failed", "depth_changed")
+    assert replica.goes_on()
 
 
 async def test_who_is_refused_at_the_destination_stays() -> None:
@@ -315,7 +441,10 @@ async def test_one_order_for_a_sequence_at_a_time_and_few_of_all() -> None:
 
 
 @pytest.mark.parametrize("step", ["send", "phase", "rest"])
-async def test_what_fails_before_the_commit_leaves_it_here(step: str) -> None:
+async def test_what_fails_before_the_commit_leaves_it_here(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration_copy, "MAX_CARRIED_BYTES", 0)  # what is left is sent by itself
     lost: list[QuadrigaError] = [KVTransportError("lost", code="refused")]
     replica = Replica(**{step: lost})
     state = replica.take()

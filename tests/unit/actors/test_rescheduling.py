@@ -139,6 +139,11 @@ async def test_modes_change_while_it_runs() -> None:
     made.look()
     assert made.reported(uneven()[0], []) == Wishes()
     assert not made.governor.is_on
+    # How many replicas are wanted is counted from forecasts, whether anything is moved or not.
+    scaled = {"enabled": True, "scaling": {"enabled": True}}
+    made.configure(load_config({"scheduler": {"ares": {"mode": "off"}}, "helios": scaled}))
+    made.look()
+    assert made.reported(uneven()[0], []) == Wishes(forecast=True)
 
 
 async def test_what_came_of_predictions_is_counted() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.departures import Rest
 from quadriga.batching.precopy import PreCopy
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
-from quadriga.errors import DeadlineExceeded
+from quadriga.errors import DeadlineExceeded, MigrationFailed
 from quadriga.exits import ExitCounters, ExitParams
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.types import SamplingParams, SequenceState
@@ -127,9 +129,82 @@ def test_who_is_not_here_is_not_read() -> None:
     assert departures.freeze("one", PreCopy()) is None
     replica.take("one")
     assert departures.state("one") is not None
-    assert replica.loop.pause("one")
+    assert departures.read("one", PreCopy(), 1) is not None
+    replica.loop.leave("one")
     assert departures.read("one", PreCopy(), 1) is None
-    assert replica.loop.is_paused("one")
+
+
+def test_a_paused_sequence_rests_in_host_memory() -> None:
+    replica = Replica()
+    loop, departures = replica.loop, replica.loop.departures
+    state, other = replica.take("one"), replica.take("other")
+    for _ in range(6):
+        loop.step()
+    while loop._places.front.get(loop._places.rows["one"]) is not None:
+        loop.step()  # until its token waits at an exit
+    assert loop.pause("one")
+    held = departures.held("one")
+    assert held is not None
+    assert (held.state, held.depth, held.is_paused) == (state, 8, True)
+    rest = replica.freeze("one")
+    assert not loop.is_paused("one")
+    assert rest.resume.waited_at is not None
+    assert rest.resume.rest == rest.resume.waited_at + 1, "where the runner left it"
+    assert rest.resume.extents[0].num_tokens == state.num_tokens
+    said = list(state.output_ids)
+    for _ in range(5):
+        loop.step()
+        loop.check()
+    assert state.output_ids == said, "nobody takes it up again"
+    assert departures.thaw("one")
+    assert loop.is_paused("one")
+    while loop.has_work:
+        loop.step()
+    assert (len(state.output_ids), len(other.output_ids)) == (50, 50)
+    assert loop.slots.holders == []
+
+
+def test_a_paused_sequence_at_rest_is_let_go() -> None:
+    replica = Replica()
+    state = replica.take("one")
+    replica.loop.step()
+    assert replica.loop.pause("one")
+    replica.freeze("one")
+    assert replica.loop.leave("one") is state
+    assert not replica.loop.has_work
+    assert replica.loop.slots.holders == []
+    assert replica.loop.running == []
+
+
+def test_fewer_layers_go_and_a_token_behind_them_is_run_again() -> None:
+    replica = Replica()
+    replica.take("one")
+    waiting = replica.loop._places.waiting
+    while not waiting[1]:
+        replica.loop.step()  # until its token waits behind five layers
+    for depth, waited_at in ((8, 1), (5, 1), (2, None)):
+        books = PreCopy(depth)
+        while not isinstance(rest := replica.loop.departures.freeze("one", books), Rest):
+            assert rest is not None
+        assert rest.resume.extents[-1].stop_layer == depth
+        assert rest.resume.waited_at == waited_at
+        assert all(span.stop_layer <= depth for span, _ in rest.reading.parts)
+        assert replica.loop.departures.thaw("one")
+
+
+def test_a_change_of_depth_ends_what_was_begun() -> None:
+    replica = Replica()
+    replica.take("one")
+    books = PreCopy()
+    assert replica.loop.departures.read("one", books, 1) is not None
+    replica.loop.departures.num_depths += 1
+    for look in (
+        replica.loop.departures.freeze,
+        lambda n, b: replica.loop.departures.read(n, b, 1),
+    ):
+        with pytest.raises(MigrationFailed, match="while it was copied"):
+            look("one", books)
+    assert isinstance(replica.freeze("one"), Rest), "and another one begins"
 
 
 def test_a_token_that_went_deep_costs_another_piece_before_the_rest() -> None:

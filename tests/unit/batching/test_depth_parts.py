@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.paced_runner import PacedRunner
-from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_loop import MAX_SHALLOW, PrefillLoop
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
-from quadriga.errors import ConfigError, InvariantViolation, KVCacheExhausted
+from quadriga.errors import ConfigError, InvariantViolation, KVCacheExhausted, Overloaded
 from quadriga.exits import ExitCounters, ExitParams
 from quadriga.pacing import find_profile
 from quadriga.policies.baselines.exits import LazyExits
@@ -102,6 +105,68 @@ def test_prefill_changes_depth_between_prompts() -> None:
     loop.step()
     assert {(first, count) for n, first, count in events.kv if n == "b"} == {(0, 4), (4, 4)}
     loop.check()
+
+
+def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None:
+    runner, clock, events = FakeDepthRunner(4, 5), ManualClock(), Events()
+    loop = PrefillLoop(
+        runner=runner,
+        slots=SlotTable(num_rows=4, row_capacity_tokens=64, kv_capacity_tokens=256),
+        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
+        events=events,
+        eos_token_ids=(),
+        chunk_tokens=99,
+        layer_groups=1,
+        clock=clock,
+        full_depth=8,
+    )
+
+    def strict(name: str, **changes: Any) -> SequenceState:
+        return replace(make_state(name), exits=ExitParams(0.9, "strict"), **changes)
+
+    loop.submit(strict("deep"))
+    loop.submit(strict("late", deadline_unix_s=clock.unix_s() + 1.0))
+    loop.submit(strict("cancelled"))
+    assert not loop.has_work, "nothing to do, and no spinning"
+    assert (loop.needs_depth, loop.num_waiting, loop.waiting_tokens) == (8, 3, 24)
+    # Those whose first token is out, that want none, or that limit themselves need no more.
+    loop.submit(replace(strict("rebuilt", output_ids=[7]), exit_layers=[8]))
+    loop.submit(strict("scored", sampling=SamplingParams(max_tokens=0)))
+    loop.submit(replace(make_state("limited"), exits=ExitParams(0.9, "strict", 5)))
+    loop.step()
+    assert {name for name, _, _ in events.kv} == {"rebuilt", "scored", "limited"}
+    for name in ("rebuilt", "limited"):
+        loop.release(name)
+    assert loop.release("cancelled") and loop.num_waiting == 2
+    clock.advance(2.0)
+    with pytest.raises(AssertionError, match="deadline"):
+        loop.step()
+    loop.hold()
+    assert loop.is_quiet
+    runner.take_depth(8)
+    loop.resume()
+    assert loop.has_work
+    loop.step()
+    assert ("deep", 0, 8) in events.kv and loop.needs_depth == loop.num_waiting == 0
+    loop.check()
+
+
+def test_no_more_wait_for_layers_than_a_replica_can_remember() -> None:
+    loop = PrefillLoop(
+        runner=FakeDepthRunner(1, 5),
+        slots=SlotTable(num_rows=1, row_capacity_tokens=64, kv_capacity_tokens=64),
+        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
+        events=Events(),
+        eos_token_ids=(),
+        chunk_tokens=8,
+        layer_groups=1,
+        clock=ManualClock(),
+        full_depth=8,
+    )
+    for i in range(MAX_SHALLOW):
+        loop.submit(replace(make_state(f"s{i}"), exits=ExitParams(0.9, "strict")))
+    with pytest.raises(Overloaded, match="wait for layers"):
+        loop.submit(replace(make_state("one more"), exits=ExitParams(0.9, "strict")))
 
 
 def costs() -> SegmentCosts:

@@ -153,6 +153,67 @@ def test_a_commit_wants_exactly_what_was_computed(
     assert table.state("t") is LeaseState.OPEN
 
 
+def live(depth: int, least: int = 0, most: int = 0) -> TransferOffer:
+    return replace(
+        offer(),
+        depth_class=DepthClass("m", depth),
+        is_live=True,
+        min_depth=least,
+        max_depth=most,
+    )
+
+
+@pytest.mark.parametrize(
+    ("offered", "code"),
+    [
+        (live(2), None),
+        (live(6), None),
+        (live(6, least=4), None),
+        (live(6, least=5), "wrong_depth"),
+        (live(2, least=2), None),
+        (live(2, least=2, most=2), "wrong_depth"),
+        (live(4, least=4, most=4), None),
+        (replace(live(4), depth_class=DepthClass("n", 4)), "wrong_depth_class"),
+        (replace(live(6, least=6), is_live=False), None),
+    ],
+)
+def test_who_may_come_from_another_depth(offered: TransferOffer, code: str | None) -> None:
+    table = LeaseTable(CLASS, any_depth=True)
+    if code is None:
+        assert table.open(offered, row=0, now_s=0.0).depth == min(offered.depth_class.depth, DEPTH)
+    else:
+        with pytest.raises(MigrationFailed) as refusal:
+            table.check_offer(offered)
+        assert refusal.value.code == code
+    if offered.depth_class != CLASS:
+        with pytest.raises(MigrationFailed) as refusal:
+            LeaseTable(CLASS).check_offer(offered)
+        assert refusal.value.code == "wrong_depth_class"
+
+
+def test_a_deeper_source_sends_the_layers_that_are_here() -> None:
+    table = LeaseTable(CLASS, any_depth=True)
+    table.open(live(6), row=3, now_s=0.0)
+    store(table, part(0, 0, 4, 0, 10))
+    with pytest.raises(MigrationFailed) as refusal:
+        table.commit("t", epoch=1, num_tokens=10, checksums=[7], extents=extents(10, 10, 10))
+    assert refusal.value.code == "incoherent"
+    assert table.commit("t", epoch=1, num_tokens=10, checksums=[7], extents=extents(10, 10))
+
+
+def test_a_replica_that_lost_layers_meanwhile_refuses_who_needs_them() -> None:
+    table = LeaseTable(CLASS, any_depth=True)
+    table.open(live(4, least=4), row=3, now_s=0.0)
+    store(table, part(0, 0, 4, 0, 10))
+    table.follow(DepthClass("m", 2))
+    with pytest.raises(MigrationFailed) as refusal:
+        table.commit("t", epoch=1, num_tokens=10, checksums=[7], extents=extents(10, 10))
+    assert refusal.value.code == "wrong_depth"
+    assert table.state("t") is LeaseState.OPEN
+    table.follow(CLASS)
+    assert table.commit("t", epoch=1, num_tokens=10, checksums=[7], extents=extents(10, 10))
+
+
 def test_live_transfers_are_counted(table: LeaseTable) -> None:
     assert table.num_live == 0
     table.open(replace(offer("u", "v"), is_live=True), row=1, now_s=0.0)

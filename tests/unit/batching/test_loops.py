@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.prefill_loop import PrefillLoop
-from quadriga.batching.prefill_queue import PrefillQueue
+from quadriga.batching.prefill_queue import STARVING_S, PrefillQueue
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
 from quadriga.errors import (
@@ -196,6 +196,24 @@ def test_the_queue_refuses_with_a_time() -> None:
         h.loop.submit(sequence("x", [1]))
     assert caught.value.retry_after_s is not None
     assert caught.value.retry_after_s >= 1
+
+
+def test_nobody_waits_for_ever_behind_the_important() -> None:
+    queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
+    for name, priority, since_s in (("humble", 5, 0.0), ("a", 0, 1.0), ("b", 0, 4.0)):
+        queue.push(sequence(name, [1], priority=priority), now_s=since_s, drain_tokens_per_s=1)
+    taken: list[str] = []
+
+    def take(state: SequenceState) -> bool:
+        taken.append(state.sequence_id)
+        return True
+
+    queue.take(take, token_budget=1, now_s=STARVING_S - 0.1)
+    assert taken == ["a"]
+    queue.take(take, token_budget=1, now_s=STARVING_S + 0.1)
+    assert taken == ["a", "humble"]
+    queue.take(take, token_budget=1, now_s=STARVING_S + 0.1)
+    assert taken == ["a", "humble", "b"]
 
 
 def test_priority_then_arrival_then_similar_length() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.batching.precopy import MAX_REMAINDER_TOKENS, MIN_PIECE_TOKENS, KVSpan, PreCopy
-from quadriga.errors import InvariantViolation
+from quadriga.errors import InvariantViolation, MigrationFailed
 from quadriga.types import KVExtent
 
 ENDS = (2, 5, 8)
@@ -52,6 +52,28 @@ def test_kv_that_was_sent_cannot_vanish() -> None:
     books.take(extents(20, 20, 20))
     with pytest.raises(InvariantViolation, match="20 positions were sent"):
         books.take(extents(20, 20, 19))
+
+
+def test_layers_that_the_destination_has_not_got_do_not_go() -> None:
+    books = PreCopy(3)
+    assert books.take(extents(20, 18, 18)) == [KVSpan(0, 2, 0, 20), KVSpan(2, 3, 0, 18)]
+    assert books.num_cells == 2 * 20 + 18
+    assert [(e.first_layer, e.stop_layer) for e in books.cut(extents(20, 18, 18))] == [
+        (0, 2),
+        (2, 3),
+    ]
+    (span,) = books.take(extents(1000, 18, 18), 1)
+    assert span.num_cells == MIN_PIECE_TOKENS * 3, "a piece is of the layers that go"
+
+
+def test_segments_may_be_others_meanwhile_but_not_fewer_layers() -> None:
+    """As of a sequence that was paused before its replica changed its depth."""
+    books = PreCopy(5)
+    books.take(extents(20, 20, 20))
+    assert books.missing(extents(22, 20, ends=(2, 5))) == [KVSpan(0, 2, 20, 22)]
+    assert books.missing(extents(21, ends=(8,))) == [KVSpan(0, 5, 20, 21)]
+    with pytest.raises(MigrationFailed, match="5 layers were to go, and there are 2 now"):
+        books.missing(extents(21, ends=(2,)))
 
 
 @given(

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.batching.rendezvous import MAX_HOLD_SHARE, MAX_HOLDS, StepPhase, hold_s
+from quadriga.batching.rendezvous import (
+    MARGIN_SHARE,
+    MAX_HOLD_SHARE,
+    MAX_HOLDS,
+    MAX_WAIT_SHARE,
+    StepPhase,
+    hold_s,
+)
 
 
 def test_well_before_the_border_it_rests_at_once() -> None:
@@ -15,6 +23,13 @@ def test_well_before_the_border_it_rests_at_once() -> None:
 def test_just_before_the_border_the_source_lets_it_pass() -> None:
     assert hold_s(StepPhase(2.0, 15.0), age_s=1.5, lead_s=4.0) == 2.0
     assert hold_s(StepPhase(3.0, 15.0), age_s=1.0, lead_s=4.0) == MAX_HOLD_SHARE * 15.0
+
+
+def test_long_before_the_border_the_source_comes_closer() -> None:
+    """15 ms a step, 4 to get there, 1.5 to be sure, and 6 that it may wait: 11.5 is the most."""
+    assert hold_s(StepPhase(11.5, 15.0), age_s=0.0, lead_s=4.0) == 0.0
+    assert hold_s(StepPhase(12.5, 15.0), age_s=0.0, lead_s=4.0) == pytest.approx(1.0)
+    assert hold_s(StepPhase(14.9, 15.0), age_s=0.0, lead_s=4.0) == MAX_HOLD_SHARE * 15.0
 
 
 def test_nothing_is_held_back_for_an_idle_replica_or_short_steps() -> None:
@@ -37,3 +52,6 @@ def test_a_few_holds_bring_two_clocks_of_equal_steps_apart(
     border = now_s + (border_s - now_s) % step_s
     assert border >= now_s + lead_s - 1e-9, "the commit is there in time"
     assert border + step_s - now_s <= 2 * step_s + 1e-9, "two steps at the most"
+    wait_s = border - now_s - lead_s
+    is_free = lead_s + 2 * MARGIN_SHARE * step_s >= step_s
+    assert is_free or wait_s <= (MAX_WAIT_SHARE + MARGIN_SHARE + 0.1) * step_s + 1e-9

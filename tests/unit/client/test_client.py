@@ -54,7 +54,8 @@ class Servicer(QuadrigaServicer):
             delta = pb.ChoiceDelta(first_token_index=i, token_ids=[i], text=WORDS[i])
             if last:
                 delta.finish_reason = pb.FINISH_REASON_LENGTH
-            usage = pb.Usage(prompt_tokens=1, completion_tokens=4) if last else None
+            spans = [pb.DepthSpan(model="m", depth=k, tokens=2) for k in (8, 4)]
+            usage = pb.Usage(prompt_tokens=1, completion_tokens=4, spans=spans) if last else None
             yield pb.GenerateResponse(request_id=request.request_id, choices=[delta], usage=usage)
         if error is not None:
             set_error(context, error)
@@ -116,6 +117,8 @@ def test_a_broken_stream_is_taken_up_where_it_broke(servicer: Servicer, client: 
     assert len({r.seed for r in servicer.requests}) == 1, "the same seed, so the same answer"
     assert all(r.HasField("seed") for r in servicer.requests)
     assert pieces[-1].usage is not None
+    spans = (sdk.DepthSpan("m", 8, 2), sdk.DepthSpan("m", 4, 2))
+    assert pieces[-1].usage.spans == spans
     assert pieces[-1].finish_reason is FinishReason.LENGTH
     assert servicer.cancelled == []
 
@@ -240,6 +243,7 @@ def test_public_surface() -> None:
         "Choice",
         "Client",
         "Completion",
+        "DepthSpan",
         "Message",
         "Model",
         "Piece",

@@ -1,8 +1,11 @@
-"""Captures of the fake service, judged like a real one's."""
+"""The fake service: single captures of it, judged like a real one's, and whole runs against it."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from loadgen.capture import Capture
 from loadgen.checker import Verdict
 from loadgen.client_http import HttpClient, parse_url
+from loadgen.fakes.grpc_server import FakeGrpcOptions, FakeGrpcServer
 from loadgen.fakes.server import MODEL, FakeOptions, FakeServer
 from loadgen.judge import Judgement
 from loadgen.runner import now_s
@@ -56,3 +60,41 @@ def make_spec(**changes: Any) -> RequestSpec:
     if isinstance(fields["prompt"], str):
         fields["prompt_tokens"] = None
     return RequestSpec(**fields)
+
+
+Service = Callable[..., tuple[str, str]]
+
+
+@contextmanager
+def fakes(**options: Any) -> Iterator[tuple[str, str]]:
+    """Run fakes of both transports in a thread; yields (url, grpc address)."""
+    started = threading.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        grpc_options = {k: v for k, v in options.items() if k == "answer"}
+        async with (
+            FakeServer(FakeOptions(**options)) as http,
+            FakeGrpcServer(FakeGrpcOptions(**grpc_options)) as grpc,
+        ):
+            found.extend((http.url, grpc.address, asyncio.get_running_loop(), stop))
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    url, address, loop, stop = found
+    try:
+        yield url, address
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(fakes(**options))

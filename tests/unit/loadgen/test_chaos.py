@@ -12,8 +12,8 @@ import pytest
 from loadgen.bench.process_cpu import service_processes
 from loadgen.capture import Capture, Transport
 from loadgen.chaos.cells import QUICK, Cell, Fault, Moment, Victim
-from loadgen.chaos.command import summary
 from loadgen.chaos.load import Answer, make_streams
+from loadgen.chaos.report import summary
 from loadgen.chaos.verdicts import CellResult
 from loadgen.checker import Verdict
 from loadgen.checker.verdict import Choice, FaultKind, Write

@@ -7,56 +7,17 @@ import gzip
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadgen.__main__ import COMMANDS, main
-from loadgen.fakes.grpc_server import FakeGrpcOptions, FakeGrpcServer
-from loadgen.fakes.server import FakeOptions, FakeServer
+from loadgen.fakes.server import FakeServer
 from quadriga.training.tasks import TASKS, make_example, sample_examples
+from tests.unit.loadgen.conftest import Service
 
 HEADER = "arrival_s,input_tokens,output_tokens\n"
-Service = Callable[..., tuple[str, str]]
-
-
-@contextmanager
-def fakes(**options: Any) -> Iterator[tuple[str, str]]:
-    """Run fakes of both transports in a thread; yields (url, grpc address)."""
-    started = threading.Event()
-    found: list[Any] = []
-
-    async def serve() -> None:
-        stop = asyncio.Event()
-        grpc_options = {k: v for k, v in options.items() if k == "answer"}
-        async with (
-            FakeServer(FakeOptions(**options)) as http,
-            FakeGrpcServer(FakeGrpcOptions(**grpc_options)) as grpc,
-        ):
-            found.extend((http.url, grpc.address, asyncio.get_running_loop(), stop))
-            started.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert started.wait(20)
-    url, address, loop, stop = found
-    try:
-        yield url, address
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    with ExitStack() as stack:
-        yield lambda **options: stack.enter_context(fakes(**options))
 
 
 def answer_tasks(prompt: str) -> str | None:
@@ -215,6 +176,16 @@ def test_bad_options_are_named(
 def test_nobody_listening_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(("http://127.0.0.1:1", "127.0.0.1:1"), tmp_path, "--tasks", "1") == 2
     assert "is the service running?" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()  # nothing was measured, nothing is left
+
+
+def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--tasks", "many"])
+    error = capsys.readouterr().err
+    assert error == "error: argument --tasks: 'many' is not a whole number; see " + (
+        "python -m loadgen run --help\n"
+    )
 
 
 def test_api_key_is_sent_and_not_recorded(service: Service, tmp_path: Path) -> None:
@@ -235,9 +206,58 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
+def test_a_group_of_commands_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "bench serve" in out and "paper" not in out
+    assert main(["paper"]) == 2
+    assert "'paper' alone is no command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "ramp"])
+def test_help_shows_no_key(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUADRIGA_API_KEY", "s3cret-key")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "s3cret-key" not in out and "examples:" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "3", "--turns", "4"], "--turns: not for --tasks, but for --sessions N"),
+        (["--tasks", "3", "--limit", "4"], "--limit: not for --tasks, but for --prompts and"),
+        (["--sessions", "3", "--max-tokens", "9"], "--max-tokens: not for --sessions N, but"),
+        (["--sessions", "x.jsonl", "--turns", "9"], "--turns: not for --sessions FILE, but"),
+        (["--trace", "x.csv", "--think-s", "9"], "--think-s: not for --trace, but for"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    words: list[str],
+    message: str,
+    service: Service,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(service(), tmp_path, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "schlüssel"])
+def test_what_cannot_be_a_key_is_refused(
+    key: str, service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(service(), tmp_path, "--tasks", "1", "--api-key", key) == 2
+    assert "--api-key holds no key" in capsys.readouterr().err
+
+
 def test_run_loads_neither_torch_nor_ray() -> None:
     code = (
         "import sys, loadgen.run, loadgen.client_grpc, loadgen.checker.grpc, loadgen.workload;"
+        "import loadgen.ramp, loadgen.compare;"
         "import quadriga.training.tasks;"
         "sys.exit(any(m.split('.')[0] in ('torch', 'ray', 'transformers') for m in sys.modules))"
     )

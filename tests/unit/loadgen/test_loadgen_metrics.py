@@ -125,6 +125,26 @@ def test_scores_are_per_task() -> None:
     assert summarise(result(*records), Slo()).scores == {"copy": (1, 1), "sort": (1, 2)}
 
 
+def test_requests_of_conversations_are_summed_up_by_turn() -> None:
+    records = [
+        record((11.0 + turn, 1), session=number, turn=turn, dropped_turns=max(0, turn - 10))
+        for number in range(2)
+        for turn in range(12)
+    ]
+    records[1].verdict.outcome = Outcome.FAILED
+    summary = summarise(result(*records), Slo(), unsent={"a request before failed": 3})
+    assert summary.sessions == 2 and summary.unsent == {"a request before failed": 3}
+    assert [(turn.first, turn.last) for turn in summary.turns] == [
+        *((turn, turn) for turn in range(9)),
+        (9, 11),
+    ]
+    second, late = summary.turns[1], summary.turns[-1]
+    assert (second.requests, second.ok, second.shortened) == (2, 1, 0)
+    assert second.ttft.p50 == 2.0 and second.prompt_tokens == 7.0
+    assert (late.requests, late.ok, late.shortened) == (6, 6, 2)
+    assert summarise(result(record((11.0, 1))), Slo()).turns == []
+
+
 def test_running_requests_return_to_none() -> None:
     times, running = running_requests([record(), record(sent_s=15.0, ended_s=25.0)])
     assert times.tolist() == [10.0, 15.0, 20.0, 25.0]

@@ -18,7 +18,7 @@ def show(*, terminal: bool, enabled: bool = True) -> str:
     async def run() -> None:
         live = Live(num_requests=4)
         async with progress_bar(console, live, enabled=enabled):
-            live.sent, live.ended, live.broken = 4, 3, 1
+            live.sent, live.ended, live.broken, live.note = 4, 3, 1, "step 2/8"
             await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -31,6 +31,7 @@ def test_shows_counters_on_a_terminal() -> None:
     assert "3/4" in text
     assert "1 running" in text
     assert "1 broken" in text
+    assert "step 2/8" in text
 
 
 def test_says_nothing_elsewhere() -> None:

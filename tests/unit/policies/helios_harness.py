@@ -107,6 +107,7 @@ class Cluster:
     fleet: dict[str, Member]
     scouts: frozenset[str] = frozenset()
     strict: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)
     in_flight: int = 0
     in_flight_tokens: int = 0
     now_s: float = 0.0
@@ -131,7 +132,7 @@ class Cluster:
         return self.tell(
             Tick(
                 dict(self.fleet), self.scouts, self.in_flight, self.in_flight_tokens,
-                dict(self.strict),
+                dict(self.strict), dict(self.waiting),
             )
         )  # fmt: skip
 

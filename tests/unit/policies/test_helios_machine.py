@@ -356,6 +356,36 @@ def test_strict_depths_are_rounded_up_to_what_can_be_loaded() -> None:
     assert cluster.trace == ["resize decode-1 opt-1.3b@12"]
 
 
+def test_prefill_loads_what_strict_requests_wait_for() -> None:
+    machine = Helios([SMALL], HeliosConfig(scout=False), Device(value_bytes=2))
+    fleet = {
+        "d0": decode(S24),
+        "d1": decode(S24),
+        "p0": Member(Role.PREFILL, S24),
+        "p1": Member(Role.PREFILL, S24),
+    }
+    cluster = Cluster(machine, fleet)
+    cluster.tick()
+    cluster.profile()
+    cluster.settle()
+    assert {m.depth_class for m in cluster.fleet.values()} == {S6}
+    cluster.trace.clear()
+    cluster.strict, cluster.waiting = {"opt-1.3b": 24}, {"p0": 24}
+    cluster.tick()
+    assert said_reason(cluster) == "strict requests may need 24 layers of opt-1.3b"
+    cluster.settle()
+    held = {name: m.depth_class for name, m in cluster.fleet.items()}
+    assert held == {"d0": S6, "d1": S24, "p0": S24, "p1": S6}
+    cluster.waiting = {}
+    cluster.tick()
+    cluster.settle()
+    assert cluster.fleet["p0"].depth_class == S24, "it stays while strict ones are in flight"
+    cluster.strict = {}
+    cluster.tick()
+    cluster.settle()
+    assert {m.depth_class for m in cluster.fleet.values()} == {S6}
+
+
 def test_prefill_grows_first_and_shrinks_last() -> None:
     machine = Helios([SMALL], HeliosConfig(scout=False), Device(value_bytes=2))
     fleet = {"a-prefill": Member(Role.PREFILL, S24), "b-decode": decode(S24)}

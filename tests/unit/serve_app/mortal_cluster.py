@@ -17,6 +17,7 @@ from quadriga.types import (
     DepthClass,
     Emission,
     FinishReason,
+    Orphan,
     PollReply,
     ReplicaInfo,
     ReplicaSnapshot,
@@ -183,6 +184,12 @@ class MortalCluster:
         target = self.replicas[replica]
         await target.answering()
         return [s for s in sequence_ids if s in target.own]
+
+    async def find_orphans(self, claims: Sequence[str]) -> list[Orphan]:
+        return []
+
+    async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
+        return False
 
     async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         return await self.replicas[replica].poll(ack, timeout_s)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import hmac
 import io
 import os
 import pickle
@@ -186,3 +188,23 @@ def test_the_banner_names_what_runs_and_how_to_try_it() -> None:
     text = describe(status, http_url="http://h:1", grpc_address="h:2", key_hint="key: in f")
     for part in ("prefill", "quadriga-s@8", "curl http://h:1/v1/completions", "h:2", "key: in f"):
         assert part in text
+
+
+@pytest.mark.parametrize("given", ["key-0", "key-31", "key-63", "wrong", "k", "key-0" * 1000, "é"])
+def test_every_key_costs_the_same_comparisons(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever key it is, or none: each known one is compared, in full, as a digest."""
+    keys = ApiKeys.of([f"key-{i}" for i in range(64)])
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+
+    def counted(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return compare(a, b)
+
+    monkeypatch.setattr("serve_app.auth.hmac.compare_digest", counted)
+    for check in (keys.http_caller, keys.grpc_caller, keys.admin_caller):
+        compared.clear()
+        with contextlib.suppress(Unauthenticated):
+            check(f"Bearer {given}")
+        assert [known for _, known in compared] == list(keys.digests)
+        assert {len(part) for pair in compared for part in pair} == {32}

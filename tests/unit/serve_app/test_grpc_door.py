@@ -9,6 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from quadriga.client import DepthSpan
+from quadriga.client.wire import completion
 from quadriga.errors import Overloaded
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.types import token_digest
@@ -59,6 +61,31 @@ async def test_a_stream(make_stand: MakeStand) -> None:
     assert messages[-1].usage.completion_tokens == len(stand.cluster.script)
     assert messages[-1].usage.exits == {8: len(stand.cluster.script)}
     assert context.code is None
+
+
+async def test_the_usage_says_who_served_what(make_stand: MakeStand) -> None:
+    num_tokens = 5
+    stand = await make_stand(keys=KEYS, loaded=[8, 4, 4, 12, 4])
+    door = GrpcDoor(stand.desk)
+    asked = {"max_tokens": num_tokens, "model": "quadriga-s"}
+    messages = [m async for m in door.generate(wants(**asked), Context())]
+    wanted = [("quadriga-s", 8, 1), ("quadriga-s", 4, 2), ("quadriga-s", 12, 1)]
+    wanted.append(("quadriga-s", 4, 1))
+    assert spans(messages[-1].usage) == wanted
+    assert not any(m.HasField("usage") for m in messages[:-1])
+    once = await door.generate_once(wants(n=2, **asked), Context())
+    assert spans(once.usage) == 2 * wanted, "choice after choice"
+    assert completion(once).usage.spans == tuple(DepthSpan(*span) for span in 2 * wanted)
+
+
+async def test_no_spans_where_depths_never_change(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    once = await GrpcDoor(stand.desk).generate_once(wants(), Context())
+    assert spans(once.usage) == []
+
+
+def spans(usage: Any) -> list[tuple[str, int, int]]:
+    return [(s.model, s.depth, s.tokens) for s in usage.spans]
 
 
 async def test_once(make_stand: MakeStand) -> None:

@@ -37,6 +37,12 @@ class StepwiseReplica:
         paused = sum(s.tokens for _, s in self.halted_at.values())
         return self.tokens + paused + sum(self.promised.values())
 
+    factor = 1.0
+
+    @property
+    def num_halted(self) -> int:
+        return len(self.halted_at)
+
     @property
     def num_held(self) -> int:
         return len(self.running) + len(self.halted_at) + len(self.promised)

@@ -147,8 +147,18 @@ class ChoiceDelta(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     def __init__(self, index: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
+class DepthSpan(_message.Message):
+    __slots__ = ("model", "depth", "tokens")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    depth: int
+    tokens: int
+    def __init__(self, model: _Optional[str] = ..., depth: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens", "exits", "rebuilds")
+    __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens", "exits", "rebuilds", "spans")
     class ExitsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -161,12 +171,14 @@ class Usage(_message.Message):
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXITS_FIELD_NUMBER: _ClassVar[int]
     REBUILDS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     exits: _containers.ScalarMap[int, int]
     rebuilds: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., exits: _Optional[_Mapping[int, int]] = ..., rebuilds: _Optional[int] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[DepthSpan]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., exits: _Optional[_Mapping[int, int]] = ..., rebuilds: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[DepthSpan, _Mapping]]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "param", "retry_after_s")

@@ -1,0 +1,57 @@
+"""Ingresses that hang: their clients wait, and nobody else would end it soon.
+
+Serve finds a stopped replica and starts another one, but lets the old one be until its drain is
+over; as long as its process is there, its clients' connections stay open and silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import ray
+from ray.exceptions import RayError
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 10.0
+"""An ingress that sends no heartbeat for so long is ended; Serve starts another one."""
+STALL_S = 2.0
+"""Who looks after them comes by more often, unless the process stands still."""
+SERVE_NAMESPACE = "serve"
+
+
+class IngressWatch:
+    """When each ingress was last heard of; those that send no name are not watched."""
+
+    def __init__(self) -> None:
+        self._heard_s: dict[str, float] = {}
+        self._looked_s: float | None = None
+
+    def hear(self, actor: str, now_s: float) -> None:
+        """A sign of life of the ingress in an actor of Serve's."""
+        if actor:
+            self._heard_s[actor] = now_s
+
+    def hung(self, now_s: float) -> list[str]:
+        """Actors that were silent for too long; each is named once."""
+        stood_still_s = now_s - (now_s if self._looked_s is None else self._looked_s) - STALL_S
+        self._looked_s = now_s
+        if stood_still_s > 0:  # their heartbeats may lie there unread
+            self._heard_s = {a: t + stood_still_s for a, t in self._heard_s.items()}
+        silent = [a for a, heard_s in self._heard_s.items() if now_s - heard_s > SILENCE_S]
+        for actor in silent:
+            del self._heard_s[actor]
+        return silent
+
+
+async def end(actor: str) -> None:
+    """End an ingress's process, if it is there: one that was stopped in order is gone already."""
+    try:
+        handle = await asyncio.to_thread(ray.get_actor, actor, namespace=SERVE_NAMESPACE)
+        logger.warning("%s hangs; it is ended", actor)
+        await asyncio.to_thread(ray.kill, handle, no_restart=True)
+    except ValueError:
+        return
+    except RayError as exc:
+        logger.warning("%s was not ended: %s", actor, exc)

@@ -1,0 +1,79 @@
+"""Draw a comparison: both runs' distributions, and every ratio with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loadgen.checker import Outcome
+from loadgen.compare_report import Sides
+from loadgen.comparison import Row, e2e_s, longest_stall_s
+from loadgen.metrics import tpot_s, ttft_s
+from loadgen.plots import draw_cdf
+from loadgen.runner import Record
+
+MAX_RATIOS = 60  # rows of the second plot; more cannot be read
+_SIDE_COLOURS = ("tab:blue", "tab:orange")
+_COLOURS = {"better": "tab:green", "worse": "tab:red"}
+
+
+def write_compare_plots(folder: Path, sides: Sides, rows: Sequence[Row]) -> list[Path]:
+    """Write `distributions.png` and `ratios.png`; returns the paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figures = {
+        "distributions.png": _draw_distributions(pyplot, sides),
+        "ratios.png": _draw_ratios(pyplot, rows),
+    }
+    paths = []
+    for name, figure in figures.items():
+        figure.tight_layout()
+        paths.append(folder / name)
+        figure.savefig(paths[-1], dpi=110)
+        pyplot.close(figure)
+    return paths
+
+
+def _draw_distributions(pyplot: Any, sides: Sides) -> Any:
+    panels: dict[str, Callable[[Record], float | None]] = {
+        "TTFT (ms)": ttft_s,
+        "TPOT (ms)": tpot_s,
+        "longest stall (ms)": longest_stall_s,
+        "end to end (ms)": e2e_s,
+    }
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
+    for axis, (name, value) in zip(axes.flat, panels.items(), strict=True):
+        for label, colour, side in zip("AB", _SIDE_COLOURS, sides, strict=True):
+            for number, results in enumerate(side):
+                passed = (r for r in results.records if r.verdict.outcome is Outcome.OK)
+                values = [v for r in passed if (v := value(r)) is not None]
+                draw_cdf(axis, values, None if number else label, colour)
+        axis.set(xlabel=name, ylabel="share at or below", ylim=(0, 1.02), xscale="log")
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend()
+    names = [", ".join(results.path.parent.name for results in side) for side in sides]
+    figure.suptitle(f"A: {names[0]:.60}   B: {names[1]:.60}")
+    return figure
+
+
+def _draw_ratios(pyplot: Any, rows: Sequence[Row]) -> Any:
+    shown = [row for row in rows if row.difference.a > 0][:MAX_RATIOS]
+    figure, axis = pyplot.subplots(figsize=(9, 1.5 + 0.32 * len(shown)))
+    for y, row in enumerate(reversed(shown)):
+        found = row.difference
+        colour = _COLOURS.get(row.verdict, "grey")
+        if found.low is not None and found.high is not None:
+            ends = [1 + found.low / found.a, 1 + found.high / found.a]
+            axis.plot(ends, [y, y], color=colour, lw=2)
+        axis.plot(found.b / found.a, y, "o", color=colour)
+    axis.axvline(1.0, color="black", lw=0.8)
+    names = [f"{row.group} {row.name}".strip() for row in reversed(shown)]
+    axis.set_yticks(range(len(shown)), names)
+    axis.set(xlabel="B / A, with its interval", title="green: better, red: worse, grey: noise")
+    axis.grid(alpha=0.3, axis="x")
+    return figure

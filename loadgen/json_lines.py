@@ -1,0 +1,62 @@
+"""Read files of one JSON object a line, plain or gzip, with bounds on everything."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quadriga.errors import ConfigError
+
+MAX_ROWS = 1_000_000
+MAX_LINE_BYTES = 16 << 20
+
+
+def read_objects(
+    path: Path,
+    *,
+    param: str,
+    limit: int | None = None,
+    max_rows: int = MAX_ROWS,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where it stands, object); blank lines are skipped.
+
+    Args:
+        param: The option that names the file, for errors.
+        limit: Stop after this many; what follows is not looked at.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty, or a line is too long or no object.
+    """
+    count = number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            while count != limit and (line := stream.readline(max_line_bytes + 1)):
+                number += 1
+                where = f"{path}, line {number}"
+                if len(line) > max_line_bytes:
+                    raise ConfigError(f"{where}: over {max_line_bytes} bytes", param=param)
+                if not line.strip():
+                    continue
+                if count == max_rows:
+                    raise ConfigError(f"{where}: more than {max_rows} rows", param=param)
+                count += 1
+                yield where, _parse(line, where, param)
+    except (OSError, EOFError, zlib.error) as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc}", param=param) from exc
+    if not count:
+        raise ConfigError(f"{path}: no rows in it", param=param)
+
+
+def _parse(line: bytes, where: str, param: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{where}: not JSON: {exc}", param=param) from exc
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: must be a JSON object", param=param)
+    return row

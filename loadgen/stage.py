@@ -1,0 +1,147 @@
+"""What `run` and `ramp` share: the service, the load made for it, the warm-up, the record."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from loadgen import report
+from loadgen.arrivals import Arrivals
+from loadgen.capture import LoadClient
+from loadgen.client_http import HttpClient, parse_url
+from loadgen.clients import open_client
+from loadgen.judge import Judgement, score
+from loadgen.options import api_key
+from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.scenario import Load, build_load, config_of, describe
+from loadgen.target import Target, find_target
+from loadgen.verify_text import verify_texts
+from quadriga.errors import ConfigError
+
+RESULTS_FOLDER = Path("results/loadgen")
+MAX_FAILURES_SHOWN = 5
+WARM_UP_REFUSALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A service that is warm, and what is to be sent to it.
+
+    Attributes:
+        http: For the helper routes.
+        client: Of the transport under load.
+    """
+
+    args: argparse.Namespace
+    http: HttpClient
+    client: LoadClient
+    target: Target
+    load: Load
+    judgement: Judgement
+
+    async def finish(self, result: RunResult) -> None:
+        """After the load: compare texts with their token ids, score answers."""
+        if self.args.verify_text and not result.was_interrupted:
+            await verify_texts(self.http, self.target.model, result.records)
+        score(result.records)
+
+    def header(self, kind: str, result: RunResult) -> dict[str, Any]:
+        """Return the first line of the results file."""
+        args = self.args
+        facts = {"model": self.target.model, "max_model_len": self.target.max_model_len}
+        warm_up = min(args.warmup, len(self.load.specs))
+        return report.header(
+            kind=kind,
+            scenario=describe(args),
+            config={**config_of(args), **facts},
+            seed=args.seed,
+            warm_up=f"{warm_up} requests one by one before the clock, checked",
+            started_unix_s=result.start_unix_s,
+            fingerprint=self.load.fingerprint(),
+        )
+
+
+@asynccontextmanager
+async def open_stage(
+    args: argparse.Namespace, arrivals: Arrivals, live: Live
+) -> AsyncIterator[Stage]:
+    """Find the service, make the load, warm up; closes the connections at the end.
+
+    Raises:
+        ConfigError: An option, a file or the service stands in the way.
+    """
+    http = HttpClient(
+        parse_url(args.url, ca_file=args.ca_file),
+        now_s=now_s,
+        timeout_s=args.timeout_s,
+        api_key=api_key(args),
+        on_data=live.on_data if args.transport == "http" else None,
+    )
+    target = await find_target(http, args.model)
+    load = await build_load(args, arrivals, http, target)
+    async with open_client(args, http, live) as client:
+        stage = Stage(args, http, client, target, load, Judgement(target))
+        await _warm_up(stage)
+        yield stage
+
+
+async def _warm_up(stage: Stage) -> None:
+    """Send requests one by one, outside the figures; they must pass like any other.
+
+    Raises:
+        ConfigError: One failed: there is no point in measuring.
+    """
+    specs = stage.load.specs[: stage.args.warmup]
+    if not specs:
+        return
+    specs = [replace(spec, index=index, arrival_s=0.0) for index, spec in enumerate(specs)]
+    options = RunOptions(concurrency=1, honour_refusals=WARM_UP_REFUSALS)
+    result = await run_load(
+        specs, stage.client, stage.target.model, stage.judgement, options, Live()
+    )
+    for record in result.records:
+        if record.verdict.faults:
+            faults = "; ".join(map(str, record.verdict.faults[:3]))
+            raise ConfigError(f"warm-up request {record.spec.index} failed: {faults}")
+
+
+@contextmanager
+def output_folder(wanted: str | None, name: str = "") -> Iterator[Path]:
+    """Yield the folder for results, made before anything is measured.
+
+    One that was not there before is removed again where nothing came into it.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    folder = Path(wanted) if wanted else RESULTS_FOLDER / f"{name}{stamp}-{os.getpid()}"
+    was_there = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"--output: {folder}: {exc}", param="output") from exc
+    try:
+        yield folder
+    finally:
+        if not was_there:
+            with suppress(OSError):  # there is something in it
+                folder.rmdir()
+
+
+def print_failures(console: Console, result: RunResult) -> None:
+    """Print the first failed requests with their first faults."""
+    failed = [record for record in result.records if record.verdict.faults]
+    for record in failed[:MAX_FAILURES_SHOWN]:
+        faults = "; ".join(map(str, record.verdict.faults[:3]))
+        console.print(f"request {record.spec.index}: {faults}", style="red", markup=False)
+    if len(failed) > MAX_FAILURES_SHOWN:
+        console.print(f"… and {len(failed) - MAX_FAILURES_SHOWN} more; see the results")

@@ -1,0 +1,65 @@
+"""What a replica's steps cost, added up: the data that a cost model is fitted from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Sums over all steps that are over; a step with exits is one range of layers.
+
+    Attributes:
+        steps: How many.
+        busy_s: In steps, and between two of them while there was work.
+        sequences: In the step's batch.
+        tokens: Decode: KV tokens that the step attended to. Prefill: prompt tokens computed.
+    """
+
+    steps: int = 0
+    busy_s: float = 0.0
+    sequences: int = 0
+    tokens: int = 0
+
+
+class StepMeter:
+    """Times an engine's steps from the beginning of one to the beginning of the next.
+
+    What lies between them (tokens on their way, commands of the event loop) makes the batch wait
+    too, so it counts; waiting for work does not.
+
+    Attributes:
+        totals: Without the step that is under way.
+    """
+
+    def __init__(self) -> None:
+        self.totals = StepTotals()
+        self._began_s = 0.0
+        self._sequences = self._tokens = 0
+        self._is_open = False
+
+    def begin(self, now_s: float) -> None:
+        """A step may begin; the one before is over."""
+        self._close(now_s)
+        self._began_s = now_s
+
+    def ran(self, num_sequences: int, num_tokens: int) -> None:
+        """It had work."""
+        self._is_open = True
+        self._sequences += num_sequences
+        self._tokens += num_tokens
+
+    def rest(self, now_s: float) -> None:
+        """No other follows at once."""
+        self._close(now_s)
+
+    def _close(self, now_s: float) -> None:
+        if not self._is_open:
+            return
+        totals = self.totals
+        totals.steps += 1
+        totals.busy_s += now_s - self._began_s
+        totals.sequences += self._sequences
+        totals.tokens += self._tokens
+        self._sequences = self._tokens = 0
+        self._is_open = False

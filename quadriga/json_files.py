@@ -1,0 +1,36 @@
+"""Read JSON files of a checkpoint: whatever they hold, it is an object or a `ConfigError`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quadriga.errors import ConfigError
+
+MAX_BYTES = 256 << 20
+"""Tokenizers are the largest by far, with some tens of megabytes."""
+GARBLED = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What reading fields out of a well-formed object of the wrong content raises."""
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a file.
+
+    Raises:
+        ConfigError: It cannot be read, is too large, is no JSON, or no object.
+    """
+    try:
+        size = file.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(
+                f"model: {file} has {size} bytes, above the limit of {MAX_BYTES}", param="model"
+            )
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
+    except RecursionError as exc:
+        raise ConfigError(f"model: {file} is nested too deeply", param="model") from exc
+    if not isinstance(value, dict):
+        raise ConfigError(f"model: {file} must hold a JSON object", param="model")
+    return value

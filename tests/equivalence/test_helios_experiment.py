@@ -1,0 +1,162 @@
+"""The HELIOS experiment's replica says what the plain engine says, whatever the machine orders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from loadgen.paper.helios_bench import Bench, Plan
+from loadgen.paper.helios_engine import Room, ServedModel, load_engine, weight_bytes
+from loadgen.paper.helios_record import Run
+from loadgen.paper.helios_replica import MAX_TOKENS
+from loadgen.paper.helios_report import ALONE, FIXED, Setting
+from loadgen.paper.helios_serve import (
+    ProcessClock,
+    Service,
+    TurnClock,
+    open_replica,
+    serve_in_turns,
+)
+from loadgen.paper.task_suite import Prompt, TaskSuite
+from quadriga.checkpoint import read_checkpoint
+from quadriga.errors import ConfigError
+from quadriga.interfaces import PrefillChunk
+from quadriga.policies.drex import SegmentCosts
+from quadriga.types import DepthClass, SamplingParams, SequenceState
+
+S = "quadriga-s"
+
+
+def served_model(threshold: float) -> ServedModel:
+    checkpoint = read_checkpoint(S)
+    costs = SegmentCosts(len(checkpoint.exits.layers) + 1, 4)
+    return ServedModel(checkpoint, costs, threshold)
+
+
+def suite_of(count: int) -> TaskSuite:
+    return TaskSuite.make(read_checkpoint(S), count, seed=5)
+
+
+def plain(prompts: Sequence[Prompt], depth: int, threshold: float) -> list[list[int]]:
+    """The engine alone: segment after segment, each token leaves where it is sure enough."""
+    checkpoint = read_checkpoint(S)
+    native = load_engine(checkpoint, depth, num_rows=1, threads=1)
+    ends = native.segment_ends
+    answers = []
+    for prompt in prompts:
+        state = SequenceState(
+            sequence_id="plain",
+            request_id="plain",
+            model=S,
+            prompt_ids=prompt.token_ids,
+            sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0),
+            ingress_id="",
+            arrival_unix_s=0.0,
+            deadline_unix_s=math.inf,
+        )
+        native.attach(0, state)
+        token = native.prefill([PrefillChunk(0, prompt.token_ids, 0, True)])[0]
+        assert token is not None
+        state.output_ids.append(token.token_id)
+        while (
+            state.output_ids[-1] not in checkpoint.eos_token_ids
+            and len(state.output_ids) < MAX_TOKENS
+        ):
+            for segment in range(len(ends)):
+                sure = native.advance([0], segment, segment + 1)[0] >= threshold
+                if sure or segment == len(ends) - 1:
+                    break
+            state.output_ids.append(native.emit([0])[0].token_id)
+        native.detach(0)
+        answers.append(state.output_ids)
+    return answers
+
+
+def serve_alone(model: ServedModel, depth: int, room: Room, suite: TaskSuite) -> Run:
+    clock = TurnClock(ProcessClock())
+    replica = open_replica((model,), DepthClass(S, depth), room, clock, 1)
+    service = Service(suite, replica, clock, clients=room.num_rows)
+    serve_in_turns([service], on_done=lambda count: None)
+    return service.result()
+
+
+@pytest.mark.parametrize("depth", [8, 4])
+def test_one_model_alone_says_what_the_plain_engine_says(depth: int) -> None:
+    suite, threshold = suite_of(8), 0.9
+    run = serve_alone(served_model(threshold), depth, Room(1), suite)
+    assert [q.token_ids for q in run.requests] == plain(suite.prompts, depth, threshold)
+    assert sum(run.decoded.values()) == sum(q.num_decoded for q in run.requests)
+    assert {model for model, _ in run.decoded} == {S}
+    assert (run.breaches > 0) is (depth == 4)
+    assert run.breaches == sum(sum(q.breached) for q in run.requests)
+
+
+def test_the_machine_changes_what_is_held_and_loses_nobody() -> None:
+    plan = Plan(
+        pair=(S, "quadriga-l"),
+        catalogue=None,
+        parts=(ALONE,),
+        slos=("throughput",),
+        requests=20,
+        rounds=1,
+        interval=8,
+        profile_requests=5,
+        thresholds=(),
+        intervals=(),
+        batch=2,
+        rows=2,
+        memory_bytes=None,
+        shadows=4,
+        threads=1,
+        seed=3,
+    )
+    done: list[int] = []
+    bench = Bench(plan, lambda line: None, done.append)
+    settings = [Setting(ALONE, name, None, 8, 2) for name in ("helios-throughput", "only-s")]
+    chosen, alone = bench.run_together(settings).values()
+    assert done[-1] == 40 and [q.index for q in chosen.requests] == list(range(20))
+    assert chosen.switches >= 2 and chosen.profiles >= 2
+    assert {c.model for c in chosen.held} == {S, "quadriga-l"}
+    assert chosen.peak_running == 2
+    full = DepthClass(S, 8)
+    same = [q.index for q in chosen.requests if q.classes == [full]]
+    assert same
+    for index in same:
+        assert chosen.requests[index].token_ids == alone.requests[index].token_ids
+
+
+def test_memory_that_weights_leave_free_is_batch() -> None:
+    checkpoint = read_checkpoint(S)
+    whole = weight_bytes(load_engine(checkpoint, 8, num_rows=1, threads=1))
+    room = Room(16, whole + 1100 * checkpoint.kv_bytes_per_token(8, 4))
+    model = ServedModel(checkpoint, SegmentCosts(3, 16), 0.9)
+    suite = suite_of(16)
+    peaks = {depth: serve_alone(model, depth, room, suite).peak_running for depth in (8, 4)}
+    assert 4 * peaks[8] < peaks[4]
+    with pytest.raises(ConfigError, match="--memory-mib"):
+        serve_alone(model, 8, Room(16, whole), suite)
+
+
+def test_the_pair_must_differ_and_have_exits() -> None:
+    plan = Plan(
+        pair=(S, S),
+        catalogue=None,
+        parts=(FIXED,),
+        slos=("throughput",),
+        requests=16,
+        rounds=1,
+        interval=8,
+        profile_requests=5,
+        thresholds=(),
+        intervals=(),
+        batch=2,
+        rows=2,
+        memory_bytes=None,
+        shadows=4,
+        threads=1,
+        seed=3,
+    )
+    with pytest.raises(ConfigError, match="both models are called 'quadriga-s'"):
+        Bench(plan, lambda line: None, lambda count: None)

@@ -1,0 +1,158 @@
+"""Applications whose models and depths are chosen: their door, what they decide, what they know."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from actors.lookup import controller_name, forget_actor
+from quadriga.config import load_config
+from quadriga.errors import QuadrigaError
+from quadriga.policies.helios import HistoryTable, RequestFinished, UnchangedSampled, history_file
+from quadriga.types import DepthClass
+from serve_app.auth import ApiKeys
+from serve_app.cluster import RayCluster
+from serve_app.front import FrontDesk
+from serve_app.http import HttpDoor
+from serve_app.models import ModelDirectory
+from tests.ray.apps import App
+from tests.ray.ingress import call
+
+TIME_LIMIT_S = 150.0
+EASY = "Count from 3 to 40.\n"
+SURE, UNSURE = 0.3, 0.99999
+"""Thresholds that almost every token passes at the first exits, and almost none."""
+
+
+class Door:
+    """An ingress of its own in this process, over the real actors."""
+
+    def __init__(self, app: App) -> None:
+        config = load_config(app.config)
+        self.desk = FrontDesk(
+            config,
+            ModelDirectory.load(config),
+            ApiKeys(),
+            RayCluster(app.name),
+            ingress_id="test-ingress",
+        )
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(HttpDoor(self.desk).application()),
+            base_url="http://localhost",
+            timeout=240.0,
+        )
+
+    async def __aenter__(self) -> Door:
+        self.desk.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.desk.close()
+        await self.http.aclose()
+
+    async def complete(self, **fields: Any) -> dict[str, Any]:
+        """Send a request, which may not fail."""
+        body = {"model": "quadriga-auto", "prompt": EASY, "max_tokens": 60, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        answer = await self.http.post("/v1/completions", json=body | fields)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        assert found["usage"]["completion_tokens"] == (body | fields)["max_tokens"]
+        assert sum(tokens for _, _, tokens in spans(found)) == found["usage"]["completion_tokens"]
+        return found
+
+    async def until(self, app: App, wanted: Wanted, **fields: Any) -> dict[str, Any]:
+        """Send requests, three at once, until the machine is as wanted; none may fail."""
+        give_up_s = time.monotonic() + TIME_LIMIT_S
+        while True:
+            await asyncio.gather(*(self.complete(**fields) for _ in range(3)))
+            now = await asyncio.to_thread(history, app)
+            if wanted(now):
+                return now
+            assert time.monotonic() < give_up_s, now
+
+
+Wanted = Callable[[dict[str, Any]], bool]
+
+
+def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """(model, layers loaded, tokens) of an answer's parts."""
+    said = answer["usage"]["quadriga"].get("spans", [])
+    return [(s["model"], s["depth"], s["tokens"]) for s in said]
+
+
+def history(app: App) -> dict[str, Any]:
+    """What the admin port shows; waits for a controller that is just starting anew."""
+    name = controller_name(app.name)
+    give_up_s = time.monotonic() + 30.0
+    while True:
+        try:
+            found: dict[str, Any] | None = call(name, "history", timeout_s=10.0)
+            if found is not None:
+                return found
+        except QuadrigaError:
+            forget_actor(name)
+        assert time.monotonic() < give_up_s, "no controller"
+        time.sleep(0.2)
+
+
+def until(app: App, wanted: Wanted, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Wait, as an ingress would be heard of, until the machine is as wanted."""
+    give_up_s = time.monotonic() + timeout_s
+    while not wanted(now := history(app)):
+        assert time.monotonic() < give_up_s, now
+        call(controller_name(app.name), "ingress_heartbeat", "waiting")
+        time.sleep(0.1)
+    return now
+
+
+def holds(now: dict[str, Any], place: str = "decode:0") -> str | None:
+    """What the replica of a place holds."""
+    found: str | None = now["places"][place]["holds"] if place in now["places"] else None
+    return found
+
+
+def is_served(now: dict[str, Any]) -> bool:
+    """Whether every place that serves holds what was chosen, and nothing is under way."""
+    places = [p for p in now["places"].values() if not p["is_scout"]]
+    return (
+        now["target"] is not None
+        and now["order"] is None
+        and all(p["holds"] == now["target"] for p in places)
+    )
+
+
+def write_history(path: Path, *tpots: tuple[DepthClass, float]) -> None:
+    """Store a table that knows these classes and their seconds a token, so that none is profiled.
+
+    Of the tokens nine in ten would leave at a model's second exit, and one in five at its first;
+    perplexities are alike. So the fastest class is chosen for throughput.
+    """
+    table = HistoryTable()
+    for at, tpot_s in tpots:
+        first, second, full = {"quadriga-s": (2, 4, 8), "quadriga-l": (3, 6, 12)}[at.model]
+        exits = {first: 20_000, second: 70_000, full: 10_000}
+        if at.depth < full:
+            exits = {first: 20_000, at.depth: 80_000}
+        table.add(
+            RequestFinished(
+                replica="",
+                depth_class=at,
+                exit_tokens=exits,
+                breaches=0 if at.depth == full else 10_000,
+                nll=100_000 * math.log(1.05),
+                scored_tokens=100_000,
+                prompt_tokens=100,
+                ttft_s=0.01,
+                decode_s=99_999 * tpot_s,
+            )
+        )
+        same = {first: (50, 100), second: (99, 100)}
+        table.sampled(UnchangedSampled(at.model, same), full)
+    history_file.save(path, table)

@@ -1,0 +1,40 @@
+"""Who is silent is ended once; a controller that stood still blames nobody."""
+
+from __future__ import annotations
+
+from actors.ingress_watch import SILENCE_S, IngressWatch
+
+
+def test_the_silent_one_is_found_once() -> None:
+    watch = IngressWatch()
+    found = []
+    for second in range(30):
+        watch.hear("lives", float(second))
+        if second < 5:
+            watch.hear("hangs", float(second))
+        found += [(second, actor) for actor in watch.hung(float(second))]
+    assert found == [(4 + int(SILENCE_S) + 1, "hangs")]
+
+
+def test_one_that_wakes_is_watched_again() -> None:
+    watch = IngressWatch()
+    watch.hear("a", 0.0)
+    for second in range(12):
+        watch.hung(float(second))
+    watch.hear("a", 12.0)
+    assert watch.hung(13.0) == []
+
+
+def test_who_stood_still_blames_nobody() -> None:
+    watch = IngressWatch()
+    watch.hear("a", 0.0)
+    assert watch.hung(1.0) == []
+    assert watch.hung(60.0) == []
+    watch.hear("a", 60.5)
+    assert watch.hung(61.0) == []
+
+
+def test_without_a_name_nobody_is_watched() -> None:
+    watch = IngressWatch()
+    watch.hear("", 0.0)
+    assert [watch.hung(float(s)) for s in range(0, 40)] == [[]] * 40

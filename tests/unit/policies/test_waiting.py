@@ -1,0 +1,246 @@
+"""Who would wait for too long is refused, and told when to come back."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from quadriga.config import PrefillConfig, SchedulerConfig
+from quadriga.errors import Overloaded
+from quadriga.policies.admission import admit, check_wait
+from quadriga.policies.waiting import LATE_S, WaitingBook, decode_wait_s, prefill_wait_s
+from quadriga.types import AdmitRequest, DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+
+CLASS = DepthClass("m", 8)
+SLOTS = 16
+SERVICE_S = 1.0
+LIMIT_S = 0.2
+SCHEDULER = SchedulerConfig(max_wait_s=LIMIT_S)
+PREFILL = PrefillConfig()
+
+
+def snapshot(role: Role, **load: int) -> ReplicaSnapshot:
+    info = ReplicaInfo(
+        role.value, role, CLASS, "node", "i", num_slots=SLOTS, kv_capacity_tokens=100_000
+    )
+    return ReplicaSnapshot(info, taken_unix_s=0.0, **load)
+
+
+def request(name: str = "s", **fields: object) -> AdmitRequest:
+    made = AdmitRequest(name, "m", 10, 10, 0, 1e9)
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class Cluster:
+    """`SLOTS` places; whoever has one keeps it for a random time.
+
+    Attributes:
+        waits_s: From admission to a place.
+        returned: Refused callers who came back when told: whether they were let in.
+    """
+
+    rng: random.Random
+    book: WaitingBook = field(default_factory=WaitingBook)
+    now_s: float = 0.0
+    running: list[tuple[float, str]] = field(default_factory=list)
+    line: list[tuple[float, str]] = field(default_factory=list)
+    num_ended: int = 0
+    waits_s: list[float] = field(default_factory=list)
+    told_s: list[float] = field(default_factory=list)
+
+    def run_to(self, now_s: float) -> None:
+        while self.running and self.running[0][0] <= now_s:
+            self.now_s, name = heapq.heappop(self.running)
+            self.book.ended([name], now_s=self.now_s)
+            self.num_ended += 1
+            self._place()
+        self.now_s = now_s
+
+    def arrive(self, name: str, **fields: object) -> bool:
+        """One caller. Returns whether it was let in."""
+        snapshots = [
+            snapshot(Role.PREFILL, num_running=len(self.line)),
+            snapshot(Role.DECODE, num_running=len(self.running)),
+        ]
+        asked = request(name, **fields)
+        admission = admit(asked, snapshots, now_unix_s=0.0, scheduler=SCHEDULER, prefill=PREFILL)
+        try:
+            check_wait(
+                asked,
+                admission,
+                snapshots,
+                self.book,
+                now_s=self.now_s,
+                now_unix_s=0.0,
+                scheduler=SCHEDULER,
+                prefill=PREFILL,
+            )
+        except Overloaded as exc:
+            self.told_s.append(exc.retry_after_s or 0.0)
+            return False
+        self.book.admitted(asked, "m", now_s=self.now_s)
+        self.line.append((self.now_s, name))
+        self._place()
+        return True
+
+    def _place(self) -> None:
+        while self.line and len(self.running) < SLOTS:
+            since_s, name = self.line.pop(0)
+            self.waits_s.append(self.now_s - since_s)
+            self.book.placed(name, now_s=self.now_s)
+            heapq.heappush(
+                self.running, (self.now_s + self.rng.uniform(0.2, 1.8) * SERVICE_S, name)
+            )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_five_times_the_capacity(seed: int) -> None:
+    """Nobody who is let in waits long, and no place stays empty for it."""
+    rng = random.Random(seed)
+    cluster = Cluster(rng)
+    rate, seconds = 5 * SLOTS / SERVICE_S, 60.0
+    at_s = 0.0
+    index = num_in = 0
+    while at_s < seconds:
+        cluster.run_to(at_s)
+        num_in += cluster.arrive(str(index))
+        index += 1
+        at_s += rng.expovariate(rate)
+    assert cluster.num_ended >= 0.9 * SLOTS / SERVICE_S * seconds
+    steady = cluster.waits_s[SLOTS * 5 :]
+    assert sorted(steady)[int(0.99 * len(steady))] <= 3 * LIMIT_S
+    assert num_in < 0.3 * index
+    assert min(cluster.told_s) > 0.0
+    assert max(cluster.told_s) <= SCHEDULER.max_retry_after_s
+
+
+def test_whoever_comes_back_when_told_is_let_in() -> None:
+    """A burst of five times what fits; each comes back at the time that it was told."""
+    rng = random.Random(4)
+    cluster = Cluster(rng)
+    calls = [(0.2 * i, f"before-{i}", 0) for i in range(100)]  # it learns how long they run
+    burst_s = 30.0
+    calls += [(burst_s + 0.01 * i, f"burst-{i}", 0) for i in range(5 * SLOTS)]
+    heapq.heapify(calls)
+    tries: Counter[str] = Counter()
+    while calls:
+        at_s, name, attempt = heapq.heappop(calls)
+        cluster.run_to(at_s)
+        tries[name] += 1
+        if not cluster.arrive(f"{name}-{attempt}"):
+            heapq.heappush(calls, (at_s + cluster.told_s[-1], name, attempt + 1))
+    refused = [count for name, count in tries.items() if name.startswith("burst") and count > 1]
+    assert len(refused) > 2 * SLOTS
+    assert sum(count == 2 for count in refused) >= 0.6 * len(refused)
+    assert max(refused) <= 6
+
+
+def test_everybody_is_told_another_time() -> None:
+    book = WaitingBook()
+    told = [book.promise("m", 1.0, 4.0, now_s=10.0) for _ in range(3)]
+    assert told == pytest.approx([1.0, 1.25, 1.5])
+    book.cap_promises("m", 1.6, now_s=10.0)
+    assert book.promise("m", 1.0, 4.0, now_s=10.0) == pytest.approx(1.6)
+    assert book.promise("m", 1.0, 4.0, now_s=100.0) == pytest.approx(1.0)
+    assert book.promise("other", 1.0, 4.0, now_s=10.0) == pytest.approx(1.0)
+
+
+def test_the_rate_is_learned_and_follows_the_load() -> None:
+    book = WaitingBook()
+    for i in range(400):  # ten at any time, for a second each
+        book.admitted(request(str(i)), "m", now_s=0.1 * i)
+        book.placed(str(i), now_s=0.1 * i)
+        if i >= 10:
+            book.ended([str(i - 10)], now_s=0.1 * i)
+    assert book.ends_per_s("m", 10, now_s=40.0) == pytest.approx(10.0, rel=0.1)
+    assert book.ends_per_s("m", 40, now_s=40.0) == pytest.approx(40.0, rel=0.1)
+    book.ended([str(i) for i in range(390, 400)], now_s=40.0)
+    assert book.ends_per_s("m", 10, now_s=1000.0) > 5.0, "idle time says nothing"
+
+
+def test_with_nothing_learned_yet_hope_falls_with_time() -> None:
+    book = WaitingBook()
+    for i in range(8):
+        book.admitted(request(str(i)), "m", now_s=0.0)
+        book.placed(str(i), now_s=0.0)
+    rates = [book.ends_per_s("m", 8, now_s=t) for t in (0.01, 0.5, 5.0)]
+    assert rates[0] > 50 > rates[1] > rates[2]
+
+
+def test_those_of_whose_end_nobody_tells_are_forgotten() -> None:
+    book = WaitingBook()
+    book.admitted(request("lost", deadline_unix_s=100.0), "m", now_s=0.0)
+    assert book.num_pending("m") == 1
+    book.forget_late(now_s=1.0, now_unix_s=100.0 + LATE_S - 1)
+    assert book.num_pending("m") == 1
+    book.forget_late(now_s=1.0, now_unix_s=100.0 + LATE_S + 1)
+    assert book.num_pending("m") == 0
+    book.placed("lost", now_s=2.0)
+    book.ended(["lost", "never known"], now_s=2.0)
+    assert book.num_pending("m") == 0
+
+
+def test_what_a_dead_ingress_leaves_behind_counts_while_replicas_hold_it() -> None:
+    book = WaitingBook()
+    for i in range(20):
+        book.admitted(request(str(i)), "m", now_s=0.0)
+        book.placed(str(i), now_s=0.0)
+    assert book.ends_per_s("m", 20, now_s=1.0) == pytest.approx(20 * 1 / 20, rel=0.1)
+    held = book.ends_per_s("m", 0, now_s=1.0)
+    assert held == 0.0
+    before = book.ends_per_s("m", 1, now_s=1.0)
+    assert book.ends_per_s("m", 1, now_s=3.0) == pytest.approx(before, rel=0.2)
+
+
+def test_the_same_sequence_admitted_twice_counts_once() -> None:
+    book = WaitingBook()
+    for _ in range(2):
+        book.admitted(request(), "m", now_s=0.0)
+    assert book.num_pending("m") == 1
+
+
+def test_room_is_slots_and_memory() -> None:
+    def wait(asked: AdmitRequest, *decodes: ReplicaSnapshot, pending: int = 0) -> float:
+        return decode_wait_s(asked, decodes, num_pending=pending, ends_per_s=2.0)
+
+    empty = snapshot(Role.DECODE)
+    assert wait(request(), empty, pending=SLOTS - 1) == 0.0
+    assert wait(request(), empty, pending=SLOTS) == 0.5
+    full = snapshot(Role.DECODE, num_running=SLOTS)
+    assert wait(request(), full) == 0.5
+    assert wait(request(), full, empty) == 0.0
+    assert wait(request(max_tokens=90_000), snapshot(Role.DECODE, reserved_tokens=50_000)) == 0.5
+
+
+def test_prompts_ahead_are_counted_in_chunks() -> None:
+    first = snapshot(Role.PREFILL, waiting_tokens=1024)
+    first.step_time_s = 0.1
+    assert prefill_wait_s(first, chunk_tokens=256) == pytest.approx(0.4)
+
+
+def test_what_is_rebuilt_was_let_in_before() -> None:
+    cluster = Cluster(random.Random(0))
+    while cluster.arrive(str(cluster.now_s)):
+        cluster.run_to(cluster.now_s + 0.001)
+    assert cluster.arrive("rebuilt", is_rebuild=True)
+
+
+def test_without_a_limit_nobody_is_refused_for_it() -> None:
+    snapshots = [snapshot(Role.PREFILL), snapshot(Role.DECODE, num_running=SLOTS)]
+    unlimited = SchedulerConfig()
+    admission = admit(request(), snapshots, now_unix_s=0.0, scheduler=unlimited, prefill=PREFILL)
+    check_wait(
+        request(),
+        admission,
+        snapshots,
+        WaitingBook(),
+        now_s=0.0,
+        now_unix_s=0.0,
+        scheduler=unlimited,
+        prefill=PREFILL,
+    )

@@ -1,0 +1,179 @@
+"""An ingress is gone: another one takes over what still runs, and only for who asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from quadriga.config import load_config
+from quadriga.types import token_digest
+from serve_app.auth import ApiKeys
+from serve_app.front import FrontDesk
+from serve_app.grpc_door import GrpcDoor
+from serve_app.http import HttpDoor
+from serve_app.models import ModelDirectory
+from tests.unit.serve_app.conftest import ANSWER, MODEL, MakeStand, Stand
+from tests.unit.serve_app.test_grpc_door import KEYS, Context, wants
+
+BODY = {"prompt": "hi", "max_tokens": 100, "stream": True, "return_token_ids": True}
+HAD = 6
+
+
+@asynccontextmanager
+async def another(stand: Stand, keys: ApiKeys | None = None) -> AsyncIterator[Stand]:
+    """A second ingress over the same cluster; the first one has died without a word."""
+    await stand.desk.tasks.close()
+    stand.cluster.decode.drop_mail()  # it was for that one
+    desk = FrontDesk(
+        load_config({}),
+        ModelDirectory([MODEL]),
+        keys or ApiKeys(),
+        stand.cluster,
+        ingress_id="ingress-1",
+    )
+    desk.start()
+    app = HttpDoor(desk).application()
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        yield Stand(desk, stand.cluster, client)
+    await desk.close()
+
+
+async def begin(stand: Stand, headers: dict[str, str], gate: asyncio.Event) -> None:
+    """Have a request decode until the client has `HAD` tokens; then it stands still."""
+    reading = asyncio.ensure_future(
+        stand.http.post("/v1/completions", json=BODY, headers=headers, timeout=30)
+    )
+    gate.set()
+    async with asyncio.timeout(5.0):
+        while not any(n >= HAD for n in stand.cluster.num_said.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    gate.clear()
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+def frames(reply: httpx.Response) -> list[dict[str, Any]]:
+    assert reply.status_code == 200, reply.text
+    return [json.loads(f[6:]) for f in reply.text.strip().split("\n\n")[:-1]]
+
+
+@pytest.fixture
+def gate() -> asyncio.Event:
+    return asyncio.Event()
+
+
+async def test_an_http_client_resumes_at_another_ingress(
+    make_stand: MakeStand, gate: asyncio.Event
+) -> None:
+    first = await make_stand(gate=gate, step_s=0.001)
+    headers = {"idempotency-key": "k"}
+    await begin(first, headers, gate)
+    async with another(first) as stand:
+        gate.set()
+        reply = await stand.http.post(
+            "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
+        )
+        choices = [f["choices"][0] for f in frames(reply)]
+        assert "".join(c["text"] for c in choices) == ANSWER[HAD:]
+        tokens = [t for c in choices for t in c["token_ids"]]
+        assert tokens == stand.cluster.script[HAD:]
+        assert len(stand.cluster.submitted) == 1, "nothing was computed again"
+        assert stand.cluster.num_orphan_calls == 1
+        page = stand.desk.metrics.registry.snapshot()
+        assert b"adopted" in page
+
+
+async def test_the_sdk_resumes_at_another_ingress(
+    make_stand: MakeStand, gate: asyncio.Event
+) -> None:
+    first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
+    stream = GrpcDoor(first.desk).generate(wants(request_id="r"), Context())
+    gate.set()
+    had: list[int] = []
+    while len(had) < HAD:
+        had += [t for d in (await anext(stream)).choices for t in d.token_ids]
+    gate.clear()
+    async with another(first, KEYS) as stand:
+        gate.set()
+        again = wants(request_id="r", resume_from=[len(had)], resume_digest=[token_digest(had)])
+        rest = [m async for m in GrpcDoor(stand.desk).generate(again, Context())]
+        assert had + [t for m in rest for d in m.choices for t in d.token_ids] == (
+            stand.cluster.script
+        )
+        assert len(stand.cluster.submitted) == 1
+    await stream.aclose()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"key": "another"},
+        {"json": {"prompt": "ho"}},
+        {"headers": {"authorization": "Bearer b"}},
+    ],
+)
+async def test_nobody_gets_what_is_not_his(
+    make_stand: MakeStand, gate: asyncio.Event, other: dict[str, Any]
+) -> None:
+    keys = ApiKeys.of(["a", "b"])
+    first = await make_stand(gate=gate, keys=keys, step_s=0.001)
+    headers = {"idempotency-key": "k", "authorization": "Bearer a"}
+    await begin(first, headers, gate)
+    async with another(first, keys) as stand:
+        asking = headers | other.get("headers", {}) | {"x-resume-index": str(HAD)}
+        asking["idempotency-key"] = other.get("key", "k")
+        reply = await stand.http.post(
+            "/v1/completions", json=BODY | other.get("json", {}), headers=asking
+        )
+        assert reply.status_code == 404
+        assert len(stand.cluster.submitted) == 1
+
+
+async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
+    make_stand: MakeStand, gate: asyncio.Event
+) -> None:
+    """Over HTTP nobody can tell whether the answer is the same; over gRPC its digest can."""
+    first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
+    headers = {"idempotency-key": "k", "authorization": "Bearer one"}
+    await begin(first, headers, gate)
+    stream = GrpcDoor(first.desk).generate(wants(request_id="r"), Context())
+    await anext(stream)
+    first.cluster.loses_orphans = True
+    async with another(first, KEYS) as stand:
+        reply = await stand.http.post(
+            "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
+        )
+        assert reply.status_code == 404, reply.text
+        gate.set()
+        had = stand.cluster.script[:1]
+        again = wants(request_id="r", resume_from=[1], resume_digest=[token_digest(had)])
+        rest = [m async for m in GrpcDoor(stand.desk).generate(again, Context())]
+        assert [t for m in rest for d in m.choices for t in d.token_ids] == (
+            stand.cluster.script[1:]
+        )
+    await stream.aclose()
+
+
+async def test_log_probabilities_cannot_be_taken_over(
+    make_stand: MakeStand, gate: asyncio.Event
+) -> None:
+    first = await make_stand(gate=gate)
+    running = asyncio.ensure_future(
+        first.http.post(
+            "/v1/completions", json=BODY | {"logprobs": 1}, headers={"idempotency-key": "k"}
+        )
+    )
+    async with asyncio.timeout(5.0):
+        while not first.cluster.decode.held:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert first.cluster.submitted[0].claim == ""
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
