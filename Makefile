@@ -8,7 +8,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling chaos protos evaluate clean
+.PHONY: help setup serve demo test test-fast test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade fuzz docs protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -37,11 +37,15 @@ test-ray: setup ## Actors and KV transports on a real local Ray
 test-e2e: setup ## The whole service: HTTP, gRPC, SDK, load generator
 	$(BIN)/python -m pytest -m "not slow" tests/e2e
 
-test-slow: setup ## What `make test` leaves out: hundreds of moves, more deaths and stops (10 minutes)
-	$(BIN)/python -m pytest -m slow tests/ray tests/e2e
+test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, more deaths and stops (20 minutes)
+	$(BIN)/python -m pytest -m slow tests/ray tests/e2e tests/docs
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
 	$(BIN)/python -m pytest tests/deploy
+
+docs: setup ## Make again the pages that come from code: metrics, configuration
+	$(BIN)/python deploy/metrics_table.py
+	$(BIN)/python deploy/config_reference.py
 
 chart: setup ## Make again what the chart takes from other files: schema, README, manifests
 	$(BIN)/python deploy/chart.py
@@ -85,8 +89,28 @@ bench-scheduler: setup ## Time of one rescheduling decision, 8 to 1,024 replicas
 bench-rescheduling: setup ## Tails on a real, paced cluster, with and without rescheduling
 	$(BIN)/python -m loadgen bench rescheduling $(ARGS)
 
-chaos: setup ## Kill and stop processes of a service under load, judge every stream; QUICK=1: one run a cell
-	$(BIN)/python -m loadgen chaos --runs $(if $(QUICK),1,3) $(ARGS)
+bench-simulator: setup ## The simulator against a real, paced cluster
+	$(BIN)/python -m loadgen bench simulator $(ARGS)
+
+paper-helios: setup ## Model and depth chosen while serving, against one model whole; ARGS=--quick: 5 minutes
+	$(BIN)/python -m loadgen paper helios $(ARGS)
+
+chaos: setup ## Break a service under load in every way, judge every stream; QUICK=1: a part in minutes
+	$(BIN)/python -m loadgen chaos $(if $(QUICK),--quick) $(ARGS)
+
+soak: setup ## An hour of random load and harm; nothing may leak
+	$(BIN)/python -m loadgen soak $(ARGS)
+
+overload: setup ## Five times the capacity for ten minutes
+	$(BIN)/python -m loadgen overload $(ARGS)
+
+upgrade: setup ## 20 rounds of deployments and SIGTERM, then nodes that leave
+	$(BIN)/python -m loadgen upgrade --node-rounds 4 $(ARGS)
+
+fuzz: setup ## Hostile input, many examples: EXAMPLES=5000
+	QUADRIGA_FUZZ_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest --timeout 3600 \
+	  tests/property/test_hostile_files.py tests/property/test_hostile_frames.py \
+	  tests/unit/serve_app/test_hostile.py
 
 evaluate: setup ## What the bundled models can do: exact match, exits, agreement
 	$(BIN)/python -m quadriga.training evaluate $(ARGS)

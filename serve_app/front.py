@@ -377,19 +377,20 @@ class FrontDesk:
             for choice in session.choices:
                 if choice.is_auto:
                     self._reports.ended(choice, session.arrived_s)
-        self._tickets.pop(session).close(session.num_output_tokens)
+        ticket = self._tickets.pop(session)
+        ticket.close(session.num_output_tokens)
         if session.deadline_timer is not None:
             session.deadline_timer.cancel()
         self._num_open -= 1
         self.metrics.open_requests.dec()
         self.metrics.of(session.spec.model).e2e.observe(session.ended_s - session.arrived_s)
-        self._tell(session, session.ended_s)
+        self._tell(session, ticket.key_name, session.ended_s)
 
-    def _tell(self, session: Session, ended_s: float) -> None:
+    def _tell(self, session: Session, key_name: str, ended_s: float) -> None:
         is_logged = self.config.logging.requests
         if not is_logged and session.span is None:
             return
-        told = Told.of(session, ended_s=ended_s)
+        told = Told.of(session, api_key=key_name, ended_s=ended_s)
         if is_logged:
             told.log()
         if session.span is not None:

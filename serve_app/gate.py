@@ -69,11 +69,16 @@ class Meter:
 
 
 class Ticket:
-    """A generation under way at the expense of a key; `close` it exactly once."""
+    """A generation under way at the expense of a key; `close` it exactly once.
 
-    __slots__ = ("_meter",)
+    Attributes:
+        key_name: Whose it is, as the key file calls it.
+    """
 
-    def __init__(self, meter: Meter) -> None:
+    __slots__ = ("_meter", "key_name")
+
+    def __init__(self, key_name: str, meter: Meter) -> None:
+        self.key_name = key_name
         self._meter = meter
 
     def close(self, num_output_tokens: int) -> None:
@@ -125,7 +130,7 @@ class Gate:
                 self._refuse(caller, "key_tokens", said, wait_s)
             meter.tokens.take(num_prompt_tokens)
         meter.num_running += 1
-        return Ticket(meter)
+        return Ticket(caller.name, meter)
 
     async def reload(self) -> None:
         """Read the key file again if it changed; one that is gone or broken changes nothing."""

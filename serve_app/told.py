@@ -23,12 +23,14 @@ class Told:
     """A request's sizes, times and result.
 
     Attributes:
+        api_key: The name of the key at whose expense it was; the key itself is nowhere.
         result: Finish reasons, or the code of the error it ended in.
         replicas: Who spoke for its choices last.
         ttft_s: Of the first choice that had a token; None without one.
     """
 
     request_id: str
+    api_key: str
     model: str
     result: str
     is_error: bool
@@ -40,7 +42,7 @@ class Told:
     ttft_s: float | None
 
     @classmethod
-    def of(cls, session: Session, *, ended_s: float) -> Told:
+    def of(cls, session: Session, *, api_key: str, ended_s: float) -> Told:
         """Look at a session that has just ended."""
         choices = session.choices
         errors = (e for e in (session.error, *(c.error for c in choices)) if e is not None)
@@ -49,6 +51,7 @@ class Told:
         finishes = {c.finish.value for c in choices if c.finish is not None}
         return cls(
             request_id=session.spec.request_id,
+            api_key=api_key,
             model=choices[0].state.model if choices else session.spec.model,
             result=error.code if error is not None else "+".join(sorted(finishes)),
             is_error=error is not None,
@@ -74,6 +77,7 @@ class Told:
     def _fields(self) -> dict[str, str | int | float | None]:
         return {
             "request_id": self.request_id,
+            "api_key": self.api_key,
             "model": self.model,
             "result": self.result,
             "replicas": self.replicas,
