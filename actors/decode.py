@@ -89,7 +89,8 @@ class DecodeCore:
                 replica.config.decode.rebatching,
                 costs,
                 counters,
-                deterministic=replica.config.deterministic,
+                # HELIOS judges depths by where tokens could leave: every exit is tested.
+                deterministic=replica.config.deterministic or replica.config.helios.enabled,
             ),
             counters=counters,
             criterion=spec.exits.criterion,

@@ -20,6 +20,7 @@ from tests.ray.moves import Mover, open_books, order
 
 NUM_STREAMS = 10
 NUM_OUTPUT = 220
+NUM_LONG = 700  # so long that a stream can move several times
 NUM_MOVES = 200
 TIME_LIMIT_S = 120.0  # 60 s where two cores are free
 
@@ -68,19 +69,20 @@ def submit(app: App, count: int, *, num_output: int = NUM_OUTPUT) -> tuple[Mover
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_hundreds_of_moves_under_load(moving: App) -> None:
-    mover, alone = submit(moving, NUM_STREAMS)
+    mover, alone = submit(moving, NUM_STREAMS, num_output=NUM_LONG)
     mover.ingress.finish(*alone, timeout_s=100.0)
     moving.until_idle(5.0)
 
-    num_rounds = 0
+    num_rounds = most = 0
     give_up_s = time.monotonic() + TIME_LIMIT_S
-    mover, streams = submit(moving, NUM_STREAMS)
+    mover, streams = submit(moving, NUM_STREAMS, num_output=NUM_LONG)
     while mover.outcomes["moved"] < NUM_MOVES:
         assert time.monotonic() < give_up_s, f"only {mover.reasons} in {TIME_LIMIT_S:.0f} s"
         if all(s.is_over for s in streams):
             assert_same(streams, alone)
             num_rounds += 1
-            again, streams = submit(moving, NUM_STREAMS)
+            most = max(most, *(len(s.moved_to) for s in streams))
+            again, streams = submit(moving, NUM_STREAMS, num_output=NUM_LONG)
             mover.ingress = again.ingress
         mover.ingress.poll(0.01)
         mover.start_some(streams, at_once=2)
@@ -89,7 +91,8 @@ def test_hundreds_of_moves_under_load(moving: App) -> None:
     mover.ingress.finish(*streams, timeout_s=60.0)
     assert_same(streams, alone)
     assert set(mover.outcomes) <= {"moved", "finished", "refused"}, mover.reasons
-    assert max(len(s.moved_to) for s in streams) > 1, "some moved again and again"
+    most = max(most, *(len(s.moved_to) for s in streams))
+    assert most > 3, "some moved again and again"
     moving.until_idle(5.0)
     assert [open_books(name) for name in mover.replicas] == [(0, 0)] * 3
 
