@@ -119,10 +119,9 @@ class DecodeReplica:
     def next_event_s(self) -> float:
         """When something happens next, if nobody interferes; infinite when idle."""
         if not self.running:
-            ready_s = self._joining[0][0] if self._joining else math.inf
-            if self._halted:
-                ready_s = self.anchor_s
-            return max(ready_s, self.anchor_s)
+            if self._joining:  # whom a paused one may have to wait for
+                return max(self._joining[0][0], self.anchor_s)
+            return self.anchor_s if self._halted else math.inf
         return self.anchor_s + self._duration_s(self._event_steps())
 
     def run_to_event(self, now_s: float) -> Happened:

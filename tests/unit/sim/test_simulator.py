@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -111,6 +111,15 @@ def test_it_equals_the_simulator_that_makes_every_step(policy: str, rules: Memor
     bandwidth=st.sampled_from([1e5, 1e7, 1e10]),
     precopy=st.booleans(),
 )
+# A paused one waits for one that is on its way: nothing happens until that arrives.
+@example(
+    seed=0, policy="ares", rate=20.0, num_decode=1, rules=RECOMPUTE, failures=[], bandwidth=1e5,
+    precopy=False,
+)  # fmt: skip
+@example(
+    seed=0, policy="ares", rate=20.0, num_decode=1, rules=PAUSE, failures=[], bandwidth=1e5,
+    precopy=False,
+)  # fmt: skip
 def test_no_request_is_lost_and_no_memory_overflows(
     seed: int,
     policy: str,
