@@ -80,7 +80,7 @@ class StepwiseReplica:
             if any(s <= self.anchor_s for s in wanted):
                 return self.anchor_s
             return self.anchor_s + self._step_s()
-        if self.halted_at:
+        if self.halted_at and not self.waiting:
             return self.anchor_s
         return max(min((s for s, _ in self.waiting), default=math.inf), self.anchor_s)
 
