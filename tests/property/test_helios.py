@@ -108,10 +108,13 @@ class HeliosLife(RuleBasedStateMachine):
     @rule(passed_s=st.sampled_from([0.0, 1.0, 7.0, 60.0]))
     def tick(self, passed_s: float) -> None:
         self.now_s += passed_s
-        if self.order is not None and self.now_s >= self.order.deadline_s:
+        is_late = self.order is not None and self.now_s >= self.order.deadline_s
+        if is_late:
             self.order = None  # given up by the machine at this very tick
         waiting = {n: d for n, d in self.waiting.items() if n in self.fleet}
         self.tell(Tick(dict(self.fleet), self.scouts, 4, 400, dict(self.strict), waiting))
+        if is_late:
+            self.follow_target()
 
     @precondition(lambda self: self.order is not None)
     @rule()
@@ -135,6 +138,10 @@ class HeliosLife(RuleBasedStateMachine):
         held = {m.depth_class for n, m in self.fleet.items() if m.role is Role.DECODE}
         routing = self.machine.routing
         assert set(routing.serve) <= held, "what does not serve is not offered"
+        self.follow_target()
+
+    def follow_target(self) -> None:
+        """Where a failed order's class was chosen, what served before is."""
         if self.target != self.machine.status().target:
             self.target, self.target_held_s = self.machine.status().target, None
 
