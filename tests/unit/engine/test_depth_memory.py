@@ -80,8 +80,10 @@ def test_memory_comes_back(tmp_path: Path) -> None:
     )
     save(LlamaForCausalLM(config).half(), tmp_path)
     (tmp_path / "exits.json").write_text('{"kind": "shared", "layers": [3, 6, 9]}')
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(ROWS), str(TOKENS)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    python = [sys.executable, "-X", "faulthandler"]
+    command = [*python, "-c", MEASURE, str(tmp_path), str(ROWS), str(TOKENS)]
+    out = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert out.returncode == 0, out.stderr
     seen = json.loads(out.stdout.splitlines()[-1])
     gone = 9 * (LAYER_BYTES + KV_BYTES)
     assert gone > 70e6
