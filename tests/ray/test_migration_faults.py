@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,13 @@ from tests.ray.apps import App, pids, wait_until
 from tests.ray.ingress import Ingress, Stream
 from tests.ray.moves import Mover
 from tests.ray.stopping import DESTINATION_POINTS, SOURCE_POINTS, arm, go_on
+
+
+def hard_ones_first(points: tuple[str, ...]) -> list[Any]:
+    """Around the commit it is hardest; the other points are left to `make test-slow`."""
+    early, late = points[:2], points[2:]
+    return [*late, *(pytest.param(point, marks=pytest.mark.slow) for point in early)]
+
 
 PROMPT = list(range(7, 60))
 NUM_OUTPUT = 160
@@ -95,7 +103,7 @@ def is_stopped(pid: int) -> bool:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", DESTINATION_POINTS)
+@pytest.mark.parametrize("point", hard_ones_first(DESTINATION_POINTS))
 def test_the_destination_dies(fragile: App, expected: list[int], point: str) -> None:
     """The source goes on, also where the destination had taken over and could not say so."""
     case = Case(fragile)
@@ -127,7 +135,7 @@ def test_the_destination_stops_for_a_while(fragile: App, expected: list[int], po
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", SOURCE_POINTS)
+@pytest.mark.parametrize("point", hard_ones_first(SOURCE_POINTS))
 def test_the_source_dies(fragile: App, expected: list[int], point: str) -> None:
     """Before the commit the ingress hears of it; afterwards the destination goes on."""
     case = Case(fragile)

@@ -9,7 +9,7 @@ from actors.lookup import controller_name, get_actor
 from tests.ray.apps import App, living_groups, pids, wait_until
 
 
-@pytest.mark.parametrize("with_controller", [True, False])
+@pytest.mark.parametrize("with_controller", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_is_left_when_no_ingress_is_heard_of(
     ray_cluster: None, with_controller: bool
 ) -> None:
