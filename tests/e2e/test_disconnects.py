@@ -14,12 +14,14 @@ from tests.e2e.observe import HELD, series, total, wait_until_free
 
 LONG = {"prompt": "count from 1 to 9:", "max_tokens": 1900, "ignore_eos": True}
 # Gauges reach the hub once a second; the rest is the freeing itself and the scrape.
+TOLD_WITHIN_S = 2.0
 FREED_WITHIN_S = 3.0
 
 
 @pytest.fixture(autouse=True)
 def nothing_held(http: httpx.Client) -> None:
     wait_until_free(http)
+    wait_until_told(http)
 
 
 def wait_until_held(http: httpx.Client) -> None:
@@ -30,6 +32,17 @@ def wait_until_held(http: httpx.Client) -> None:
 
 def cancelled(http: httpx.Client) -> float:
     return total(series(http), "quadriga_requests_cancelled_total")
+
+
+def wait_until_told(http: httpx.Client) -> None:
+    """Return once what was cancelled before has been counted: counters are pushed every second."""
+    give_up_s = time.monotonic() + 20
+    count, since_s = cancelled(http), time.monotonic()
+    while time.monotonic() < since_s + TOLD_WITHIN_S:
+        assert time.monotonic() < give_up_s, "cancellations go on and on"
+        time.sleep(0.1)
+        if (now := cancelled(http)) != count:
+            count, since_s = now, time.monotonic()
 
 
 def wait_until_left(http: httpx.Client, num_cancelled: float) -> None:
