@@ -93,13 +93,13 @@ def test_one_model_alone_says_what_the_plain_engine_says(depth: int) -> None:
     assert run.breaches == sum(sum(q.breached) for q in run.requests)
 
 
-def test_the_machine_changes_what_is_held_and_loses_nobody() -> None:
-    plan = Plan(
-        pair=(S, "quadriga-l"),
+def quick_plan(*, pair: tuple[str, str], parts: tuple[str, ...], requests: int) -> Plan:
+    return Plan(
+        pair=pair,
         catalogue=None,
-        parts=(ALONE,),
+        parts=parts,
         slos=("throughput",),
-        requests=20,
+        requests=requests,
         rounds=1,
         interval=8,
         profile_requests=5,
@@ -112,6 +112,10 @@ def test_the_machine_changes_what_is_held_and_loses_nobody() -> None:
         threads=1,
         seed=3,
     )
+
+
+def test_the_machine_changes_what_is_held_and_loses_nobody() -> None:
+    plan = quick_plan(pair=(S, "quadriga-l"), parts=(ALONE,), requests=20)
     done: list[int] = []
     bench = Bench(plan, lambda line: None, done.append)
     settings = [Setting(ALONE, name, None, 8, 2) for name in ("helios-throughput", "only-s")]
@@ -140,23 +144,6 @@ def test_memory_that_weights_leave_free_is_batch() -> None:
 
 
 def test_the_pair_must_differ_and_have_exits() -> None:
-    plan = Plan(
-        pair=(S, S),
-        catalogue=None,
-        parts=(FIXED,),
-        slos=("throughput",),
-        requests=16,
-        rounds=1,
-        interval=8,
-        profile_requests=5,
-        thresholds=(),
-        intervals=(),
-        batch=2,
-        rows=2,
-        memory_bytes=None,
-        shadows=4,
-        threads=1,
-        seed=3,
-    )
+    plan = quick_plan(pair=(S, S), parts=(FIXED,), requests=16)
     with pytest.raises(ConfigError, match="both models are called 'quadriga-s'"):
         Bench(plan, lambda line: None, lambda count: None)

@@ -165,15 +165,22 @@ def churn(
 
 
 def memory_bytes(app: App) -> dict[str, int]:
-    """Resident memory of the replicas that change, two seconds after the last one did."""
-    time.sleep(2.0)  # not to pass: memory is given back on a thread of its own
+    """Resident memory of the replicas that change, once it is steady: a thread of its own gives
+    it back."""
     decodes, prefill = serving(app)
     processes = pids(app.name)
-    found = {}
-    for name in [*decodes, prefill]:
-        pages = int(Path(f"/proc/{processes[name]}/statm").read_text().split()[1])
-        found[name] = pages * os.sysconf("SC_PAGE_SIZE")
-    return found
+    give_up_s = time.monotonic() + 20.0
+    last: dict[str, int] = {}
+    while True:
+        found = {}
+        for name in [*decodes, prefill]:
+            pages = int(Path(f"/proc/{processes[name]}/statm").read_text().split()[1])
+            found[name] = pages * os.sysconf("SC_PAGE_SIZE")
+        if last and max(abs(found[name] - last[name]) for name in found) < 1 << 20:
+            return found
+        assert time.monotonic() < give_up_s, f"memory does not settle: {last}, {found}"
+        last = found
+        time.sleep(1.0)
 
 
 @pytest.mark.timeout(200)

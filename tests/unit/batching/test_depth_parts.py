@@ -74,18 +74,32 @@ class Events:
         raise AssertionError(error)
 
 
-def test_prefill_changes_depth_between_prompts() -> None:
-    runner, clock, events = FakeDepthRunner(2, 5), ManualClock(), Events()
-    loop = PrefillLoop(
+def prefill_loop(
+    runner: FakeDepthRunner,
+    events: Events,
+    clock: ManualClock,
+    *,
+    rows: int,
+    chunk_tokens: int = 99,
+    layer_groups: int = 1,
+    full_depth: int = 0,
+) -> PrefillLoop:
+    return PrefillLoop(
         runner=runner,
-        slots=SlotTable(num_rows=2, row_capacity_tokens=64, kv_capacity_tokens=128),
+        slots=SlotTable(num_rows=rows, row_capacity_tokens=64, kv_capacity_tokens=64 * rows),
         queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
         events=events,
         eos_token_ids=(),
-        chunk_tokens=4,
-        layer_groups=2,
+        chunk_tokens=chunk_tokens,
+        layer_groups=layer_groups,
         clock=clock,
+        full_depth=full_depth,
     )
+
+
+def test_prefill_changes_depth_between_prompts() -> None:
+    runner, clock, events = FakeDepthRunner(2, 5), ManualClock(), Events()
+    loop = prefill_loop(runner, events, clock, rows=2, chunk_tokens=4, layer_groups=2)
     loop.submit(make_state("a"))
     loop.step()  # half of its prompt
     loop.submit(make_state("b"))
@@ -109,17 +123,7 @@ def test_prefill_changes_depth_between_prompts() -> None:
 
 def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None:
     runner, clock, events = FakeDepthRunner(4, 5), ManualClock(), Events()
-    loop = PrefillLoop(
-        runner=runner,
-        slots=SlotTable(num_rows=4, row_capacity_tokens=64, kv_capacity_tokens=256),
-        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
-        events=events,
-        eos_token_ids=(),
-        chunk_tokens=99,
-        layer_groups=1,
-        clock=clock,
-        full_depth=8,
-    )
+    loop = prefill_loop(runner, events, clock, rows=4, full_depth=8)
 
     def strict(name: str, **changes: Any) -> SequenceState:
         return replace(make_state(name), exits=ExitParams(0.9, "strict"), **changes)
@@ -152,17 +156,7 @@ def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None
 
 
 def test_no_more_wait_for_layers_than_a_replica_can_remember() -> None:
-    loop = PrefillLoop(
-        runner=FakeDepthRunner(1, 5),
-        slots=SlotTable(num_rows=1, row_capacity_tokens=64, kv_capacity_tokens=64),
-        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
-        events=Events(),
-        eos_token_ids=(),
-        chunk_tokens=8,
-        layer_groups=1,
-        clock=ManualClock(),
-        full_depth=8,
-    )
+    loop = prefill_loop(FakeDepthRunner(1, 5), Events(), ManualClock(), rows=1, full_depth=8)
     for i in range(MAX_SHALLOW):
         loop.submit(replace(make_state(f"s{i}"), exits=ExitParams(0.9, "strict")))
     with pytest.raises(Overloaded, match="wait for layers"):
