@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import track
 
 from loadgen import provenance
-from loadgen.comparable import load_differences, setting_differences
-from loadgen.compare_plots import write_compare_plots
-from loadgen.compare_report import Sides, print_comparison
-from loadgen.comparison import (
+from loadgen.comparison.comparable import load_differences, setting_differences
+from loadgen.comparison.plots import write_compare_plots
+from loadgen.comparison.report import Sides, print_comparison
+from loadgen.comparison.runs import (
     Method,
     Row,
     compare,

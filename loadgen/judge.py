@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from loadgen.capture import Capture, Transport
 from loadgen.checker import Expectation, Outcome, Verdict, judge_http
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import Record
 from loadgen.target import Target
-from loadgen.workload import RequestSpec
+from loadgen.wire.capture import Capture, Transport
 
 
 def expectation(spec: RequestSpec, target: Target, request_id: str) -> Expectation:

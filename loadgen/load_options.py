@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from loadgen.arrivals import FORMS
+from loadgen.load.arrivals import FORMS
+from loadgen.load.sessions import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_THINK_S,
+    DEFAULT_TURN_TOKENS,
+    DEFAULT_TURNS,
+    MAX_TURNS,
+)
+from loadgen.load.traces import MAX_TOKENS
 from loadgen.options import (
     MAX_USERS,
     add_service_arguments,
@@ -15,14 +23,6 @@ from loadgen.options import (
     span,
     whole,
 )
-from loadgen.sessions import (
-    DEFAULT_ANSWER_TOKENS,
-    DEFAULT_THINK_S,
-    DEFAULT_TURN_TOKENS,
-    DEFAULT_TURNS,
-    MAX_TURNS,
-)
-from loadgen.traces import MAX_TOKENS
 
 MAX_WARM_UP = 10_000
 MAX_RETRIES = 1_000

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from loadgen.sessions import Span
+from loadgen.load.sessions import Span
 from quadriga.errors import ConfigError
 
 API_KEY_VARIABLE = "QUADRIGA_API_KEY"

@@ -12,9 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from loadgen import report
-from loadgen.arrivals import Arrivals, parse_arrivals
 from loadgen.event_loop import run_event_loop
-from loadgen.levels import Ramp, check_concurrency
+from loadgen.load.arrivals import Arrivals, parse_arrivals
+from loadgen.load.scenario import describe
+from loadgen.load.workload import RequestSpec
 from loadgen.load_options import (
     add_load_arguments,
     add_measurement_arguments,
@@ -24,12 +25,11 @@ from loadgen.metrics import Slo, summarise
 from loadgen.options import add_service_arguments, number, number_from, number_span, whole
 from loadgen.plots import write_plots
 from loadgen.progress import progress_bar
-from loadgen.ramp_report import one_line, print_ramp, write_ramp_plot
-from loadgen.ramp_steps import Goal, RampWatch, StepFigures, capacity_of
+from loadgen.ramps.levels import Ramp, check_concurrency
+from loadgen.ramps.report import one_line, print_ramp, write_ramp_plot
+from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
-from loadgen.scenario import describe
 from loadgen.stage import Stage, open_stage, output_folder, print_failures
-from loadgen.workload import RequestSpec
 from quadriga.errors import ConfigError
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen import provenance
-from loadgen.capture import Capture
 from loadgen.metrics import Distribution, Summary
 from loadgen.runner import Record, RunResult
+from loadgen.wire.capture import Capture
 
 RESULTS_FILE = "run.jsonl"
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from loadgen.checker import Choice, Outcome, Verdict, Write
-from loadgen.json_lines import read_objects
+from loadgen.load.json_lines import read_objects
+from loadgen.load.workload import RequestSpec
 from loadgen.report import RESULTS_FILE
 from loadgen.runner import Record
-from loadgen.workload import RequestSpec
 from quadriga.errors import ConfigError
 
 MAX_REQUESTS = 5_000_000

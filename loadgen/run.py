@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.console import Console
 
 from loadgen import report
-from loadgen.arrivals import Arrivals, parse_arrivals
 from loadgen.event_loop import run_event_loop
+from loadgen.load.arrivals import Arrivals, parse_arrivals
+from loadgen.load.scenario import describe
 from loadgen.load_options import add_arguments
 from loadgen.metrics import Slo, Summary, summarise
 from loadgen.plots import write_plots
 from loadgen.progress import progress_bar
 from loadgen.runner import Live, RunOptions, RunResult, run_load
-from loadgen.scenario import describe
 from loadgen.stage import open_stage, output_folder, print_failures
 
 __all__ = ["add_arguments", "run"]

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from loadgen.capture import Call, Capture, LoadClient
 from loadgen.checker import Outcome, Verdict
-from loadgen.workload import RequestSpec
+from loadgen.load.workload import RequestSpec
+from loadgen.wire.capture import Call, Capture, LoadClient
 
 MAX_BACKLOG_BYTES = 256 << 20  # captures kept for judging after the run
 MAX_REFUSAL_WAIT_S = 300.0

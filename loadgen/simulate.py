@@ -20,13 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from loadgen import provenance
-from loadgen.arrivals import FORMS
-from loadgen.lengths import WORKLOADS
+from loadgen.load.arrivals import FORMS
+from loadgen.load.lengths import WORKLOADS
+from loadgen.load.traces import read_trace
 from loadgen.options import number, whole
 from loadgen.sim_plots import write_run_plot
 from loadgen.simulated import SimLoad, run_policy, standard_slo, summary_of, synthetic_load
 from loadgen.simulated import trace_load as load_of_trace
-from loadgen.traces import read_trace
 from quadriga.errors import ConfigError
 from quadriga.sim.config import Failure, SimConfig
 from quadriga.sim.policies import POLICY_NAMES

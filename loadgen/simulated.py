@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.arrivals import parse_arrivals
-from loadgen.lengths import find_workload
-from loadgen.traces import Trace
+from loadgen.load.arrivals import parse_arrivals
+from loadgen.load.lengths import find_workload
+from loadgen.load.traces import Trace
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings
 from quadriga.sim.cluster import Simulation

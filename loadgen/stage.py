@@ -14,16 +14,16 @@ from typing import Any
 from rich.console import Console
 
 from loadgen import report
-from loadgen.arrivals import Arrivals
-from loadgen.capture import LoadClient
-from loadgen.client_http import HttpClient, parse_url
-from loadgen.clients import open_client
 from loadgen.judge import Judgement, score
+from loadgen.load.arrivals import Arrivals
+from loadgen.load.scenario import Load, build_load, config_of, describe
 from loadgen.options import api_key
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
-from loadgen.scenario import Load, build_load, config_of, describe
 from loadgen.target import Target, find_target
 from loadgen.verify_text import verify_texts
+from loadgen.wire.capture import LoadClient
+from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.clients import open_client
 from quadriga.errors import ConfigError
 
 RESULTS_FOLDER = Path("results/loadgen")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loadgen.client_http import HttpClient
-from loadgen.workload import RequestSpec
+from loadgen.load.workload import RequestSpec
+from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
 
 AUTO_ALIAS = "quadriga-auto"

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 
 from loadgen.checker import Choice, FaultKind, Outcome
-from loadgen.client_http import HttpClient
 from loadgen.runner import Record
 from loadgen.target import detokenize
+from loadgen.wire.client_http import HttpClient
 
 MAX_IN_FLIGHT = 8
 # How tokens look that steer the model and are not shown: <|end|>, </s>, <pad>.

@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.options import api_key, number, whole
 from loadgen.runner import now_s
+from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
 
 REQUEST_TIMEOUT_S = 5.0

@@ -17,16 +17,16 @@ from rich.table import Table
 
 from loadgen import provenance
 from loadgen.bench.subprocesses import python_process, read_line
-from loadgen.capture import LoadClient
 from loadgen.checker import Outcome
-from loadgen.client_grpc import GrpcClient
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.event_loop import run_event_loop
 from loadgen.judge import Judgement
+from loadgen.load.workload import RequestSpec
 from loadgen.options import whole
 from loadgen.runner import Live, RunOptions, now_s, run_load
 from loadgen.target import Target
-from loadgen.workload import RequestSpec
+from loadgen.wire.capture import LoadClient
+from loadgen.wire.client_grpc import GrpcClient
+from loadgen.wire.client_http import HttpClient, parse_url
 
 START_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 120.0

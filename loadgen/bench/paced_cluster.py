@@ -16,12 +16,12 @@ from typing import Any
 
 from loadgen.bench.service import Service, started_service
 from loadgen.bench.subprocesses import free_port
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.event_loop import run_event_loop
 from loadgen.judge import Judgement
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target
-from loadgen.workload import RequestSpec
+from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.checkpoint import read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.metrics import parse_exposition

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from loadgen import provenance
-from loadgen.arrivals import parse_arrivals
 from loadgen.bench.paced_cluster import (
     INTERVAL_S,
     KV_CAPACITY_TOKENS,
@@ -43,11 +42,12 @@ from loadgen.bench.rescheduling_report import (
     step_variances,
 )
 from loadgen.checker import Outcome
-from loadgen.client_http import HttpClient
+from loadgen.load.arrivals import parse_arrivals
+from loadgen.load.workload import RequestSpec, from_tasks
 from loadgen.metrics import Slo, summarise, tpot_s
 from loadgen.options import number, whole
 from loadgen.runner import RunResult
-from loadgen.workload import RequestSpec, from_tasks
+from loadgen.wire.client_http import HttpClient
 
 __all__ = ["POLICIES", "add_arguments", "make_specs", "run", "settings_of"]
 

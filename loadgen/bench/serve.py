@@ -25,15 +25,15 @@ from loadgen.bench.serve_report import Rounds, final_line, print_table
 from loadgen.bench.service import Service, started_service
 from loadgen.bench.workloads import Request, Workload
 from loadgen.checker import Outcome
-from loadgen.client_grpc import GrpcClient
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.event_loop import run_event_loop
 from loadgen.judge import Judgement
+from loadgen.load.workload import RequestSpec
 from loadgen.metrics import Slo, Summary, summarise
 from loadgen.options import api_key, number, whole
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target
-from loadgen.workload import RequestSpec
+from loadgen.wire.client_grpc import GrpcClient
+from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.errors import ConfigError
 

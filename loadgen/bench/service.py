@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loadgen.bench.subprocesses import free_port, python_process
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.options import API_KEY_VARIABLE
 from loadgen.runner import now_s
+from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
 
 START_TIMEOUT_S = 300.0

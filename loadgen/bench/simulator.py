@@ -23,7 +23,6 @@ import numpy as np
 from rich.console import Console
 
 from loadgen import provenance
-from loadgen.arrivals import parse_arrivals
 from loadgen.bench.paced_cluster import (
     INTERVAL_S,
     KV_CAPACITY_TOKENS,
@@ -47,12 +46,13 @@ from loadgen.bench.simulator_report import (
     worst_deviation,
     write_plot,
 )
-from loadgen.client_http import HttpClient
+from loadgen.load.arrivals import parse_arrivals
+from loadgen.load.traces import Trace
+from loadgen.load.workload import RequestSpec, from_trace
 from loadgen.options import number, whole
 from loadgen.simulated import SimLoad
 from loadgen.target import token_pool
-from loadgen.traces import Trace
-from loadgen.workload import RequestSpec, from_trace
+from loadgen.wire.client_http import HttpClient
 from quadriga.checkpoint import read_checkpoint
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.policies.ares.governor import settings_of as ares_settings

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from loadgen.bench.service import Service
-from loadgen.capture import Capture, LoadClient
 from loadgen.chaos.resuming import over_grpc, over_http
 from loadgen.checker import Outcome, Verdict
-from loadgen.client_grpc import GrpcClient
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.judge import Judgement
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target, find_target
-from loadgen.workload import RequestSpec
+from loadgen.wire.capture import Capture, LoadClient
+from loadgen.wire.client_grpc import GrpcClient
+from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.client import AsyncClient
 from quadriga.errors import ConfigError
 

@@ -11,11 +11,11 @@ import asyncio
 import uuid
 from collections.abc import Callable
 
-from loadgen.capture import Capture, Transport
 from loadgen.checker import Verdict
 from loadgen.checker.verdict import Choice, FaultKind, Write
-from loadgen.client_http import HttpClient
-from loadgen.workload import RequestSpec
+from loadgen.load.workload import RequestSpec
+from loadgen.wire.capture import Capture, Transport
+from loadgen.wire.client_http import HttpClient
 from quadriga.client import AsyncClient
 from quadriga.errors import QuadrigaError
 

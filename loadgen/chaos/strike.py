@@ -14,8 +14,8 @@ from loadgen.chaos.moments import NotReached, make_deep, reached, victim
 from loadgen.chaos.orders import OrderFailed
 from loadgen.chaos.rig import Rig
 from loadgen.chaos.verdicts import CellResult
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
-from loadgen.workload import RequestSpec
 from quadriga.metrics import parse_exposition
 
 RESTORED_TIMEOUT_S = 90.0

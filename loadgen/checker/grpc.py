@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from loadgen.capture import Capture
 from loadgen.checker.conclude import conclude
 from loadgen.checker.http import TIMEOUT
 from loadgen.checker.verdict import Choice, Expectation, FaultKind, Outcome, Verdict, Write
+from loadgen.wire.capture import Capture
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from loadgen.capture import Capture
 from loadgen.checker.conclude import conclude
 from loadgen.checker.fields import (
     FINISH_REASONS,
@@ -18,8 +17,9 @@ from loadgen.checker.fields import (
 from loadgen.checker.identity import read_identity
 from loadgen.checker.stream import StreamCheck
 from loadgen.checker.verdict import Choice, Expectation, FaultKind, Outcome, Verdict, Write
-from loadgen.http_wire import Response, parse_response
-from loadgen.sse import split_frames
+from loadgen.wire.capture import Capture
+from loadgen.wire.http_wire import Response, parse_response
+from loadgen.wire.sse import split_frames
 
 TIMEOUT = "timeout"  # `Capture.fault` begins with this where the client's limit was reached
 

@@ -14,7 +14,7 @@ from loadgen.checker.fields import (
 )
 from loadgen.checker.identity import read_identity
 from loadgen.checker.verdict import Choice, Expectation, FaultKind, Verdict, Write
-from loadgen.sse import Frame
+from loadgen.wire.sse import Frame
 
 DONE = b"[DONE]"
 

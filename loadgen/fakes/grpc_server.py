@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from loadgen.client_grpc import SERVICE
 from loadgen.fakes.model import (
     END_ID,
     END_TEXT,
@@ -22,6 +21,7 @@ from loadgen.fakes.model import (
     stream_text,
     tokenize,
 )
+from loadgen.wire.client_grpc import SERVICE
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
 Messages = list[pb.GenerateResponse]

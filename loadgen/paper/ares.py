@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadgen import provenance
+from loadgen.load.traces import read_trace
 from loadgen.options import number, whole
 from loadgen.paper import ares_report as report
 from loadgen.simulated import (
@@ -34,7 +35,6 @@ from loadgen.simulated import (
     synthetic_load,
     trace_load,
 )
-from loadgen.traces import read_trace
 from quadriga.policies.ares import AresSettings
 from quadriga.sim.config import SimConfig
 from quadriga.sim.policies import POLICY_NAMES

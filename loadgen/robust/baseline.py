@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from loadgen.client_http import HttpClient
 from loadgen.robust.cluster import ClusterHand
 from loadgen.robust.processes import Holding, holding
+from loadgen.wire.client_http import HttpClient
 from quadriga.errors import QuadrigaError
 from quadriga.metrics import parse_exposition
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from loadgen.bench.service import Service
-from loadgen.capture import Capture, Transport
 from loadgen.chaos.load import TIMEOUT_S, Answer, Clients
 from loadgen.checker import Outcome
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.judge import Judgement
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target
-from loadgen.workload import RequestSpec
+from loadgen.wire.capture import Capture, Transport
+from loadgen.wire.client_http import HttpClient, parse_url
 
 MANNERS = {"patient": 0.75, "impatient": 0.17, "slow": 0.08}
 IMPATIENT_S = 1.5

@@ -30,9 +30,9 @@ from loadgen import provenance
 from loadgen.bench.process_cpu import service_cpu_s
 from loadgen.bench.service import Service, started_service
 from loadgen.checker import Outcome
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.event_loop import run_event_loop
 from loadgen.judge import Judgement
+from loadgen.load.workload import RequestSpec
 from loadgen.options import number, whole
 from loadgen.robust.overload_report import (
     PRIORITIES,
@@ -49,7 +49,7 @@ from loadgen.robust.overload_report import (
 )
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
-from loadgen.workload import RequestSpec
+from loadgen.wire.client_http import HttpClient, parse_url
 
 WIDTH = 130
 SLOTS, REPLICAS = 6, 2

@@ -33,13 +33,13 @@ from rich.console import Console
 from loadgen import provenance
 from loadgen.bench.service import Service, started_service
 from loadgen.chaos.load import Answer, Clients, clients_of, make_streams
+from loadgen.load.workload import RequestSpec
 from loadgen.options import API_KEY_VARIABLE, number, whole
 from loadgen.robust.cluster import ClusterHand, hand_on
 from loadgen.robust.load import MixedLoad
 from loadgen.robust.upgrade_report import KINDS, NODE, Found, Round, figures, judge, table
 from loadgen.runner import now_s
 from loadgen.target import find_target
-from loadgen.workload import RequestSpec
 from quadriga.errors import QuadrigaError
 
 WIDTH = 120

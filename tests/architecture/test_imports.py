@@ -52,7 +52,7 @@ def test_the_engine_loads_no_ray(module: str) -> None:
     "module",
     [
         "loadgen",
-        "loadgen.traces",
+        "loadgen.load.traces",
         "loadgen.checker",
         "loadgen.simulate",
         "loadgen.paper.ares",

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from loadgen.json_lines import read_objects
-from loadgen.traces import read_trace
+from loadgen.load.json_lines import read_objects
+from loadgen.load.traces import read_trace
 from quadriga.catalogue.files import read_catalogue
 from quadriga.catalogue.headers import read_header
 from quadriga.checkpoint import ASSETS, read_checkpoint

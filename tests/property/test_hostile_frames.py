@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from actors.kv_transport.line import ChannelOffer, parse_frame, read_header, read_verdict
 from actors.kv_transport.nccl_link import MAX_FRAME_BYTES, Link, Listener, join
 from actors.kv_transport.receiving import ReceivingChannel
-from loadgen.capture import Capture, Transport
 from loadgen.checker import Expectation, judge_http
 from loadgen.checker.grpc import judge_grpc
-from loadgen.http_wire import parse_response
+from loadgen.wire.capture import Capture, Transport
+from loadgen.wire.http_wire import parse_response
 from quadriga.client.wire import StreamProgress, completion
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb

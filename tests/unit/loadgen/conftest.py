@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from loadgen.capture import Capture
 from loadgen.checker import Verdict
-from loadgen.client_http import HttpClient, parse_url
 from loadgen.fakes.grpc_server import FakeGrpcOptions, FakeGrpcServer
 from loadgen.fakes.server import MODEL, FakeOptions, FakeServer
 from loadgen.judge import Judgement
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target
-from loadgen.workload import RequestSpec
+from loadgen.wire.capture import Capture
+from loadgen.wire.client_http import HttpClient, parse_url
 
 
 class Exchange:

@@ -16,8 +16,8 @@ from loadgen.bench import simulator, simulator_fit, simulator_report
 from loadgen.bench.paced_cluster import KV_CAPACITY_TOKENS, Page, Played
 from loadgen.checker import Outcome
 from loadgen.checker.verdict import Choice, Verdict, Write
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import Record, RunResult
-from loadgen.workload import RequestSpec
 from quadriga.errors import ConfigError
 from quadriga.pacing import PaceProfile
 from quadriga.sim.cluster import Simulation

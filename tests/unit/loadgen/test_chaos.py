@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from loadgen.bench.process_cpu import service_processes
-from loadgen.capture import Capture, Transport
 from loadgen.chaos.cells import QUICK, Cell, Fault, Moment, Victim
 from loadgen.chaos.load import Answer, make_streams
 from loadgen.chaos.report import summary
 from loadgen.chaos.verdicts import CellResult
 from loadgen.checker import Verdict
 from loadgen.checker.verdict import Choice, FaultKind, Write
+from loadgen.wire.capture import Capture, Transport
 
 CELL = Cell(Fault.KILL, Moment.MID_STREAM, Victim.DECODE)
 WANTED = [5, 6, 7, 8]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.arrivals import parse_arrivals
+from loadgen.load.arrivals import parse_arrivals
 from quadriga.errors import ConfigError
 
 NUM = 20_000

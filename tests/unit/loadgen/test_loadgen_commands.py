@@ -256,7 +256,8 @@ def test_what_cannot_be_a_key_is_refused(
 
 def test_run_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, loadgen.run, loadgen.client_grpc, loadgen.checker.grpc, loadgen.workload;"
+        "import sys, loadgen.run, loadgen.wire.client_grpc, loadgen.checker.grpc;"
+        "import loadgen.load.workload;"
         "import loadgen.ramp, loadgen.compare;"
         "import quadriga.training.tasks;"
         "sys.exit(any(m.split('.')[0] in ('torch', 'ray', 'transformers') for m in sys.modules))"

@@ -13,7 +13,7 @@ import pytest
 from loadgen import report
 from loadgen.__main__ import main
 from loadgen.checker import Choice, Outcome, Verdict, Write
-from loadgen.intervals import Finding, difference, difference_of_runs, mean, percentile
+from loadgen.comparison.intervals import Finding, difference, difference_of_runs, mean, percentile
 from loadgen.metrics import Slo, summarise, tpot_s, ttft_s
 from loadgen.results import read_results
 from loadgen.runner import Record, RunResult

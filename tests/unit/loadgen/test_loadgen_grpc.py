@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.capture import Capture
 from loadgen.checker import FaultKind, Outcome, Verdict
-from loadgen.client_grpc import GrpcClient, encode_request
 from loadgen.fakes.grpc_server import (
     GRPC_FAULTS,
     GRPC_SERVER_FAULTS,
@@ -17,9 +15,11 @@ from loadgen.fakes.grpc_server import (
     FakeGrpcServer,
 )
 from loadgen.judge import Judgement
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target
-from loadgen.workload import RequestSpec
+from loadgen.wire.capture import Capture
+from loadgen.wire.client_grpc import GrpcClient, encode_request
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import make_spec
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.arrivals import parse_arrivals
-from loadgen.json_lines import read_objects
-from loadgen.workload import from_prompt_file
+from loadgen.load.arrivals import parse_arrivals
+from loadgen.load.json_lines import read_objects
+from loadgen.load.workload import from_prompt_file
 from quadriga.errors import ConfigError
 
 

@@ -16,15 +16,15 @@ from rich.console import Console
 
 from loadgen import ramp
 from loadgen.__main__ import main
-from loadgen.arrivals import parse_arrivals
 from loadgen.checker import Choice, Outcome, Verdict, Write
-from loadgen.comparable import load_differences
+from loadgen.comparison.comparable import load_differences
 from loadgen.fakes.generation import FakeOptions
 from loadgen.fakes.server import FakeServer
-from loadgen.levels import Ramp, Rise, Step
+from loadgen.load.arrivals import parse_arrivals
 from loadgen.metrics import Slo
-from loadgen.ramp_report import conclusion, write_ramp_plot
-from loadgen.ramp_steps import Goal, RampWatch, StepFigures, capacity_of, figures_of
+from loadgen.ramps.levels import Ramp, Rise, Step
+from loadgen.ramps.report import conclusion, write_ramp_plot
+from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of, figures_of
 from loadgen.results import read_results
 from loadgen.runner import Record, RunResult
 from quadriga.errors import ConfigError

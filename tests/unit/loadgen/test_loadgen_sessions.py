@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.arrivals import parse_arrivals
 from loadgen.checker import Outcome
-from loadgen.client_grpc import encode_request
-from loadgen.client_http import HttpClient, parse_url
-from loadgen.dialogues import Dialogues
 from loadgen.fakes.generation import FakeOptions
 from loadgen.fakes.model import END_ID, tokenize
 from loadgen.fakes.server import MODEL, FakeServer
 from loadgen.judge import Judgement
+from loadgen.load.arrivals import parse_arrivals
+from loadgen.load.dialogues import Dialogues
+from loadgen.load.scenario import Load
+from loadgen.load.sessions import Session, SessionShape, Span, Turn, make_sessions
+from loadgen.load.workload import RequestSpec, forms
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
-from loadgen.scenario import Load
-from loadgen.sessions import Session, SessionShape, Span, Turn, make_sessions
 from loadgen.target import Target
-from loadgen.workload import RequestSpec, forms
+from loadgen.wire.client_grpc import encode_request
+from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service
 

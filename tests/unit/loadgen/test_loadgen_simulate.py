@@ -17,10 +17,10 @@ from rich.console import Console
 from loadgen.__main__ import main
 from loadgen.bench.profile import fit
 from loadgen.bench.scheduler import random_snapshots
-from loadgen.lengths import ALPACA, SHAREGPT, find_workload
+from loadgen.load.lengths import ALPACA, SHAREGPT, find_workload
+from loadgen.load.traces import read_trace
 from loadgen.paper import ares, ares_report
 from loadgen.simulated import synthetic_load, trace_load
-from loadgen.traces import read_trace
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts
 from quadriga.policies.ares.cluster import unpack

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.traces import (
+from loadgen.load.traces import (
     cap_lengths,
     context_factor,
     fit_context,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.http_wire import Body, parse_response
-from loadgen.sse import split_frames
+from loadgen.wire.http_wire import Body, parse_response
+from loadgen.wire.sse import split_frames
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 

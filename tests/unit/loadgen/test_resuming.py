@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import loadgen.chaos.resuming
-from loadgen.capture import Capture, Transport
 from loadgen.chaos.load import make_streams
 from loadgen.chaos.resuming import over_http
 from loadgen.checker import Verdict
 from loadgen.checker.verdict import Choice, FaultKind, Outcome, Write
-from loadgen.workload import RequestSpec
+from loadgen.load.workload import RequestSpec
+from loadgen.wire.capture import Capture, Transport
 
 SPEC = make_streams(1, max_tokens=6, seed=0)[0]
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from loadgen.capture import Capture, Transport
 from loadgen.chaos.load import Answer, make_streams
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.verdict import Choice, FaultKind, Write
-from loadgen.client_http import parse_url
 from loadgen.fakes.server import MODEL, FakeOptions, FakeServer
 from loadgen.judge import Judgement
 from loadgen.robust import overload_report as overload
@@ -26,6 +24,8 @@ from loadgen.robust.overload_report import Found, Phase, Returns, recovered_afte
 from loadgen.robust.processes import Holding, holding, slope
 from loadgen.runner import Record, now_s
 from loadgen.target import Target
+from loadgen.wire.capture import Capture, Transport
+from loadgen.wire.client_http import parse_url
 from tests.unit.loadgen.conftest import make_spec
 
 MIB = 1 << 20

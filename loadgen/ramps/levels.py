@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.arrivals import MAX_CONCURRENCY, Arrivals
+from loadgen.load.arrivals import MAX_CONCURRENCY, Arrivals
 from quadriga.errors import ConfigError
 
 Unit = Literal["rate", "concurrency"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from loadgen.workload import RequestSpec
+from loadgen.load.workload import RequestSpec
 
 
 class Transport(StrEnum):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loadgen.arrivals import Arrivals
-from loadgen.json_lines import read_objects
-from loadgen.workload import Form
+from loadgen.load.arrivals import Arrivals
+from loadgen.load.json_lines import read_objects
+from loadgen.load.workload import Form
 from quadriga.errors import ConfigError
 
 MAX_TURNS = 1000

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from loadgen.arrivals import Arrivals
-from loadgen.json_lines import read_objects
-from loadgen.traces import MAX_TOKENS, Trace
+from loadgen.load.arrivals import Arrivals
+from loadgen.load.json_lines import read_objects
+from loadgen.load.traces import MAX_TOKENS, Trace
 from quadriga.errors import ConfigError
 
 Endpoint = Literal["completions", "chat"]

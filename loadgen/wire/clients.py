@@ -6,10 +6,10 @@ import argparse
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from loadgen.capture import LoadClient
-from loadgen.client_http import HttpClient
 from loadgen.options import api_key
 from loadgen.runner import Live, now_s
+from loadgen.wire.capture import LoadClient
+from loadgen.wire.client_http import HttpClient
 
 
 @asynccontextmanager
@@ -20,7 +20,7 @@ async def open_client(
     if args.transport == "http":
         yield http
         return
-    from loadgen.client_grpc import GrpcClient
+    from loadgen.wire.client_grpc import GrpcClient
 
     client = GrpcClient(
         args.grpc,

@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loadgen import traces, workload
-from loadgen.arrivals import Arrivals
-from loadgen.client_http import HttpClient
-from loadgen.dialogues import Dialogues
-from loadgen.runner import Follow
-from loadgen.sessions import (
+from loadgen.load import traces, workload
+from loadgen.load.arrivals import Arrivals
+from loadgen.load.dialogues import Dialogues
+from loadgen.load.sessions import (
     DEFAULT_ANSWER_TOKENS,
     DEFAULT_THINK_S,
     DEFAULT_TURN_TOKENS,
@@ -26,8 +24,10 @@ from loadgen.sessions import (
     make_sessions,
     read_sessions,
 )
+from loadgen.load.workload import RequestSpec
+from loadgen.runner import Follow
 from loadgen.target import POOL_TEXT, Target, fit_prompts, token_pool
-from loadgen.workload import RequestSpec
+from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
 
 PROMPT_MAX_TOKENS = 128

@@ -18,8 +18,8 @@ import grpc
 import grpc.aio
 from google.protobuf.json_format import ParseDict, ParseError
 
-from loadgen.capture import Call, Capture, OnData, Transport
-from loadgen.workload import RequestSpec
+from loadgen.load.workload import RequestSpec
+from loadgen.wire.capture import Call, Capture, OnData, Transport
 from quadriga.errors import ConfigError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loadgen.checker import Outcome
-from loadgen.client_http import HttpClient
+from loadgen.load.sessions import Session, Turn
+from loadgen.load.workload import RequestSpec
 from loadgen.runner import Record
-from loadgen.sessions import Session, Turn
 from loadgen.target import Target, count_chat
-from loadgen.workload import RequestSpec
+from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
 
 _MAX_COUNTS_IN_FLIGHT = 8

@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from loadgen.capture import Call, Capture, OnData, Transport
-from loadgen.http_wire import Response, head_length, is_over, parse_head, parse_response
-from loadgen.workload import RequestSpec
+from loadgen.load.workload import RequestSpec
+from loadgen.wire.capture import Call, Capture, OnData, Transport
+from loadgen.wire.http_wire import Response, head_length, is_over, parse_head, parse_response
 from quadriga.errors import ConfigError
 
 MAX_RESPONSE_BYTES = 256 << 20

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from loadgen.checker import Outcome
-from loadgen.levels import Step
+from loadgen.load.workload import RequestSpec
 from loadgen.metrics import MAX_LAG_S, Distribution, Slo, is_good, tpot_s, ttft_s
+from loadgen.ramps.levels import Step
 from loadgen.runner import Record
-from loadgen.workload import RequestSpec
 
 LAST_FRAME_S = 1.0  # between the last token and the end of an answer, usage frame and closing
 MIN_REQUESTS = 30  # percentiles of fewer say little

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.levels import Ramp
 from loadgen.metrics import Distribution
-from loadgen.ramp_steps import MIN_REQUESTS, Goal, StepFigures, capacity_of
+from loadgen.ramps.levels import Ramp
+from loadgen.ramps.steps import MIN_REQUESTS, Goal, StepFigures, capacity_of
 
 PLOT_FILE = "ramp.png"
 

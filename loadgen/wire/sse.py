@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadgen.http_wire import Body
+from loadgen.wire.http_wire import Body
 
 _PREFIX = b"data: "
 _END = b"\n\n"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.comparable import setting_differences
-from loadgen.comparison import Row
+from loadgen.comparison.comparable import setting_differences
+from loadgen.comparison.runs import Row
 from loadgen.results import CapacityLine, Results
 
 MAX_NAMED = 12  # figures in the sentence

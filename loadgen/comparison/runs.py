@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from loadgen.checker import Outcome
-from loadgen.intervals import (
+from loadgen.comparison.intervals import (
     Difference,
     Finding,
     Statistic,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.checker import Outcome
-from loadgen.compare_report import Sides
-from loadgen.comparison import Row, e2e_s, longest_stall_s
+from loadgen.comparison.report import Sides
+from loadgen.comparison.runs import Row, e2e_s, longest_stall_s
 from loadgen.metrics import tpot_s, ttft_s
 from loadgen.plots import draw_cdf
 from loadgen.runner import Record

@@ -1,0 +1,1 @@
+"""Two runs side by side: is a difference more than noise?"""

@@ -1,0 +1,1 @@
+"""What is sent and when: traces, prompts, conversations, arrival times."""

@@ -1,0 +1,1 @@
+"""Loads that rise, and what their steps show."""

@@ -1,0 +1,1 @@
+"""How it is sent and recorded, byte by byte: HTTP and gRPC."""
