@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, cast
@@ -18,6 +20,7 @@ from quadriga.errors import QuadrigaError
 EXIT_OK = 0
 EXIT_FAILED = 1  # the checker or a comparison failed
 EXIT_USAGE = 2
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     args = parser.parse_args(words[len(name) :])
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         return module.run(args)
     except QuadrigaError as exc:
@@ -119,6 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+
+
+def _terminated(number: int, frame: object) -> None:
+    """Leave as by Ctrl-C: services that were started here are stopped on the way out."""
+    raise SystemExit(EXIT_TERMINATED)
 
 
 def find_command(words: Sequence[str]) -> tuple[str, ...] | None:

@@ -263,3 +263,30 @@ def test_run_loads_neither_torch_nor_ray() -> None:
         "sys.exit(any(m.split('.')[0] in ('torch', 'ray', 'transformers') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_command_that_is_terminated_cleans_up(tmp_path: Path, is_async: bool) -> None:
+    """`timeout` and supervisors send SIGTERM: a service that was started must not stay behind."""
+    (tmp_path / "endless.py").write_text(
+        "import asyncio, time\n"
+        "def add_arguments(parser): ...\n"
+        "async def wait():\n"
+        "    try:\n"
+        "        print('begun', flush=True)\n"
+        f"        {'await asyncio' if is_async else 'time'}.sleep(60)\n"
+        "    finally:\n"
+        "        print('cleaned', flush=True)\n"
+        "def run(args):\n"
+        "    asyncio.run(wait())\n"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import loadgen.__main__ as m;"
+        "m.COMMANDS[('endless',)] = m.Command('endless', ''); sys.exit(m.main(['endless']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
+        child.terminate()
+        assert child.stdout.readline() == "cleaned\n"
+        assert child.wait(30.0) == 143
