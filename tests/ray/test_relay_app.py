@@ -10,6 +10,8 @@ import pytest
 from tests.ray.apps import App, wait_until
 from tests.ray.moves import Mover
 
+pytestmark = pytest.mark.slow
+
 NUM_OUTPUT = 40
 
 
