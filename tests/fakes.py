@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,16 @@ from quadriga.types import (
 PREFILL, DECODE = "prefill-0", "decode-0"
 
 
+class FakeMailbox:
+    """What a replica has to say to one ingress, kept until acknowledged."""
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self.log: list[tuple[int, Emission]] = []
+
+
 class FakeReplica:
-    """A mailbox per ingress, kept until acknowledged."""
+    """A mailbox per ingress."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,37 +49,36 @@ class FakeReplica:
         self.cancelled: list[str] = []
         self.num_polls = 0
         self.lost_replies = 0
-        self._log: list[tuple[int, Emission]] = []
-        self._seq = 0
+        self._boxes: defaultdict[str, FakeMailbox] = defaultdict(FakeMailbox)
         self._news = asyncio.Event()
 
-    def put(self, emission: Emission) -> None:
-        self._seq += 1
-        self._log.append((self._seq, emission))
+    def put(self, ingress_id: str, emission: Emission) -> None:
+        box = self._boxes[ingress_id]
+        box.seq += 1
+        box.log.append((box.seq, emission))
         self._news.set()
-
-    def drop_mail(self) -> None:
-        self._log.clear()
 
     def die(self) -> None:
         self.dead = True
         self._news.set()
 
-    async def poll(self, ack: int, timeout_s: float) -> PollReply:
+    async def poll(self, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         self.num_polls += 1
-        self._log = [(seq, e) for seq, e in self._log if seq > ack]
-        if not self._log and timeout_s > 0:
-            self._news.clear()
+        box = self._boxes[ingress_id]
+        box.log = [(seq, e) for seq, e in box.log if seq > ack]
+        if timeout_s > 0:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
+                    while not box.log and not self.dead:
+                        self._news.clear()
+                        await self._news.wait()
             except TimeoutError:
                 pass
         self._check()
-        if self.lost_replies > 0 and self._log:
+        if self.lost_replies > 0 and box.log:
             self.lost_replies -= 1
             raise QuadrigaError("the reply was lost")
-        return PollReply(self.incarnation, self._seq, [e for _, e in self._log])
+        return PollReply(self.incarnation, box.seq, [e for _, e in box.log])
 
     def _check(self) -> None:
         if self.dead:
@@ -168,18 +176,18 @@ class FakeCluster:
         ]
 
     async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
-        """One mailbox serves all ingresses here, so only what was fetched is told again."""
+        """What was said is told again to the new one, and all that comes."""
         self._replica(replica)._check()
         if sequence_id not in self._replica(replica).held or self.loses_orphans:
             return False
         state = next(s for s in self.submitted if s.sequence_id == sequence_id)
         state.ingress_id = ingress_id
         said = self._emission(state, 0, self.script[: self.num_said[sequence_id]], moves=1)
-        self._replica(replica).put(said)
+        self._replica(replica).put(ingress_id, said)
         return True
 
     async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
-        return await self._replica(replica).poll(ack, timeout_s)
+        return await self._replica(replica).poll(ingress_id, ack, timeout_s)
 
     async def heartbeat(self, ingress_id: str, replicas: Sequence[str]) -> None:
         self.heartbeats += 1
@@ -216,12 +224,14 @@ class FakeCluster:
         if len(script) <= 1:
             first.finish = reason
             self.prefill.held.discard(state.sequence_id)
-            self.prefill.put(first)
+            self.prefill.put(state.ingress_id, first)
             return
-        self.prefill.put(first)
+        self.prefill.put(state.ingress_id, first)
         self.decode.held.add(state.sequence_id)
         self.prefill.held.discard(state.sequence_id)
-        self.prefill.put(Emission(state.sequence_id, state.epoch, moved_to=DECODE))
+        self.prefill.put(
+            state.ingress_id, Emission(state.sequence_id, state.epoch, moved_to=DECODE)
+        )
         at = 1
         while at < len(script):
             if self.gate is not None:
@@ -235,7 +245,7 @@ class FakeCluster:
             if at >= len(script):
                 emission.finish = reason
                 self.decode.held.discard(state.sequence_id)
-            self.decode.put(emission)
+            self.decode.put(state.ingress_id, emission)
 
     def _emission(
         self, state: SequenceState, index: int, token_ids: list[int], *, moves: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from quadriga.config import load_config
-from quadriga.types import token_digest
+from quadriga.types import Orphan, token_digest
 from serve_app.auth import ApiKeys
 from serve_app.front import FrontDesk
 from serve_app.grpc_door import GrpcDoor
@@ -29,7 +29,6 @@ HAD = 6
 async def another(stand: Stand, keys: ApiKeys | None = None) -> AsyncIterator[Stand]:
     """A second ingress over the same cluster; the first one has died without a word."""
     await stand.desk.tasks.close()
-    stand.cluster.decode.drop_mail()  # it was for that one
     desk = FrontDesk(
         load_config({}),
         ModelDirectory([MODEL]),
@@ -89,6 +88,34 @@ async def test_an_http_client_resumes_at_another_ingress(
         assert stand.cluster.num_orphan_calls == 1
         page = stand.desk.metrics.registry.snapshot()
         assert b"adopted" in page
+
+
+async def test_an_orphan_that_is_moving_is_asked_for_again(
+    make_stand: MakeStand, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its way between two replicas it is at neither; that is no reason to say it is lost."""
+    monkeypatch.setattr("serve_app.front.ORPHAN_PAUSE_S", 0.001)
+    first = await make_stand(gate=gate, step_s=0.001)
+    headers = {"idempotency-key": "k"}
+    await begin(first, headers, gate)
+    async with another(first) as stand:
+        find, calls = stand.cluster.find_orphans, 0
+
+        async def late(claims: Sequence[str]) -> list[Orphan]:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                return []
+            gate.set()
+            return await find(claims)
+
+        monkeypatch.setattr(stand.cluster, "find_orphans", late)
+        reply = await stand.http.post(
+            "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
+        )
+        text = "".join(f["choices"][0]["text"] for f in frames(reply))
+        assert text == ANSWER[HAD:]
+        assert calls == 2
 
 
 async def test_the_sdk_resumes_at_another_ingress(
