@@ -13,8 +13,9 @@ from ray.exceptions import RayError
 
 from actors import kept
 from actors.calls import call, get_actor, restart
+from actors.evacuation import LeavingNodes
 from actors.exits_view import exits_view
-from actors.fleet import Fleet, Key, Phase
+from actors.fleet import Fleet, Key, Member, Phase
 from actors.fleet_metrics import FleetMetrics
 from actors.helios import HeliosControl
 from actors.helios_setup import HeliosSetup, set_up
@@ -30,6 +31,8 @@ from actors.lifecycle import (
 )
 from actors.placement import abandoned_groups, cluster_hardware, living_replicas, remove
 from actors.tasks import background
+from actors.termination import die_on_sigterm
+from actors.turnover import turn_over
 from quadriga.clock import SystemClock
 from quadriga.config import LoggingConfig, QuadrigaConfig, load_config
 from quadriga.errors import QuadrigaError, ReplicaDied
@@ -46,8 +49,6 @@ CALL_TIMEOUT_S = 2.0
 SCHEDULER_SILENCE_S = 20.0
 """The scheduler is restarted when it has answered nothing for this long."""
 KEEP_METRICS_S = 10.0
-SURGE_PATIENCE_S = 10.0
-"""A successor that is pending for longer needs the room of the one it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,16 @@ class Controller:
         self._error: str | None = None
         self._is_ending = False
         self._is_started = asyncio.Event()
-        self._fleet = Fleet(app, self._clock, self._wake.set, self._ingress_age_s)
+        self._wanting = asyncio.Lock()
+        self._leaving = LeavingNodes(self._wake.set)
+        self._fleet = Fleet(
+            app,
+            self._clock,
+            self._wake.set,
+            self._ingress_age_s,
+            self._takes_nothing,
+        )
+        die_on_sigterm()
         background(self._run())
 
     # RPC
@@ -104,12 +114,13 @@ class Controller:
         self._heard_s = self._clock.now_s()
         desired = await asyncio.to_thread(_resolve, config)
         await self._is_started.wait()
-        if self._desired is None or self._desired.config != desired.config:
-            setup = await asyncio.to_thread(_set_up, self._app, desired)
-            self._choose_by(setup)
-            text = json.dumps(desired.config).encode()
-            await asyncio.to_thread(kept.save, self._app, "desired", text)
-        self._apply(desired)
+        async with self._wanting:
+            if self._desired is None or self._desired.config != desired.config:
+                setup = await asyncio.to_thread(_set_up, self._app, desired)
+                self._choose_by(setup)
+                text = json.dumps(desired.config).encode()
+                await asyncio.to_thread(kept.save, self._app, "desired", text)
+            self._apply(desired)
 
     async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
         """A sign of life of an ingress; the whole application lives by it.
@@ -198,19 +209,23 @@ class Controller:
 
     async def _run(self) -> None:
         """Recover what an earlier controller knew, then keep the two states equal."""
-        try:
-            await self._restore_metrics()
-            await self._recover()
-        finally:
-            self._is_started.set()
+        await self._restore_metrics()
         while not self._is_ending:
             self._wake.clear()
             try:
+                if not self._is_started.is_set():
+                    await self._adopt()
+                if self._desired is None:
+                    await self._restore_desired()
                 await self._reconcile()
                 if self._helios is not None:
                     self._helios.tick()
                 self._error = None
-            except (QuadrigaError, RayError, ValueError) as exc:
+            except QuadrigaError as exc:
+                if str(exc) != self._error:  # once, not at every turn
+                    logger.error("what is wanted cannot run now: %s", exc)
+                self._error = str(exc)
+            except Exception as exc:  # a border: whatever it is, it is tried again
                 self._error = str(exc)
                 logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
             if self._clock.now_s() - self._kept_s > KEEP_METRICS_S:
@@ -250,11 +265,13 @@ class Controller:
         finally:
             self._hub_is_restored.set()
 
-    async def _recover(self) -> None:
+    async def _adopt(self) -> None:
+        """Take over the replicas that an earlier controller started; may be repeated."""
         names = await asyncio.to_thread(living_replicas, self._app)
         for name in names:
             place = parse_replica_name(self._app, name)
-            assert place is not None
+            if place is None or name in self._fleet.members:
+                continue
             try:
                 self._fleet.adopt(place, name, await asyncio.to_thread(get_actor, name))
             except ReplicaDied:
@@ -263,15 +280,25 @@ class Controller:
         for name in abandoned:
             await asyncio.to_thread(remove, name, None)
             await self._fleet.tell_scheduler(name)
-        saved = await asyncio.to_thread(kept.load, self._app, "desired")
-        config = self._first_config if saved is None else json.loads(saved)
-        try:
-            desired = await asyncio.to_thread(_resolve, config)
-            self._choose_by(await asyncio.to_thread(_set_up, self._app, desired))
-            self._apply(desired)
-        except QuadrigaError as exc:
-            self._error = str(exc)
-            logger.error("the configuration cannot be served: %s", exc)
+
+    async def _restore_desired(self) -> None:
+        """Want what an earlier controller was told, or this one at its start.
+
+        It may be that this cannot be served before more nodes have joined: then it is tried again.
+
+        Raises: ConfigError.
+        """
+        async with self._wanting:
+            if self._desired is not None:
+                return  # somebody has said meanwhile what is wanted
+            try:
+                saved = await asyncio.to_thread(kept.load, self._app, "desired")
+                config = self._first_config if saved is None else json.loads(saved)
+                desired = await asyncio.to_thread(_resolve, config)
+                self._choose_by(await asyncio.to_thread(_set_up, self._app, desired))
+                self._apply(desired)
+            finally:
+                self._is_started.set()
 
     def _apply(self, desired: Desired) -> None:
         self._desired = desired
@@ -297,34 +324,44 @@ class Controller:
         if desired is None:
             return
         background(self._configure_scheduler(desired))
+        background(self._leaving.look())
         places = self._places(desired)
         for key, spec in places.items():
             members = self._fleet.of(key)
             if any(m.fingerprint is None for m in members):
                 continue  # adopted, and not yet known
             wanted = fingerprint(spec, desired.config)
-            current = [m for m in members if m.fingerprint == wanted]
-            if not current and self._fleet.may_spawn(key):
+            place = turn_over(
+                members,
+                wanted,
+                left_s=self._left_s,
+                may_go=self._helios.book.may_go if self._helios is not None else None,
+                now_s=self._clock.now_s(),
+            )
+            if place.lacks_one and self._fleet.may_spawn(key):
                 name = new_replica_name(self._app, *key)
                 await self._fleet.spawn(key, name, spec, desired.config)
-            for extra in sorted(current, key=lambda m: (m.phase is not Phase.READY, m.name))[1:]:
-                self._fleet.retire(extra, "there are two for one place")
-            outdated = [m for m in members if m.fingerprint != wanted]
-            is_replaced = any(m.phase is Phase.READY for m in current)
-            has_no_room = any(
-                m.phase is Phase.PENDING and self._clock.now_s() - m.since_s > SURGE_PATIENCE_S
-                for m in current
-            )
-            if self._helios is not None:
-                may_go = is_replaced and bool(outdated) and self._helios.book.may_go(outdated[0])
-            else:
-                may_go = is_replaced or has_no_room
-            if outdated and may_go:
-                self._fleet.retire(outdated[0], "its configuration has changed")
+            for one in place.going:
+                self._fleet.retire(one.member, one.reason, moves=one.moves, within_s=one.within_s)
         for member in list(self._fleet.members.values()):
             # One that was adopted and has not answered yet may be a place that scaling added.
             if member.key not in places and member.fingerprint is not None:
-                self._fleet.retire(member, "the configuration asks for fewer")
+                # What scaling takes away it empties itself.
+                moves = self._helios is None
+                self._fleet.retire(member, "the configuration asks for fewer", moves=moves)
+
+    def _takes_nothing(self, member: Member) -> bool:
+        """Whether others' sequences shall not go there: it leaves, or is kept for profiles."""
+        is_scout = self._helios is not None and member.key in self._helios.book.scouts
+        return is_scout or self._left_s(member) is not None
+
+    def _left_s(self, member: Member) -> float | None:
+        """Seconds until a replica goes, or its node does; None where both stay, as far as known."""
+        status = member.status
+        if status is None:
+            return None
+        limits_s = (status.leave_s, self._leaving.left_s(status.info.node_id))
+        return min((s for s in limits_s if s is not None), default=None)
 
     async def _configure_scheduler(self, desired: Desired) -> None:
         try:

@@ -10,9 +10,10 @@ from enum import StrEnum
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from actors.calls import call, call_handle, remember_handle
+from actors.evacuation import empty
 from actors.lifecycle import fingerprint, scheduler_name
 from actors.placement import groups, remove, spawn
 from actors.status import ReplicaStatus
@@ -30,6 +31,10 @@ STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 HEALTHY_S = 60.0
+RAY_FAILED = (RayError, RuntimeError, ValueError, OSError)
+"""What Ray raises where its control store is away."""
+REMOVE_PAUSE_S = 1.0
+MAX_REMOVALS = 300
 
 Key = tuple[Role, int]
 
@@ -71,6 +76,7 @@ class Fleet:
     Args:
         changed: Called when a replica became ready or is gone: time to reconcile.
         ingress_age_s: Seconds since an ingress was heard of; passed on with heartbeats.
+        is_leaving: Whether a replica must go soon, and should be given nothing more.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class Fleet:
         clock: Clock,
         changed: Callable[[], None],
         ingress_age_s: Callable[[], float],
+        is_leaving: Callable[[Member], bool] = lambda member: False,
     ) -> None:
         self.members: dict[str, Member] = {}
         self.lifecycle = LifecycleConfig()
@@ -86,6 +93,7 @@ class Fleet:
         self._clock = clock
         self._changed = changed
         self._ingress_age_s = ingress_age_s
+        self._is_leaving = is_leaving
         self._num_failures: dict[Key, int] = {}
         self._not_before_s: dict[Key, float] = {}
         self.num_respawns = 0
@@ -113,14 +121,26 @@ class Fleet:
         self._watch(Member(key, name, handle, self._clock.now_s(), None, phase=Phase.STARTING))
         logger.info("adopted %s", name)
 
-    def retire(self, member: Member, reason: str) -> None:
-        """Let a replica finish what it has, then end it; returns at once."""
+    def retire(
+        self, member: Member, reason: str, *, moves: bool = False, within_s: float | None = None
+    ) -> None:
+        """Let a replica finish what it has, then end it; returns at once.
+
+        Args:
+            moves: Others of its kind take over what it runs, as far as they have room.
+            within_s: It has so long, if that is less than the drain deadline.
+        """
         if member.phase is Phase.RETIRING:
             return
         logger.info("retire %s: %s", member.name, reason)
         was_ready = member.phase is Phase.READY
         member.phase = Phase.RETIRING
-        member.tasks.append(background(self._retire(member, was_ready)))
+        deadline_s = self.lifecycle.drain_timeout_s
+        if within_s is not None:
+            deadline_s = min(deadline_s, within_s)
+        if moves and was_ready and member.key[0] is Role.DECODE:
+            member.tasks.append(background(self._empty(member, deadline_s)))
+        member.tasks.append(background(self._retire(member, was_ready, deadline_s)))
 
     async def stop_all(self) -> None:
         """End every replica without waiting for its work."""
@@ -199,15 +219,22 @@ class Fleet:
             return f"its engine failed: {status.error}"
         if member.heard_s is not None and now_s - member.heard_s > self._patience_s(silence_s):
             return f"hung: no answer for {now_s - member.heard_s:.1f} s"
-        if member.phase is Phase.PENDING:
-            states = await asyncio.to_thread(lambda: dict(groups()))
-            if states.get(member.name) == "CREATED":
-                member.phase = Phase.STARTING
-                member.since_s = now_s
+        if member.phase is Phase.PENDING and await self._is_placed(member):
+            member.phase = Phase.STARTING
+            member.since_s = now_s
         start_s = self.lifecycle.replica_start_timeout_s
         if member.phase is Phase.STARTING and now_s - member.since_s > start_s:
             return f"not ready {start_s:.0f} s after it was placed"
         return None
+
+    async def _is_placed(self, member: Member) -> bool:
+        """Whether it has a place, as far as Ray tells."""
+        try:
+            states = await asyncio.to_thread(lambda: dict(groups()))
+        except RAY_FAILED as exc:
+            logger.warning("nobody tells whether %s has a place: %s", member.name, exc)
+            return False
+        return states.get(member.name) == "CREATED"
 
     def _patience_s(self, silence_s: float) -> float:
         now_s = self._clock.now_s()
@@ -229,9 +256,29 @@ class Fleet:
             pause_s = min(BACKOFF_S * 2.0**failures, MAX_BACKOFF_S) if failures else 0.0
             self._not_before_s[member.key] = self._clock.now_s() + pause_s
             self.num_respawns += 1
-        await asyncio.to_thread(remove, member.name, member.handle)
+        if not await self._remove(member):
+            background(self._remove_later(member))
         await self.tell_scheduler(member.name)
         self._changed()
+
+    async def _remove(self, member: Member) -> bool:
+        """End its process and give its place back. Returns whether Ray did."""
+        try:
+            await asyncio.to_thread(remove, member.name, member.handle)
+        except RAY_FAILED as exc:
+            logger.warning("%s was not removed: %s", member.name, exc)
+            return False
+        return True
+
+    async def _remove_later(self, member: Member) -> None:
+        """Nobody else would: a place that is kept for nobody is lost to the cluster."""
+        for _ in range(MAX_REMOVALS):
+            await asyncio.sleep(REMOVE_PAUSE_S)
+            if await self._remove(member):
+                return
+        logger.error(
+            "%s was not removed %d times; its place stays taken", member.name, MAX_REMOVALS
+        )
 
     async def tell_scheduler(self, name: str) -> None:
         """Let the scheduler forget a replica that is gone."""
@@ -240,8 +287,27 @@ class Fleet:
         except QuadrigaError as exc:
             logger.info("the scheduler was not told of %s: %s", name, exc)
 
-    async def _retire(self, member: Member, was_ready: bool) -> None:
-        deadline_s = self.lifecycle.drain_timeout_s
+    def heirs(self, member: Member) -> list[str]:
+        """Replicas that can take over what another one runs, the emptiest first."""
+        able = [
+            (m.status.load.num_held, m.name)
+            for m in self.members.values()
+            if m.key[0] is Role.DECODE
+            and m.phase is Phase.READY
+            and m.status is not None
+            and m.fingerprint == member.fingerprint
+            and not self._is_leaving(m)
+        ]
+        return [name for _, name in sorted(able) if name != member.name]
+
+    async def _empty(self, member: Member, deadline_s: float) -> None:
+        """Move what a retiring replica runs; what fails ends there, or with it."""
+        try:
+            await empty(call, member.name, lambda: self.heirs(member), timeout_s=deadline_s)
+        except QuadrigaError as exc:
+            logger.info("%s hands nothing more over: %s", member.name, exc)
+
+    async def _retire(self, member: Member, was_ready: bool, deadline_s: float) -> None:
         if was_ready:
             try:
                 is_empty = await call_handle(

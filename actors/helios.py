@@ -25,10 +25,11 @@ from actors.helios_places import Places
 from actors.helios_setup import HeliosSetup, save_history_file
 from actors.lifecycle import scheduler_name
 from actors.members import class_of, place_name
-from actors.resizing import failure
+from actors.resizing import ANSWER_SLACK_S, failure
 from actors.scaling import Scaling
 from actors.tasks import background
 from actors.teacher import Teacher
+from actors.waiting_strict import WaitingStrict
 from quadriga.clock import Clock
 from quadriga.errors import QuadrigaError
 from quadriga.exits import ExitCounters
@@ -60,8 +61,6 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 KEEP_EVERY_S = 2.0
-ANSWER_SLACK_S = 10.0
-"""Over a resize's deadline, for its report to arrive."""
 SHOWN_DECISIONS = 50
 _BREACH_WEIGHT = 0.3
 
@@ -102,6 +101,7 @@ class HeliosControl:
         self._scaling = Scaling(app, setup.config, self.book, clock) if is_scaled else None
         answer_s = setup.config.transport.deadline_s + ANSWER_SLACK_S
         self._escalation = Escalation(fleet, clock, answer_s)
+        self._waiting_strict = WaitingStrict(setup, fleet, clock)
         self._app = app
         self._fleet = fleet
         self._clock = clock
@@ -166,7 +166,7 @@ class HeliosControl:
         serving = [m for k, m in members.items() if k[0] is Role.DECODE and self._serves(k)]
         loads = [m.status.load for m in serving if m.status is not None]
         strict: dict[str, int] = {}
-        for member in self._fleet.members.values():
+        for member in members.values():  # of those that leave, `WaitingStrict` takes care
             if member.status is not None and member.status.load.strict_depth:
                 model = class_of(member).model
                 strict[model] = max(strict.get(model, 0), member.status.load.strict_depth)
@@ -188,6 +188,7 @@ class HeliosControl:
             self._count_tokens(member)
         self._seen = {name: s for name, s in self._seen.items() if name in self._fleet.members}
         self._escalation.tick()
+        self._waiting_strict.tick(members)
         if self._scaling is not None:
             self._scaling.tick(self._machine.status().target)
         background(self._send_route())

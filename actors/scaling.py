@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from actors.calls import call
+from actors.evacuation import hand_over
 from actors.lifecycle import scheduler_name
 from actors.members import place_name
 from actors.tasks import background
@@ -22,7 +23,7 @@ from quadriga.errors import QuadrigaError
 from quadriga.policies.load import decode_pressure
 from quadriga.policies.scaling import AddReplicas, RetireReplica, ScalingOrder, ScalingPolicy
 from quadriga.policies.scaling_need import ClassLoad, remaining_work
-from quadriga.types import DepthClass, MigrationReport, ReplicaSnapshot, Role
+from quadriga.types import DepthClass, ReplicaSnapshot, Role
 
 if TYPE_CHECKING:
     from actors.helios_places import Places
@@ -118,24 +119,12 @@ class Scaling:
         return {"wanted": len(serving), "filled": filled, "decisions": list(self._decisions)}
 
     async def _hand_over(self, replica: str, heirs: Sequence[str]) -> None:
-        """Move what a retiring replica holds; it drains meanwhile, so what fails ends there.
-
-        Args:
-            heirs: The one with the most room first; the next one gets what did not fit there.
-        """
+        """Move what a retiring replica holds; it drains meanwhile, so what fails ends there."""
         timeout_s = self._config.lifecycle.drain_timeout_s
-        for heir in heirs:
-            try:
-                reports: list[MigrationReport] = await call(
-                    replica, "hand_over", heir, timeout_s=timeout_s
-                )
-            except QuadrigaError as exc:
-                logger.info("%s hands nothing more over: %s", replica, exc)
-                return
-            moved = sum(r.outcome == "moved" for r in reports)
-            logger.info("%s moved %d of %d sequences to %s", replica, moved, len(reports), heir)
-            if all(r.outcome in ("moved", "finished") for r in reports):
-                return
+        try:
+            await hand_over(call, replica, heirs, timeout_s=timeout_s)
+        except QuadrigaError as exc:
+            logger.info("%s hands nothing more over: %s", replica, exc)
 
 
 def _is_of(snapshot: ReplicaSnapshot, role: Role, target: DepthClass) -> bool:

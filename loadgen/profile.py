@@ -3,8 +3,9 @@
 Each model is loaded at each of its exits and whole, every time in a fresh process: what it takes in
 memory, how long loading takes, a decode step at several batches, a prefill, answers to the bundled
 tasks (accuracy, perplexity, share unchanged at full depth), and energy by the best counter there
-is. Step and prefill times are processor time of the engine's thread, so that a busy machine
-disturbs them little.
+is. Whole, it also serves the tasks with every exit tested: where tokens leave, and what one takes
+that leaves there. Times are processor time of the engine's thread, so that a busy machine disturbs
+them little.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.table import Table
 from loadgen import provenance
 from loadgen.bench.subprocesses import END_TIMEOUT_S, python_process, read_line
 from loadgen.options import number, whole
-from loadgen.profile_depth import Job
+from loadgen.profile_depth import AtExit, Job
 from quadriga.catalogue.energy import DEFAULT_WATTS
 from quadriga.catalogue.files import read_catalogue, require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if examples is None:
         examples = QUICK_EXAMPLES if args.quick else EXAMPLES
     total = sum(len(depths) for *_, depths in jobs) * (1 + len(batches) + examples)
+    total += examples * sum(bool(m.exits.layers) and m.num_layers in d for _, m, d in jobs)
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, disable=args.no_progress or not console.is_terminal,
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-Result = tuple[DepthRecord, dict[int, float]]
+Result = tuple[DepthRecord, dict[int, AtExit]]
 
 
 def _models(args: argparse.Namespace) -> list[tuple[str, CatalogueModel]]:
@@ -156,16 +158,16 @@ def _measure(job: Job, progress: Progress, bar: Any) -> Result:
             progress.advance(bar, line["done"])
         process.wait(END_TIMEOUT_S)
     record = line["record"] | {"step_s": tuple((b, s) for b, s in line["record"]["step_s"])}
-    return DepthRecord(**record), {int(k): share for k, share in line["unchanged"].items()}
+    return DepthRecord(**record), {int(k): AtExit(**seen) for k, seen in line["exits"].items()}
 
 
 def _joined(results: Sequence[Result]) -> tuple[DepthRecord, ...]:
     """Records with what the full depth said of the others."""
-    unchanged: dict[int, float] = {}
+    exits: dict[int, AtExit] = {}
     for _, said in results:
-        unchanged |= said
+        exits |= said
     return depth_records(
-        replace(record, unchanged=unchanged.get(record.depth)) for record, _ in results
+        replace(record, **asdict(exits.get(record.depth, AtExit()))) for record, _ in results
     )
 
 
@@ -178,7 +180,7 @@ def _print(profiled: Sequence[tuple[str, CatalogueModel]]) -> None:
     table = Table(title="on this machine")
     columns = (
         "model", "layers", "step ms", "tokens/s", "TTFT ms", "right", "perplexity", "unchanged",
-        "memory MB", "load s", "mJ/token",
+        "left", "memory MB", "load s", "mJ/token",
     )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column == "model" else "right")
@@ -193,6 +195,7 @@ def _print(profiled: Sequence[tuple[str, CatalogueModel]]) -> None:
                 _share(r.accuracy),
                 "—" if r.perplexity is None else f"{r.perplexity:.3f}",
                 _share(r.unchanged),
+                _share(r.coverage),
                 f"{(r.memory_bytes or 0) / 1e6:.1f}",
                 f"{r.load_s or 0:.2f}",
                 _energy(r),

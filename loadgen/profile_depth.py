@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ class Job:
     """What to measure.
 
     Attributes:
-        examples: Task prompts to answer; 0 leaves accuracy, perplexity and `unchanged` out.
+        examples: Task prompts to answer; 0 leaves out accuracy, perplexity and what the full depth
+            says of the others.
         answers: Folder; each depth writes `<depth>.json`, and the full one reads the others'.
     """
 
@@ -54,6 +55,21 @@ class Job:
     watts: float
     seed: int
     answers: str
+
+
+@dataclass(frozen=True, slots=True)
+class AtExit:
+    """What the whole model, served, says of a depth.
+
+    Attributes:
+        coverage: Share of the tokens that left there or before; None at full depth, where all have.
+        token_s: Seconds of a token that left there; None where none did.
+        unchanged: Share of the depth's own tokens that full depth says too.
+    """
+
+    coverage: float | None = None
+    token_s: float | None = None
+    unchanged: float | None = None
 
 
 @dataclass(slots=True)
@@ -77,18 +93,18 @@ def main() -> int:
     """Measure the job on the command line."""
     raw = json.loads(sys.argv[1])
     job = Job(**(raw | {"batches": tuple(raw["batches"])}))
-    record, unchanged = measure(job, _say)
-    _say({"record": asdict(record), "unchanged": unchanged})
+    record, exits = measure(job, _say)
+    _say({"record": asdict(record), "exits": {k: asdict(seen) for k, seen in exits.items()}})
     return 0
 
 
 def measure(
     job: Job, say: Callable[[dict[str, Any]], None]
-) -> tuple[DepthRecord, dict[int, float]]:
-    """Measure one depth; at full depth also how much of the other depths' answers it shares.
+) -> tuple[DepthRecord, dict[int, AtExit]]:
+    """Measure one depth; at full depth also where tokens leave, and what it shares with the others.
 
     Returns:
-        The record, and for the full depth {other depth: share of its tokens unchanged}.
+        The record, and for the full depth {depth: what it says of it}.
     """
     from quadriga.engine import load_runner
 
@@ -115,7 +131,7 @@ def measure(
     joules = joules_per_token(runner, meter, max(job.batches))
     ttft_s = prefill_s(runner, PROMPT_TOKENS, job.repeats)
     accuracy = perplexity = None
-    unchanged: dict[int, float] = {}
+    exits: dict[int, AtExit] = {}
     if job.examples:
         suite = TaskSuite.make(checkpoint, job.examples, seed=job.seed)
         answers = generate(runner, suite.prompts, suite.eos, max(job.batches), say)
@@ -125,10 +141,15 @@ def measure(
         folder = Path(job.answers)
         (folder / f"{job.depth}.json").write_text(json.dumps(answers.token_ids))
         if job.depth == checkpoint.num_layers:
+            if checkpoint.exits.layers:
+                from loadgen.profile_exits import served_exits
+
+                exits = served_exits(checkpoint, suite.prompts, job.threads, say)
             for file in sorted(folder.glob("*.json")):
-                if int(file.stem) != job.depth:
-                    others = json.loads(file.read_text())
-                    unchanged[int(file.stem)] = unchanged_share(runner, suite.prompts, others)
+                depth = int(file.stem)
+                if depth != job.depth:
+                    share = unchanged_share(runner, suite.prompts, json.loads(file.read_text()))
+                    exits[depth] = replace(exits[depth], unchanged=share)
     record = DepthRecord(
         depth=job.depth,
         step_s=tuple(steps.items()),
@@ -141,7 +162,7 @@ def measure(
         joules_per_token=joules,
         energy_source=meter.read().source if joules is not None else None,
     )
-    return record, unchanged
+    return record, exits
 
 
 def spec_of(checkpoint: Checkpoint, job: Job) -> EngineSpec:

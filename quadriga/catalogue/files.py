@@ -54,6 +54,8 @@ class _Depth(_Strict):
     accuracy: Share | None = None
     perplexity: float | None = Field(None, ge=1, allow_inf_nan=False)
     unchanged: Share | None = None
+    coverage: Share | None = None
+    token_s: Positive | None = None
     memory_bytes: int | None = Field(None, ge=0)
     load_s: Positive | None = None
     joules_per_token: Positive | None = None
@@ -176,6 +178,7 @@ def _model(entry: _Model, file: Path) -> CatalogueModel:
     records = [DepthRecord(**_plain(d)) for d in entry.depths]
     if len({r.depth for r in records}) < len(records):
         raise _error(f"{file}: {entry.model}: a depth is on record twice")
+    _check_coverage(records, model, file)
     return replace(model, depths=depth_records(records))
 
 
@@ -192,6 +195,25 @@ def _check_depth(depth: int, model: CatalogueModel, file: Path) -> None:
     if depth not in model.exit_depths:
         shown = ", ".join(str(d) for d in model.exit_depths)
         raise _error(f"{file}: {model.id}: depth {depth} is none of its exits ({shown})")
+
+
+def _check_coverage(records: Sequence[DepthRecord], model: CatalogueModel, file: Path) -> None:
+    """Whoever leaves at an exit has left by the next one, and at the last layer all have."""
+    before = (0, 0.0)
+    for record in depth_records(records):
+        if record.coverage is None:
+            continue
+        if record.coverage < before[1]:
+            raise _error(
+                f"{file}: {model.id}: coverage falls from {before[1]:g} at depth {before[0]} to "
+                f"{record.coverage:g} at {record.depth}; it is the share that left by then"
+            )
+        if record.depth == model.num_layers and record.coverage < 1.0:
+            raise _error(
+                f"{file}: {model.id}: coverage {record.coverage:g} at depth {record.depth}, all of "
+                "its layers, where it is 1; leave it away there"
+            )
+        before = (record.depth, record.coverage)
 
 
 def _plain(depth: _Depth) -> dict[str, Any]:

@@ -32,6 +32,10 @@ class DepthRecord:
         memory_bytes: What the process grew by while it loaded.
         load_s: Seconds from opening the files to the first pass.
         joules_per_token: At the largest batch of `step_s`.
+        coverage: Share of the tokens that leave here or before, where all of the model is loaded
+            and every exit tested at the checkpoint's own threshold; at full depth it is 1.
+        token_s: Seconds of a served token that leaves here, one sequence at a time, with the exits
+            before it tested.
     """
 
     depth: int
@@ -45,6 +49,8 @@ class DepthRecord:
     load_s: float | None = None
     joules_per_token: float | None = None
     energy_source: EnergySource | None = None
+    coverage: float | None = None
+    token_s: float | None = None
 
     @property
     def best_tokens_per_s(self) -> float | None:

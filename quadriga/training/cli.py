@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quadriga.training.family import FAMILY, on_equal_mix
+from quadriga.errors import ConfigError
+from quadriga.training.family import FAMILY, Member, at_rate, on_equal_mix, on_mix
 
 RESULTS = Path("results/training")
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -19,7 +20,10 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     # The data is tokenised in small pieces: threads would only fight for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+    except ConfigError as exc:
+        raise SystemExit(f"error: {exc.message}") from exc
     return status
 
 
@@ -46,13 +50,17 @@ def _parser() -> argparse.ArgumentParser:
         "--compile", action="store_true", help="compile the blocks: 10 %% faster on a CPU"
     )
     train.add_argument(
-        "--mix", choices=("own", "equal"), default="own",
-        help="equal: every task alike, for the control pair of `loadgen paper helios`",
+        "--mix", default="own", metavar="own|equal|TASK=WEIGHT,…",
+        help="the recipe's; every task alike; or these tasks alone",
+    )  # fmt: skip
+    train.add_argument(
+        "--rate", type=float, default=1.0,
+        help="of the recipe's learning rates; less than 1 to go on from finished weights",
     )  # fmt: skip
     train.add_argument(
         "--folder",
         type=Path,
-        help=f"default: {RESULTS}/MODEL; of an equal mix {RESULTS}/MODEL-equal",
+        help=f"default: {RESULTS}/MODEL; {RESULTS}/MODEL-equal with --mix equal",
     )
     train.set_defaults(run=_train)
 
@@ -215,10 +223,8 @@ def _train(args: argparse.Namespace) -> int:
     from quadriga.training.loop import RunOptions, Trainer, append_json, budget_name, resume, run
 
     torch.set_num_threads(args.threads)
-    member, device = FAMILY[args.model], torch.device(args.device)
-    name = args.model
-    if args.mix == "equal":
-        member, name = on_equal_mix(member), f"{name}-equal"
+    member, device = _member(args), torch.device(args.device)
+    name = f"{args.model}-equal" if args.mix == "equal" else args.model
     named = {"fp32": torch.float32, "bf16": torch.bfloat16}
     dtype = named[args.dtype] if args.dtype in named else fastest_dtype(device)
     options = RunOptions(
@@ -245,6 +251,29 @@ def _train(args: argparse.Namespace) -> int:
 
     run(trainer, report)
     return 0
+
+
+def _member(args: argparse.Namespace) -> Member:
+    """The member with the mix and rates that were asked for. Raises: ConfigError."""
+    member = FAMILY[args.model]
+    if not 0.0 < args.rate <= 1.0:
+        raise ConfigError(f"--rate: {args.rate:g} must be above 0 and at most 1")
+    if args.mix == "equal":
+        member = on_equal_mix(member)
+    elif args.mix != "own":
+        if args.folder is None:
+            raise ConfigError("--mix: a mix of your own needs a --folder for its state")
+        member = on_mix(member, _mix(args.mix))
+    return at_rate(member, args.rate)
+
+
+def _mix(text: str) -> dict[str, float]:
+    """`TASK=WEIGHT,…` as a table. Raises: ConfigError."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {task.strip(): float(weight) for task, weight in pairs}
+    except ValueError as exc:
+        raise ConfigError(f"--mix: {text!r} is not own, equal or TASK=WEIGHT,…") from exc
 
 
 def _deadline_s(args: argparse.Namespace) -> float | None:

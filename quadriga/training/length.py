@@ -23,7 +23,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from quadriga.length_heads import LENGTH_FILE, LENGTH_WEIGHTS, LengthHeadSpec, to_json
+from quadriga.length_heads import (
+    LENGTH_FILE,
+    LENGTH_WEIGHTS,
+    LengthHeadSpec,
+    counts_of,
+    to_json,
+)
 from quadriga.training.data import EncodedExample, group_rows, pack
 from quadriga.training.generate import greedy
 from quadriga.training.model import EarlyExitLlama
@@ -65,6 +71,12 @@ class LengthData:
     prompt_lengths: Tensor
     requests: Tensor
     token_ids: list[tuple[list[int], list[int]]]
+
+    def inputs(self, exit_index: int) -> Tensor:
+        """What the head of an exit reads: [num_samples, hidden + NUM_COUNTS]."""
+        stands = zip(self.prompt_lengths.tolist(), self.generated.tolist(), strict=True)
+        counts = torch.tensor([counts_of(*where) for where in stands])
+        return torch.cat((self.states[exit_index], counts), dim=1)
 
     def split(self, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sample indices of training, validation and test; requests are never divided."""
@@ -161,21 +173,23 @@ def train_heads(
     tensors: dict[str, Tensor] = {}
     figures: dict[str, Any] = {}
     num_layers = len(WIDTHS) + 1
-    for depth, states in zip(data.depths, data.states, strict=True):
+    for index, depth in enumerate(data.depths):
+        inputs = data.inputs(index)
         head = train_head(
-            states[train],
+            inputs[train],
             data.remaining[train],
-            states[validation],
+            inputs[validation],
             data.remaining[validation],
             seed=seed,
         )
         tensors |= {f"length.{depth}.{name}": value for name, value in head.items()}
-        outputs = apply(head, states[test])
+        outputs = apply(head, inputs[test])
         figures[str(depth)] = measure(outputs, data.generated[test], data.remaining[test])
         report(
             f"behind {depth} layers: MAE {figures[str(depth)]['mae']:.2f} tokens on the test part"
         )
-    return LengthHeadSpec(data.depths, num_layers, QUANTILES), tensors, figures
+    spec = LengthHeadSpec(data.depths, num_layers, QUANTILES, has_counts=True)
+    return spec, tensors, figures
 
 
 def train_head(

@@ -170,6 +170,79 @@ async def test_a_model_that_does_not_load_leaves_the_old_one_serving(
     await asyncio.to_thread(app.until_idle, 5.0)
 
 
+@pytest.mark.timeout(300)
+async def test_a_switch_moves_what_runs_to_those_that_still_have_the_model(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """Of two replicas the first goes over: its sequences go on at the second, and on from there."""
+    app = await asyncio.to_thread(
+        start,
+        "moving-models",
+        tmp_path,
+        **{
+            "decode_replicas": 2,
+            "engine.max_model_len": 2048,
+            "decode.pace": "ares-qwen7b-4090d-short",
+            "lifecycle.drain_timeout_s": 60.0,
+        },
+    )
+    try:
+        async with Door(app) as door:
+            doubtful = {"exit_threshold": UNSURE, "max_tokens": 1000}
+            answers = await asyncio.gather(*(door.complete(**doubtful) for _ in range(6)))
+        now = await asyncio.to_thread(
+            until, app, lambda n: is_served(n) and n["counters"]["switches"] >= 3, 120.0
+        )
+        assert now["target"] is not None and now["target"].startswith(L)
+        assert app.metric("quadriga_migrations_total") >= 1
+        assert all(answer["usage"]["quadriga"]["rebuilds"] == 0 for answer in answers)
+        await asyncio.to_thread(app.until_idle, 10.0)
+    finally:
+        await asyncio.to_thread(app.stop)
+
+
+@pytest.mark.timeout(300)
+async def test_a_strict_request_for_the_old_model_in_the_middle_of_a_switch(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """It is served with the layers it needs, or refused; it waits for nothing that never comes."""
+    app = await asyncio.to_thread(
+        start,
+        "strict-switch",
+        tmp_path,
+        **{"engine.max_model_len": 1024, "lifecycle.drain_timeout_s": 60.0},
+    )
+    try:
+        async with Door(app) as door:
+            strict: dict[str, Any] = {"model": S, "prompt": "Hello.\n", "max_tokens": 60, **STRICT}
+            reference = await door.complete(**strict)
+            await asyncio.to_thread(until, app, is_served)
+            doubt = asyncio.create_task(door.complete(exit_threshold=UNSURE, max_tokens=400))
+
+            def is_half_way(now: dict[str, Any]) -> bool:
+                held = {holds(now, "prefill:0"), holds(now, "decode:0")}
+                return len(held) == 2 and now["target"] == str(L6)
+
+            await asyncio.to_thread(until, app, is_half_way, 120.0)
+            body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **strict}
+            answer = await door.http.post("/v1/completions", json=body | {"deadline_ms": 60_000})
+            await doubt
+        found = answer.json()
+        if answer.status_code == 200:
+            assert {model for model, _, _ in spans(found)} == {S}
+            assert spans(found)[0][1] == 8, "its first token comes of all layers"
+            said = found["choices"][0]["token_ids"]
+            assert said == reference["choices"][0]["token_ids"], "no token below its threshold"
+        else:
+            assert answer.status_code == 503, answer.text
+            assert S in found["error"]["message"], answer.text
+        now = await asyncio.to_thread(until, app, is_served, 120.0)
+        assert now["target"] is not None and now["target"].startswith(L)
+        await asyncio.to_thread(app.until_idle, 10.0)
+    finally:
+        await asyncio.to_thread(app.stop)
+
+
 LONG = 1900
 """Tokens; most of a minute at the pace: they outlive the switch, and the old replica's patience."""
 

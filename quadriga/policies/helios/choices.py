@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quadriga.config import HeliosConfig
 from quadriga.policies.helios.plans import Plan, Planner
@@ -85,6 +85,31 @@ class Chooser:
             ago = f"{now.target} came only {now.since_change_s:.3g} s ago"
             return Verdict(None, f"{best.reason}; but {ago}, and stays {now.dwell_s:.3g} s")
         return Verdict(best.plan, best.reason)
+
+    def hopeless(self, now: Situation) -> dict[str, str]:
+        """Other models that could not become the choice, and why: a profile of them tells nothing.
+
+        Such a model would not be chosen if all of its tokens left at its first exit, and it were
+        as accurate as the one that serves.
+        """
+        current = self._planner.plan(now.target, now.demand) if now.target is not None else None
+        found: dict[str, str] = {}
+        for model in self._models:
+            if current is None or model == current.depth_class.model:
+                continue
+            plan = self._planner.at_best(model, now.demand)
+            if plan is None:
+                continue
+            slo, slack = self._config.slo, self._config.perplexity_slack
+            fair = replace(plan, perplexity=min(plan.perplexity, current.perplexity))
+            best = best_plan([current, fair], slo, slack)
+            if best is not None and best.plan is current:
+                serving = f"{current.depth_class}, which serves: {shown(current, slo)}"
+                found[model] = (
+                    f"{model} is not profiled: with all tokens at its first exit it would do "
+                    f"{shown(plan, slo)}; {serving}"
+                )
+        return found
 
     def after_breaches(self, now: Situation, broken: str) -> Verdict:
         """Load the rest, or switch to the next best partial model: whichever costs less.

@@ -10,7 +10,7 @@ the fleet it finds. A failed load leaves the old layers serving: the order is fo
 target barred until the next assessment unless some replica has it.
 
 Source: HELIOS Algorithm 1, §3.3; differs: scouts, hysteresis (margin and dwell), costs in seconds,
-strict requests.
+strict requests, and models that could not win whatever the stream are left out of some assessments.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Helios:
                 if event.replica == self._profiled_on():
                     self._profiling.lost()
             case RequestFinished():
-                self._request_finished(event)
+                self._request_finished(event, now_s, outputs)
             case TokensServed():
                 self._tokens_served(event, now_s, outputs)
             case UnchangedSampled():
@@ -161,7 +161,9 @@ class Helios:
 
     # Requests and tokens
 
-    def _request_finished(self, event: RequestFinished) -> None:
+    def _request_finished(
+        self, event: RequestFinished, now_s: float, outputs: list[Output]
+    ) -> None:
         is_profiled = event.depth_class == self._profiling.now
         if is_profiled and event.replica == self._profiled_on():
             self._profiling.finished(event)
@@ -173,7 +175,10 @@ class Helios:
             self._phase = Phase.PROFILE
             self._barred.clear()
             first = self._target.model if self._target is not None else ""
-            self._profiling.queue(sorted(self._full.values(), key=lambda c: c.model != first))
+            candidates = sorted(self._full.values(), key=lambda c: c.model != first)
+            hopeless = self._chooser.hopeless(self._situation(now_s))
+            left_out = self._profiling.queue_again(candidates, hopeless)
+            outputs += [Keep(hopeless[c.model]) for c in left_out]
 
     def _tokens_served(self, event: TokensServed, now_s: float, outputs: list[Output]) -> None:
         target = self._target

@@ -2,9 +2,9 @@
 
 A profile runs at full depth with early exits, so one row speaks for all depths: the share of
 tokens that an exit lets go is read off, and times scale with the work of the layers, by the
-catalogue's step times where it has them, else by their number. (On HELIOS's own figures the
-latter is right: its Table 4 shares, weighted by layers at the speeds of the single models, give
-8.03 ms a token; Table 5 says 8.)
+catalogue's times where it has them, else by their number. (On HELIOS's own figures the latter is
+right: its Table 4 shares, weighted by layers at the speeds of the single models, give 8.03 ms a
+token; Table 5 says 8.) What a profile's few requests say is steadied by what is on record (`work`).
 
 Source: HELIOS §3.3.2–3.3.3.
 """
@@ -13,13 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from quadriga.catalogue.records import CatalogueModel, DepthRecord
 from quadriga.config import HeliosConfig
 from quadriga.policies.helios.history import HistoryTable, Row
 from quadriga.policies.helios.messages import Device
+from quadriga.policies.helios.work import (
+    cost_ratio,
+    cut,
+    deepened,
+    recorded_exits,
+    recorded_token_s,
+    speed,
+    steadied,
+    step_s,
+)
 from quadriga.types import DepthClass
 
 DEFAULT_LOAD_BYTES_PER_S = 1e9
@@ -134,6 +143,29 @@ class Planner:
             load_s=self.load_s(depth_class),
         )
 
+    def at_best(self, model_id: str, demand: float) -> Plan | None:
+        """As if every token of the model left at its first exit: no stream could be faster.
+
+        None where what such a token takes is not on record, or nothing was profiled yet.
+        """
+        model = self._models[model_id]
+        first = model.exit_depths[0]
+        plan = self.plan(DepthClass(model_id, first), demand)
+        factor = speed(self._served())
+        if plan is None or factor is None:
+            return None
+        token_s = recorded_token_s(model, {first: 1.0}, plan.batch)
+        if token_s is None:
+            return None
+        tpot_s, joules = factor * token_s, plan.joules_per_prompt
+        return replace(
+            plan,
+            coverage=1.0,
+            tpot_s=tpot_s,
+            tokens_per_s=plan.batch / tpot_s,
+            joules_per_prompt=joules * tpot_s / plan.tpot_s if joules is not None else None,
+        )
+
     def load_s(self, depth_class: DepthClass, held: int = 0) -> float:
         """Seconds to load up to a depth where the first `held` layers are there already."""
         model, depth = self._models[depth_class.model], depth_class.depth
@@ -170,13 +202,24 @@ class Planner:
         requests = sum(row.requests for row in rows)
         return max(1.0, sum(row.output_tokens for row in rows) / max(1e-9, requests))
 
+    def _record_tokens(self) -> float:
+        """Live tokens that what is on record counts for: a profile's."""
+        return self._config.profile_requests * self._tokens_per_request()
+
     def _coverage(self, model: CatalogueModel, depth: int) -> float | None:
-        """As the depth itself did since the last profile, else as the profile says."""
-        own = self._table.find(model.id, depth)
-        if own is not None and (coverage := own.coverage(depth)) is not None:
-            return coverage
-        full = self._table.find(model.id, model.num_layers)
-        return full.coverage(depth) if full is not None else None
+        """As the depth itself did since the last profile, else as the profile says; steadied."""
+        row = self._table.find(model.id, depth)
+        if row is None or row.coverage(depth) is None:
+            row = self._table.find(model.id, model.num_layers)
+        share = row.coverage(depth) if row is not None else None
+        if row is None or share is None:
+            return None
+        recorded = recorded_exits(model)
+        if recorded is None:
+            return share
+        tokens, counted = sum(row.exit_tokens.values()), self._record_tokens()
+        on_record = sum(n for k, n in recorded.items() if k <= depth)
+        return (share * tokens + on_record * counted) / (tokens + counted)
 
     def _unchanged(self, model: CatalogueModel, depth: int) -> float | None:
         full = self._table.find(model.id, model.num_layers)
@@ -203,17 +246,24 @@ class Planner:
     ) -> float:
         source = own if own is not None and own.tpot_s is not None else full
         part = self._best_known_part(model, full) if source is full else None
+        counted = self._record_tokens()
         if part is not None and depth == model.num_layers:
-            source = part
+            source, exits = part, deepened(model, part, full)
+        else:
+            exits = cut(steadied(model, source.exit_tokens, counted), depth)
         assert source.tpot_s is not None  # the caller looked
-        seconds = source.tpot_s
-        if source is part:
-            seconds *= _deeper_work(model, source, full)
-        elif source is full and depth < model.num_layers:
-            seconds *= _relative_work(model, depth, full)
-        at_batch = _step_s(model.record(source.depth), batch)
-        then = _step_s(model.record(source.depth), source.batch)
+        seconds = source.tpot_s * _work_ratio(model, depth, source, exits)
+        usual_s = recorded_token_s(model, exits, source.batch)
+        factor = speed(self._served()) if usual_s is not None else None
+        if usual_s is not None and factor is not None:
+            seconds = source.decoded * seconds + counted * factor * usual_s
+            seconds /= source.decoded + counted
+        at_batch = step_s(model.record(source.depth), batch)
+        then = step_s(model.record(source.depth), source.batch)
         return seconds * at_batch / then if at_batch and then else seconds
+
+    def _served(self) -> list[tuple[CatalogueModel, Row]]:
+        return [(self._models[row.model], row) for row in self._table if row.model in self._models]
 
     def _best_known_part(self, model: CatalogueModel, full: Row) -> Row | None:
         """A partial depth that has seen more of the stream than the full one's profile."""
@@ -228,48 +278,20 @@ class Planner:
         if own is not None and own.joules_per_token is not None:
             return own.joules_per_token
         if full.joules_per_token is not None:
-            return full.joules_per_token * _relative_work(model, depth, full)
+            exits = cut(steadied(model, full.exit_tokens, self._record_tokens()), depth)
+            return full.joules_per_token * _work_ratio(model, depth, full, exits)
         record = model.record(depth)
         return record.joules_per_token if record is not None else None
 
 
-def _relative_work(model: CatalogueModel, depth: int, full: Row) -> float:
-    """Work of the stream's mean token where it can go no deeper than `depth`, over the profile's.
-
-    Tokens that left before leave there still; the others leave at `depth`.
-    """
-    exits = {k: n for k, n in full.exit_tokens.items() if n > 0.0}
-    if not exits:
-        return depth / model.num_layers
-    cut: dict[int, float] = {}
-    for k, n in exits.items():
-        cut[min(k, depth)] = cut.get(min(k, depth), 0.0) + n
-    return _work_ratio(model, cut, exits, full.batch)
-
-
-def _deeper_work(model: CatalogueModel, part: Row, full: Row) -> float:
-    """Work of the stream's mean token at full depth, over that at a partial one which served it.
-
-    What was a breach there would go on, and leave where the profile's deep tokens did.
-    """
-    exits = {k: n for k, n in part.exit_tokens.items() if n > 0.0}
-    breaches = min(part.breaches, exits.get(part.depth, 0.0))
-    deeper = {k: n for k, n in full.exit_tokens.items() if k > part.depth and n > 0.0}
-    deeper = deeper or {model.num_layers: 1.0}
-    moved = dict(exits)
-    moved[part.depth] = moved.get(part.depth, 0.0) - breaches
-    for k, n in deeper.items():
-        moved[k] = moved.get(k, 0.0) + breaches * n / sum(deeper.values())
-    return _work_ratio(model, moved, exits, part.batch)
-
-
 def _work_ratio(
-    model: CatalogueModel, new: Mapping[int, float], old: Mapping[int, float], batch: float
+    model: CatalogueModel, depth: int, source: Row, exits: Mapping[int, float]
 ) -> float:
-    """Work of tokens that leave as `new` says, over that of as many which leave as `old` says."""
-    recorded = {k: _step_s(model.record(k), batch) for k in {*new, *old}}
-    work = {k: float(k) if None in recorded.values() else s or 0.0 for k, s in recorded.items()}
-    return sum(n * work[k] for k, n in new.items()) / sum(n * work[k] for k, n in old.items())
+    """Work of the mean token at a depth that leaves as `exits` says, over that of a row's."""
+    before = {k: n for k, n in source.exit_tokens.items() if n > 0.0}
+    if before and exits:
+        return cost_ratio(model, exits, before, source.batch)
+    return depth / source.depth
 
 
 def _perplexity(row: Row, record: DepthRecord | None) -> float:
@@ -279,16 +301,3 @@ def _perplexity(row: Row, record: DepthRecord | None) -> float:
         nll += RECORD_TOKENS * math.log(record.perplexity)
         scored += RECORD_TOKENS
     return math.exp(min(nll / scored, 700.0)) if scored else 1.0
-
-
-def _step_s(record: DepthRecord | None, batch: float) -> float | None:
-    """A recorded step's seconds at a batch: between two recorded ones linear, outside held."""
-    if record is None or not record.step_s:
-        return None
-    steps = record.step_s
-    if batch <= steps[0][0]:
-        return steps[0][1]
-    for (low, low_s), (high, high_s) in pairwise(steps):
-        if batch <= high:
-            return low_s + (high_s - low_s) * (batch - low) / (high - low)
-    return steps[-1][1]

@@ -6,12 +6,15 @@ Source: HELIOS §3.3.2, §3.3.4; differs: on scouts beside the replicas that ser
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from quadriga.policies.helios.history import Row
 from quadriga.policies.helios.messages import RequestFinished
 from quadriga.types import DepthClass
+
+MAX_SKIPS = 3
+"""Assessments in a row that a model may be left out of: what is known of it grows old."""
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Profiling:
         self._num_requests = num_requests
         self._to_come: deque[DepthClass] = deque()
         self._seen: _Seen | None = None
+        self._skips: dict[str, int] = {}
 
     @property
     def now(self) -> DepthClass | None:
@@ -50,6 +54,21 @@ class Profiling:
     def queue(self, candidates: Iterable[DepthClass]) -> None:
         """Profile these, in this order."""
         self._to_come.extend(candidates)
+
+    def queue_again(
+        self, candidates: Iterable[DepthClass], hopeless: Collection[str]
+    ) -> list[DepthClass]:
+        """Profile these anew, but for models that could not be chosen; returns who is left out."""
+        left_out = []
+        for candidate in candidates:
+            skips = self._skips.get(candidate.model, 0)
+            if candidate.model in hopeless and skips < MAX_SKIPS:
+                self._skips[candidate.model] = skips + 1
+                left_out.append(candidate)
+            else:
+                self._skips.pop(candidate.model, None)
+                self._to_come.append(candidate)
+        return left_out
 
     def next(self) -> DepthClass | None:
         """Go to the next candidate; None where all have been seen."""

@@ -6,8 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+from ray.exceptions import ActorUnavailableError, RayError
+
+import actors.fleet
 from actors.fleet import Fleet, Member, Phase
+from actors.status import Load, ReplicaStatus
 from quadriga.clock import ManualClock
+from quadriga.config import LifecycleConfig
 from quadriga.policies.liveness import STALL_PATIENCE
 from quadriga.types import Role
 
@@ -37,3 +43,84 @@ def test_the_fleet_replaces_a_hung_replica_and_outwaits_a_stall() -> None:
     assert verdicts([LIMIT_S + 1, LIMIT_S + 1]) == [None, None]
     beyond = LIMIT_S * STALL_PATIENCE + 1
     assert None not in verdicts([beyond, beyond]), "a stall is not waited for for ever"
+
+
+class Handle:
+    """A replica's process: it has no place at first, and is well once it `is_placed`."""
+
+    def __init__(self) -> None:
+        self.is_placed = False
+        self.heartbeat = self._Method(self._beat)
+        self.wait_forever = self._Method(asyncio.Event().wait)
+
+    class _Method:
+        def __init__(self, answer: Any) -> None:
+            self._answer = answer
+
+        async def remote(self, *_: Any) -> Any:
+            return await self._answer()
+
+    async def _beat(self) -> ReplicaStatus:
+        if not self.is_placed:
+            raise ActorUnavailableError("it has no place", None)
+        info: Any = None
+        return ReplicaStatus(info, True, False, None, Load(), "same")
+
+
+async def test_a_replica_is_watched_on_while_the_control_store_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One look that fails must not leave a place that nobody looks after."""
+    handle: Any = Handle()
+    failures = [RayError("the control store is away"), RuntimeError("still")]
+
+    def groups() -> list[tuple[str, str]]:
+        if failures:
+            raise failures.pop()
+        handle.is_placed = True
+        return [("d0", "CREATED")]
+
+    monkeypatch.setattr(actors.fleet, "groups", groups)
+    ready = asyncio.Event()
+    clock = ManualClock(1000.0)
+    fleet = Fleet("app", clock, ready.set, lambda: 0.0)
+    fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
+    member = Member((Role.DECODE, 0), "d0", handle, clock.now_s(), "same")
+    fleet._watch(member)
+    try:
+        async with asyncio.timeout(5):
+            await ready.wait()
+        assert member.phase is Phase.READY
+    finally:
+        for task in member.tasks:
+            task.cancel()
+
+
+async def test_a_place_is_given_back_once_the_control_store_is_there_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[str] = []
+    removed, changed = asyncio.Event(), asyncio.Event()
+
+    def remove(name: str, handle: Any) -> None:
+        tried.append(name)
+        if len(tried) < 3:
+            raise RayError("the control store is away")
+        loop.call_soon_threadsafe(removed.set)
+
+    async def told(*_: Any, **__: Any) -> None:
+        return
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(actors.fleet, "remove", remove)
+    monkeypatch.setattr(actors.fleet, "call", told)
+    monkeypatch.setattr(actors.fleet, "REMOVE_PAUSE_S", 0.001)
+    fleet = Fleet("app", ManualClock(1000.0), changed.set, lambda: 0.0)
+    handle: Any = None
+    member = Member((Role.DECODE, 0), "d0", handle, 0.0, "same", Phase.READY)
+    fleet.members["d0"] = member
+    await fleet._gone(member, "died")
+    assert changed.is_set(), "a replacement does not wait for it"
+    async with asyncio.timeout(20):
+        await removed.wait()
+    assert tried == ["d0"] * 3

@@ -12,6 +12,7 @@ import pytest
 import actors.escalation
 import actors.helios
 import actors.scaling
+import actors.waiting_strict
 from actors.fleet import Fleet, Member, Phase
 from actors.helios import HeliosControl
 from actors.helios_setup import set_up
@@ -51,7 +52,7 @@ class Stand:
         self.calls: list[tuple[Any, ...]] = []
         self.saved: dict[str, bytes] = {}
         self.answers: dict[str, Callable[..., Any]] = {}
-        for module in (actors.helios, actors.escalation, actors.scaling):
+        for module in (actors.helios, actors.escalation, actors.scaling, actors.waiting_strict):
             monkeypatch.setattr(module, "call", self._call)
         monkeypatch.setattr(actors.helios.kept, "load", lambda app, what: self.saved.get(what))
         monkeypatch.setattr(
@@ -290,6 +291,45 @@ async def test_prefill_loads_what_strict_sequences_wait_for(
         await stand.tick()
     assert {class_of(m) for m in (prefill, decode)} == {S4}
     assert stand.control.view()["target"] == str(S4)
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.RETIRING])
+async def test_a_strict_request_that_came_in_the_middle_of_a_switch_gets_its_layers(
+    monkeypatch: pytest.MonkeyPatch, phase: Phase
+) -> None:
+    """Its prefill replica's place is filled by the other model: no order reaches it any more."""
+    stand = Stand(monkeypatch, **{"helios.retry_s": 5.0})
+    for key in (SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    stand.answers["migrate"] = lambda name, order: MigrationReport(order.sequence_id, "refused")
+    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
+        "failed" if len(stand.of("resize")) == 1 else "resized", depth=depth
+    )
+    old_p, old_d = stand.add(PREFILL, S4, "p-s"), stand.add(DECODE, S4, "d-s")
+    stand.control.book.held = {PREFILL: L12, DECODE: L12}
+    stand.add(PREFILL, L12, "p-l")
+    stand.add(DECODE, L12, "d-l")
+    await stand.tick()
+    assert not stand.of("resize"), "nobody waits"
+    old_p.phase = phase
+    load_of(old_p).strict_depth = 7
+    load_of(old_d).strict_depth = 8
+    await stand.tick()
+    assert [(c[0], c[2]) for c in stand.of("resize")] == [("p-s", 8)], "those that run may do"
+    await stand.tick()
+    assert len(stand.of("resize")) == 1, "it failed: not again at once"
+    stand.clock.advance(5.0)
+    load_of(old_d).parked = (ParkedSequence("s", 30, 90),)
+    await stand.tick()
+    assert {(c[0], c[2]) for c in stand.of("resize")[1:]} == {("p-s", 8), ("d-s", 8)}
+    for member in (old_p, old_d):
+        assert member.status is not None
+        info = replace(member.status.info, depth_class=S8)
+        member.status = replace(member.status, info=info)
+    stand.clock.advance(5.0)
+    await stand.tick()
+    assert len(stand.of("resize")) == 3, "they have them"
+    assert stand.control.book.held[DECODE] == L12, "nobody goes back to the old model for it"
 
 
 async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

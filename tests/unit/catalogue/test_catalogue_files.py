@@ -112,6 +112,7 @@ def test_a_file_names_folders_beside_it_and_bundled_ids(checkpoint: Path, tmp_pa
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     model = read_catalogue(None).find("quadriga-s")
     record = DepthRecord(2, ((1, 0.0005),), 0.01, 64, 0.5, 1.25, 0.75, 4096, 0.125, 0.25, "rapl")
+    record = replace(record, coverage=0.625, token_s=0.0003)
     path = tmp_path / "deep" / "c.yaml"
     measured = Measured("2026-11-21", "a machine", "abc")
     write_catalogue(path, [("quadriga-s", replace(model, depths=(record,)))], measured)
@@ -208,11 +209,22 @@ def test_an_exit_without_weights_is_found(checkpoint: Path) -> None:
         ({"depth": 2, "step_s": {0: 1.0}}, r"depths\.0\.step_s"),
         ({"depth": 2, "load_s": float("nan")}, r"depths\.0\.load_s"),
         ({"depth": 2, "speed": 1}, r"depths\.0\.speed"),
+        ({"depth": 2, "coverage": 1.01}, r"depths\.0\.coverage"),
+        ({"depth": 2, "token_s": 0}, r"depths\.0\.token_s"),
+        ({"depth": 8, "coverage": 0.9}, "coverage 0.9 at depth 8, all of its layers"),
     ],
 )
 def test_records_are_checked(tmp_path: Path, depth: dict[str, Any], text: str) -> None:
     source = write_yaml(tmp_path / "c.yaml", {"model": "quadriga-s", "depths": [depth]})
     refused(source, text)
+
+
+def test_coverage_does_not_fall(tmp_path: Path) -> None:
+    depths = [{"depth": 4, "coverage": 0.7}, {"depth": 2, "coverage": 0.75}]
+    source = write_yaml(tmp_path / "c.yaml", {"model": "quadriga-s", "depths": depths})
+    refused(source, "coverage falls from 0.75 at depth 2 to 0.7 at 4")
+    depths[0]["coverage"] = 0.75
+    read_catalogue(write_yaml(tmp_path / "c.yaml", {"model": "quadriga-s", "depths": depths}))
 
 
 def test_whole_catalogues_are_checked(tmp_path: Path, checkpoint: Path) -> None:

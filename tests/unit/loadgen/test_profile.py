@@ -38,6 +38,11 @@ def test_two_depths_are_measured_and_read_back(
     assert full.unchanged is None
     assert shallow.unchanged is not None
     assert 0.3 < shallow.unchanged < 1.0
+    assert full.coverage is None, "all have left at the last layer"
+    assert shallow.coverage is not None
+    assert 0.3 < shallow.coverage < 1.0
+    assert full.token_s is not None and shallow.token_s is not None
+    assert shallow.token_s < full.token_s, "a token that leaves early takes less"
 
 
 def test_a_depth_says_its_own_answers_again() -> None:

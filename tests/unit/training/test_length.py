@@ -11,7 +11,13 @@ import torch
 
 from quadriga.engine.length_head import LengthHeads
 from quadriga.errors import ConfigError
-from quadriga.length_heads import LENGTH_FILE, LengthHeadSpec, read_length_heads
+from quadriga.length_heads import (
+    LENGTH_FILE,
+    NUM_COUNTS,
+    LengthHeadSpec,
+    counts_of,
+    read_length_heads,
+)
 from quadriga.training.length import (
     QUANTILES,
     LengthData,
@@ -101,12 +107,23 @@ def test_the_engine_says_what_was_trained(data: LengthData, tmp_path: Path) -> N
     assert set(figures) == {str(depth) for depth in (*SHAPE.exits, SHAPE.layers)}
     heads = LengthHeads.load(tmp_path, SHAPE.hidden, SHAPE.layers)
     assert heads is not None and heads.depths == (*SHAPE.exits, SHAPE.layers)
-    for depth, states in zip(data.depths, data.states, strict=True):
+    for index, depth in enumerate(data.depths):
         prefix = f"length.{depth}."
         head = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        inputs = data.inputs(index)[:9]
+        hidden, counts = inputs[:, :-NUM_COUNTS], inputs[:, -NUM_COUNTS:]
+        assert torch.equal(hidden, data.states[index][:9])
         torch.testing.assert_close(
-            heads.predict(states[:9], depth), apply(head, states[:9]), rtol=0.05, atol=0.5
+            heads.predict(hidden, depth, counts), apply(head, inputs), rtol=0.05, atol=0.5
         )
+
+
+def test_the_inputs_tell_where_a_token_stands(data: LengthData) -> None:
+    """The prompt's length, and how many tokens were generated before its own."""
+    for sample, row in enumerate(data.inputs(0)[:, -NUM_COUNTS:]):
+        prompt, _ = data.token_ids[int(data.requests[sample])]
+        wanted = counts_of(len(prompt), int(data.generated[sample]))
+        assert row.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
 def test_a_partial_model_has_the_heads_of_its_depth(data: LengthData, tmp_path: Path) -> None:
@@ -128,6 +145,7 @@ def test_a_checkpoint_without_heads_has_none(tmp_path: Path) -> None:
         json.dumps({"depths": [2, 1], "num_layers": 2, "quantiles": [0.5]}),
         json.dumps({"depths": [1], "num_layers": 2, "quantiles": [0.5, 1.5]}),
         json.dumps({"depths": [1], "num_layers": 99, "quantiles": [0.5]}),
+        json.dumps({"depths": [1], "num_layers": 2, "quantiles": [0.5], "has_counts": "no"}),
     ],
 )
 def test_a_file_that_cannot_be_right_is_refused(content: str, tmp_path: Path) -> None:

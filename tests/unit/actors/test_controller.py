@@ -1,0 +1,99 @@
+"""The controller's loop outlives what fails in one turn; nobody else would take it up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+import actors.controller
+from actors.controller import Controller, Desired
+from quadriga.config import load_config
+from quadriga.errors import ConfigError
+from quadriga.resolve import Deployment
+
+CONFIG = load_config({}).model_dump(mode="json")
+
+
+class Failing:
+    """A function that fails so often before it answers."""
+
+    def __init__(self, answer: Any, *failures: Exception) -> None:
+        self.num_calls = 0
+        self._answer = answer
+        self._failures = list(failures)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        self.num_calls += 1
+        if self._failures:
+            raise self._failures.pop(0)
+        return self._answer
+
+
+@asynccontextmanager
+async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIterator[Controller]:
+    """One over no cluster; `parts` of its module are exchanged."""
+    nothing = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
+    usual = {
+        "living_replicas": Failing([]),
+        "abandoned_groups": Failing([]),
+        "_resolve": Failing(nothing),
+        "TICK_S": 0.001,
+    }
+    for name, part in (usual | parts).items():
+        monkeypatch.setattr(actors.controller, name, part)
+    monkeypatch.setattr("actors.kept.load", Failing(None))
+    monkeypatch.setattr("actors.kept.save", Failing(None))
+
+    async def unheard(*_: Any, **__: Any) -> None:
+        return
+
+    monkeypatch.setattr(actors.controller, "call", unheard)
+    monkeypatch.setattr("actors.evacuation.LeavingNodes.look", unheard)
+    made = Controller("app", CONFIG)
+    try:
+        yield made
+    finally:
+        made._is_ending = True
+        made._wake.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_it_adopts_once_the_control_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    living = Failing([], RayError("away"), RuntimeError("still away"))
+    async with controller(monkeypatch, living_replicas=living) as made:
+        await made.ensure(CONFIG)
+        assert living.num_calls == 3
+        await until(lambda: made._desired is not None and made._error is None)
+
+
+async def test_what_cannot_be_served_yet_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes with the GPUs may join later than the controller is back."""
+    nothing = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
+    missing = [ConfigError("the cluster has no GPU")] * 3
+    async with controller(monkeypatch, _resolve=Failing(nothing, *missing)) as made:
+        await until(lambda: made._error == "the cluster has no GPU")
+        await until(lambda: made._desired is nothing)
+        await until(lambda: made._error is None)
+
+
+async def test_a_bug_in_one_turn_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with controller(monkeypatch) as made:
+        await until(lambda: made._desired is not None)
+        reconcile = Failing(None, KeyError("a bug"))
+
+        async def once(*_: Any) -> None:
+            reconcile()
+
+        monkeypatch.setattr(made, "_reconcile", once)
+        await until(lambda: reconcile.num_calls > 2)
+        assert made._error is None

@@ -1,0 +1,178 @@
+"""Who of a place's replicas goes, and when; and whom Ray takes the node from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from ray.exceptions import RaySystemError
+
+from actors.evacuation import LeavingNodes, empty, hand_over
+from actors.fleet import Fleet, Member, Phase
+from actors.status import Load, ReplicaStatus
+from actors.turnover import LEAVE_S, SURGE_PATIENCE_S, Turnover, turn_over
+from quadriga.clock import ManualClock
+from quadriga.errors import ReplicaDied
+from quadriga.types import DepthClass, MigrationReport, ReplicaInfo, Role
+
+KEY = (Role.DECODE, 0)
+FAR_S = 100.0
+
+
+def member(
+    name: str,
+    phase: Phase = Phase.READY,
+    *,
+    fingerprint: str = "new",
+    since_s: float = 0.0,
+    num_running: int = 0,
+    role: Role = Role.DECODE,
+) -> Member:
+    handle: Any = None
+    made = Member((role, 0), name, handle, since_s, fingerprint, phase)
+    info = ReplicaInfo(name, role, DepthClass("m", 8), f"node-of-{name}", "i", 8, 4096)
+    made.status = ReplicaStatus(info, True, False, None, Load(num_running=num_running), fingerprint)
+    return made
+
+
+def decide(
+    *members: Member, leaving: Mapping[str, float] | None = None, **options: Any
+) -> Turnover:
+    left = leaving or {}
+    return turn_over(
+        members,
+        "new",
+        left_s=lambda m: left.get(m.name),
+        may_go=options.get("may_go"),
+        now_s=options.get("now_s", 0.0),
+    )
+
+
+def gone(found: Turnover) -> list[str]:
+    return [one.member.name for one in found.going]
+
+
+def test_an_empty_place_is_filled_and_a_full_one_left_alone() -> None:
+    assert decide().lacks_one
+    found = decide(member("a"))
+    assert not found.lacks_one
+    assert not found.going
+
+
+def test_of_two_for_one_place_the_ready_one_stays() -> None:
+    assert gone(decide(member("a", Phase.STARTING), member("b"))) == ["a"]
+
+
+def test_an_outdated_one_waits_for_its_successor_or_makes_room() -> None:
+    old = member("old", fingerprint="old")
+    assert decide(old).lacks_one
+    assert gone(decide(old)) == []
+    assert gone(decide(old, member("new", Phase.STARTING))) == []
+    assert gone(decide(old, member("new"))) == ["old"]
+    waiting = member("new", Phase.PENDING)
+    assert gone(decide(old, waiting, now_s=SURGE_PATIENCE_S)) == []
+    assert gone(decide(old, waiting, now_s=SURGE_PATIENCE_S + 1)) == ["old"]
+
+
+def test_whoever_chooses_models_is_asked_and_never_makes_room() -> None:
+    old, late = member("old", fingerprint="old"), SURGE_PATIENCE_S + 1
+    assert gone(decide(old, member("new"), may_go=lambda m: False)) == []
+    (one,) = decide(old, member("new"), may_go=lambda m: True).going
+    assert (one.member.name, one.moves) == ("old", True), "others may still have its model"
+    waiting = member("new", Phase.PENDING)
+    assert gone(decide(old, waiting, may_go=lambda m: True, now_s=late)) == []
+
+
+def test_a_replica_whose_node_goes_is_followed_and_emptied() -> None:
+    leaving, left = member("a"), {"a": FAR_S}
+    assert decide(leaving, leaving=left).lacks_one
+    assert gone(decide(leaving, leaving=left)) == [], "it serves on until it has a successor"
+    (one,) = decide(leaving, member("b"), leaving=left).going
+    assert (one.member.name, one.moves, one.within_s) == ("a", True, FAR_S)
+    waiting = member("b", Phase.PENDING)
+    assert gone(decide(leaving, waiting, leaving=left, now_s=SURGE_PATIENCE_S + 1)) == ["a"]
+
+
+def test_a_replica_whose_node_goes_soon_waits_for_nobody() -> None:
+    assert gone(decide(member("a"), leaving={"a": LEAVE_S - 1})) == ["a"]
+    starting = member("b", Phase.STARTING)
+    found = decide(member("a"), starting, leaving={"a": LEAVE_S - 1}, may_go=lambda m: False)
+    assert gone(found) == ["a"], "it is not asked whether a node may go"
+
+
+def test_a_leaving_replica_goes_before_an_outdated_one() -> None:
+    old, leaving = member("old", fingerprint="old"), member("a")
+    assert gone(decide(old, leaving, member("b"), leaving={"a": FAR_S})) == ["a"]
+
+
+def test_heirs_are_ready_of_one_kind_and_stay() -> None:
+    fleet = Fleet("app", ManualClock(0.0), lambda: None, lambda: 0.0, lambda m: m.name == "leaving")
+    going = member("going", Phase.RETIRING)
+    for one in (
+        going,
+        member("full", num_running=5),
+        member("idle", num_running=1),
+        member("starting", Phase.STARTING),
+        member("leaving"),
+        member("other", fingerprint="old"),
+        member("prefill", role=Role.PREFILL),
+    ):
+        fleet.members[one.name] = one
+    assert fleet.heirs(going) == ["idle", "full"]
+
+
+class Replicas:
+    """Answers `hand_over` with what is written down for an heir, and notes who was asked."""
+
+    def __init__(self, **outcomes: list[str]) -> None:
+        self.outcomes = outcomes
+        self.asked: list[str] = []
+
+    async def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
+        assert (name, method) == ("going", "hand_over")
+        self.asked.append(args[0])
+        if not self.outcomes[args[0]]:
+            raise ReplicaDied("going died")
+        return [MigrationReport("s", outcome) for outcome in self.outcomes[args[0]]]
+
+
+async def test_what_does_not_fit_at_one_heir_goes_to_the_next() -> None:
+    replicas = Replicas(a=["moved", "refused"], b=["moved", "finished"], c=["moved"])
+    assert await hand_over(replicas.call, "going", ["a", "b", "c"], timeout_s=1.0)
+    assert replicas.asked == ["a", "b"]
+    assert not await hand_over(replicas.call, "going", ["a"], timeout_s=1.0)
+
+
+async def test_emptying_goes_on_until_the_replica_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.evacuation.AGAIN_S", 0.0)
+    replicas = Replicas(a=["moved"], b=["refused"], c=[])
+    turns = [["b"], [], ["a", "b"], ["c"]]
+    with pytest.raises(ReplicaDied):
+        await empty(replicas.call, "going", lambda: turns.pop(0), timeout_s=1.0)
+    assert replicas.asked == ["b", "a", "c"]
+
+
+async def test_which_nodes_go_is_what_ray_said_last() -> None:
+    said: list[Any] = [{"n": 130.0}, RaySystemError("away"), {"n": 130.0, "m": float("inf")}, {}]
+    changes: list[int] = []
+
+    def ask() -> Mapping[str, float]:
+        answer = said.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        found: Mapping[str, float] = answer
+        return found
+
+    nodes = LeavingNodes(lambda: changes.append(len(said)), ask, unix_s=lambda: 100.0)
+    assert nodes.left_s("n") is None
+    for _ in range(2):  # the second time Ray says nothing
+        await nodes.look()
+        assert nodes.left_s("n") == 30.0
+    await nodes.look()
+    assert nodes.left_s("m") == float("inf")
+    await nodes.look()
+    assert nodes.left_s("n") is None
+    assert changes == [3, 1, 0]
