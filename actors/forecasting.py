@@ -126,7 +126,13 @@ class Forecasting:
         states = loop.running
         step_s = loop.step_time_s
         self._times.observe(step_s, loop.num_running, loop.used_tokens)
-        held = hold(states, self._offers(), num_running=loop.num_running, leaving=self._leaving())
+        held = hold(
+            states,
+            self._offers(),
+            num_running=loop.num_running,
+            num_paused=loop.num_paused,
+            leaving=self._leaving(),
+        )
         self._outcomes.look(states)
         self._seen = _Seen(held, self._times.shape, step_s)
         self.seconds += self._clock.now_s() - now_s

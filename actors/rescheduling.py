@@ -121,11 +121,15 @@ class Rescheduling:
                 max(0.0, min(tick_s + interval_s, push_s + METRICS_EVERY_S) - now_s)
             )
             now_s = self._clock.now_s()
-            self.look()
-            if now_s >= tick_s + interval_s:
+            is_due = now_s >= tick_s + interval_s
+            if is_due:
                 tick_s = now_s
-                if self.governor.is_on:
+            try:
+                self.look()
+                if is_due and self.governor.is_on:
                     self.tick()
+            except Exception:  # a border: nobody awaits this loop, and the next tick may be well
+                logger.exception("a tick of rescheduling failed")
             if now_s >= push_s + METRICS_EVERY_S:
                 push_s = now_s
                 self.metrics.gauges(self.governor)

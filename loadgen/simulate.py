@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--on-full", choices=sorted(MEMORY_RULES), default="recompute")
     cluster.add_argument("--bandwidth-gbit", type=number(0), help="default: the profile's")
     cluster.add_argument(
+        "--report-every-s",
+        type=number(-1e-9),
+        default=0.0,
+        help="age of what placement by current load looks at (default 0: the present)",
+    )
+    cluster.add_argument(
         "--stop-and-copy", action="store_true", help="migrate without pre-copy, as ARES does"
     )
     cluster.add_argument(
@@ -89,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         bandwidth_bytes_per_s=args.bandwidth_gbit and args.bandwidth_gbit * _GBIT,
         memory=MEMORY_RULES[args.on_full],
         precopy=not args.stop_and_copy,
+        report_every_s=max(0.0, args.report_every_s),
         failures=tuple(args.fail),
     )
     standard = standard_slo(config)

@@ -177,6 +177,7 @@ def simulate(
         seed=seed,
         memory=PAUSE,
         tick_s=INTERVAL_S,
+        report_every_s=INTERVAL_S,
         reference_step_s=config.scheduler.ares.reference_step_s,
         learns_link=True,
         delays=costs.delays,

@@ -137,9 +137,11 @@ def _run_all(points: Sequence[Point], workers: int, console: Console) -> list[Ou
     order = sorted(range(len(points)), key=lambda i: -_work(points[i]))
     done: dict[int, Outcome] = {}
     context = multiprocessing.get_context("spawn")
+    # Simulations run side by side; none of them shall spread over the cores.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # looked at when numpy is imported: by the workers
     with (
         Progress(console=console, disable=not console.is_terminal) as progress,
-        context.Pool(workers, initializer=_one_thread) as pool,
+        context.Pool(workers) as pool,
     ):
         task = progress.add_task("simulations", total=len(points))
         jobs = [(i, points[i]) for i in order]
@@ -147,11 +149,6 @@ def _run_all(points: Sequence[Point], workers: int, console: Console) -> list[Ou
             done[index] = outcome
             progress.advance(task)
     return [done[i] for i in range(len(points))]
-
-
-def _one_thread() -> None:
-    """Simulations run side by side; none of them shall spread over the cores."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 
 def _work(point: Point) -> float:

@@ -9,10 +9,6 @@ each trained as long as it gains, or until its time is up.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +21,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from loadgen.paper.length_encoder import (
-    EncoderSize,
-    LengthEncoder,
-    predict,
-    texts,
-    train_encoder,
-)
+from loadgen.paper.length_contest import BATCHES, MEDIAN, Predictor, averaged, hold, timed
+from loadgen.paper.length_encoder import EncoderSize
 from loadgen.paper.results import publish
 from quadriga.batching.calibration import Dummies
 from quadriga.checkpoint import read_checkpoint
 from quadriga.training.checkpoint_io import load_checkpoint
-from quadriga.training.length import (
-    QUANTILES,
-    SAMPLE_EVERY,
-    LengthData,
-    apply,
-    collect,
-    measure,
-    train_head,
-)
+from quadriga.training.length import SAMPLE_EVERY, LengthData, collect, measure
 from quadriga.training.tasks import TASKS
 from quadriga.training.tokenizer import build_tokenizer
 
 SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128), EncoderSize(4, 128), EncoderSize(4, 256))
 QUICK_SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128))
 INTERVALS = (20, 40, 80, 160, 320)
-BATCHES = (1, 10)
-_MEDIAN = 1 + QUANTILES.index(0.5)
 _ASSETS = Path(__file__).resolve().parents[2] / "quadriga" / "assets"
-
-
-@dataclass(slots=True)
-class Predictor:
-    """One line of the table.
-
-    Attributes:
-        outputs: Tokens still to come on the test samples, [n, 1 + quantiles].
-        latency_s: By batch size; None where nothing is computed.
-    """
-
-    name: str
-    outputs: torch.Tensor
-    parameters: int
-    latency_s: dict[int, float] | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,16 +61,15 @@ def run(args: argparse.Namespace) -> int:
     train, validation, test = data.split(seed=args.seed)
     samples, count = len(data.remaining), len(data.token_ids)
     console.print(f"{args.checkpoint.name}: {samples:,} samples of {count:,} requests")
-    predictors, encoder_losses = _contestants(
-        data, (train, validation, test), sizes, budget_s, args.seed
-    )
-    rows = [_row(p, data, test) for p in predictors]
-    intervals = _by_interval(predictors[0], data, test)
-    _print(rows, encoder_losses, intervals, console)
-    ours = rows[0]
-    auxiliary = next(r for r in rows if r["name"].startswith("auxiliary"))
+    contest = hold(data, (train, validation, test), sizes, budget_s, args.seed)
+    rows = [_row(p, data, test) for p in contest.everybody]
+    intervals = _by_interval(contest.alone, data, test)
+    _print(rows, contest.losses, intervals, console)
+    ours, auxiliary = _row(contest.ours, data, test), _row(contest.auxiliary, data, test)
+    alone = [_row(p, data, test)["mae"] for p in (contest.alone, contest.auxiliary_alone)]
     headline = {
         "mae_reduction_vs_best_auxiliary": round(1 - ours["mae"] / auxiliary["mae"], 4),
+        "mae_reduction_each_answer_alone": round(1 - alone[0] / alone[1], 4),
         "parameter_reduction": round(1 - ours["parameters"] / auxiliary["parameters"], 4),
         "latency_ratio": round(ours["latency_ms"]["10"] / auxiliary["latency_ms"]["10"], 4),
         "step_overhead": _step_overhead(args.checkpoint, ours["latency_ms"]["10"] / 1e3),
@@ -127,102 +92,9 @@ def _collect(checkpoint: Path, requests: int) -> LengthData:
         )
 
 
-def _contestants(
-    data: LengthData,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    sizes: tuple[EncoderSize, ...],
-    budget_s: float,
-    seed: int,
-) -> tuple[list[Predictor], dict[str, float]]:
-    """Train what is trained; ours first. Also the encoders' losses on validation."""
-    train, validation, test = parts
-    states = data.states[-1]
-    head = train_head(
-        states[train],
-        data.remaining[train],
-        states[validation],
-        data.remaining[validation],
-        seed=seed,
-    )
-    found = [
-        Predictor(
-            "head, again every 20 tokens",
-            apply(head, states[test]),
-            sum(t.numel() for t in head.values()),
-            {n: _time(lambda n=n: apply(head, states[:n])) for n in BATCHES},  # type: ignore[misc]
-        )
-    ]
-    once = apply(head, states)
-    found.append(Predictor("head, once", _once(once, data, test), found[0].parameters))
-    losses: dict[str, float] = {}
-    best: tuple[float, LengthEncoder, EncoderSize] | None = None
-    vocab_size = build_tokenizer().get_vocab_size()
-    for size in sizes:
-        encoder, loss = train_encoder(
-            size, vocab_size, data, train, validation, seed=seed, budget_s=budget_s
-        )
-        losses[size.name] = loss
-        if best is None or loss < best[0]:
-            best = (loss, encoder, size)
-    assert best is not None
-    rows = texts(data, test)
-    typical = sorted(rows, key=len)[len(rows) // 2 :]
-    found.append(
-        Predictor(
-            f"auxiliary encoder {best[2].name}",
-            predict(best[1], rows),
-            best[1].num_parameters,
-            {n: _time(lambda n=n: predict(best[1], typical[:n])) for n in BATCHES},  # type: ignore[misc]
-        )
-    )
-    found.append(Predictor("prompt length", _by_prompt(data, train, test), 0))
-    total = (data.generated + data.remaining)[train].float().mean()
-    left = (total - data.generated[test]).clamp(min=0.0)
-    found.append(Predictor("mean", _same(left), 0))
-    found.append(Predictor("oracle", _same(data.remaining[test].float()), 0))
-    return found, losses
-
-
-def _same(tokens: torch.Tensor) -> torch.Tensor:
-    """A point estimate as every output."""
-    return tokens[:, None].expand(-1, 1 + len(QUANTILES)).clone()
-
-
-def _once(outputs: torch.Tensor, data: LengthData, test: torch.Tensor) -> torch.Tensor:
-    """The prediction after the prompt, less what was generated since."""
-    at_start = torch.zeros(len(data.token_ids), outputs.shape[1])
-    first = data.generated == 0
-    at_start[data.requests[first]] = outputs[first]
-    since = data.generated[test, None]
-    return (at_start[data.requests[test]] - since).clamp(min=0.0)
-
-
-def _by_prompt(data: LengthData, train: torch.Tensor, test: torch.Tensor) -> torch.Tensor:
-    """Median total length of the training requests with prompts most alike in length."""
-    first = train[data.generated[train] == 0]
-    lengths, order = data.prompt_lengths[first].sort()
-    totals = data.remaining[first][order].float()
-    at = torch.searchsorted(lengths, data.prompt_lengths[test])
-    reach = max(8, len(first) // 40)
-    total = torch.stack(
-        [totals[max(0, i - reach) : i + reach].median() for i in at.clamp(max=len(first) - 1)]
-    )
-    return _same((total - data.generated[test]).clamp(min=0.0))
-
-
-def _time(work: Callable[[], object], *, rounds: int = 30) -> float:
-    """Median seconds of a call."""
-    work()
-    took = []
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - start_s)
-    return statistics.median(took)
-
-
-def _by_interval(ours: Predictor, data: LengthData, test: torch.Tensor) -> list[dict[str, Any]]:
-    """Error where the head is asked only every k tokens, and counted down in between."""
+def _by_interval(alone: Predictor, data: LengthData, test: torch.Tensor) -> list[dict[str, Any]]:
+    """Error where the head is asked only every k tokens, answers are averaged, and counted down in
+    between."""
     at = {
         (int(r), int(g)): i
         for i, (r, g) in enumerate(zip(data.requests[test], data.generated[test], strict=True))
@@ -230,11 +102,12 @@ def _by_interval(ours: Predictor, data: LengthData, test: torch.Tensor) -> list[
     truth = data.remaining[test].float()
     found = []
     for k in INTERVALS:
+        believed = averaged(alone.outputs, data, test, every=k)
         asked = data.generated[test] // k * k
         index = torch.tensor(
             [at[int(r), int(g)] for r, g in zip(data.requests[test], asked, strict=True)]
         )
-        left = (ours.outputs[index, _MEDIAN] - (data.generated[test] - asked)).clamp(min=0.0)
+        left = (believed[index, MEDIAN] - (data.generated[test] - asked)).clamp(min=0.0)
         found.append({"k": k, "mae": round(float((left - truth).abs().mean()), 3)})
     return found
 
@@ -269,7 +142,7 @@ def _step_s(checkpoint: Path, *, batch: int) -> float:
     runner = NativeRunner.load(spec)
     runner.wait_compiled(120.0)
     with Dummies(runner, batch, 100):
-        return _time(lambda: runner.decode(list(range(batch))))
+        return timed(lambda: runner.decode(list(range(batch))))
 
 
 def _print(

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quadriga.batching.lengths import remaining_of
-from quadriga.policies.ares.forecast import forecast_rows, pack, tokens_ahead
+from quadriga.policies.ares.forecast import (
+    FIXED,
+    PAUSED,
+    RUNS,
+    forecast_rows,
+    pack,
+    tokens_ahead,
+)
 from quadriga.types import LengthPrediction, LoadForecast, SequenceState, TransferOffer
 
 
@@ -23,7 +30,7 @@ class Held:
 
     Attributes:
         moved_unix_s: Of the last move; 0 where there was none.
-        movable: Runs here, and is not on its way elsewhere.
+        movable: Of FIXED, RUNS, PAUSED.
         is_known: Every one's remaining length is known or predicted.
     """
 
@@ -34,7 +41,7 @@ class Held:
     upper: list[float]
     moves: list[float]
     moved_unix_s: list[float]
-    movable: list[bool]
+    movable: list[float]
     is_known: bool = True
 
 
@@ -43,6 +50,7 @@ def hold(
     offers: Iterable[TransferOffer],
     *,
     num_running: int = 0,
+    num_paused: int = 0,
     leaving: Collection[str] = (),
 ) -> Held:
     """Write down what a replica holds.
@@ -50,9 +58,9 @@ def hold(
     Where nothing is predicted a sequence is taken to run to its `max_tokens`.
 
     Args:
-        states: Running, then those that are paused or at rest.
+        states: Running, then those that are paused, then those at rest.
         offers: Sequences on their way here.
-        num_running: Running ones among `states`.
+        num_running, num_paused: So many of `states`.
         leaving: Those on their way elsewhere.
     """
     held = Held([], [], [], [], [], [], [], [])
@@ -69,7 +77,10 @@ def hold(
         held.upper.append(said.upper)
         held.moves.append(float(state.num_moves))
         held.moved_unix_s.append(state.moved_unix_s)
-        held.movable.append(index < num_running and state.sequence_id not in leaving)
+        if state.sequence_id in leaving or index >= num_running + num_paused:
+            held.movable.append(FIXED)
+        else:
+            held.movable.append(RUNS if index < num_running else PAUSED)
     known = set(held.sequence_ids)
     for offer in offers:
         if offer.sequence_id in known:
@@ -83,7 +94,7 @@ def hold(
         held.upper.append(min(said.upper, most))
         held.moves.append(0.0)
         held.moved_unix_s.append(0.0)
-        held.movable.append(False)
+        held.movable.append(FIXED)
     return held
 
 
@@ -159,7 +170,7 @@ def forecast(
         per_token_s=shape.per_token_s,
         moves=np.array(held.moves),
         since_move_s=np.where(moved_s > 0.0, np.maximum(0.0, now_unix_s - moved_s), np.inf),
-        movable=np.array(held.movable, dtype=bool),
+        movable=np.array(held.movable),
     )
     packed = pack(
         rows,

@@ -1,10 +1,10 @@
 """How long running sequences still go on: when the length head is asked, and what came of it.
 
-What it says is kept with the sequence and travels with it.
+What it says is averaged with what it said before, kept with the sequence, and travels with it.
 
 Source: ARES §4 and §5.1 (predicted again every k steps, on the worker); what is known is used
 before what is predicted: a sequence ends at its `max_tokens`, and one that ignores the end token
-not before.
+not before. The average is ours.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from quadriga.types import (
 
 Answer = Callable[[], list[LengthPrediction]]
 """Returns the predictions; on a device, waits for it."""
+NEW_SHARE = 0.4
+"""Of an answer in what is believed from then on. One state tells where a sequence is only by parts,
+and each state other parts: answers err each in its own way, and together less."""
 MAX_OUTCOMES = 1024
 """Ended predictions kept for the next report."""
 
@@ -50,6 +53,25 @@ def remaining_of(state: SequenceState) -> LengthPrediction | None:
     )
     # Who outlives what was said goes on for a while: the next prediction will tell how long.
     return LengthPrediction(max(mean, min(1.0, most)), lower, max(upper, min(1.0, most)))
+
+
+def believed(state: SequenceState, said: LengthPrediction, num_output: int) -> LengthPrediction:
+    """What is believed after an answer: its mean with the last belief, counted down.
+
+    Args:
+        said: Of the moment when there were `num_output` output tokens.
+    """
+    last = state.prediction
+    if last is None:
+        return said
+    since = num_output - state.predicted_at
+    mean, lower, upper = (
+        NEW_SHARE * new + (1.0 - NEW_SHARE) * max(0.0, old - since)
+        for new, old in (
+            (said.mean, last.mean), (said.lower, last.lower), (said.upper, last.upper)
+        )
+    )  # fmt: skip
+    return LengthPrediction(mean, lower, upper)
 
 
 class Asking:
@@ -106,7 +128,7 @@ class Asking:
         started_s = time.perf_counter()
         (states, counts, answer), self._pending = self._pending, None
         for state, count, said in zip(states, counts, answer(), strict=True):
-            state.prediction, state.predicted_at = said, count
+            state.prediction, state.predicted_at = believed(state, said, count), count
         self.num_predictions += len(states)
         self.seconds += time.perf_counter() - started_s
 

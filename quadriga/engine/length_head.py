@@ -14,9 +14,15 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from quadriga.batching.lengths import Answer
-from quadriga.engine.runner import Left
+from quadriga.engine.left import Left
 from quadriga.errors import ConfigError
-from quadriga.length_heads import LENGTH_WEIGHTS, LengthHeadSpec, read_length_heads
+from quadriga.length_heads import (
+    LENGTH_WEIGHTS,
+    NUM_COUNTS,
+    LengthHeadSpec,
+    counts_of,
+    read_length_heads,
+)
 from quadriga.types import LengthPrediction, SequenceState
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -49,7 +55,7 @@ class LengthHeads:
         heads: dict[int, Layers] = {}
         for k in (k for k in spec.depths if k <= depth):
             layers: Layers = []
-            width = hidden_size
+            width = hidden_size + (NUM_COUNTS if spec.has_counts else 0)
             for i in range(spec.num_layers):
                 weight = tensors.get(f"length.{k}.{i}.weight")
                 bias = tensors.get(f"length.{k}.{i}.bias")
@@ -79,18 +85,24 @@ class LengthHeads:
         return tuple(self._heads)
 
     @torch.inference_mode()
-    def predict(self, hidden: torch.Tensor, depth: int) -> torch.Tensor:
+    def predict(
+        self, hidden: torch.Tensor, depth: int, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Tokens still to come after the one that each state is about to make.
 
         Args:
             hidden: [n, hidden], as it left the last layer run, before any norm.
             depth: Layers run; one of `depths`.
+            counts: [n, NUM_COUNTS], `counts_of` each; where the heads read them.
 
         Returns:
             float32 [n, 1 + quantiles], at least 0: the mean, then the quantiles, which do not
             cross.
         """
         x = hidden.float()
+        if self.spec.has_counts:
+            assert counts is not None
+            x = torch.cat((x, counts), dim=1)
         layers = self._heads[depth]
         for i, (weight, bias) in enumerate(layers):
             x = F.linear(x, weight, bias)
@@ -120,9 +132,16 @@ class RunnerLengths:
         left = self._runner.left
         if left is None or left.depth not in self._heads.depths:
             return None
-        tokens = self._heads.predict(left.of_states, left.depth)
+        states, counts = left.states, None
+        if self._heads.spec.has_counts:
+            # The token that the state made is the last of `output_ids` already.
+            counts = torch.tensor(
+                [counts_of(len(s.prompt_ids), max(0, len(s.output_ids) - 1)) for s in states],
+                device=left.hidden.device,
+            )
+        tokens = self._heads.predict(left.of_states, left.depth, counts)
         has_range = self._heads.spec.num_outputs > 2
-        return left.states, lambda: [
+        return states, lambda: [
             LengthPrediction(row[0], row[1], row[-1]) if has_range else LengthPrediction(*3 * row)
             for row in tokens[:, : None if has_range else 1].tolist()
         ]

@@ -20,12 +20,14 @@ class Sent:
 
     Attributes:
         promised: Its forecast, where it is sent to a decode replica with a prediction.
+        kv_tokens: What it brings to a decode replica.
     """
 
     since_s: float
     prompt_tokens: int
     reserved_tokens: int
     promised: Promised | None = None
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,5 +112,6 @@ class Ledger:
             forecast=forecast,
             num_waiting=waiting + len(sent),
             waiting_tokens=waiting_tokens + sum(s.prompt_tokens for s in sent.values()),
+            used_tokens=snapshot.used_tokens + sum(s.kv_tokens for s in sent.values()),
             reserved_tokens=snapshot.reserved_tokens + reserved,
         )

@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import (
+    FIXED,
     NUM_LOADS,
+    PAUSED,
     REMAINING,
+    RUNS,
     TOKENS,
     forecast_rows,
     memory_rows,
@@ -31,6 +34,7 @@ class Board:
     Attributes:
         owner: Replica of each request, or NOWHERE.
         is_running: False for a sequence that is paused, or on its way to its owner.
+        is_paused: Stands in host memory, its KV whole, and is not on its way back.
         base: Size of a running sequence less its replica's steps; of another, its size.
         moves, moved_s: Migrations so far, and when the last one was.
         is_draining: Replicas that take nothing new.
@@ -50,6 +54,7 @@ class Board:
         self.final_tokens = (input_tokens + output_tokens).astype(np.float64)
         self.owner = np.full(num_requests, NOWHERE, dtype=np.int64)
         self.is_running = np.zeros(num_requests, dtype=bool)
+        self.is_paused = np.zeros(num_requests, dtype=bool)
         self.base = np.zeros(num_requests)
         self.moves = np.zeros(num_requests)
         self.moved_s = np.full(num_requests, -np.inf)
@@ -149,7 +154,9 @@ class Board:
             per_token_s=cost.per_token_s,
             moves=self.moves[requests],
             since_move_s=now_s - self.moved_s[requests],
-            movable=self.is_running[requests],
+            movable=np.where(
+                self.is_running[requests], RUNS, np.where(self.is_paused[requests], PAUSED, FIXED)
+            ),
         )
         # From the rows as packed, in single precision, as a worker's own sums are.
         held = memory_rows(
@@ -168,6 +175,7 @@ class Board:
             free_slots=np.where(
                 self.is_draining[alive], 0, self.profile.num_slots - self._num_held[alive]
             ),
+            num_paused=self.num_paused[alive],
             rows=rows,
             owner=at,
             sequence_ids=[str(i) for i in requests.tolist()],

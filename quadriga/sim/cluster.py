@@ -113,6 +113,9 @@ class Simulation:
         for failure in self._config.failures:
             self._at(failure.at_s, self._fail, failure)
         self._at(0.0, self._tick)
+        if (every_s := self._config.report_every_s) > 0.0:
+            for replica in range(self._config.num_decode):
+                self._at(replica * every_s / self._config.num_decode, self._report, replica)
         now_s = 0.0
         while self._events and self._num_open:
             now_s, _, action, arguments = heapq.heappop(self._events)
@@ -248,13 +251,18 @@ class Simulation:
         board, replica = self._board, self._decode[index]
         for sequence in happened.finished:
             self._finish(now_s, sequence)
+        keeps_kv = self._config.memory.on_full == "pause"
         for sequence in happened.preempted:
             board.is_running[sequence.index] = False
+            board.is_paused[sequence.index] = keeps_kv
             board.base[sequence.index] = sequence.tokens
             self._halted_s.setdefault(sequence.index, now_s)
             self._run.preempted[sequence.index] += 1
             self._run.num_full += 1
-            self._moving.give_up(sequence.index)
+            if not keeps_kv:
+                self._moving.give_up(sequence.index)
+        for sequence in happened.resumed:
+            board.is_paused[sequence.index] = False
         for sequence in happened.joined:
             self._moving.joined(replica.anchor_s, sequence.index)
             if sequence.index in replica.running:  # not preempted at once
@@ -293,6 +301,10 @@ class Simulation:
         self._place_roomless(now_s)
         if self._on_tick is not None:
             self._on_tick(now_s, self._num_open)
+
+    def _report(self, now_s: float, replica: int) -> None:
+        self._placing.reported(now_s, replica)
+        self._at(now_s + self._config.report_every_s, self._report, replica)
 
     def _sample(self, now_s: float) -> None:
         board = self._board
@@ -372,7 +384,7 @@ class Simulation:
             index = sequence.index
             self._moving.lost(index)
             self._board.owner[index] = NOWHERE
-            self._board.is_running[index] = False
+            self._board.is_running[index] = self._board.is_paused[index] = False
             self._run.rebuilt[index] += 1
             self._run.produced[index] = sequence.tokens - sequence.prompt_tokens
             self._halted_s.setdefault(index, now_s)

@@ -58,6 +58,8 @@ class SimConfig:
         delays: Of the ways between clients and replicas.
         reference_step_s: Spaces the horizon of forecasts; None: a step at half of the memory.
         tick_s: Between two looks of the rescheduler, and between two samples.
+        report_every_s: Between two reports of a replica, by which newcomers are placed where no
+            forecast is looked at; 0: by what it holds at that moment.
         scaling: Replicas come and go, `num_decode` at most; None keeps all.
         limit_s: The run is cut at this simulated time; what is unfinished then counts as failed.
     """
@@ -70,6 +72,7 @@ class SimConfig:
     memory: MemoryRules = RECOMPUTE
     precopy: bool = True
     tick_s: float = 1.0
+    report_every_s: float = 0.0
     limit_s: float = math.inf
     failures: tuple[Failure, ...] = ()
     reference_step_s: float | None = None
@@ -79,6 +82,10 @@ class SimConfig:
     prefill: PrefillConfig = field(default_factory=_deep_queue)
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.report_every_s < math.inf:
+            raise ConfigError(
+                f"report_every_s: {self.report_every_s} must be 0 or more", param="report_every_s"
+            )
         if self.num_decode < 1 or self.num_prefill < 1:
             raise ConfigError("at least one prefill and one decode replica are needed")
         if any(not 0 <= f.replica < self.num_decode for f in self.failures):

@@ -92,6 +92,11 @@ class DecodeReplica:
         self._leaving.add(index)
         self._leave_from_s = min(self._leave_from_s, from_s)
 
+    def release(self, index: int) -> Sequence:
+        """Let go of a paused sequence, now."""
+        del self.paused[index]
+        return self._halted.pop(index)
+
     def stay(self, index: int) -> None:
         """Take back a `leave`."""
         self._leaving.discard(index)
@@ -247,6 +252,7 @@ class DecodeReplica:
                     sequence,
                     ready_s=self.anchor_s + num_bytes / self.profile.host_bandwidth_bytes_per_s,
                 )
+                happened.resumed.append(sequence)
                 continue
             blocked_s = self.profile.prefill_s([sequence.tokens])
             if self.running:

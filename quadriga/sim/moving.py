@@ -1,10 +1,12 @@
 """Migrations in a simulation: reserve, copy while the source decodes on, stop, hand over.
 
 What was generated during a copy is copied in another round, until the rest is little against the
-round trip of the last one.
+round trip of the last one. One that is paused, from the start or meanwhile, generates nothing and
+is handed over when its copy is there.
 
 Two-phase as on the cluster: the destination holds room from the order on, the source keeps the
-sequence until its last step, and a death or a preemption before that gives the move up.
+sequence until its last step, and a death before that, or a preemption that drops the KV, gives the
+move up.
 """
 
 from __future__ import annotations
@@ -108,8 +110,13 @@ class Moving:
         """But for the last tokens all is there: the source stops at its next boundary."""
         if self._transfers.get(index) is not transfer:
             return
-        if index not in self._replicas[transfer.source].running:
-            self.give_up(index)  # preempted meanwhile
+        source = self._replicas[transfer.source]
+        if self._board.is_paused[index]:
+            self.hand_over(now_s, source.release(index))
+            self._changed(transfer.source)
+            return
+        if index not in source.running:
+            self.give_up(index)  # on its way back from host memory
             return
         if self._config.precopy and transfer.rounds < MAX_ROUNDS:
             rest = self._tokens(now_s, index) - transfer.copied_tokens
@@ -119,7 +126,7 @@ class Moving:
                 transfer.rounds += 1
                 self._at(now_s + copy_s, self._copied, index, transfer)
                 return
-        self._replicas[transfer.source].leave(index, from_s=now_s)
+        source.leave(index, from_s=now_s)
         self._changed(transfer.source)
 
     def _tokens(self, now_s: float, index: int) -> int:
@@ -134,7 +141,7 @@ class Moving:
         transfer.copied_tokens, transfer.left_s = sequence.tokens, now_s
         board = self._board
         board.owner[sequence.index] = transfer.destination
-        board.is_running[sequence.index] = False
+        board.is_running[sequence.index] = board.is_paused[sequence.index] = False
         board.base[sequence.index] = sequence.tokens
         board.moves[sequence.index] += 1
         board.moved_s[sequence.index] = now_s

@@ -19,6 +19,8 @@ from quadriga.types import LengthPrediction, PlaceRequest, ReplicaInfo, ReplicaS
 class Placing:
     """Predictions, the last tick's forecast with what was placed since, and the choice by it.
 
+    Where nothing is foreseen the choice is by the last reports, with what was placed since.
+
     Attributes:
         predictor: None for policies that do not foresee.
         forecast: Of the last tick; None where the policy does not look ahead, or replicas changed.
@@ -48,6 +50,10 @@ class Placing:
         self._snapshots = [self._blank(name) for name in board.names]
         self._index = {name: i for i, name in enumerate(board.names)}
         self._said: dict[int, LengthPrediction] = {}
+        # Of each replica's last report, and of what was placed there since.
+        self._reported_tokens = np.zeros(len(board.names))
+        self._reported_held = np.zeros(len(board.names), dtype=np.int64)
+        self._reported_paused = np.zeros(len(board.names), dtype=np.int64)
 
     @property
     def any_snapshot(self) -> ReplicaSnapshot:
@@ -76,9 +82,19 @@ class Placing:
             chosen = self._by_present(request, used)
         else:
             chosen = self._by_forecast(cluster, request, used)
+        if chosen is not None:
+            self._reported_tokens[chosen] += tokens
+            self._reported_held[chosen] += 1
         if chosen is not None and prediction is not None:
             self._said.setdefault(index, prediction)
         return chosen
+
+    def reported(self, now_s: float, replica: int) -> None:
+        """A replica tells what it holds, what is on its way to it included."""
+        board = self._board
+        self._reported_tokens[replica] = board.used_tokens(board.new_steps(now_s))[replica]
+        self._reported_held[replica] = board.num_held[replica]
+        self._reported_paused[replica] = board.num_paused[replica]
 
     def finished(self, index: int, output_tokens: int) -> None:
         """A sequence ended: what came of its prediction at placement."""
@@ -124,11 +140,15 @@ class Placing:
         return fits
 
     def _by_present(self, request: PlaceRequest, used: NDArray[np.float64]) -> int | None:
-        """By the baselines, which see the replicas as they are this moment."""
-        counts, paused = self._board.num_held.tolist(), self._board.num_paused.tolist()
-        for i, (snapshot, tokens) in enumerate(zip(self._snapshots, used.tolist(), strict=True)):
+        """By the baselines."""
+        held, paused = self._board.num_held, self._board.num_paused
+        if self._config.report_every_s > 0.0:
+            used, held, paused = self._reported_tokens, self._reported_held, self._reported_paused
+        for snapshot, tokens, count, halted in zip(
+            self._snapshots, used.tolist(), held.tolist(), paused.tolist(), strict=True
+        ):
             snapshot.used_tokens = snapshot.reserved_tokens = int(tokens)
-            snapshot.num_running, snapshot.num_paused = counts[i], paused[i]
+            snapshot.num_running, snapshot.num_paused = count, halted
         takes = (self._board.is_alive & ~self._board.is_draining).tolist()
         snapshots = [s for s, does in zip(self._snapshots, takes, strict=True) if does]
         name = self._policy.placement.choose(request, snapshots)

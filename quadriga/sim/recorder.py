@@ -78,7 +78,9 @@ def snapshots_of(cluster: ClusterForecast, num_slots: int, now_s: float) -> list
             ReplicaSnapshot(
                 info=info,
                 taken_unix_s=now_s,
-                num_running=num_slots - int(cluster.free_slots[i]),
+                num_running=num_slots - int(cluster.free_slots[i]) - int(cluster.num_paused[i]),
+                num_waiting=int(cluster.num_paused[i]),
+                num_paused=int(cluster.num_paused[i]),
                 used_tokens=tokens,
                 reserved_tokens=tokens,
                 step_time_s=float(cluster.step_s[i]),

@@ -62,12 +62,17 @@ class Sequence:
 
 @dataclass(slots=True)
 class Happened:
-    """What one event of a replica brought, for the cluster to note."""
+    """What one event of a replica brought, for the cluster to note.
+
+    Attributes:
+        resumed: Left host memory, and will join.
+    """
 
     finished: list[Sequence] = field(default_factory=list)
     left: list[Sequence] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -89,7 +89,7 @@ class Autoscaler:
         snapshots = snapshots_of(cluster, board.profile.num_slots, now_s)
         for snapshot in snapshots:
             index = self._index[snapshot.info.name]
-            snapshot.num_running = int(board.num_held[index])
+            snapshot.num_running = int(board.num_held[index]) - snapshot.num_paused
             snapshot.draining = bool(board.is_draining[index])
         waiting, tokens = self._waiting()
         return ClassLoad(
@@ -133,7 +133,8 @@ class Autoscaler:
             return
         new_steps = board.new_steps(now_s)
         used = board.used_tokens(new_steps)
-        for request in sorted(replica.running):
+        is_here = (board.owner == index) & (board.is_running | board.is_paused)
+        for request in np.flatnonzero(is_here).tolist():
             if self._moving.num_leaving(index) >= _MOVES_AT_ONCE:
                 return
             if self._moving.is_moving(request):

@@ -25,7 +25,7 @@ from quadriga.catalogue.headers import read_header
 from quadriga.checkpoint import ASSETS, read_checkpoint
 from quadriga.config import load_config
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.weights import TensorFiles
+from quadriga.engine.tensor_files import TensorFiles
 from quadriga.errors import ConfigError
 from quadriga.exits import read_exits
 from quadriga.length_heads import read_length_heads
@@ -36,7 +36,7 @@ MODEL = ASSETS / "quadriga-s"
 CONFIG = json.loads((MODEL / "config.json").read_text())
 GENERATION = {"eos_token_id": [0, 1], "do_sample": True, "temperature": 0.7, "top_k": 5}
 EXITS = json.loads((MODEL / "exits.json").read_text())
-HEADS = {"depths": [2, 4], "num_layers": 2, "quantiles": [0.1, 0.5, 0.9]}
+HEADS = {"depths": [2, 4], "num_layers": 2, "quantiles": [0.1, 0.5, 0.9], "has_counts": True}
 INDEX = {"weight_map": {"a.weight": "one.safetensors", "b": "two.safetensors"}}
 
 

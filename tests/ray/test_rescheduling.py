@@ -14,6 +14,7 @@ from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.types import FinishReason
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import call
+from tests.ray.moves import free_memory, pause
 
 NUM_SEQUENCES = 6
 NUM_OUTPUT = 700
@@ -104,6 +105,25 @@ def test_real_answers_are_predicted_and_placed_by_their_length(growing: App) -> 
     decode = [r for r in view(growing)["replicas"] if r["role"] == "decode"]
     assert sorted(r["name"] for r in decode) == sorted(before), "nothing was restarted for it"
     assert all(r["forecast"] and r["has_predictions"] for r in decode)
+
+
+@pytest.mark.timeout(120)
+def test_who_stands_in_host_memory_is_moved_where_there_is_room(growing: App) -> None:
+    growing.ensure(decode_replicas=2)
+    ingress = growing.ingress()
+    streams = [ingress.submit([7 + i] * 10, 300, deadline_s=100.0) for i in range(4)]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+    standing = streams[0]
+    source = standing.replica
+    pause(source, standing.state.sequence_id)
+    ingress.until(lambda: standing.replica != source, 30.0)
+    free_memory(source)
+    ingress.finish(*streams, timeout_s=60.0)
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert all(len(s.token_ids) == 300 for s in streams)
+    mine = [d for d in view(growing)["recent"] if d["sequence_id"] == standing.state.sequence_id]
+    assert [(d["cause"], d["report"]["outcome"]) for d in mine] == [("memory", "moved")]
+    growing.until_idle(5.0)
 
 
 def ray_kill(name: str) -> None:

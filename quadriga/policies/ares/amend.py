@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quadriga.policies.ares.forecast import (
+    FIXED,
     MOVABLE,
     NUM_COLUMNS,
     NUM_LOADS,
@@ -52,7 +53,7 @@ def with_promised(
         per_token_s=forecast.per_token_s,
         moves=zeros,
         since_move_s=np.full(len(new), np.inf),
-        movable=zeros.astype(bool),
+        movable=np.full(len(new), FIXED),
     )
     return replace(
         forecast,
@@ -69,7 +70,7 @@ def with_fixed(forecast: LoadForecast, sequence_ids: Collection[str]) -> LoadFor
     if not fixed:
         return forecast
     rows = np.frombuffer(forecast.rows, dtype=_WIRE).reshape(-1, NUM_COLUMNS).copy()
-    rows[fixed, MOVABLE] = 0.0
+    rows[fixed, MOVABLE] = FIXED
     return replace(forecast, rows=rows.tobytes())
 
 

@@ -28,6 +28,7 @@ class ClusterForecast:
         step_s: [n], a step as lately measured.
         capacity_tokens: [n].
         free_slots: [n], sequences that still fit; 0 for a replica that drains.
+        num_paused: [n], sequences that stand in host memory.
         rows: [R, NUM_COLUMNS], see `forecast`.
         owner: [R], index of the replica that holds the row, ascending.
         sequence_ids: [R].
@@ -42,6 +43,7 @@ class ClusterForecast:
     step_s: NDArray[np.float64]
     capacity_tokens: NDArray[np.float64]
     free_slots: NDArray[np.int64]
+    num_paused: NDArray[np.int64]
     rows: NDArray[np.float32]
     owner: NDArray[np.int64]
     sequence_ids: Sequence[str]
@@ -90,6 +92,7 @@ def unpack(
         step_s=np.array([max(s.step_time_s, 1e-9) for s in able]),
         capacity_tokens=np.array([s.info.kv_capacity_tokens for s in able], dtype=np.float64),
         free_slots=np.array(free, dtype=np.int64),
+        num_paused=np.array([s.num_paused for s in able], dtype=np.int64),
         rows=np.empty((0, NUM_COLUMNS), dtype=np.float32),
         owner=np.empty(0, dtype=np.int64),
         sequence_ids=(),

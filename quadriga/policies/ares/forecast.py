@@ -28,7 +28,9 @@ MOVES = NUM_LOADS + 4
 SINCE_MOVE_S = NUM_LOADS + 5
 """Seconds since the last move; infinite for a sequence that never moved."""
 MOVABLE = NUM_LOADS + 6
-"""1 for a sequence that runs here; 0 where it is on its way, promised or paused."""
+"""One of the next three."""
+FIXED, RUNS, PAUSED = 0.0, 1.0, 2.0
+"""On its way, or promised: not to be moved; runs here; stands in host memory here."""
 NUM_COLUMNS = NUM_LOADS + 7
 ROW_BYTES = 4 * NUM_COLUMNS
 MAX_ROWS = 65_536
@@ -95,7 +97,7 @@ def forecast_rows(
     per_token_s: float,
     moves: NDArray[np.float64],
     since_move_s: NDArray[np.float64],
-    movable: NDArray[np.bool_],
+    movable: NDArray[np.float64],
 ) -> NDArray[np.float32]:
     """Return the rows of a forecast: [num_rows, NUM_COLUMNS]. Arguments as in the columns."""
     rows = np.empty((len(tokens), NUM_COLUMNS), dtype=np.float32)

@@ -1,7 +1,9 @@
 """Who is overloaded, who is not, and what counts how much.
 
+A replica that has paused sequences is out of memory now. It gives; and it would let nobody in.
+
 Source: ARES §5.2, Algorithm 1, phase 1; differs: 𝒰 by the weighted load as 𝒪 is, and sources whose
-own memory will run out.
+own memory will run out, or has.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ class Roles:
     Attributes:
         sources: 𝒪, ascending.
         destinations: 𝒰, ascending.
-        is_rescue: [n]: sources whose own memory is forecast to run out.
+        takers: All that let somebody in, however busy, ascending: for paused sequences.
+        is_rescue: [n]: sources whose own memory is forecast to run out, or has.
     """
 
     sources: NDArray[np.int64]
     destinations: NDArray[np.int64]
+    takers: NDArray[np.int64]
     is_rescue: NDArray[np.bool_]
 
 
@@ -79,11 +83,15 @@ def classify(
     free = np.array([name not in busy for name in cluster.names])
     points = 1 if weigh.is_load_only else num_memory_points(settings, cluster.grid_s)
     tokens = cluster.tokens[:, :points].max(axis=1)
-    is_rescue = tokens > settings.rescue_limit * cluster.capacity_tokens
+    is_rescue = (tokens > settings.rescue_limit * cluster.capacity_tokens) | (
+        cluster.num_paused > 0
+    )
     over = (w > (1.0 + settings.theta) * w.mean()) | is_rescue
-    able = free & (cluster.free_slots > 0)
+    able = free & (cluster.free_slots > 0) & (cluster.num_paused == 0)
     under = able & (w < (1.0 - settings.theta) * w.mean())
     if not under.any() and able.any():
         under = np.zeros_like(able)
         under[np.flatnonzero(able)[np.argmin(w[able])]] = True
-    return Roles(np.flatnonzero(over & free), np.flatnonzero(under), is_rescue)
+    return Roles(
+        np.flatnonzero(over & free), np.flatnonzero(under), np.flatnonzero(able), is_rescue
+    )

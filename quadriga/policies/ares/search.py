@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,16 @@ _SLACK = 2e-5  # what single precision may be wrong by, against the terms of a g
 
 
 class Search:
-    """Best-first search over the candidate rows of one tick.
+    """Best-first search over candidate rows of one tick.
 
     A row passes three stages, and most rows only the first: a bound over an imagined destination
     that is the best at every point; a bound over the real ones (the matrix product), in chunks
     of rows; and the exact gain under all conditions.
+
+    Args:
+        rows: All of paused sequences, or none.
+        of_paused: They may go to every replica with room, and need not gain anything.
+        used: Replicas that take part in a move of this tick already.
     """
 
     def __init__(
@@ -51,23 +56,29 @@ class Search:
         roles: Roles,
         variance: float,
         rows: NDArray[np.int64],
+        *,
+        of_paused: bool,
+        used: Sequence[int],
     ) -> None:
         n = len(cluster)
         self._cluster, self._settings, self._costs, self._weigh = cluster, settings, costs, weigh
-        self._roles = roles
+        self._of_paused = of_paused
+        self._destinations = roles.takers if of_paused else roles.destinations
+        self._is_rescue = roles.is_rescue | of_paused
         self._scale = 2.0 / (n * variance)
         self._least = settings.min_gain * min(1.0, PAPER_REPLICAS / n)
-        # Differences alone count. Above the least of the destinations no load is negative.
-        self._load = cluster.load_s - cluster.load_s[roles.destinations].min(axis=0)
+        # Differences alone count. Above the least of them no destination's load is negative.
+        self._load = cluster.load_s - cluster.load_s[self._destinations].min(axis=0)
         self._w = cluster.load_s @ weigh.load
-        self._target_load = self._load[roles.destinations]
-        self._target_w = self._w[roles.destinations]
-        self._target_free = np.ones(len(roles.destinations), dtype=bool)
-        self._target_ahead = tokens_ahead(cluster.grid_s, cluster.step_s[roles.destinations])
+        self._target_load = self._load[self._destinations]
+        self._target_w = self._w[self._destinations]
+        self._target_free = ~np.isin(self._destinations, used)
+        self._target_ahead = tokens_ahead(cluster.grid_s, cluster.step_s[self._destinations])
         self._memory_points = num_memory_points(settings, cluster.grid_s)
         self._widths = np.diff(cluster.grid_s, prepend=0.0)
         self._source_free = np.zeros(n, dtype=bool)
         self._source_free[roles.sources] = True
+        self._source_free[np.array(used, dtype=np.int64)] = False
         self._omega32 = weigh.variance.astype(np.float32)
         self._target_load32 = self._target_load.astype(np.float32)
         bounds = self._first_bounds(rows)
@@ -80,7 +91,7 @@ class Search:
     def next(self) -> Choice | None:
         """The best move between replicas that are still free, or None."""
         while True:
-            best = -self._heap[0][0] if self._heap else -1.0
+            best = -self._heap[0][0] if self._heap else -np.inf
             if len(self._unseen) and self._unseen_bounds[0] >= best:
                 self._bound_chunk()
             elif not self._heap:
@@ -97,16 +108,17 @@ class Search:
         if not (self._source_free[source] and self._target_free[target]):
             self._look_at(row)
             return None
-        destination = int(self._roles.destinations[target])
+        destination = int(self._destinations[target])
         for replica in (source, destination):
             self._source_free[replica] = False
-            self._target_free[self._roles.destinations == replica] = False
-        return Choice(row, source, destination, -entry[0], bool(self._roles.is_rescue[source]))
+            self._target_free[self._destinations == replica] = False
+        return Choice(row, source, destination, -entry[0], bool(self._is_rescue[source]))
 
     def _floor(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """The least gain a row must promise."""
-        is_rescue = self._roles.is_rescue[self._cluster.owner[rows]]
-        return np.where(is_rescue, 0.0, self._least)
+        if self._of_paused:
+            return np.full(len(rows), -np.inf)
+        return np.where(self._is_rescue[self._cluster.owner[rows]], 0.0, self._least)
 
     def _first_bounds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Upper bounds of the gains over any destination; -1 for a row too large to pass
@@ -118,7 +130,7 @@ class Search:
         own = load[owner]
         own -= x
         own *= weighted
-        slack = weighted @ (_SLACK * (x.max(axis=0) + 2.0 * load.max(axis=0)))
+        slack = weighted @ (_SLACK * (x.max(axis=0) + 2.0 * np.abs(load).max(axis=0)))
         gains = own.sum(axis=1) + slack
         bounds: NDArray[np.float64] = self._scale * gains.astype(np.float64) + 10.0**-GAIN_DECIMALS
 
@@ -127,7 +139,7 @@ class Search:
         w = self._w[owner]
         margin = _SLACK * float(np.abs(self._w).max())
         too_large = wx - margin > (1.0 - theta / 2.0) * (w - self._target_w.min())
-        bounds[too_large & ~self._roles.is_rescue[owner]] = -1.0
+        bounds[too_large & ~self._is_rescue[owner]] = -1.0
         return bounds
 
     def _bound_chunk(self) -> None:
@@ -151,20 +163,26 @@ class Search:
         source = int(cluster.owner[row])
         if not self._source_free[source]:
             return
-        is_rescue = bool(self._roles.is_rescue[source])
+        is_rescue = bool(self._is_rescue[source])
         x = cluster.rows[row, :NUM_LOADS].astype(np.float64)
         weighted = self._weigh.variance * x
         load = self._load[source]
         gains = self._scale * (weighted @ (load - x) - self._target_load @ weighted)
         gains = np.round(gains, GAIN_DECIMALS)
-        ok = self._target_free & (gains > 0.0)
+        ok = self._target_free & (self._of_paused | (gains > 0.0))
+        if self._of_paused:
+            ok &= self._destinations != source
         if not is_rescue:
             wx = float(self._weigh.load @ x)
             before = self._w[source] - self._target_w
             ok &= 2.0 * wx - before <= (1.0 - settings.theta) * before
             ok &= gains >= self._least
-        for target in self._best_first(gains, ok):
-            if self._fits(row, target) and (is_rescue or self._pays(row, x, source, target)):
+        for targets in self._best_first(gains, ok):
+            good = self._fits(row, targets)
+            if not is_rescue:
+                good &= self._pays(row, x, source, targets)
+            if good.any():
+                target = int(targets[np.argmax(good)])
                 entry = (
                     -float(gains[target]),
                     1,
@@ -178,49 +196,50 @@ class Search:
                 return
 
     @staticmethod
-    def _best_first(gains: NDArray[np.float64], ok: NDArray[np.bool_]) -> Iterator[int]:
-        """Permitted destinations, the greatest gain first, then the smallest name."""
-        gains = np.where(ok, gains, -np.inf)
-        first = int(np.argmax(gains))
-        if not ok[first]:
-            return
-        yield first  # nearly always good: the order of the others is rarely needed
-        for target in np.argsort(-gains, kind="stable"):
-            if not ok[target]:
-                return
-            if target != first:
-                yield int(target)
+    def _best_first(
+        gains: NDArray[np.float64], ok: NDArray[np.bool_]
+    ) -> Iterator[NDArray[np.int64]]:
+        """Permitted destinations, the greatest gain first, then the smallest name: the first one,
+        which is nearly always good, then all others."""
+        permitted = np.flatnonzero(ok)
+        if len(permitted):
+            first = int(np.argmax(gains[permitted]))
+            yield permitted[first : first + 1]
+            others = np.delete(permitted, first)
+            yield others[np.argsort(-gains[others], kind="stable")]
 
-    def _fits(self, row: int, target: int) -> bool:
-        """Whether the destination has room now and at its forecast peak, by the upper quantile.
+    def _fits(self, row: int, targets: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which destinations have room now and at their forecast peak, by the upper quantile.
 
         Where the whole cluster is full no peak leaves room, and nothing moves: a full replica's
         sequences are better off than those of two full ones.
         """
-        destination = self._roles.destinations[target]
-        tokens = self._cluster.rows[row, TOKENS : TOKENS + 1].astype(np.float64)
-        if self._weigh.is_load_only:
-            peaks = self._cluster.tokens[destination, :1] + tokens
-        else:
-            upper = self._cluster.rows[row, REMAINING_UPPER : REMAINING_UPPER + 1]
-            held = memory_rows(tokens, upper.astype(np.float64), self._target_ahead[target])[0]
-            peaks = (self._cluster.tokens[destination] + held)[: self._memory_points]
-        limit = self._settings.memory_limit * self._cluster.capacity_tokens[destination]
-        return bool((peaks <= limit).all())
+        cluster, destinations = self._cluster, self._destinations[targets]
+        points = 1 if self._weigh.is_load_only else self._memory_points
+        held = memory_rows(
+            cluster.rows[row, TOKENS : TOKENS + 1].astype(np.float64),
+            cluster.rows[row, REMAINING_UPPER : REMAINING_UPPER + 1].astype(np.float64),
+            self._target_ahead[targets, :points],
+        )
+        limit = self._settings.memory_limit * cluster.capacity_tokens[destinations]
+        peaks = (cluster.tokens[destinations, :points] + held).max(axis=1)
+        return np.asarray(peaks <= limit)
 
-    def _pays(self, row: int, x: NDArray[np.float64], source: int, target: int) -> bool:
-        """Whether the gain by the lower quantile beats the cost, both in seconds.
+    def _pays(
+        self, row: int, x: NDArray[np.float64], source: int, targets: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """With which destinations the gain by the lower quantile beats the cost, both in seconds.
 
         Gain: what the slower of the two replicas saves a sequence on it, over the time that the
         moved one lasts at least. Cost: the transfer.
         """
         if self._weigh.is_load_only:
-            return True
+            return np.ones(len(targets), dtype=bool)
         cluster = self._cluster
         ahead = cluster.grid_s / cluster.step_s[source]
         sure = x * (ahead <= cluster.rows[row, REMAINING_LOWER])
-        giver, taker = cluster.load_s[source], cluster.load_s[self._roles.destinations[target]]
+        giver, taker = cluster.load_s[source], cluster.load_s[self._destinations[targets]]
         drop = np.maximum(giver, taker) - np.maximum(giver - sure, taker + sure)
-        saved_s = float(self._widths @ (drop / (cluster.base_s[source] + giver + 1e-12)))
+        saved_s = (drop / (cluster.base_s[source] + giver + 1e-12)) @ self._widths
         cost_s = self._costs.seconds(float(cluster.rows[row, TOKENS]))
-        return saved_s >= self._settings.cost_factor * cost_s
+        return np.asarray(saved_s >= self._settings.cost_factor * cost_s)

@@ -9,8 +9,13 @@ best conceivable gain, and the search ends where no unseen row can beat the best
 A move between two replicas changes no other pair's gain, so several moves of one tick, between
 disjoint replicas, add up exactly.
 
+Paused sequences come first: they stand still until their replica has room again, so moving one
+delays nobody and has it running at once. They go wherever there is room, whatever that does to the
+balance; of several moves, too, the one that removes the most variance, or adds the least.
+
 Source: ARES §5.2, Algorithm 1; differs: closed form instead of simulation per candidate, 𝒰 by the
-weighted load, memory at the forecast peak with the migrant's own cache, several moves a tick.
+weighted load, memory at the forecast peak with the migrant's own cache, several moves a tick,
+paused sequences.
 
 Against ping-pong: a move may turn the difference of a pair's weighted loads round, but not to
 more than (1 − θ) of what it was. (It need not shrink by θ otherwise: among many small sequences
@@ -25,7 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quadriga.policies.ares.cluster import ClusterForecast
-from quadriga.policies.ares.forecast import MOVABLE, MOVES, REMAINING, SINCE_MOVE_S, TOKENS
+from quadriga.policies.ares.forecast import (
+    FIXED,
+    MOVABLE,
+    MOVES,
+    PAUSED,
+    REMAINING,
+    SINCE_MOVE_S,
+    TOKENS,
+)
 from quadriga.policies.ares.roles import Choice, Roles, Weights, classify
 from quadriga.policies.ares.search import Search
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
@@ -39,22 +52,35 @@ def select(
     *,
     busy: Set[str] = frozenset(),
 ) -> list[Choice]:
-    """Choose the moves of one tick, the best first; each replica takes part in one at most.
+    """Choose the moves of one tick, each replica taking part in one at most.
 
-    Ties go to fewer KV tokens, then the longer remaining, then the smallest ids.
+    Those of paused sequences come first, then the best. Ties go to fewer KV tokens, then the
+    longer remaining, then the smallest ids.
     """
     roles = classify(cluster, settings, weigh, busy)
     variance = float(cluster.load_s.var(axis=0) @ weigh.variance)
-    if not len(roles.sources) or not len(roles.destinations) or variance <= 0.0:
+    if not len(roles.sources) or not len(roles.takers) or variance <= 0.0:
         return []
     rows = candidate_rows(cluster, settings, costs, weigh, roles)
-    if not len(rows):
-        return []
-    search = Search(cluster, settings, costs, weigh, roles, variance, rows)
     most = max(1, round(settings.moves_share * len(cluster)))
     choices: list[Choice] = []
-    while len(choices) < most and (choice := search.next()) is not None:
-        choices.append(choice)
+    is_paused = cluster.rows[rows, MOVABLE] == PAUSED
+    for of_paused, candidates in ((True, rows[is_paused]), (False, rows[~is_paused])):
+        if not len(candidates) or len(choices) >= most:
+            continue
+        search = Search(
+            cluster,
+            settings,
+            costs,
+            weigh,
+            roles,
+            variance,
+            candidates,
+            of_paused=of_paused,
+            used=[replica for c in choices for replica in (c.source, c.destination)],
+        )
+        while len(choices) < most and (choice := search.next()) is not None:
+            choices.append(choice)
     return choices
 
 
@@ -65,16 +91,21 @@ def candidate_rows(
     weigh: Weights,
     roles: Roles,
 ) -> NDArray[np.int64]:
-    """Rows of overloaded replicas that may move at all, and last long enough to be worth it."""
+    """Rows of overloaded replicas that may move at all, and last long enough to be worth it.
+
+    A paused one waits for room meanwhile, for nobody knows how long: it is always worth it.
+    """
     is_source = np.zeros(len(cluster), dtype=bool)
     is_source[roles.sources] = True
     rows = np.flatnonzero(is_source[cluster.owner])
     held = cluster.rows[rows, TOKENS:]
-    ok = held[:, MOVABLE - TOKENS] > 0
+    ok = held[:, MOVABLE - TOKENS] != FIXED
     ok &= held[:, MOVES - TOKENS] < settings.max_moves
     ok &= held[:, SINCE_MOVE_S - TOKENS] >= settings.cooldown_s
     if not weigh.is_load_only:
         cost_s = costs.seconds(held[:, 0].astype(np.float64))
         least = settings.remaining_factor * cost_s / cluster.step_s.mean()
-        ok &= held[:, REMAINING - TOKENS] > least
-    return rows[ok]
+        is_paused = held[:, MOVABLE - TOKENS] == PAUSED
+        ok &= is_paused | (held[:, REMAINING - TOKENS] > least)
+    kept: NDArray[np.int64] = rows[ok]
+    return kept

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quadriga.policies.ares.forecast import forecast_rows, pack, tokens_ahead
+from quadriga.policies.ares.forecast import (
+    FIXED,
+    PAUSED,
+    RUNS,
+    forecast_rows,
+    pack,
+    tokens_ahead,
+)
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
 from quadriga.types import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 
@@ -27,7 +34,7 @@ class Held:
     upper: float
     moves: int = 0
     since_move_s: float = float("inf")
-    movable: bool = True
+    movable: float = RUNS
 
 
 def snapshot(
@@ -56,13 +63,16 @@ def snapshot(
         per_token_s=PER_TOKEN_S,
         moves=column([h.moves for h in held]),
         since_move_s=column([h.since_move_s for h in held]),
-        movable=np.array([h.movable for h in held], dtype=bool),
+        movable=column([h.movable for h in held]),
     )
     tokens = int(sum(h.tokens for h in held))
+    num_paused = sum(h.movable == PAUSED for h in held)
     return ReplicaSnapshot(
         info=ReplicaInfo(name, Role.DECODE, CLASS, "n", name, slots, capacity),
         taken_unix_s=0.0,
-        num_running=len(held),
+        num_running=len(held) - num_paused,
+        num_waiting=num_paused,
+        num_paused=num_paused,
         used_tokens=tokens,
         reserved_tokens=tokens,
         step_time_s=step_s,
@@ -79,8 +89,10 @@ def snapshot(
 
 
 def random_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:
-    """2 to 6 uneven replicas with 0 to 6 sequences each; some small, some full, some draining."""
+    """2 to 6 uneven replicas with 0 to 6 sequences each; some small, some full, some draining;
+    and in a third of the clusters one or two that had to pause some."""
     snapshots = []
+    has_paused = rng.random(6) < (0.3 if rng.random() < 0.33 else 0.0)
     for index in range(int(rng.integers(2, 7))):
         size = rng.choice([300, 3000, 9000])
         held = []
@@ -95,7 +107,7 @@ def random_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:
                     float(int(remaining * rng.choice([1.0, 1.5, 3.0]))),
                     moves=int(rng.integers(0, 4)) if rng.random() < 0.2 else 0,
                     since_move_s=float(rng.integers(0, 10)) if rng.random() < 0.2 else np.inf,
-                    movable=bool(rng.random() < 0.9),
+                    movable=_movable(rng, bool(has_paused[index])),
                 )
             )
         snapshots.append(
@@ -109,6 +121,12 @@ def random_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:
             )
         )
     return snapshots
+
+
+def _movable(rng: np.random.Generator, has_paused: bool) -> float:
+    if rng.random() < 0.1:
+        return FIXED
+    return PAUSED if has_paused and rng.random() < 0.4 else RUNS
 
 
 def tied_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:
@@ -172,10 +190,14 @@ def brute_force(
         seen = [t for t, at_s in zip(r.tokens, GRID, strict=True) if at_s <= seen_s]
         return float(max(seen))
 
-    rescue = [peak(r) > settings.rescue_limit * r.snap.info.kv_capacity_tokens for r in replicas]
+    rescue = [
+        r.snap.num_paused > 0 or peak(r) > settings.rescue_limit * r.snap.info.kv_capacity_tokens
+        for r in replicas
+    ]
     able = [
         r.snap.info.name not in busy
         and not r.snap.draining
+        and not r.snap.num_paused
         and r.snap.num_running < r.snap.info.num_slots
         for r in replicas
     ]
@@ -191,21 +213,21 @@ def brute_force(
     moves: list[tuple[str, str, str, float]] = []
     limit = max(1, round(settings.moves_share * n))
     while len(moves) < limit and start > 0:
-        best: tuple[tuple[float, float, float, str, str], int, int, int, float] | None = None
+        best: tuple[tuple[bool, float, float, float, str, str], int, int, int, float] | None = None
         before = float(np.var([r.load for r in replicas], axis=0) @ omega)
         for s in over:
             for k, row in enumerate(replicas[s].rows):
                 tokens, remaining, lower, upper, num_moves, since_s, movable = row[17:]
                 cost_s = costs.seconds(tokens)
-                if not movable or num_moves >= settings.max_moves:
+                if movable == FIXED or num_moves >= settings.max_moves:
                     continue
                 if since_s < settings.cooldown_s:
                     continue
-                if not load_only and not (
+                if not (load_only or movable == PAUSED) and not (
                     remaining > settings.remaining_factor * cost_s / mean_step
                 ):
                     continue
-                for t in under:
+                for t in [i for i in range(n) if able[i]] if movable == PAUSED else under:
                     source, target = replicas[s], replicas[t]
                     if s == t or source.used or target.used:
                         continue
@@ -215,9 +237,9 @@ def brute_force(
                     loads[t] += x
                     after = float(np.var(loads, axis=0) @ omega)
                     gain = round((before - after) / start, 12)
-                    if gain <= 0:
+                    if gain <= 0 and movable != PAUSED:
                         continue
-                    if not rescue[s]:
+                    if not rescue[s] and movable != PAUSED:
                         if gain < settings.min_gain * min(1.0, 3 / n):
                             continue
                         diff = w[s] - w[t]
@@ -226,18 +248,19 @@ def brute_force(
                             continue
                     if not _fits(target, tokens, upper, settings, load_only):
                         continue
-                    if not load_only and not rescue[s]:
+                    if not load_only and not rescue[s] and movable != PAUSED:
                         if _saved_s(source, target, x, lower) < settings.cost_factor * cost_s:
                             continue
                     assert source.snap.forecast is not None
                     name = source.snap.forecast.sequence_ids[k]
-                    key = (-gain, tokens, -remaining, name, target.snap.info.name)
+                    runs = bool(movable == RUNS)
+                    key = (runs, -gain, tokens, -remaining, name, target.snap.info.name)
                     if best is None or key < best[0]:
                         best = (key, s, t, k, gain)
         if best is None:
             break
         key, s, t, k, gain = best
-        moves.append((key[3], replicas[s].snap.info.name, key[4], gain))
+        moves.append((key[4], replicas[s].snap.info.name, key[5], gain))
         x = replicas[s].rows[k][:17]
         replicas[s].load, replicas[t].load = replicas[s].load - x, replicas[t].load + x
         replicas[s].used = replicas[t].used = True

@@ -10,6 +10,7 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts
 from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.forecast import FIXED, MOVABLE, PAUSED, RUNS
 from quadriga.policies.ares.roles import classify, weights
 from quadriga.types import DepthClass, MigrationCause, MigrationOrder, ReplicaSnapshot
 from tests.unit.policies.ares_twin import (
@@ -46,7 +47,7 @@ def test_it_chooses_what_trying_everything_chooses(
     make: object, settings: AresSettings, costs: TransferCosts, load_only: bool
 ) -> None:
     rng = np.random.default_rng([len(repr(settings)), int(load_only), int(costs is SLOW)])
-    num_moves = 0
+    num_moves = num_paused = 0
     for _ in range(150):
         snapshots = make(rng)  # type: ignore[operator]
         busy = frozenset({"d1"}) if rng.random() < 0.1 else frozenset[str]()
@@ -55,7 +56,12 @@ def test_it_chooses_what_trying_everything_chooses(
         assert moves(orders) == [m[:3] for m in wanted]
         assert [o.gain for o in orders] == pytest.approx([m[3] for m in wanted], abs=2e-12)
         num_moves += len(orders)
+        cluster = unpack(snapshots)
+        assert cluster is not None
+        movable = dict(zip(cluster.sequence_ids, cluster.rows[:, MOVABLE], strict=True))
+        num_paused += sum(movable[o.sequence_id] == PAUSED for o in orders)
     assert num_moves > 10
+    assert num_paused > 3 or make is tied_cluster
 
 
 def test_a_large_cluster_passes_through_every_stage_of_the_search() -> None:
@@ -90,7 +96,8 @@ def test_each_move_lowers_the_variance_by_what_it_says() -> None:
             load[cluster.names.index(order.destination)] += cluster.rows[row, :17]
             after = float(load.var(axis=0) @ MANY.omega)
             assert (before - after) / start == pytest.approx(order.gain, abs=1e-9)
-            assert after < before
+            if cluster.rows[row, MOVABLE] != PAUSED:  # they go where there is room
+                assert after < before
 
 
 def test_replicas_take_part_in_one_move_at_most() -> None:
@@ -126,7 +133,7 @@ def test_what_was_moved_rests_and_is_not_moved_for_ever() -> None:
     assert orders(since_move_s=5.0)
     assert orders(moves=1)
     assert not orders(moves=2)
-    assert not orders(movable=False)
+    assert not orders(movable=FIXED)
 
 
 def test_what_ends_soon_is_not_moved() -> None:
@@ -168,6 +175,57 @@ def test_memory_that_will_run_out_is_a_reason_of_its_own() -> None:
     small = snapshot("a", held, capacity=24_000)
     orders = Rescheduler(USUAL).tick([small, snapshot("b", like[:2], capacity=200_000)], FAST)
     assert [(o.source, o.cause) for o in orders] == [("a", MigrationCause.MEMORY)]
+
+
+def crowded(
+    name: str, num_paused: int, *, tokens: float = 1000.0, **fields: object
+) -> ReplicaSnapshot:
+    """Eight sequences of which the last ones are paused."""
+    held = [
+        Held(f"{name}{i}", tokens + i, 9000.0, 9000.0, 9000.0, movable=m)
+        for i, m in enumerate([RUNS] * (8 - num_paused) + [PAUSED] * num_paused)
+    ]
+    return snapshot(name, held, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("load_only", [False, True])
+def test_paused_sequences_are_moved_first(load_only: bool) -> None:
+    """Of two that are overloaded alike, and of its sequences, the one that stands still."""
+    snapshots = [even("a", 8), crowded("b", 1), even("c", 1), even("d", 1)]
+    [order] = Rescheduler(USUAL).tick(snapshots, FAST, load_only=load_only)
+    assert (order.sequence_id, order.source, order.cause) == ("b7", "b", MigrationCause.MEMORY)
+
+
+def test_a_paused_sequence_goes_where_there_is_room_whatever_the_balance() -> None:
+    """Its replica is full and yet the least busy one; the others are small sequences, and many."""
+    others = [even("b", 10, tokens=1500.0), even("c", 9, tokens=1500.0)]
+    [order] = Rescheduler(USUAL).tick([crowded("a", 2), *others], FAST)
+    assert (order.sequence_id, order.destination) == ("a6", "c")
+    assert order.gain < 0.0
+    full = snapshot("c", [Held("c0", 3000.0, 9e3, 9e3, 9e3)], capacity=8_000)
+    [order] = Rescheduler(USUAL).tick([crowded("a", 2), others[0], full], FAST)
+    assert order.destination == "b"
+
+
+def test_moving_a_paused_sequence_needs_no_gain_to_pay_for_it() -> None:
+    """Its copy stalls nobody: neither a slow link nor a near end keeps it where it stands."""
+
+    def orders(movable: float, remaining: float) -> list[MigrationOrder]:
+        held = [
+            Held(f"a{i}", 4000.0, remaining, 0.0, remaining, movable=movable if i == 0 else FIXED)
+            for i in range(6)
+        ]
+        return Rescheduler(USUAL).tick([snapshot("a", held), snapshot("b", [])], SLOW)
+
+    assert not orders(RUNS, 200.0)
+    assert orders(PAUSED, 200.0)
+
+
+def test_who_has_paused_sequences_takes_nothing() -> None:
+    """It would refuse: its own come first."""
+    assert Rescheduler(USUAL).tick([even("a", 12), even("b", 1)], FAST)
+    tired = Held("b0", 1000.0, 9000.0, 9000.0, 9000.0, moves=2, movable=PAUSED)
+    assert not Rescheduler(USUAL).tick([even("a", 12), snapshot("b", [tired])], FAST)
 
 
 def test_without_predictions_the_present_decides() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quadriga.policies.ares.amend import Promised
+from quadriga.policies.baselines.placement import CurrentLoad
 from quadriga.policies.ledger import UNSEEN_MAX_S, Ledger, Sent
 from quadriga.types import (
     DepthClass,
@@ -72,6 +73,22 @@ def test_sent_sequences_count_until_they_are_reported_over_or_lost() -> None:
     ledger.sent("p", "d", Sent(0.0, 10, 12))
     ledger.forget("p")
     assert ledger.adjust(last, now_s=0.0) is last
+
+
+def test_a_burst_between_two_reports_is_shared_out() -> None:
+    """The one with the least tokens gets no more of it than brings it level."""
+    ledger, snapshots = Ledger(), [snapshot(name, []) for name in "abc"]
+    for held, made in zip((900, 300, 600), snapshots, strict=True):
+        made.used_tokens = made.reserved_tokens = held
+    placed = []
+    for i in range(6):
+        request = PlaceRequest(str(i), CLASS, num_tokens=100, max_total_tokens=150)
+        seen = [ledger.adjust(s, now_s=0.0) for s in snapshots]
+        name = CurrentLoad().choose(request, seen)
+        assert name is not None
+        ledger.sent(name, request.sequence_id, Sent(0.0, 0, 150, None, 100))
+        placed.append(name)
+    assert placed == ["b", "b", "b", "c", "b", "c"]
 
 
 def test_a_forecast_counts_who_is_on_the_way() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quadriga.config import ScalingConfig, load_config
 from quadriga.errors import ConfigError
-from quadriga.policies.ares.forecast import forecast_rows, pack, tokens_ahead
+from quadriga.policies.ares.forecast import RUNS, forecast_rows, pack, tokens_ahead
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.scaling import (
     AddReplicas,
@@ -40,7 +40,7 @@ def forecast(tokens: list[int], remaining: list[int], *, predicted: bool = True)
         per_token_s=0.0,
         moves=np.zeros(n),
         since_move_s=np.full(n, np.inf),
-        movable=np.ones(n, dtype=bool),
+        movable=np.full(n, RUNS),
     )
     ids = [f"s{i}" for i in range(n)]
     return pack(rows, ids, grid_s=GRID, ahead=ahead, base_s=STEP_S, has_predictions=predicted)

@@ -58,6 +58,9 @@ class StepwiseReplica:
     def leave(self, index: int, *, from_s: float) -> None:
         self.leaving[index] = from_s
 
+    def release(self, index: int) -> Sequence:
+        return self.halted_at.pop(index)[1]
+
     def stay(self, index: int) -> None:
         self.leaving.pop(index, None)
 
@@ -130,6 +133,7 @@ class StepwiseReplica:
                 num_bytes = sequence.tokens * self.profile.kv_bytes_per_token
                 back_s = num_bytes / self.profile.host_bandwidth_bytes_per_s
                 self.join(sequence, ready_s=self.anchor_s + back_s)
+                happened.resumed.append(sequence)
             else:
                 self.anchor_s += self.profile.prefill_s([sequence.tokens])
                 self._in(sequence)

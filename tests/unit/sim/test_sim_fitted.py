@@ -118,6 +118,26 @@ def test_room_is_what_the_cluster_calls_room(rules: MemoryRules) -> None:
     assert answers == {True, False}
 
 
+def test_placement_by_old_reports_is_less_even() -> None:
+    """What was placed since is known, what has grown or ended since is not."""
+
+    def variance(report_every_s: float) -> float:
+        found = []
+        for seed in range(5):
+            requests = load(seed, 80, 2.0)
+            config = SimConfig(ROOMY, 3, 1, seed=seed, report_every_s=report_every_s)
+            run = Simulation(config, make_policy("current_load"), *requests).run()
+            check_conserved(run, requests)
+            found.append(np.mean([s.variance_ms2 for s in run.samples if s.num_running]))
+        return float(np.mean(found))
+
+    now, old = variance(0.0), variance(5.0)
+    assert variance(0.02) == pytest.approx(now, rel=0.02)
+    assert old > 1.3 * now
+    with pytest.raises(ConfigError, match="report_every_s"):
+        SimConfig(ROOMY, 3, 1, report_every_s=-1.0)
+
+
 def test_who_pauses_lets_newcomers_in_below_the_low_mark_only() -> None:
     crowded: list[float] = []
 

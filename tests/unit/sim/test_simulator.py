@@ -15,12 +15,15 @@ from quadriga.config import PrefillConfig
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.pacing import PaceProfile
 from quadriga.policies.ares import AresSettings
+from quadriga.policies.ares.cluster import ClusterForecast
+from quadriga.policies.ares.forecast import MOVABLE, PAUSED
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import Failure, SimConfig
 from quadriga.sim.policies import POLICY_NAMES, make_policy
 from quadriga.sim.profiles import RTX_4090D, CostProfile
 from quadriga.sim.records import PAUSE, RECOMPUTE, MemoryRules
 from quadriga.sim.results import Run, Slo, latencies, summarise
+from quadriga.types import MigrationOrder
 from tests.unit.sim.stepwise import StepwiseReplica
 
 SMALL = CostProfile(
@@ -185,6 +188,32 @@ def test_predictions_prevent_what_the_present_does_not_show() -> None:
             full[policy] += simulate(policy, requests, seed=seed).num_full
     assert full["current_load"] > 0
     assert full["oracle"] < 0.5 * full["current_load"]
+
+
+@pytest.mark.parametrize("precopy", [True, False])
+def test_paused_sequences_go_where_there_is_room_and_recomputed_ones_stay(precopy: bool) -> None:
+    """What was preempted without its KV is nothing that could be moved."""
+
+    def moved(rules: MemoryRules) -> int:
+        ordered: set[int] = set()
+
+        def decided(
+            now_s: float, cluster: ClusterForecast, costs: object, busy: object, blind: object,
+            orders: list[MigrationOrder],
+        ) -> None:  # fmt: skip
+            paused = cluster.rows[:, MOVABLE] == PAUSED
+            assert paused.sum() <= cluster.num_paused.sum()
+            standing = {cluster.sequence_ids[i] for i in np.flatnonzero(paused)}
+            ordered.update(int(o.sequence_id) for o in orders if o.sequence_id in standing)
+
+        requests = load(4)
+        run = simulate("reschedule", requests, memory=rules, precopy=precopy, on_decision=decided)
+        check_conserved(run, requests)
+        assert run.num_full > 0
+        return len(ordered & {m.request for m in run.migrations})
+
+    assert moved(PAUSE) > 0
+    assert moved(RECOMPUTE) == 0
 
 
 def test_one_request_takes_the_time_its_steps_take() -> None:
