@@ -14,11 +14,12 @@ from actors.calls import call
 from actors.lifecycle import end_this_actor, scheduler_name
 from actors.rescheduling import Rescheduling
 from actors.tasks import background
+from actors.termination import die_on_sigterm
 from quadriga.clock import SystemClock
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.logs import configure_logging
-from quadriga.policies.admission import admit, check_wait
+from quadriga.policies.admission import admit, check_room
 from quadriga.policies.ares.amend import Promised
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
@@ -74,6 +75,7 @@ class Scheduler(BatchedCalls):
         self._num_placed: dict[str, int] = {}
         self._rescheduling = Rescheduling(self._config, self._clock, self._adjusted)
         self._placement = self._make_placement()
+        die_on_sigterm()
         background(self._watch())
         background(self._rescheduling.run())
 
@@ -99,8 +101,9 @@ class Scheduler(BatchedCalls):
             now_unix_s=self._clock.unix_s(),
             scheduler=self._config.scheduler,
             prefill=self._config.prefill,
+            checks_queue=request.is_rebuild,
         )
-        self._check_wait(request, admission, snapshots)
+        self._check_room(request, admission, snapshots)
         self._note_admitted(request, admission)
         return admission
 
@@ -115,16 +118,17 @@ class Scheduler(BatchedCalls):
             scheduler=self._config.scheduler,
             prefill=self._config.prefill,
             any_depth=True,
+            checks_queue=request.is_rebuild,
         )
-        self._check_wait(chosen, admission, snapshots)
+        self._check_room(chosen, admission, snapshots)
         self._note_admitted(request, admission)
         return self._auto.admitted(request, way, admission)
 
-    def _check_wait(
+    def _check_room(
         self, request: AdmitRequest, admission: Admission, snapshots: list[ReplicaSnapshot]
     ) -> None:
-        """Raises: Overloaded: It would wait for too long."""
-        check_wait(
+        """Raises: Overloaded: It must come later."""
+        check_room(
             request,
             admission,
             snapshots,
@@ -318,7 +322,7 @@ class Scheduler(BatchedCalls):
             promised = Promised(request.sequence_id, request.num_tokens, request.prediction)
         reserved = tokens_wanted(self._snapshots[name], request)
         self._waiting.placed(request.sequence_id, now_s=self._clock.now_s())
-        sent = Sent(self._clock.now_s(), 0, reserved, promised)
+        sent = Sent(self._clock.now_s(), 0, reserved, promised, request.num_tokens)
         self._ledger.sent(name, request.sequence_id, sent)
         self._num_placed[name] = self._num_placed.get(name, 0) + 1
 

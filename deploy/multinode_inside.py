@@ -35,9 +35,14 @@ FIXED_PORTS = {
 }
 """Free in every network of its own; a node that has to find ports waits for others to tell them."""
 AGENT_TIMEOUT_MS = 120_000
-ON_A_NODE = """mount --bind "$1" "$2" && shift 2 && exec "$@"
+ON_A_NODE = """mount --bind "$1" "$2" && shift 2
+[ ! -e /etc/resolv.conf ] || mount --bind /dev/null /etc/resolv.conf
+exec "$@"
 """
-"""Gives a process its node's own files in place of the folder that all nodes name alike."""
+"""Gives a process its node's own files in place of the folder that all nodes name alike.
+
+And no name servers: none is reached from there, and torch would ask, for 5 s, whom it connects to.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class Inside:
         self._bridge_address = plan["bridge_address"]
         self._disk_bytes = int(plan["disk_bytes"])
         self._ray_folder = f"{self._folder}/{RAY_FOLDER}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self) -> None:
         """Make the network, start Ray and Serve, then answer verbs until the input ends."""
@@ -172,8 +177,12 @@ class Inside:
     def _start_again(self, name: str) -> str:
         """Start a node whose processes have ended; returns "started", or what went wrong."""
         node = next(n for n in self._nodes if n.name == name)
-        gone = [p for p in self._processes if p.poll() is not None]
-        self._processes = [p for p in self._processes if p not in gone]
+        try:
+            self._processes[name].wait(COMMAND_TIMEOUT_S)  # its last one may be ending just now
+        except subprocess.TimeoutExpired:
+            return "its processes have not ended"
+        # Others may be away as well.
+        self._processes = {n: p for n, p in self._processes.items() if p.poll() is None}
         self._start(node.name, node, *self._ray_command(node))
         try:
             self._await_port(node, FIXED_PORTS["node-manager-port"])
@@ -226,17 +235,15 @@ class Inside:
 
     def _start(self, name: str, node: Node, *command: str) -> None:
         with (self._folder / f"{name}.log").open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    self._on_node(node, *command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
+            self._processes[name] = subprocess.Popen(
+                self._on_node(node, *command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def _check_alive(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.poll() is not None:
                 raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
 

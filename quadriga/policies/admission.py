@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quadriga.config import PrefillConfig, SchedulerConfig
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable, UnknownModel
+from quadriga.policies.appointments import MIN_WAIT_S
 from quadriga.policies.load import candidates
 from quadriga.policies.waiting import (
-    MIN_RETRY_AFTER_S,
     WaitingBook,
-    decode_wait_s,
-    prefill_wait_s,
+    decode_supply,
+    prefill_supply,
+    queue_supply,
 )
 from quadriga.types import Admission, AdmitRequest, ReplicaSnapshot, Role
 
@@ -24,11 +26,13 @@ def admit(
     scheduler: SchedulerConfig,
     prefill: PrefillConfig,
     any_depth: bool = False,
+    checks_queue: bool = True,
 ) -> Admission:
     """Choose the prefill replica with the least work ahead of the sequence.
 
     Args:
         any_depth: Prefill and decode replicas of one model may differ in depth.
+        checks_queue: False where `check_room` comes next.
 
     Raises:
         UnknownModel: No replica of the model was ever heard of.
@@ -65,7 +69,7 @@ def admit(
         best.num_waiting >= prefill.max_queued_sequences
         or best.waiting_tokens + request.num_prompt_tokens > prefill.max_queued_tokens
     )
-    if is_full and best.num_waiting > 0:
+    if checks_queue and is_full and best.num_waiting > 0:
         raise Overloaded(
             f"every queue of {request.model!r} is full: {best.num_waiting} sequences and "
             f"{best.waiting_tokens} prompt tokens wait at the shortest",
@@ -74,7 +78,7 @@ def admit(
     return Admission(best.info.name, best.info.depth_class)
 
 
-def check_wait(
+def check_room(
     request: AdmitRequest,
     admission: Admission,
     snapshots: Sequence[ReplicaSnapshot],
@@ -85,45 +89,60 @@ def check_wait(
     scheduler: SchedulerConfig,
     prefill: PrefillConfig,
 ) -> None:
-    """Refuse an admitted sequence that would wait for longer than `scheduler.max_wait_s`.
+    """Refuse a sequence for which the queues have no room, or that would wait for too long.
 
-    What is to be rebuilt was let in before, and is not refused.
+    That is longer than `scheduler.max_wait_s`, where there is such a limit. So are those whose
+    place is kept for a caller who was refused before, and is expected back. What is to be rebuilt
+    was let in before, and is not refused here.
 
     Args:
         admission: What `admit` said.
         now_s: On the book's clock.
 
     Raises:
-        Overloaded: With a time to come back that nobody else was told.
+        Overloaded: With a time to come back, at which a place is kept for such a caller.
     """
-    limit_s = scheduler.max_wait_s
-    if limit_s is None or request.is_rebuild:
+    if request.is_rebuild:
         return
     model = admission.depth_class.model
-    first = next(s for s in snapshots if s.info.name == admission.prefill_replica)
     prefills = _alive(Role.PREFILL, model, snapshots, now_unix_s, scheduler)
     decodes = _alive(Role.DECODE, model, snapshots, now_unix_s, scheduler)
-    num_running = sum(s.num_running + s.num_waiting for s in decodes)
-    num_computed = sum(s.num_running + s.num_waiting for s in prefills)
-    rate = book.ends_per_s(model, num_running, now_s=now_s)
-    wait_s = max(
-        prefill_wait_s(first, chunk_tokens=prefill.chunk_tokens),
-        decode_wait_s(
+    alike = [s for s in prefills if s.info.depth_class == admission.depth_class]
+    queues = queue_supply(request, alike, prefill)
+    limit_s = scheduler.max_wait_s
+    if limit_s is None or queues.wait_s > 0.0:
+        short, least_free = queues, 1.0
+        reason = "every queue is full; a place in one"
+    else:
+        first = next(s for s in prefills if s.info.name == admission.prefill_replica)
+        num_computed = sum(s.num_running + s.num_waiting for s in prefills)
+        short = decode_supply(
             request,
             decodes,
+            book,
             num_pending=min(book.num_pending(model), num_computed),
-            ends_per_s=rate,
-        ),
+            model=model,
+            now_s=now_s,
+        )
+        turns = prefill_supply(
+            request, first, num_replicas=len(prefills), chunk_tokens=prefill.chunk_tokens
+        )
+        if turns.wait_s > max(limit_s, short.wait_s):
+            short = turns
+        short, least_free = replace(short, free=short.free + limit_s * short.per_s), 0.0
+        reason = f"the wait is above {limit_s:g} s (scheduler.max_wait_s); a place"
+    told_s = book.appointments(model).ask(
+        request.visitor,
+        short.free,
+        short.per_s,
+        now_s=now_s,
+        most_s=scheduler.max_retry_after_s,
+        least_free=least_free,
     )
-    if wait_s <= limit_s:
-        return
-    told_s = book.promise(model, max(wait_s - limit_s, MIN_RETRY_AFTER_S), rate, now_s=now_s)
-    book.cap_promises(model, scheduler.max_retry_after_s, now_s=now_s)
-    raise Overloaded(
-        f"{model!r} is busy: a place is expected in {wait_s:.1f} s, above the limit of "
-        f"{limit_s:g} s (scheduler.max_wait_s)",
-        retry_after_s=min(told_s, scheduler.max_retry_after_s),
-    )
+    if told_s is not None:
+        raise Overloaded(
+            f"{model!r} is busy: {reason} is expected in {told_s:.1f} s", retry_after_s=told_s
+        )
 
 
 def _alive(
@@ -157,4 +176,4 @@ def _retry_after_s(
     if snapshot.num_waiting >= prefill.max_queued_sequences:
         excess = max(excess, snapshot.waiting_tokens // max(1, snapshot.num_waiting))
     rate = max(snapshot.tokens_per_s, 1e-3)
-    return min(max(excess / rate, MIN_RETRY_AFTER_S), scheduler.max_retry_after_s)
+    return min(max(excess / rate, MIN_WAIT_S), scheduler.max_retry_after_s)

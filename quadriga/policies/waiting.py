@@ -1,4 +1,4 @@
-"""How long a newcomer would wait, and when to come back instead.
+"""How long a newcomer would wait for a place.
 
 Whoever runs ends sooner or later; how soon is learned as a hazard: endings per second of running,
 both forgotten alike. Times the sequences that run now it is the rate at which room comes free, also
@@ -11,11 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quadriga.config import PrefillConfig
+from quadriga.policies.appointments import Appointments
 from quadriga.types import AdmitRequest, ReplicaSnapshot
 
 MEMORY_S = 20.0
-"""Endings and running time are forgotten with this time constant."""
-MIN_RETRY_AFTER_S = 0.25
+"""Endings and running time are forgotten with this time constant, while anybody runs."""
+MIN_RATE, MAX_RATE = 1e-3, 1e6
 LATE_S = 60.0
 """A sequence that nobody ended so long after its deadline will not be heard of any more."""
 
@@ -29,7 +31,7 @@ class _Model:
         ran_s: Seconds of running, of all sequences together, decayed alike.
         reported: Sequences that the replicas last told of. Of those whose ingress died nobody
             tells the end; they count no longer than replicas hold them.
-        next_unpromised_s: Refused callers were told to come until then.
+        appointments: Of callers who were refused.
     """
 
     num_pending: int = 0
@@ -38,13 +40,14 @@ class _Model:
     ended: float = 0.0
     ran_s: float = 0.0
     seen_s: float = 0.0
-    next_unpromised_s: float = 0.0
+    appointments: Appointments = field(default_factory=Appointments)
 
     def pass_time(self, now_s: float) -> None:
-        kept = math.exp(-(now_s - self.seen_s) / MEMORY_S)
-        self.ended *= kept
         num_running = min(self.num_running, self.reported)
-        self.ran_s = self.ran_s * kept + num_running * MEMORY_S * (1.0 - kept)
+        if num_running > 0:
+            kept = math.exp(-(now_s - self.seen_s) / MEMORY_S)
+            self.ended *= kept
+            self.ran_s = self.ran_s * kept + num_running * MEMORY_S * (1.0 - kept)
         self.seen_s = now_s
 
 
@@ -107,37 +110,33 @@ class WaitingBook:
         """Let in, and without room at a decode replica so far."""
         return self._models[model].num_pending if model in self._models else 0
 
-    def ends_per_s(self, model: str, num_running: int, *, now_s: float) -> float:
-        """Predicted rate at which the `num_running` sequences that replicas tell of end.
+    def ends_per_s(
+        self,
+        model: str,
+        num_running: int,
+        *,
+        now_s: float,
+        num_joining: int = 0,
+        expected_s: float = 0.0,
+    ) -> float:
+        """Predicted rate at which those end that run, and those that are about to.
 
-        One more ending is assumed than was seen: with none seen yet the answer is high at first,
-        and falls the longer nobody ends.
+        One more ending is assumed than was seen, after `expected_s`: with none seen yet it is all
+        there is to go by, and the answer falls the longer nobody ends.
+
+        Args:
+            num_running: As the replicas tell.
+            num_joining: Let in, with a place that they are on their way to.
+            expected_s: How long one may run.
         """
         at = self._at(model, now_s)
         at.reported = num_running
-        return num_running * (at.ended + 1.0) / max(at.ran_s, 1e-3)
+        hazard = (at.ended + 1.0) / max(at.ran_s + expected_s, 1e-3)
+        return (num_running + num_joining) * hazard
 
-    def promise(self, model: str, wait_s: float, rate_per_s: float, *, now_s: float) -> float:
-        """When to come back, for one more caller who is refused.
-
-        Everybody is told a time of their own, as far apart as room comes free: who all come back
-        at once would find room for one.
-
-        Args:
-            wait_s: Until there is room, were nobody else told to come.
-
-        Returns:
-            Seconds from now.
-        """
-        at = self._at(model, now_s)
-        told_s = max(at.next_unpromised_s, now_s + wait_s)
-        at.next_unpromised_s = told_s + 1.0 / max(rate_per_s, 1e-3)
-        return told_s - now_s
-
-    def cap_promises(self, model: str, most_s: float, *, now_s: float) -> None:
-        """Nobody is told to come later than that."""
-        at = self._at(model, now_s)
-        at.next_unpromised_s = min(at.next_unpromised_s, now_s + most_s)
+    def appointments(self, model: str) -> Appointments:
+        """Of callers who were refused, and told when to come back."""
+        return self._models.setdefault(model, _Model()).appointments
 
     def _at(self, model: str, now_s: float) -> _Model:
         at = self._models.setdefault(model, _Model(seen_s=now_s))
@@ -145,22 +144,87 @@ class WaitingBook:
         return at
 
 
-def decode_wait_s(
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Of one thing that sequences must wait for.
+
+    Attributes:
+        free: How many more sequences could have it now; negative where some wait already.
+        per_s: For how many it comes free in a second; above 0.
+    """
+
+    free: float
+    per_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Until one more sequence would have it."""
+        return max(0.0, (1.0 - self.free) / self.per_s)
+
+
+def queue_supply(
+    request: AdmitRequest, prefills: Sequence[ReplicaSnapshot], config: PrefillConfig
+) -> Supply:
+    """Places in prefill queues for sequences like the request.
+
+    The rate is measured over idle time too, so a queue held up by full decode replicas counts at
+    the pace it really moves.
+    """
+    per_s = sum(s.tokens_per_s for s in prefills) / max(1, request.num_prompt_tokens)
+    free = sum(_queue_room(snapshot, request, config) for snapshot in prefills)
+    return Supply(free, max(per_s, MIN_RATE))
+
+
+def _queue_room(snapshot: ReplicaSnapshot, request: AdmitRequest, config: PrefillConfig) -> int:
+    """How many sequences like the request one queue could take; one of any length when empty."""
+    tokens = max(0, config.max_queued_tokens - snapshot.waiting_tokens)
+    sequences = max(0, config.max_queued_sequences - snapshot.num_waiting)
+    least = 1 if snapshot.num_waiting == 0 else 0
+    return max(least, min(sequences, tokens // max(1, request.num_prompt_tokens)))
+
+
+def decode_supply(
     request: AdmitRequest,
     decodes: Sequence[ReplicaSnapshot],
+    book: WaitingBook,
     *,
     num_pending: int,
-    ends_per_s: float,
-) -> float:
-    """Seconds until the request would have room at a decode replica; 0 where there is room.
+    model: str,
+    now_s: float,
+) -> Supply:
+    """Places at decode replicas for sequences like the request.
 
     Args:
         decodes: Those that may take it, with what is on its way to them.
         num_pending: Sequences before it that have no room yet.
     """
     room = sum(_room(snapshot, request) for snapshot in decodes)
-    lacking = num_pending + 1 - room
-    return 0.0 if lacking <= 0 else lacking / max(ends_per_s, 1e-3)
+    per_s = book.ends_per_s(
+        model,
+        sum(s.num_running + s.num_waiting for s in decodes),
+        now_s=now_s,
+        num_joining=min(num_pending, room),
+        expected_s=request.max_tokens * max((s.step_time_s for s in decodes), default=0.0),
+    )
+    return Supply(room - num_pending, max(per_s, MIN_RATE))
+
+
+def prefill_supply(
+    request: AdmitRequest,
+    first: ReplicaSnapshot,
+    *,
+    num_replicas: int,
+    chunk_tokens: int,
+) -> Supply:
+    """Turns at prefill replicas for prompts like the request's.
+
+    Args:
+        first: The replica with the least work ahead.
+    """
+    ahead_s = prefill_wait_s(first, chunk_tokens=chunk_tokens)
+    prompt_s = request.num_prompt_tokens / chunk_tokens * first.step_time_s
+    per_s = num_replicas / max(prompt_s, 1.0 / MAX_RATE)
+    return Supply(1.0 - ahead_s * per_s, per_s)
 
 
 def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:

@@ -62,9 +62,13 @@ def serve_file(tree: Any) -> None:
     """Raises: ValidationError, ConfigError: Ray or we refuse a Serve file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own, when it is imported first
-        from ray.serve.schema import ServeDeploySchema
+        from ray.serve.schema import DeploymentSchema, ServeDeploySchema
     ServeDeploySchema.model_validate(tree)
     for application in tree["applications"]:
+        for deployment in application.get(
+            "deployments", ()
+        ):  # Ray passes over what it does not know
+            assert set(deployment) <= set(DeploymentSchema.model_fields), deployment
         load_config(application.get("args", {}))
 
 

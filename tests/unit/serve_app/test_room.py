@@ -1,0 +1,136 @@
+"""Calls that last and are no generations are bounded, and a refused caller is known again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2
+
+from quadriga.errors import Overloaded
+from quadriga.types import Admission, AdmitRequest
+from serve_app import grpc_door
+from serve_app.auth import ApiKeys
+from serve_app.grpc_door import GrpcDoor
+from serve_app.room import MAX_READERS, Room
+from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
+from tests.unit.serve_app.test_front import is_idle, until
+from tests.unit.serve_app.test_gate import bearer
+from tests.unit.serve_app.test_grpc_door import Context, wants
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_a_place_is_given_back_on_every_way_out() -> None:
+    room = Room(1, "do a thing")
+    with room.taken(), pytest.raises(Overloaded, match="1 calls at once do a thing"):
+        room.taken().__enter__()
+    with contextlib.suppress(ValueError), room.taken():
+        raise ValueError
+    assert room.num_taken == 0
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/tokenize"])
+async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> None:
+    stand.desk.bodies = Room(2, "send their bodies")
+    whole = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b'{"model": "quadriga-s", "prompt": '
+        await whole.wait()
+        yield b'"hi", "max_tokens": 100}' if route == "/v1/completions" else b'"hi"}'
+
+    slow = [asyncio.ensure_future(stand.http.post(route, content=slowly())) for _ in range(2)]
+    await until(lambda: stand.desk.bodies.is_full)
+    refused = await stand.complete()
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+    assert (await stand.http.get("/health")).status_code == 200
+    whole.set()
+    assert [reply.status_code for reply in await asyncio.gather(*slow)] == [200, 200]
+    assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
+
+
+async def test_of_too_many_health_watches_the_last_is_told_once(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_door, "HEALTH_WATCH_INTERVAL_S", 0.001)
+    door = GrpcDoor(stand.desk)
+    door._watches = Room(1, "watch")
+    await until(lambda: door.health("").status == SERVING)
+    first = door.watch("")
+    assert (await anext(first)).status == SERVING
+    news = asyncio.ensure_future(anext(first))
+    await until(lambda: door._watches.is_full)
+    assert [answer.status async for answer in door.watch("")] == [SERVING]
+    stand.desk._is_draining = True
+    assert (await asyncio.wait_for(news, 5.0)).status == NOT_SERVING
+    await first.aclose()
+    assert door._watches.num_taken == 0
+
+
+async def test_one_request_has_so_many_readers_at_once(make_stand: MakeStand) -> None:
+    gate = asyncio.Event()
+    stand = await make_stand(gate=gate)
+    headers = {"idempotency-key": "k"}
+    body = {"model": "quadriga-s", "prompt": "hi", "max_tokens": 100, "stream": True}
+
+    def follow() -> asyncio.Future[httpx.Response]:
+        sent = stand.http.post("/v1/completions", json=body, headers=headers)
+        return asyncio.ensure_future(sent)
+
+    readers = [follow() for _ in range(MAX_READERS)]
+    await until(lambda: any(len(s.readers) == MAX_READERS for s in stand.desk._road.sessions()))
+    assert (await follow()).status_code == 429
+    gate.set()
+    for reader in readers:
+        assert (await reader).text.endswith("data: [DONE]\n\n")
+    await is_idle(stand)
+
+
+async def test_a_refused_caller_is_known_again_by_what_it_asks(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=ApiKeys.of(["a" * 32, "b" * 32]))
+    admit, asked = stand.cluster.admit, []
+
+    async def note(request: AdmitRequest) -> Admission:
+        asked.append(request.visitor)
+        return await admit(request)
+
+    stand.cluster.admit = note  # type: ignore[method-assign]
+
+    async def call(key: str = "a" * 32, name: str = "x", **fields: object) -> str:
+        body = {"model": "quadriga-s", "prompt": "hi", "max_tokens": 100} | fields
+        await stand.http.post(
+            "/v1/completions",
+            content=json.dumps(body),
+            headers=bearer(key) | {"idempotency-key": name},
+        )
+        return asked[-1]
+
+    first = await call()
+    assert first == await call(name="y", deadline_ms=5000)
+    others = [
+        await call("b" * 32, name="z"),
+        await call(name="p", prompt="ho"),
+        await call(name="m", max_tokens=99),
+        await call(name="n", priority=1),
+    ]
+    assert len({first, *others}) == 5
+    door = GrpcDoor(stand.desk)
+    async for _ in door.generate(
+        wants(prompt="hi", temperature=1.0, request_id="r"), Context(f"Bearer {'a' * 32}")
+    ):
+        pass
+    by_grpc = asked[-1]
+    async for _ in door.generate(
+        wants(prompt="hi", temperature=1.0, request_id="s"), Context(f"Bearer {'a' * 32}")
+    ):
+        pass
+    assert asked[-1] == by_grpc
+    await call(name="two", prompt=["hi", "ho"], n=2)
+    assert len(set(asked[-4:])) == 4
