@@ -119,7 +119,6 @@ class Mailroom:
         now_s = self._clock.now_s()
         self._heard_s[ingress_id] = now_s
         self._any_heard_s = now_s
-        self._outbox.heard(ingress_id, now_s=now_s)
 
     def heard_of_any(self, age_s: float) -> None:
         """Note that somebody else heard of some ingress so long ago."""
@@ -154,11 +153,19 @@ class Mailroom:
         return self._outbox.num_pending > 0
 
     def drop_absent(self) -> None:
-        """Forget ingresses that fetch nothing: who drains does not wait for them."""
+        """Drop the mail of ingresses that fetch nothing: who drains does not wait for them.
+
+        They may live: whose last sequence here was cancelled does not ask for its last tokens.
+        """
         for ingress_id in self._outbox.silent(
             now_s=self._clock.now_s(), longer_than_s=self._absent_s
         ):
             self.drop(ingress_id)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing will be said any more."""
+        return self._is_closed
 
     def close(self) -> None:
         """Let every waiting poll return."""

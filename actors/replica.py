@@ -23,6 +23,7 @@ from actors.resizing import Resizing
 from actors.spans import SequenceSpans
 from actors.status import Load, ReplicaStatus
 from actors.tasks import background
+from actors.termination import on_sigterm
 from quadriga import tracing
 from quadriga.clock import SystemClock
 from quadriga.config import QuadrigaConfig
@@ -114,6 +115,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._news = asyncio.Event()
         self._is_draining = False
         self._is_ending = False
+        self._leave_by_s: float | None = None
         self.wishes = Wishes()
         self.transport = TransportHub(
             self.config.transport.kind,
@@ -136,6 +138,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._resizing = Resizing(self)
         self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed)
         self.engine.start()
+        on_sigterm(self._asked_to_go)
         for coroutine in (self._report_forever(), self._watch_ingresses()):
             background(self._never_ending(coroutine))
 
@@ -205,6 +208,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         reply = await self.mail.poll(ingress_id, ack, timeout_s)
         if self.engine.error is not None and not reply.emissions:
             raise ReplicaDied(f"the engine of {self.name} is over: {self.engine.error.message}")
+        if self.mail.is_closed and not reply.emissions:
+            raise ReplicaDied(f"{self.name} ends")
         return reply
 
     async def ingress_heartbeat(self, ingress_id: str) -> None:
@@ -249,6 +254,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self.engine.error,
             self.load,
             self._fingerprint,
+            None if self._leave_by_s is None else self._leave_by_s - self.clock.now_s(),
         )
 
     async def resize(self, depth: int, deadline_s: float) -> ResizeReport:
@@ -428,6 +434,20 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             await self.cancel([o.sequence_id for o in orphans])
         for ingress_id in [i for i, age_s in silent.items() if age_s > forget_after_s]:
             self.mail.drop(ingress_id)
+
+    def _asked_to_go(self) -> None:
+        """On the event loop, at SIGTERM: the controller hears of it, replaces and retires this."""
+        if self._leave_by_s is not None:
+            background(self._end("it was asked to go again"))
+            return
+        allowed_s = self.config.lifecycle.drain_timeout_s
+        logger.info("%s was asked to go, and does so within %.0f s", self.name, allowed_s)
+        self._leave_by_s = self.clock.now_s() + allowed_s
+        background(self._go_at_last(allowed_s))
+
+    async def _go_at_last(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await self._end("it was asked to go, and nobody has retired it in time")
 
     def _engine_failed(self, error: QuadrigaError) -> None:
         """On the event loop: the engine is over, so this process is of no more use."""

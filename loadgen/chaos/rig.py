@@ -89,9 +89,13 @@ class Rig:
         found = service_processes(self.service.pid)
         return Counter({kind.value: len(found.get(kind.value, ())) for kind in COUNTED})
 
+    async def all_processes(self) -> list[Process]:
+        """Those that can be victims and Ray knows. Raises: OrderFailed."""
+        return [Process(**actor) for actor in await self.orders.order("actors")]
+
     async def processes(self, kind: str) -> list[Process]:
-        """Those of a kind that Ray knows. Raises: OrderFailed."""
-        found = [Process(**actor) for actor in await self.orders.order("actors")]
+        """Those of a kind. Raises: OrderFailed."""
+        found = await self.all_processes()
         return sorted((p for p in found if p.kind == kind), key=lambda p: p.name)
 
     async def process(self, name: str) -> Process:

@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from loadgen.bench.service import Service
 from loadgen.chaos.load import TIMEOUT_S, Answer, Clients
@@ -64,6 +65,30 @@ class SlowHttpClient(HttpClient):
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """A time in which a stream said nothing.
+
+    Attributes:
+        is_first: It had not said anything yet: somebody waited for a first token.
+    """
+
+    began_s: float
+    ended_s: float
+    is_first: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.began_s
+
+
+def silences_of(answer: Answer) -> list[Silence]:
+    """A stream's wait for its first token, and its longest pause thereafter."""
+    times = [answer.capture.sent_s, *(w.time_s for w in answer.verdict.choices[0].writes)]
+    pauses = [Silence(a, b, is_first=index == 0) for index, (a, b) in enumerate(pairwise(times))]
+    return pauses[:1] + sorted(pauses[1:], key=lambda pause: pause.seconds)[-1:]
+
+
 @dataclass(slots=True)
 class Tally:
     """What became of the requests.
@@ -72,7 +97,7 @@ class Tally:
         sent: By manner of the client.
         differing: Said something else than the undisturbed run.
         faults: The first few in words.
-        worst_silence_s: Of any stream.
+        silences: Of every stream, the longest.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -83,12 +108,17 @@ class Tally:
     differing: int = 0
     rebuilt: int = 0
     tokens: int = 0
-    worst_silence_s: float = 0.0
+    silences: list[Silence] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @property
     def is_ok(self) -> bool:
         return self.ok > 0 and self.failed + self.differing + self.refused == 0
+
+    @property
+    def worst_silence_s(self) -> float:
+        """Of any stream."""
+        return max((silence.seconds for silence in self.silences), default=0.0)
 
     def note(self, answer: Answer, wanted: list[int] | None) -> None:
         """Count an answer; `wanted` None where it need not equal the undisturbed run's."""
@@ -104,8 +134,7 @@ class Tally:
         self.rebuilt += answer.num_rebuilds > 0
         self.tokens += len(answer.token_ids)
         if answer.spec.stream:
-            silence_s = answer.longest_silence_s(answer.capture.sent_s)
-            self.worst_silence_s = max(self.worst_silence_s, silence_s)
+            self.silences += silences_of(answer)
         if wanted is not None and answer.token_ids != wanted:
             self.differing += 1
             self._keep(f"stream {answer.spec.index} says other tokens than undisturbed")

@@ -21,7 +21,7 @@ from loadgen.runner import now_s
 from loadgen.target import find_target
 
 if TYPE_CHECKING:
-    from loadgen.chaos.rig import Rig
+    from loadgen.chaos.rig import Process, Rig
 
 GRACE_S = 10.0
 """From SIGTERM to SIGKILL, as of a machine that is shut down."""
@@ -29,6 +29,8 @@ DRAIN_S = 60.0
 READY_TIMEOUT_S = 120.0
 LOOK_EVERY_S = 0.25
 SETTLE_S = 1.0
+LEAVING = ("ingress", "prefill", "decode")
+"""Those that leave a node that is drained; scheduler and controller go with it and come back."""
 
 
 async def remove_nodes(
@@ -40,13 +42,16 @@ async def remove_nodes(
     places: int,
     seed: int,
     settings: Sequence[str],
-    done: Callable[[float, str], None],
+    may_begin: Callable[[], bool],
+    done: Callable[[float, float, str, Tally], None],
 ) -> Tally:
     """Shut nodes down and start them again, in turns, while clients ask.
 
     Args:
         rounds: So many nodes, one after the other.
-        done: Called after each with the seconds until all was whole again, and what is wrong.
+        may_begin: Asked before each.
+        done: Called after each with when it began, the seconds until all was whole again, what is
+            wrong, and what has become of the requests so far.
 
     Returns:
         What became of the requests.
@@ -70,10 +75,12 @@ async def remove_nodes(
                 assert rig.nodes is not None
                 names = [n.name for n in rig.nodes.cluster.nodes if n.role in ("decode", "prefill")]
                 for index in range(rounds):
+                    if not may_begin():
+                        break
                     await asyncio.sleep(SETTLE_S)
                     began_s = now_s()
                     trouble = await _away_and_back(rig, names[-1 - index % len(names)])
-                    done(now_s() - began_s, trouble)
+                    done(began_s, now_s() - began_s, trouble, load.tally)
             finally:
                 load.stop()
                 await running
@@ -106,9 +113,9 @@ async def _away_and_back(rig: Rig, node: str) -> str:
 
 
 async def _drain(rig: Rig, node: str) -> str:
-    """Tell Ray that a node goes, and wait until no ingress is there: clients hang on those.
+    """Tell Ray that a node goes, and wait until nobody whom clients need is there.
 
-    Replicas need no such care: what they have goes on at others. Returns what is wrong.
+    Returns what is wrong.
     """
     assert rig.nodes is not None
     cluster = rig.nodes.cluster
@@ -136,11 +143,15 @@ async def _drain(rig: Rig, node: str) -> str:
     if process.returncode:
         return f"{node} is not drained: {said.decode(errors='replace')[-300:]}"
     give_up_s = now_s() + DRAIN_S
-    while any(p.node == address for p in await rig.processes("ingress")):
+    while staying := [p.name for p in await rig.all_processes() if _is_on(p, address)]:
         if now_s() > give_up_s:
-            return f"an ingress stays on {node}, which is drained"
+            return f"{', '.join(staying)} on {node}, which is drained"
         await asyncio.sleep(LOOK_EVERY_S)
     return ""
+
+
+def _is_on(process: Process, address: str) -> bool:
+    return process.node == address and process.kind in LEAVING
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:

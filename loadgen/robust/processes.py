@@ -15,7 +15,7 @@ NUM_BLOCKS = 12
 make the line look surer than it is."""
 MIN_SAMPLES = 2 * NUM_BLOCKS
 SIGMAS = 3.0
-MIN_GROWTH_BYTES = 16 << 20
+MIN_GROWTH_BYTES = 4 << 20
 S_PER_H = 3600.0
 
 

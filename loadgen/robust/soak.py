@@ -49,8 +49,8 @@ READY_TIMEOUT_S = 90.0
 CALM_S = 3.0
 """Without load before the base line is taken, and at least before it is compared."""
 WARM_UP_EVERY_S = 0.2
-SETTLING_SHARE = 0.25
-"""Of the run is left out of the lines: caches still fill, and allocators find their size."""
+SETTLING_SHARE = 0.5
+"""Of a process's time is left out of its line: caches still fill, allocators find their size."""
 MIB = 1 << 20
 
 

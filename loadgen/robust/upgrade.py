@@ -2,15 +2,15 @@
 
 Rounds in turn:
 
-    sigterm     a replica's process gets SIGTERM, as from a node that is shut down
+    sigterm     a replica's process gets SIGTERM: it is replaced and emptied, and ends
     front       `serve deploy` of a setting of the ingress: its processes are exchanged
     replace     `serve deploy` of a setting of the replicas: each gets a successor, then goes
     scale       `serve deploy` of one decode replica more, or one fewer
 
 then SIGTERM to the service itself: what is under way finishes before it ends. At the end, where
-network namespaces can be made, a service on several nodes, which are shut down and started again
-one after the other. Every answer passes the strict checker and equals the undisturbed run's; every
-round is over within the drain deadline and the time that successors need.
+network namespaces can be made, a service on several nodes, which are drained, shut down and started
+again one after the other. Every answer passes the strict checker and equals the undisturbed run's;
+every round is over within the drain deadline and the time that successors need.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from loadgen.chaos.load import Answer, Clients, clients_of, make_streams
 from loadgen.load.workload import RequestSpec
 from loadgen.options import API_KEY_VARIABLE, number, whole
 from loadgen.robust.cluster import ClusterHand, hand_on
-from loadgen.robust.load import MixedLoad
+from loadgen.robust.load import MixedLoad, Tally
 from loadgen.robust.upgrade_report import KINDS, NODE, Found, Round, figures, judge, table
 from loadgen.runner import now_s
 from loadgen.target import find_target
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
             upgrade = Upgrade(args, service, settings, console)
             found = asyncio.run(upgrade.run(began_s))
     if args.node_rounds:
-        run_nodes(args, found, console)
-    failures = judge(found, wanted_rounds=args.rounds)
+        run_nodes(args, found, console, began_s)
+    failures = judge(found, wanted_rounds=args.rounds, wanted_nodes=args.node_rounds)
     console.print(table(found))
     line = figures(found) | {
         "failures": failures,
@@ -162,11 +162,11 @@ class Upgrade:
                 running = asyncio.create_task(load.run())
                 try:
                     for index in range(args.rounds):
-                        if args.budget_s and time.monotonic() - began_s > args.budget_s:
+                        if is_spent(args, began_s):
                             break
                         await asyncio.sleep(SETTLE_S)
                         found.rounds.append(await self._round(hand, kinds[index % len(kinds)]))
-                        self._tell(found.rounds[-1], load)
+                        tell(self._console, found.rounds[-1], load.tally)
                 finally:
                     load.stop()
                     await running
@@ -180,10 +180,10 @@ class Upgrade:
             trouble = await getattr(self, f"_{kind}")(hand)
         except (QuadrigaError, TimeoutError) as exc:
             trouble = f"{type(exc).__name__}: {exc}"
-        return Round(kind, now_s() - began_s, trouble)
+        return Round(kind, now_s() - began_s, trouble, began_s)
 
     async def _sigterm(self, hand: ClusterHand) -> str:
-        """The kernel asks a replica to end; another one takes its place."""
+        """A replica is asked to end; another one takes its place first."""
         pid, kind = self._rng.choice(sorted(hand.pids("decode", "prefill").items()))
         os.kill(pid, signal.SIGTERM)
         return await self._until(
@@ -251,18 +251,26 @@ class Upgrade:
             await asyncio.sleep(LOOK_EVERY_S)
         found.exit_s = now_s() - began_s
 
-    def _tell(self, done: Round, load: MixedLoad) -> None:
-        tally = load.tally
-        state = done.trouble or "ok"
-        self._console.print(
-            f"{done.kind}: {done.took_s:.1f} s, {state}; {tally.ok} answers, {tally.failed} failed,"
-            f" {tally.refused} refused, {tally.differing} differ {'; '.join(tally.faults[:2])}",
-            style="dim",
-            markup=False,
-        )
+
+def tell(console: Console, done: Round, tally: Tally) -> None:
+    """A line for a round, and for all requests so far."""
+    pause_s = done.longest(tally.silences, is_first=False)
+    wait_s = done.longest(tally.silences, is_first=True)
+    console.print(
+        f"{done.kind}: {done.took_s:.1f} s, {done.trouble or 'ok'}; silent {pause_s:.2f} s, first"
+        f" token after {wait_s:.2f} s; {tally.ok} answers, {tally.failed} failed,"
+        f" {tally.refused} refused, {tally.differing} differ {'; '.join(tally.faults[:2])}",
+        style="dim",
+        markup=False,
+    )
 
 
-def run_nodes(args: argparse.Namespace, found: Found, console: Console) -> None:
+def is_spent(args: argparse.Namespace, began_s: float) -> bool:
+    """Whether no more rounds begin."""
+    return bool(args.budget_s) and time.monotonic() - began_s > args.budget_s
+
+
+def run_nodes(args: argparse.Namespace, found: Found, console: Console, began_s: float) -> None:
     """Nodes leave and come back, where nodes can be made."""
     from deploy.multinode import why_not_here
     from loadgen.robust.nodes import remove_nodes
@@ -272,9 +280,9 @@ def run_nodes(args: argparse.Namespace, found: Found, console: Console) -> None:
         console.print(f"no nodes: {found.no_nodes}", style="dim", markup=False)
         return
 
-    def done(took_s: float, trouble: str) -> None:
-        found.rounds.append(Round(NODE, took_s, trouble))
-        console.print(f"{NODE}: {took_s:.1f} s, {trouble or 'ok'}", style="dim", markup=False)
+    def done(round_began_s: float, took_s: float, trouble: str, tally: Tally) -> None:
+        found.rounds.append(Round(NODE, took_s, trouble, round_began_s))
+        tell(console, found.rounds[-1], tally)
 
     found.nodes = asyncio.run(
         remove_nodes(
@@ -285,6 +293,7 @@ def run_nodes(args: argparse.Namespace, found: Found, console: Console) -> None:
             places=args.places,
             seed=args.seed,
             settings=args.set,
+            may_begin=lambda: not is_spent(args, began_s),
             done=done,
         )
     )

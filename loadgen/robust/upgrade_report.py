@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from rich.table import Table
 
-from loadgen.robust.load import Tally
+from loadgen.robust.load import Silence, Tally
 
 KINDS = ("sigterm", "front", "replace", "scale")
 NODE = "node"
@@ -21,6 +22,19 @@ class Round:
     kind: str
     took_s: float
     trouble: str = ""
+    began_s: float = 0.0
+
+    def longest(self, silences: Sequence[Silence], *, is_first: bool) -> float:
+        """Seconds of the longest silence while it lasted: before a first token, or after it."""
+        ended_s = self.began_s + self.took_s
+        return max(
+            (
+                s.seconds
+                for s in silences
+                if s.is_first is is_first and s.began_s < ended_s and s.ended_s > self.began_s
+            ),
+            default=0.0,
+        )
 
 
 @dataclass(slots=True)
@@ -41,13 +55,22 @@ class Found:
     nodes: Tally | None = None
     no_nodes: str = ""
 
+    def silences_s(self, kind: str, *, is_first: bool) -> list[float]:
+        """The longest of each round of a kind."""
+        tally = self.nodes if kind == NODE else self.tally
+        silences = tally.silences if tally is not None else []
+        return [r.longest(silences, is_first=is_first) for r in self.rounds if r.kind == kind]
 
-def judge(found: Found, *, wanted_rounds: int) -> list[str]:
+
+def judge(found: Found, *, wanted_rounds: int, wanted_nodes: int = 0) -> list[str]:
     """What did not hold; empty: everything did."""
     failures = [f"{r.kind}: {r.trouble}" for r in found.rounds if r.trouble]
     num_rounds = sum(r.kind != NODE for r in found.rounds)
     if num_rounds < wanted_rounds:
         failures.append(f"{wanted_rounds - num_rounds} rounds were not run")
+    num_nodes = len(found.rounds) - num_rounds
+    if num_nodes < wanted_nodes and not found.no_nodes:
+        failures.append(f"{wanted_nodes - num_nodes} nodes did not leave")
     if not found.tally.is_ok:
         failures += found.tally.faults[:5] or ["requests were refused, or none was sent"]
     if not found.farewell.is_ok:
@@ -77,16 +100,31 @@ def figures(found: Found) -> dict[str, object]:
         "differing": tally.differing,
         "rebuilt": tally.rebuilt,
         "worst_silence_s": round(tally.worst_silence_s, 2),
-        "farewell": {"ok": found.farewell.ok, "failed": found.farewell.failed},
+        "silence_s": _by_kind(found, is_first=False),
+        "first_token_s": _by_kind(found, is_first=True),
+        "farewell": {
+            "ok": found.farewell.ok,
+            "failed": found.farewell.failed,
+            "worst_silence_s": round(found.farewell.worst_silence_s, 2),
+        },
         "nodes": found.no_nodes
         or (found.nodes and {"ok": found.nodes.ok, "failed": found.nodes.failed}),
         "exit_s": found.exit_s and round(found.exit_s, 1),
     }
 
 
+def _by_kind(found: Found, *, is_first: bool) -> dict[str, list[float]]:
+    return {
+        kind: [round(seconds, 2) for seconds in found.silences_s(kind, is_first=is_first)]
+        for kind in (*KINDS, NODE)
+    }
+
+
 def table(found: Found) -> Table:
     """A line for each kind of round."""
-    made = Table("round", "times", "seconds P50", "seconds max", "trouble")
+    made = Table("round", "times", "seconds P50", "seconds max")
+    for name in ("longest silence s", "longest wait for a first token s", "trouble"):
+        made.add_column(name)
     for kind in (*KINDS, NODE):
         times = [r.took_s for r in found.rounds if r.kind == kind]
         if times:
@@ -95,6 +133,8 @@ def table(found: Found) -> Table:
                 str(len(times)),
                 f"{np.median(times):.1f}",
                 f"{max(times):.1f}",
+                f"{max(found.silences_s(kind, is_first=False)):.2f}",
+                f"{max(found.silences_s(kind, is_first=True)):.2f}",
                 str(sum(bool(r.trouble) for r in found.rounds if r.kind == kind)),
             )
     return made

@@ -168,3 +168,17 @@ async def test_who_drains_does_not_wait_for_the_absent() -> None:
     reply = await mail.poll("here", 0, 0.0)
     await mail.poll("here", reply.last_seq, 0.0)
     assert not mail.has_pending
+
+
+async def test_who_drains_does_not_wait_for_those_who_fetch_nothing_more() -> None:
+    """An ingress whose last sequence here was cancelled polls no more, and lives on."""
+    clock = ManualClock()
+    mail = Mailroom("x", clock, 2.0)
+    mail.put([("i", token(0))])
+    await mail.poll("i", 0, 0.0)
+    mail.put([("i", token(1))])  # said before the cancellation came
+    for _ in range(3):
+        clock.advance(2.0)
+        mail.hear("i")
+        mail.drop_absent()
+    assert not mail.has_pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from loadgen.judge import Judgement
 from loadgen.robust import overload_report as overload
 from loadgen.robust import upgrade_report as upgrade
 from loadgen.robust.baseline import BaseLine, trouble_with
-from loadgen.robust.load import SlowHttpClient, Tally
+from loadgen.robust.load import Silence, SlowHttpClient, Tally, silences_of
 from loadgen.robust.overload_report import Found, Phase, Returns, recovered_after_s
 from loadgen.robust.processes import Holding, holding, slope
 from loadgen.runner import Record, now_s
@@ -34,7 +35,13 @@ TIMES = [0.5 * i for i in range(240)]
 
 @pytest.mark.parametrize(
     ("per_h", "noise", "is_leak"),
-    [(0.0, 1.0, False), (10.0, 0.0, False), (600.0, 1.0, True), (-600.0, 1.0, False)],
+    [
+        (0.0, 1.0, False),
+        (10.0, 0.0, False),
+        (200.0, 0.1, True),
+        (600.0, 1.0, True),
+        (-600.0, 1.0, False),
+    ],
 )
 def test_slopes(per_h: float, noise: float, is_leak: bool) -> None:
     rng = random.Random(0)
@@ -55,8 +62,6 @@ def test_a_slope_that_may_be_chance_is_no_leak() -> None:
 
 
 def test_what_a_process_holds() -> None:
-    import os
-
     mine = holding(os.getpid())
     assert mine is not None
     assert mine.own_bytes > MIB
@@ -128,6 +133,16 @@ def test_tallies() -> None:
         assert not broken.is_ok
 
 
+def test_a_stream_tells_its_wait_and_its_longest_pause() -> None:
+    given = answer()
+    given.verdict.choices[0].writes = [Write(t, 1) for t in (1.4, 1.5, 1.9, 2.0)]
+    wait, pause = silences_of(given)
+    assert (wait.seconds, wait.is_first) == (pytest.approx(0.5), True)
+    assert (pause.began_s, pause.ended_s, pause.is_first) == (1.5, 1.9, False)
+    given.verdict.choices[0].writes = []
+    assert silences_of(given) == []
+
+
 def test_a_slow_reader_gets_everything() -> None:
     async def read() -> Verdict:
         async with FakeServer(FakeOptions()) as server:
@@ -165,7 +180,8 @@ def found() -> Found:
         "overload": Phase("overload", 50.0, 10.0, [*ok, *refused], goodput=95.0),
         "recovery": Phase("recovery", 5.0, 10.0, ok, goodput=50.0),
     }
-    return Found(phases, Returns([1, 1, 2], [1.0] * 3, [1.0] * 3), 10.0, 1.0, 0.0)
+    returns = [Returns([1, 1, 2], [1.0] * 3, [1.0] * 3) for _ in range(2)]
+    return Found(phases, *returns, 10.0, 1.0, 0.0)
 
 
 def test_a_good_run_passes() -> None:
@@ -212,6 +228,14 @@ def told_wrong(run: Found) -> None:
     run.returns.tries = [1, 2, 3]
 
 
+def told_wrong_later(run: Found) -> None:
+    run.overload_returns.tries = [1, 2, 3]
+
+
+def told_too_little(run: Found) -> None:
+    run.overload_returns.needed_s = [1.0, 1.0, 2.0]
+
+
 def never_well(run: Found) -> None:
     run.recovery_s = None
 
@@ -227,7 +251,9 @@ def never_well(run: Found) -> None:
         (silent, "when to come back"),
         (collapsed, "goodput 80 of 100"),
         (not_over, "no overload"),
-        (told_wrong, "Retry-After held for 33%"),
+        (told_wrong, "burst: Retry-After held for 33%"),
+        (told_wrong_later, "overload: Retry-After held for 33%"),
+        (told_too_little, "overload: it took 1.33 times as long"),
         (never_well, "did not recover"),
     ],
 )
@@ -264,8 +290,22 @@ def test_an_upgrade_that_nobody_noticed() -> None:
     assert upgrade.figures(upgraded())["answers"] == 1
 
 
+def test_silences_belong_to_the_round_they_fall_into() -> None:
+    run = upgraded()
+    run.rounds = [upgrade.Round("front", 5.0, began_s=10.0), upgrade.Round("front", 5.0, "", 20.0)]
+    run.tally.silences = [Silence(9.0, 12.0, False), Silence(21.0, 22.0, False)]
+    run.tally.silences += [Silence(14.0, 18.0, True), Silence(26.0, 29.0, True)]
+    assert run.silences_s("front", is_first=False) == [3.0, 1.0]
+    assert run.silences_s("front", is_first=True) == [4.0, 0.0]
+    assert run.silences_s("node", is_first=True) == []
+
+
 def test_upgrades_that_were_noticed() -> None:
     assert upgrade.judge(upgraded(), wanted_rounds=3) == ["1 rounds were not run"]
+    assert upgrade.judge(upgraded(), wanted_rounds=2, wanted_nodes=1) == ["1 nodes did not leave"]
+    run = upgraded()
+    run.no_nodes = "network namespaces need root"
+    assert upgrade.judge(run, wanted_rounds=2, wanted_nodes=1) == []
     run = upgraded()
     run.rounds[0].trouble = "an old ingress is still there"
     assert upgrade.judge(run, wanted_rounds=2) == ["front: an old ingress is still there"]

@@ -1,0 +1,36 @@
+"""SIGTERM to an actor's process.
+
+Ray's workers take it as a request to end once every call has returned. Ours have calls that never
+return, so they would stay, and answer no other call: hung, as far as anybody can tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from ray._private import worker
+
+
+def on_sigterm(told: Callable[[], None]) -> None:
+    """Have SIGTERM call `told` on the running event loop, and do nothing else.
+
+    Ray handles the signal on its workers' main thread, the only one that Python lets install a
+    handler, and an actor never runs there. So Ray's handler stays, and what it calls to end the
+    process is replaced.
+    """
+    loop = asyncio.get_running_loop()
+
+    def pass_on(*_: Any, **__: Any) -> None:
+        loop.call_soon_threadsafe(told)
+
+    module: Any = worker
+    module.raise_sys_exit_with_custom_error_message = pass_on
+
+
+def die_on_sigterm() -> None:
+    """Have SIGTERM end the process at once: for actors that Ray then starts anew."""
+    on_sigterm(lambda: os.kill(os.getpid(), signal.SIGKILL))
