@@ -102,13 +102,17 @@ class CallBatcher:
         batch: list[tuple[tuple[Any, ...], asyncio.Future[Any]]],
         timeout_s: float,
     ) -> None:
-        payload = pickle.dumps([args for args, _ in batch], 5)
         try:
+            payload = pickle.dumps([args for args, _ in batch], 5)
             reply = await self._call(name, "call_many", method, payload, timeout_s=timeout_s)
             outcomes: list[Outcome] = pickle.loads(reply)
         except QuadrigaError as exc:
             # An exception of its own for each: a traceback belongs to one waiter.
             outcomes = [(False, pickle.loads(pickle.dumps(exc, 5))) for _ in batch]
+        except Exception as exc:  # a border: nobody awaits this task, and its callers would hang
+            logger.exception("%s of %s could not be called", method, name)
+            message = f"{method} of {name} could not be called: {exc!r}"
+            outcomes = [(False, ReplicaError(message)) for _ in batch]
         for (_, future), (is_well, value) in zip(batch, outcomes, strict=True):
             if future.done():
                 continue

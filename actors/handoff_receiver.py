@@ -76,7 +76,8 @@ class HandoffReceiver:
         Raises:
             KVCacheExhausted, ContextTooLong: No room now, or ever.
             MigrationFailed: Stale, for another depth class, over, or by an unknown transport.
-            Overloaded: Code "busy": enough running sequences are on their way here.
+            Overloaded: Code "busy": enough running sequences are on their way here, or the row of
+                an earlier try is not free yet.
         """
         if offer.transport not in self._transports:
             raise MigrationFailed(
@@ -89,6 +90,13 @@ class HandoffReceiver:
             self._check_live(offer)
         for transfer_id in rivals:
             await self.abort(transfer_id)
+        with self._lock:
+            is_leaving = self._table.is_leaving(offer.sequence_id)
+        if is_leaving:
+            raise Overloaded(
+                f"the row of an earlier transfer of {offer.sequence_id} is not free yet",
+                code="busy",
+            )
         row = await self._host.reserve_row(
             offer.sequence_id, offer.max_total_tokens, offer.num_tokens, offer.priority
         )
@@ -187,8 +195,14 @@ class HandoffReceiver:
             lease = self._table.abort(transfer_id, end)
             state = self._table.state(transfer_id)
         if lease is not None:
-            await self._host.release_row(lease.offer.sequence_id)
+            await self._give_back(lease)
         return state
+
+    async def _give_back(self, lease: Lease) -> None:
+        """Let the row of a transfer that ended be somebody else's."""
+        await self._host.release_row(lease.offer.sequence_id)
+        with self._lock:
+            self._table.freed(lease.offer.sequence_id)
 
     async def cancel(self, sequence_id: str) -> None:
         """End every open transfer of a sequence that nobody wants; its source will hear of it."""
@@ -215,7 +229,7 @@ class HandoffReceiver:
             lapsed = self._table.lapse(now_s=self._clock.now_s())
         for lease in lapsed:
             logger.info("lease of transfer %s lapsed", lease.offer.transfer_id)
-            await self._host.release_row(lease.offer.sequence_id)
+            await self._give_back(lease)
         return len(lapsed)
 
     def follow(self, depth_class: DepthClass) -> None:
@@ -261,5 +275,4 @@ class HandoffReceiver:
             with self._lock:
                 due = self._table.end_store(lease, part, digest, now_s=self._clock.now_s())
             if due:
-                release = self._host.release_row(lease.offer.sequence_id)
-                self._loop.call_soon_threadsafe(background, release)
+                self._loop.call_soon_threadsafe(background, self._give_back(lease))

@@ -65,7 +65,8 @@ class OutgoingTransfer:
         self._deadline_s = deadline_s
         self._checksums: list[int] = []
         self._carried: list[tuple[KVPart, bytes]] = []
-        self._renewing = asyncio.create_task(self._renew())
+        self._may_be_committed = False
+        self._renewing: asyncio.Task[None] | None = asyncio.create_task(self._renew())
 
     async def send(
         self, first_layer: int, start: int, kv: torch.Tensor, *, deadline_s: float | None = None
@@ -124,6 +125,7 @@ class OutgoingTransfer:
             MigrationFailed: No acknowledgement came. Whether the destination has the sequence is
                 settled by `abort`, which a committed destination refuses.
         """
+        self._may_be_committed = True
         owned = replace(state, epoch=self.offer.epoch)
         if resume is not None and self._carried:
             resume = replace(resume, last_kv=tuple(self._carried))
@@ -136,7 +138,7 @@ class OutgoingTransfer:
                 f"{self.peer.name} did not acknowledge within {deadline_s:.1f} s",
                 code="timeout",
             ) from exc
-        self._renewing.cancel()
+        self._stop_renewing()
 
     async def _commit_until_answered(
         self, state: SequenceState, resume: ResumePoint | None, timeout_s: float
@@ -168,13 +170,15 @@ class OutgoingTransfer:
         Returns:
             What it is at the destination now: COMMITTED where it was too late and the
             destination owns the sequence, CANCELLED where the sequence is not wanted any more;
-            None when there was no answer.
+            None when there was no answer and the destination may own it: it lives, as far as is
+            known, and was asked to commit.
         """
         try:
             return await self.settle()
         except QuadrigaError as exc:
             logger.info("abort of %s at %s: %s", self.offer.transfer_id, self.peer.name, exc)
-            return None
+            is_dead = isinstance(exc, ReplicaDied) and exc.code != "unreachable"
+            return LeaseState.ABORTED if is_dead or not self._may_be_committed else None
 
     async def settle(self) -> LeaseState:
         """As `abort`, for whoever must know how it ended.
@@ -183,7 +187,7 @@ class OutgoingTransfer:
             ReplicaDied: The destination is gone; or, code "unreachable", cannot be reached now.
             ReplicaError: It does not answer.
         """
-        self._renewing.cancel()
+        self._stop_renewing()
         await self._transport.abort(self.peer.name, self.offer.transfer_id)
         state: LeaseState = await self._call("abort", self.offer.transfer_id)
         return state
@@ -196,6 +200,16 @@ class OutgoingTransfer:
     async def _call(self, method: str, *args: Any) -> Any:
         timeout_s = call_timeout_s(self._deadline_s)
         return await call(self.peer.name, method, *args, timeout_s=timeout_s)
+
+    def _stop_renewing(self) -> None:
+        """Let the lease lapse; may be repeated.
+
+        A task keeps what it was cancelled with, and that its frame, and that the transfer. Held on
+        to here, they would wait for the garbage collector, which seldom comes, with all the KV.
+        """
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
 
     async def _renew(self) -> None:
         """Keep the lease alive while chunks are computed that nothing can be sent of."""

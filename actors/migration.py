@@ -38,7 +38,8 @@ from quadriga.types import (
 )
 
 if TYPE_CHECKING:
-    from actors.decode import DecodeCore, DecodeReplica
+    from actors.decode import DecodeReplica
+    from actors.decode_core import DecodeCore
     from actors.handoff_sender import HandoffSender, OutgoingTransfer
     from quadriga.batching.departures import Rest
 
@@ -101,13 +102,13 @@ class Migration:
         self._tell(state, transfer, "begun")
         try:
             rest = await self._copy(transfer, held.depth)
-        except QuadrigaError as exc:
-            await self._give_up(state, transfer, exc)
+        except Exception as exc:  # a border: nobody else would take up what rests
+            await self._give_up(state, transfer, _as_failure(exc))
             return
         try:
             await self._commit(transfer, rest)
-        except QuadrigaError as exc:
-            await self._settle(state, transfer, exc)
+        except Exception as exc:  # the same
+            await self._settle(state, transfer, _as_failure(exc))
         else:
             await self._let_go(state, transfer)
 
@@ -279,6 +280,13 @@ class Migration:
         if not self.verdict.done():
             self.verdict.set_result(report)
         return report
+
+
+def _as_failure(exc: Exception) -> QuadrigaError:
+    if isinstance(exc, QuadrigaError):
+        return exc
+    logger.error("a migration broke", exc_info=exc)
+    return MigrationFailed(f"it broke: {exc!r}")
 
 
 def _reason(error: QuadrigaError) -> str:

@@ -15,7 +15,7 @@ from quadriga.clock import Clock
 from quadriga.errors import MigrationFailed
 
 if TYPE_CHECKING:
-    from actors.decode import DecodeCore
+    from actors.decode_core import DecodeCore
     from actors.handoff_sender import OutgoingTransfer
 
 Result = TypeVar("Result")

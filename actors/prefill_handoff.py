@@ -147,6 +147,11 @@ class PrefillHandoff:
         except QuadrigaError as exc:
             self._replica.failed(state, exc)
             self._trace("", exc.code)
+        except Exception as exc:  # a border: nobody awaits this task, and the client would hang
+            logger.exception("the hand-off of %s broke", sequence_id)
+            error = ReplicaError(f"the hand-off broke: {exc!r}")
+            self._replica.failed(state, error)
+            self._trace("", error.code)
         finally:
             self._feed.close()
             if self._replica.engine.is_ready:
@@ -188,6 +193,12 @@ class PrefillHandoff:
                 if end is LeaseState.CANCELLED:
                     raise Cancelled(f"{self._state.sequence_id} was cancelled") from exc
                 self._note_failure(peer, exc)
+                if end is None:
+                    # It must not run twice under one name. Its ingress begins it anew under
+                    # another, unless it has heard of it from there.
+                    raise MigrationFailed(
+                        f"{peer} does not say whether it has taken {self._state.sequence_id} over"
+                    ) from exc
             except BaseException:
                 # Cancelled or late: the row here is not kept waiting for the other side.
                 background(self._abort_and_cancel(transfer))
@@ -226,8 +237,8 @@ class PrefillHandoff:
             self._limit.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
 
     async def _abort_and_cancel(self, transfer: OutgoingTransfer) -> None:
-        """Give a transfer up for good; what is committed already is cancelled over there."""
-        if await transfer.abort() is LeaseState.COMMITTED:
+        """Give a transfer up for good; what is, or may be, committed is cancelled over there."""
+        if await transfer.abort() in (LeaseState.COMMITTED, None):
             self._replica.cancel_at(transfer.peer.name, self._state.sequence_id)
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:

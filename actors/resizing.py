@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.02
 MAX_HOLD_S = 5.0
 """Nothing new is begun for the sake of a change for this long at most; then it is tried again."""
+ANSWER_SLACK_S = 10.0
+"""Over a resize's deadline, for its report to arrive."""
 
 Result = TypeVar("Result")
 

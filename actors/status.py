@@ -55,7 +55,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """Answer to the controller's heartbeat."""
+    """Answer to the controller's heartbeat.
+
+    Attributes:
+        leave_s: Seconds until it ends by itself, because it was asked to go; None where not.
+    """
 
     info: ReplicaInfo
     is_ready: bool
@@ -63,3 +67,4 @@ class ReplicaStatus:
     error: QuadrigaError | None
     load: Load
     fingerprint: str
+    leave_s: float | None = None

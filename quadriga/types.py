@@ -538,6 +538,8 @@ class AdmitRequest:
     Attributes:
         needs_depth: Layers that a strict sequence may need, where depths differ; 0: any will do.
         is_rebuild: It was let in before, and lost the replica that had it.
+        visitor: Who asks and for what, in one word that is the same when a refused caller comes
+            back; empty: nobody would know it again.
     """
 
     sequence_id: str
@@ -548,6 +550,7 @@ class AdmitRequest:
     deadline_unix_s: float
     needs_depth: int = 0
     is_rebuild: bool = False
+    visitor: str = ""
 
 
 @dataclass(frozen=True, slots=True)

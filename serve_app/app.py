@@ -14,7 +14,8 @@ from serve_app.ingress import Ingress
 from serve_app.ray_errors import explain_in_serve_cli
 
 AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-SERVE_SLACK = 64
+SERVE_SLACK = 1024
+"""Calls that are not generations yet, or at all: `serve_app.room` bounds those that may last."""
 HEALTH_PERIOD_S = 3.0
 HEALTH_TIMEOUT_S = 7.0
 

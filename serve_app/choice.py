@@ -40,6 +40,7 @@ class Choice:
         lost_s: When it was lost, monotonic; None once it has a new token.
         num_rebuilds: How often it was begun anew after a loss.
         num_stalled: How often since its last new token.
+        visitor: By what it is known again when it was refused and comes back.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
         may_begin: Whether it may be begun from its prompt. False where the client has a part of it
             already, and could not tell another answer from the same.
@@ -71,6 +72,7 @@ class Choice:
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
+        self.visitor = ""
         self.is_auto = False
         self.may_begin = True
         self.profile: str | None = None
@@ -82,6 +84,7 @@ class Choice:
         self._stops = stops
         # Emissions of a new owner that overtook the last tokens of the one before.
         self._early: list[tuple[str, Emission]] = []
+        self._has_asked = False
         self._first_name = state.sequence_id
         self._num_names = 1
 
@@ -117,6 +120,7 @@ class Choice:
         self.state.epoch += 1
         self.replica, self.heirs, self.staying = None, {}, set()
         self.heard_s, self.failure, self._early = None, None, []
+        self._has_asked = False
         return self.state.sequence_id
 
     def adopt(self, orphan: Orphan) -> None:
@@ -124,6 +128,20 @@ class Choice:
         self.state.sequence_id = orphan.sequence_id  # begun anew, it gets a name of its own
         self.state.epoch = orphan.epoch
         self.replica = orphan.replica
+
+    def take_gap(self) -> Orphan | None:
+        """Who goes on without the tokens before, if those died with their owner; told once."""
+        if self.replica is not None or not self._early or self._has_asked or self.done:
+            return None
+        self._has_asked = True
+        sender, emission = self._early[0]
+        return Orphan(self.state.claim, sender, self.state.sequence_id, emission.epoch)
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether more is wanted of its tokens than replicas keep: their log-probabilities."""
+        sampling = self.state.sampling
+        return sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
 
     @property
     def is_unknown(self) -> bool:
@@ -138,9 +156,9 @@ class Choice:
     def accept(self, replica: str, emission: Emission) -> int:
         """Take an emission of `replica`; return how many new tokens it brought.
 
-        Duplicates and emissions of former owners change nothing. A gap that nobody can fill any
-        more ends the choice in an `InvariantViolation`. A stop string ends it with `finish` set
-        and no word from the replica.
+        Duplicates change nothing, nor do emissions of former owners, or of a second one under the
+        same epoch. A gap that nobody can fill any more ends the choice in an `InvariantViolation`.
+        A stop string ends it with `finish` set and no word from the replica.
         """
         if self.done:
             return 0
@@ -150,6 +168,8 @@ class Choice:
             return 0
         if emission.epoch < self.state.epoch:
             return 0
+        if emission.epoch == self.state.epoch and self.replica not in (replica, None):
+            return 0  # an epoch has one speaker: what others go on from need not be the same
         if emission.first_index > len(self.state.output_ids) and emission.moved_to is None:
             self._note_gap(replica, emission)
             return 0

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from quadriga.clock import Clock, SystemClock
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import (
     Cancelled,
+    ContextTooLong,
     DeadlineExceeded,
     NotFound,
     Overloaded,
@@ -30,13 +31,14 @@ from quadriga.types import FinishReason, Orphan, SequenceState
 from serve_app.auth import ApiKeys
 from serve_app.auto_reports import AutoReports
 from serve_app.choice import Choice
-from serve_app.claims import claims
+from serve_app.claims import claims, visitors
 from serve_app.cluster import Cluster
 from serve_app.gate import Gate, Ticket
 from serve_app.keys import ANONYMOUS, ApiKey
 from serve_app.metrics import IngressMetrics, view_gauges
 from serve_app.models import ModelDirectory, ServedModel
 from serve_app.road import Road
+from serve_app.room import MAX_BODIES, MAX_READERS, Room
 from serve_app.session import Session
 from serve_app.sessions import SessionStore
 from serve_app.spec import GenerateSpec
@@ -46,13 +48,20 @@ from serve_app.view import ClusterWatch
 
 logger = logging.getLogger("quadriga.ingress")
 
-ENCODE_INLINE_CHARS = 2048
+Result = TypeVar("Result")
+
+INLINE_SIZE = 2048
+"""Characters to encode, or tokens to decode, that are not worth a thread."""
+CHECKED_CHARS_PER_TOKEN = 4
+"""Texts with more characters for each token that the model takes are looked at before."""
 REAP_INTERVAL_S = 0.02
 HOUSEKEEPING_INTERVAL_S = 0.5
 METRICS_INTERVAL_S = 1.0
 KEY_FILE_INTERVAL_S = 2.0
 FAREWELL_TIMEOUT_S = 5.0
 REPORT_INTERVAL_S = 1.0
+ORPHAN_PAUSE_S = 0.5
+"""A sequence that moves is at neither replica for a moment: who misses one asks once more."""
 VIEW_AGE_S = 0.5
 """However many look at the live page, the actors are asked this rarely."""
 
@@ -80,6 +89,7 @@ class FrontDesk:
         self.clock = clock or SystemClock()
         self.metrics = IngressMetrics(ingress_id)
         self.gate = Gate(keys, self.clock, self.metrics)
+        self.bodies = Room(MAX_BODIES, "send their bodies")
         self.sessions = SessionStore(keep_s=config.ingress.orphan_request_s)
         self.tasks = Tasks()
         self._cluster = cluster
@@ -134,14 +144,47 @@ class FrontDesk:
 
     # What the doors call.
 
-    async def encode(self, model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokenise; long texts in a thread, so that nobody else's stream stands still."""
-        if len(text) <= ENCODE_INLINE_CHARS:
-            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._encoder,
-            lambda: model.tokenizer.encode(text, add_special_tokens=add_special_tokens),
+    async def encode(
+        self,
+        model: ServedModel,
+        text: str,
+        add_special_tokens: bool,
+        *,
+        field: str = "prompt",
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Tokenise; long texts in a thread, so that nobody else's stream stands still.
+
+        Args:
+            field: Where the text is from.
+            max_tokens: A text with more is of no use; None: with more than the model takes. One
+                far too long is refused before it holds up the texts behind it.
+
+        Raises: ContextTooLong, InvalidRequest.
+        """
+        tokenizer, most = model.tokenizer, max_tokens or model.max_model_len
+
+        def work() -> list[int]:
+            if len(text) > CHECKED_CHARS_PER_TOKEN * most and tokenizer.exceeds(text, most):
+                raise ContextTooLong(
+                    f"{field}: the text has more than {most} tokens, the most there may be for "
+                    f"{model.id}; shorten it",
+                    param=field,
+                )
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._off_loop(len(text), work)
+
+    async def decode(self, model: ServedModel, token_ids: list[int]) -> str:
+        """Token ids to text, special tokens shown; many of them in a thread."""
+        return await self._off_loop(
+            len(token_ids), lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False)
         )
+
+    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+        if size <= INLINE_SIZE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def open(
         self,
@@ -180,6 +223,8 @@ class FrontDesk:
         for choice, claim in zip(session.choices, claims(spec, key, fingerprint), strict=True):
             choice.state.claim = claim
             choice.may_begin = may_begin
+        for choice, visitor in zip(session.choices, visitors(spec, caller.name), strict=True):
+            choice.visitor = visitor
         self._tickets[session] = self.gate.begin(caller, session.num_prompt_tokens)
         session.span = trace_begun(spec)
         if session.span is not None:
@@ -238,6 +283,9 @@ class FrontDesk:
         if session is None and is_resumption:
             wanted = claims(spec, owned, fingerprint)
             orphans = await self._find_orphans(wanted)
+            if not may_begin and not all(c in orphans for c in wanted):
+                await asyncio.sleep(ORPHAN_PAUSE_S)
+                orphans = await self._find_orphans(wanted)
             session = self.sessions.find(owned, fingerprint)  # somebody else may have been faster
             if session is None and not may_begin and not all(c in orphans for c in wanted):
                 raise NotFound(
@@ -253,6 +301,10 @@ class FrontDesk:
                 fingerprint=fingerprint,
                 orphans=orphans,
                 may_begin=may_begin or not is_resumption,
+            )
+        if len(session.readers) >= MAX_READERS:
+            raise Overloaded(
+                f"{MAX_READERS} connections follow this request, the limit", retry_after_s=1.0
             )
         self.metrics.resumed.inc()
         return session

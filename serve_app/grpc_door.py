@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import uuid
@@ -26,6 +27,7 @@ from serve_app.errors import as_quadriga
 from serve_app.front import FrontDesk
 from serve_app.keys import ApiKey
 from serve_app.openai_schema import ChatBody, CompletionBody
+from serve_app.room import MAX_WATCHES, Room
 from serve_app.session import Delta, Reader, Session
 from serve_app.sessions import check_key
 from serve_app.spec import GenerateSpec
@@ -34,6 +36,7 @@ from serve_app.validation import chat_spec, completion_spec
 logger = logging.getLogger("quadriga.grpc")
 
 HEALTH_WATCH_INTERVAL_S = 1.0
+OK = "OK"
 
 
 class GrpcDoor:
@@ -50,12 +53,13 @@ class GrpcDoor:
         self._desk = desk
         self._limits = desk.config.ingress
         self._needs_tls = needs_tls
+        self._watches = Room(MAX_WATCHES, "watch the health")
 
     async def generate(self, data: bytes, context: Any) -> AsyncGenerator[Any, None]:
         """Generate: yields `GenerateResponse`."""
         session: Session | None = None
         reader: Reader | None = None
-        code = "OK"
+        code = Cancelled.grpc_code  # unless it is said how it ended
         try:
             session, reader = await self._begin(data, context)
             while deltas := await reader.read():
@@ -65,6 +69,7 @@ class GrpcDoor:
                     choices=[wire.delta_message(session, delta) for delta in deltas],
                     usage=wire.usage_message(session) if session.done and _at_end(deltas) else None,
                 )
+            code = OK
         except Exception as exc:  # the border, as in `serve_app.http.Endpoint`
             error = self._failed(exc, context)
             code = error.grpc_code
@@ -79,11 +84,12 @@ class GrpcDoor:
         """GenerateOnce: returns `GenerateOnceResponse`."""
         session: Session | None = None
         reader: Reader | None = None
-        code = "OK"
+        code = Cancelled.grpc_code  # unless it is said how it ended
         try:
             session, reader = await self._begin(data, context)
             while await reader.read():
                 pass
+            code = OK
             return pb.GenerateOnceResponse(
                 request_id=session.spec.request_id,
                 model=session.spec.model,
@@ -141,6 +147,19 @@ class GrpcDoor:
         except Unavailable:
             return kinds(status=kinds.NOT_SERVING)
         return kinds(status=kinds.SERVING)
+
+    async def watch(self, service: str) -> AsyncGenerator[Any, None]:
+        """grpc.health.v1: the state, and every other one after it; once where too many watch."""
+        answer = self.health(service)
+        yield answer
+        if self._watches.is_full:
+            return
+        with self._watches.taken():
+            while True:
+                await asyncio.sleep(HEALTH_WATCH_INTERVAL_S)
+                last, answer = answer, self.health(service)
+                if answer != last:
+                    yield answer
 
     async def _begin(self, data: bytes, context: Any) -> tuple[Session, Reader]:
         caller = self._caller(context)

@@ -38,6 +38,10 @@ logger = logging.getLogger("quadriga.http")
 
 Handler = Callable[[Call], Awaitable[None]]
 
+TOKENIZE_CONTEXTS = 16
+"""Texts that are only tokenised may be so many times as long as the model takes."""
+CLIENT_GONE = Cancelled.http_status
+
 
 class Endpoint:
     """A route's handler as an ASGI application that answers every error in OpenAI's format.
@@ -68,8 +72,8 @@ class Endpoint:
                 call.status = error.http_status  # nobody is there to read an answer
             else:
                 await call.answer_error(error)
-        finally:
-            self._requests.labels(self._door, str(call.status)).inc()
+        finally:  # without a status where the call itself was cancelled
+            self._requests.labels(self._door, str(call.status or CLIENT_GONE)).inc()
 
 
 class HttpDoor:
@@ -137,12 +141,14 @@ class HttpDoor:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
         if body.messages is not None:
-            text = model.tokenizer.render_chat(plain_messages(body.messages))
+            field, text = "messages", model.tokenizer.render_chat(plain_messages(body.messages))
             special = bool(body.add_special_tokens)
         else:
-            text = body.prompt or ""
+            field, text = "prompt", body.prompt or ""
             special = body.add_special_tokens is not False
-        tokens = await self._desk.encode(model, text, special)
+        tokens = await self._desk.encode(
+            model, text, special, field=field, max_tokens=TOKENIZE_CONTEXTS * model.max_model_len
+        )
         answer: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
@@ -163,7 +169,7 @@ class HttpDoor:
                     f"tokens.{i}: {token_id} is outside the vocabulary (0 to {size - 1})",
                     param=f"tokens.{i}",
                 )
-        text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = await self._desk.decode(model, body.tokens)
         await call.answer_json({"prompt": text})
 
     def _check_caller(self, call: Call, *, admin: bool = False) -> None:
@@ -171,9 +177,10 @@ class HttpDoor:
         self._desk.gate.http_caller(call.headers.get("authorization"), admin=admin)
 
     async def _body(self, call: Call) -> bytes:
-        return await call.body(
-            max_bytes=self._limits.max_body_bytes, timeout_s=self._limits.body_timeout_s
-        )
+        with self._desk.bodies.taken():
+            return await call.body(
+                max_bytes=self._limits.max_body_bytes, timeout_s=self._limits.body_timeout_s
+            )
 
 
 async def answer_metrics(desk: FrontDesk, call: Call) -> None:

@@ -59,9 +59,10 @@ class HttpGeneration:
         renderer_class: type[Renderer],
     ) -> None:
         caller = self._desk.gate.http_caller(call.headers.get("authorization"))
-        raw = await call.body(
-            max_bytes=self._limits.max_body_bytes, timeout_s=self._limits.body_timeout_s
-        )
+        with self._desk.bodies.taken():
+            raw = await call.body(
+                max_bytes=self._limits.max_body_bytes, timeout_s=self._limits.body_timeout_s
+            )
         body = parse_body(body_class, parse_json(raw))
         spec = await to_spec(
             body,

@@ -18,7 +18,7 @@ from serve_app.admin import serve_admin
 from serve_app.auth import ApiKeys
 from serve_app.cluster import RayCluster
 from serve_app.front import FrontDesk
-from serve_app.grpc_door import HEALTH_WATCH_INTERVAL_S, GrpcDoor
+from serve_app.grpc_door import GrpcDoor
 from serve_app.http import HttpDoor
 from serve_app.models import ModelDirectory
 from serve_app.startup import announce_when_ready
@@ -85,10 +85,6 @@ class Ingress:
         return self._grpc.health(request.service)
 
     async def Watch(self, request: Any) -> AsyncIterator[Any]:
-        last = None
-        while True:
-            answer = self._grpc.health(request.service)
-            if answer != last:
-                last = answer
+        async with aclosing(self._grpc.watch(request.service)) as answers:
+            async for answer in answers:
                 yield answer
-            await asyncio.sleep(HEALTH_WATCH_INTERVAL_S)

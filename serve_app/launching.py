@@ -157,4 +157,5 @@ def _admit_request(choice: Choice) -> AdmitRequest:
         deadline_unix_s=state.deadline_unix_s,
         needs_depth=needs_depth,
         is_rebuild=choice.num_rebuilds > 0,
+        visitor=choice.visitor,
     )

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 MAX_TOKENS_LIMIT = 10_000_000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
 _DEFAULT = "default: what the model's generation_config.json says, unless set otherwise."
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -189,11 +192,32 @@ class ChatMessage(Body):
     refusal: str | None = Field(None, description="Accepted; changes nothing.")
 
 
+def _bounded_parts(messages: Any) -> Any:
+    """Count the parts of all messages before each is looked at, which costs far more."""
+    if isinstance(messages, list):
+        contents = [m.get("content") for m in messages if isinstance(m, dict)]
+        count = sum(len(content) for content in contents if isinstance(content, list))
+        if count > MAX_PARTS:
+            raise PydanticCustomError(
+                "too_many_parts",
+                "all contents together should have at most {most} parts, not {count}",
+                {"most": MAX_PARTS, "count": count},
+            )
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES),
+    BeforeValidator(_bounded_parts),
+]
+
+
 class ChatBody(GenerationFields):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(
-        min_length=1, max_length=4096, description="The conversation so far."
+    messages: Messages = Field(
+        description=f"The conversation so far; {MAX_PARTS:,} content parts at most."
     )
     max_completion_tokens: int | None = Field(
         None, ge=1, le=MAX_TOKENS_LIMIT, description="`max_tokens` by its newer name; wins over it."
@@ -226,10 +250,12 @@ class TokenizeBody(Body):
     """POST /tokenize: give `prompt` or `messages`."""
 
     model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
-    prompt: str | None = Field(None, description="Text; not together with `messages`.")
-    messages: list[ChatMessage] | None = Field(
-        None, min_length=1, max_length=4096, description="A conversation, put in the chat template."
+    prompt: str | None = Field(
+        None,
+        description="Text of at most 16 times the tokens that the model takes; not together with "
+        "`messages`.",
     )
+    messages: Messages | None = Field(None, description="A conversation, put in the chat template.")
     add_special_tokens: bool | None = Field(
         None, description="By default with `prompt`, not with `messages`."
     )

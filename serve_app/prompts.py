@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from quadriga.config import IngressConfig
 from quadriga.errors import ContextTooLong, InvalidRequest
@@ -12,7 +11,13 @@ from serve_app.models import ServedModel
 from serve_app.openai_schema import ChatMessage
 from serve_app.spec import Prompt
 
-Encode = Callable[[ServedModel, str, bool], Awaitable[list[int]]]
+
+class Encode(Protocol):
+    """`FrontDesk.encode`."""
+
+    async def __call__(
+        self, model: ServedModel, text: str, add_special_tokens: bool, *, field: str
+    ) -> list[int]: ...
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -79,7 +84,7 @@ async def _one_prompt(
     if isinstance(item, str):
         if not item:
             raise InvalidRequest(f"{name}: is empty", param=name)
-        token_ids = await encode(model, item, True)
+        token_ids = await encode(model, item, True, field=name)
         if not token_ids:
             raise InvalidRequest(f"{name}: has no tokens", param=name)
         check_vocabulary(token_ids, model, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from quadriga.clock import Clock
 from quadriga.config import QuadrigaConfig
@@ -147,7 +147,11 @@ class Road:
                     self.reaper.cancel(emission.moved_to, emission.sequence_id)
                 continue
             session, choice = held
-            self._deliver_one(session, choice, replica, emission, now_s)
+            try:
+                self._deliver_one(session, choice, replica, emission, now_s)
+            except Exception as exc:  # a border: the tokens of others are in the same reply
+                logger.exception("an emission of %s could not be taken", replica)
+                self._fail(session, choice, as_quadriga(exc))
             woken.add(session)
         for session in woken:
             session.wake()
@@ -162,6 +166,7 @@ class Road:
                 self._lose(session, choice, error)
             else:  # on its way from one to another: who is left may have it, or never get it
                 in_doubt.append(choice)
+                self._close_gap(session, choice)
         if in_doubt:
             self._tasks.spawn(self._inquire(in_doubt))
 
@@ -186,6 +191,20 @@ class Road:
             self._on_end(session, choice)
         elif choice.failure is not None:
             self._lose(session, choice, choice.failure)
+        else:
+            self._close_gap(session, choice)
+
+    def _close_gap(self, session: Session, choice: Choice) -> None:
+        """Where an owner died with its last tokens, have the one that goes on say them again."""
+        heir = choice.take_gap()
+        if heir is None:
+            return
+        if choice.is_reported:
+            error = ReplicaDied("its owner died with its last tokens", code="tokens_lost")
+            self._lose(session, choice, error)
+            return
+        choice.lost_s = self._clock.now_s()
+        self._tasks.spawn(self._take_over(choice, heir))
 
     async def _take_over(self, choice: Choice, orphan: Orphan) -> None:
         """Have an orphan's tokens sent here."""
@@ -220,7 +239,9 @@ class Road:
         choice.num_rebuilds += 1
         choice.num_stalled += 1
         self._metrics.rebuilds.labels(error.code).inc()
-        name = self._rename(choice)
+        # Who died may have handed it on, and not lived to say to whom.
+        others = self._watch.names if isinstance(error, ReplicaDied) else set()
+        name = self._rename(choice, others)
         self._tasks.spawn(self._launch(session, choice, name))
 
     def _fail(self, session: Session, choice: Choice, error: QuadrigaError) -> None:
@@ -270,11 +291,16 @@ class Road:
             waited_s = choice.accepted_s - session.arrived_s
             self._metrics.of(session.spec.model).queue_time.observe(waited_s)
 
-    def _rename(self, choice: Choice) -> str:
-        """Have a sequence freed wherever it may be, and let it go on under a new name."""
+    def _rename(self, choice: Choice, others: Collection[str] = ()) -> str:
+        """Have a sequence freed wherever it may be, and let it go on under a new name.
+
+        Args:
+            others: Replicas that may have it beside those known to.
+        """
         old = choice.state.sequence_id
         for name in choice.holders:
             self.pumps.unwatch(name, old)
+        for name in choice.holders.union(others):
             self.reaper.cancel(name, old)
         self.reaper.ended(old, 0)
         new = choice.rename()

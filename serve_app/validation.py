@@ -57,7 +57,7 @@ async def completion_spec(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_logprobs if echo else None,
     )
-    _check_context(longest, wanted, model, "max_tokens")
+    _check_context(longest, wanted, model, "prompt", "max_tokens")
     return _spec(body, model, limits, request_id, now_unix_s, prompts, n, sampling, echo)
 
 
@@ -82,7 +82,7 @@ async def chat_spec(
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
     text = model.tokenizer.render_chat(plain_messages(body.messages))
-    token_ids = await encode(model, text, False)
+    token_ids = await encode(model, text, False, field="messages")
     if not token_ids:
         raise InvalidRequest("messages: the conversation is empty", param="messages")
     check_vocabulary(token_ids, model, "messages")
@@ -93,7 +93,7 @@ async def chat_spec(
         raise InvalidRequest(f"{field}: must be at least 1", param=field)
     if wanted is None:
         wanted = max(1, model.max_model_len - len(token_ids))
-    _check_context(len(token_ids), wanted, model, field)
+    _check_context(len(token_ids), wanted, model, "messages", field)
     sampling = read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
     prompts = (Prompt(token_ids, text),)
     return _spec(body, model, limits, request_id, now_unix_s, prompts, n, sampling, False)
@@ -124,13 +124,16 @@ def _logprobs(wanted: int | None, limits: IngressConfig, field: str) -> int | No
     return wanted
 
 
-def _check_context(prompt: int, wanted: int, model: ServedModel, field: str) -> None:
+def _check_context(
+    prompt: int, wanted: int, model: ServedModel, prompt_field: str, field: str
+) -> None:
     limit = model.max_model_len
     room = limit - prompt
     if room < min(wanted, 1):
         raise ContextTooLong(
-            f"the prompt has {prompt} tokens; {model.id} takes {limit} with the answer",
-            param="prompt" if field == "max_tokens" else "messages",
+            f"{prompt_field}: the prompt has {prompt} tokens; {model.id} takes {limit} with the "
+            "answer; shorten it",
+            param=prompt_field,
         )
     if wanted > room:
         raise ContextTooLong(

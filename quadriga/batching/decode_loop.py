@@ -358,7 +358,8 @@ class DecodeLoop:
         places = self._places
         if places.num_runnable or self.depth.has_work:
             return True
-        return bool(self._preemption.paused) and not places.running
+        # Where others on their way have the room, who is paused can only wait for them.
+        return not places.running and self._preemption.may_return
 
     @property
     def running(self) -> list[SequenceState]:

@@ -76,6 +76,7 @@ class LeaseTable:
         self._any_depth = any_depth
         self._open: dict[str, Lease] = {}
         self._storing: dict[str, Lease] = {}
+        self._leaving: set[str] = set()  # sequences whose transfer ended, until `freed`
         self._ended: OrderedDict[str, LeaseState] = OrderedDict()
         self._epochs: OrderedDict[str, int] = OrderedDict()
 
@@ -304,6 +305,14 @@ class LeaseTable:
         self._end(lease, state)
         return None if lease.num_storing else lease
 
+    def is_leaving(self, sequence_id: str) -> bool:
+        """Whether a transfer of the sequence ended whose row is not free yet."""
+        return sequence_id in self._leaving
+
+    def freed(self, sequence_id: str) -> None:
+        """The row of an ended transfer was given back."""
+        self._leaving.discard(sequence_id)
+
     def lapse(self, *, now_s: float) -> list[Lease]:
         """End the leases nothing was heard of; returns those whose row is to be released now."""
         silent = [v for v in self._open.values() if now_s - v.heard_s > v.offer.lease_s]
@@ -344,6 +353,8 @@ class LeaseTable:
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
         lease.state = state
+        if state is not LeaseState.COMMITTED:
+            self._leaving.add(lease.offer.sequence_id)
         del self._open[lease.offer.transfer_id]
         _remember(self._ended, lease.offer.transfer_id, state)
 

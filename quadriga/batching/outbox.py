@@ -16,11 +16,12 @@ class _Mailbox:
     """Emissions of one ingress, numbered without gaps.
 
     Attributes:
+        fetched_s: When it was last collected, or begun.
         entries: Unacknowledged emissions; the last has number `last_seq`.
         sent_seq: Highest number that ever left in a reply; such an emission is never changed.
     """
 
-    heard_s: float
+    fetched_s: float
     entries: deque[Emission] = field(default_factory=deque)
     last_seq: int = 0
     sent_seq: int = 0
@@ -43,7 +44,7 @@ class Outbox:
         """Append an emission for an ingress, or extend the sequence's unsent one."""
         box = self._mailboxes.get(ingress_id)
         if box is None:
-            box = self._mailboxes[ingress_id] = _Mailbox(heard_s=now_s)
+            box = self._mailboxes[ingress_id] = _Mailbox(fetched_s=now_s)
         earlier = box.unsent.get(emission.sequence_id)
         if earlier is not None and _extend(earlier, emission):
             return
@@ -64,8 +65,8 @@ class Outbox:
         """
         box = self._mailboxes.get(ingress_id)
         if box is None:
-            box = self._mailboxes[ingress_id] = _Mailbox(heard_s=now_s)
-        box.heard_s = now_s
+            box = self._mailboxes[ingress_id] = _Mailbox(fetched_s=now_s)
+        box.fetched_s = now_s
         first_seq = box.last_seq - len(box.entries) + 1
         for _ in range(min(ack, box.sent_seq) - first_seq + 1):
             box.entries.popleft()
@@ -79,15 +80,9 @@ class Outbox:
         entries = box.entries if box is not None else ()
         return [e for e in entries if e.sequence_id == sequence_id and e.token_ids]
 
-    def heard(self, ingress_id: str, *, now_s: float) -> None:
-        """Note a sign of life of an ingress that has nothing to poll for."""
-        box = self._mailboxes.get(ingress_id)
-        if box is not None:
-            box.heard_s = now_s
-
     def silent(self, *, now_s: float, longer_than_s: float) -> list[str]:
-        """Ingresses not heard of for `longer_than_s`: gone, as far as one can tell."""
-        return [i for i, box in self._mailboxes.items() if now_s - box.heard_s > longer_than_s]
+        """Ingresses that fetched nothing for `longer_than_s`: gone, or they want no more."""
+        return [i for i, box in self._mailboxes.items() if now_s - box.fetched_s > longer_than_s]
 
     def drop(self, ingress_id: str) -> None:
         """Forget an ingress and all that is pending for it."""

@@ -162,20 +162,28 @@ class Preemption:
             raise InvariantViolation("memory is full and nobody runs")
         self.pause(victim.sequence_id)
 
-    def _resume_one(self) -> bool:
-        """Take the first paused sequence back; False when there is no room for it yet."""
-        paused = choose_return(self.paused.values())
+    @property
+    def may_return(self) -> bool:
+        """Whether a paused sequence has room to come back."""
+        first = choose_return(self.paused.values())
+        return first is not None and self._has_room_for(first.state)
+
+    def _has_room_for(self, state: SequenceState) -> bool:
         slots = self._slots
-        if paused is None or not slots.num_free_rows:
-            return False
-        state = paused.state
         after = slots.reserved_tokens + state.num_tokens + 1
         if self._places.running and after > LOW_WATERMARK * slots.kv_capacity_tokens:
             return False
-        try:
-            slot = slots.reserve(state.sequence_id, state.max_total_tokens, state.num_tokens)
-        except KVCacheExhausted:
+        wanted = slots.tokens_wanted(state.max_total_tokens, state.num_tokens)
+        fits = slots.reserved_tokens + wanted <= slots.kv_capacity_tokens
+        return fits and slots.num_free_rows > 0
+
+    def _resume_one(self) -> bool:
+        """Take the first paused sequence back; False when there is no room for it yet."""
+        paused = choose_return(self.paused.values())
+        if paused is None or not self._has_room_for(paused.state):
             return False
+        state = paused.state
+        slot = self._slots.reserve(state.sequence_id, state.max_total_tokens, state.num_tokens)
         del self.paused[state.sequence_id]
         self.num_resumes += 1
         self._runner.restore(slot.row, state, paused.suspended)

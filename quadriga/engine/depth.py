@@ -22,19 +22,13 @@ from dataclasses import dataclass, replace
 
 from quadriga.engine.compiled import CompiledDecoder
 from quadriga.engine.kv_cache import KVCache
+from quadriga.engine.loading import kv_maps_of, read_exit_heads, read_final_head, read_layer
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import Span
 from quadriga.engine.rebuild import RecordedPass, recorded_depths
 from quadriga.engine.skipped_kv import SkippedKVStore
-from quadriga.engine.weights import (
-    LayerWeights,
-    ModelWeights,
-    TensorFiles,
-    kv_maps_of,
-    read_exit_heads,
-    read_final_head,
-    read_layer,
-)
+from quadriga.engine.tensor_files import TensorFiles
+from quadriga.engine.weights import LayerWeights, ModelWeights
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.errors import ConfigError, DeadlineExceeded
 from quadriga.exits import MAX_LAYERS

@@ -27,19 +27,22 @@ from quadriga.engine.depth import (
     spec_at,
 )
 from quadriga.engine.host_tensor import HostTensor
-from quadriga.engine.kv_cache import KVCache, RowKVCache
+from quadriga.engine.kv_cache import KVCache
+from quadriga.engine.left import Left
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder, top_two
 from quadriga.engine.models.layers import Span
+from quadriga.engine.prompt_scores import PromptScores, wants_scores
 from quadriga.engine.rebuild import RecordedPass, recorded_depths
-from quadriga.engine.row_states import MappedStates
-from quadriga.engine.sampler import RowSampler, choose, process, sample, token_logprobs
-from quadriga.engine.skipped_kv import SkippedKVStore, SuspendedSkips
-from quadriga.engine.weights import ModelWeights, load_weights
+from quadriga.engine.row_engine import kept_at_end, load_rows
+from quadriga.engine.row_parts import RowRest, SuspendedRow
+from quadriga.engine.sampler import RowSampler, choose, process, sample
+from quadriga.engine.skipped_kv import SkippedKVStore
+from quadriga.engine.weights import ModelWeights
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.types import KVExtent, SampledToken, SequenceState, TokenLogprob
+from quadriga.types import KVExtent, SampledToken, SequenceState
 
 Ints = npt.NDArray[np.int64]
 
@@ -62,79 +65,6 @@ class _Exit:
     samplers: list[RowSampler]
     is_plain: bool
     hidden: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class RowRest:
-    """What a row holds beside its KV, in host memory.
-
-    Attributes:
-        position, hidden: Of the newest token that was run, which may wait at an exit; −1 where
-            none was run here.
-    """
-
-    position: int
-    hidden: HostTensor
-    skipped: SuspendedSkips | None
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The tokens that left in the last pass.
-
-    Attributes:
-        depth: Layers run for them.
-        samplers: Of their rows, and maybe of others.
-        hidden: [len(samplers), hidden], as they left the last layer run, before any norm.
-        chosen: Indices into both, where not all of them left.
-    """
-
-    depth: int
-    samplers: Sequence[RowSampler]
-    hidden: torch.Tensor
-    chosen: Sequence[int] | None = None
-
-    @property
-    def states(self) -> list[SequenceState]:
-        """Their sequences."""
-        if self.chosen is None:
-            return [sampler.state for sampler in self.samplers]
-        return [self.samplers[i].state for i in self.chosen]
-
-    @property
-    def of_states(self) -> torch.Tensor:
-        """Parallel to `states`: [n, hidden]; good until the next pass."""
-        return self.hidden if self.chosen is None else self.hidden[list(self.chosen)]
-
-
-@dataclass(frozen=True, slots=True)
-class SuspendedRow:
-    """A row in host memory.
-
-    Attributes:
-        extents: What KV there is.
-        kv: Of each extent: [layers, 2, num_kv_heads, tokens, head_dim].
-        rest: What there is beside it.
-    """
-
-    extents: list[KVExtent]
-    kv: list[torch.Tensor]
-    rest: RowRest
-
-    def read(self, first_layer: int, num_layers: int, start: int, stop: int) -> torch.Tensor:
-        """See `Suspended.read`."""
-        last = first_layer + num_layers
-        pieces = [
-            kv[
-                max(first_layer, e.first_layer) - e.first_layer : last - e.first_layer,
-                ...,
-                start:stop,
-                :,
-            ]
-            for e, kv in zip(self.extents, self.kv, strict=True)
-            if e.first_layer < last and e.stop_layer > first_layer
-        ]
-        return torch.cat(pieces)
 
 
 class NativeRunner:
@@ -162,7 +92,7 @@ class NativeRunner:
         self._swap = KernelSwap(spec, decoder) if isinstance(decoder, Decoder) else None
         self._cache = cache
         self._samplers: list[RowSampler | None] = [None] * cache.num_rows
-        self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self._scores = PromptScores()
         self._ends = (*spec.exits.layers, spec.depth)
         self._skipped = skipped
         # Each row's current token: where it is, and the hidden state with which it left its last
@@ -195,34 +125,8 @@ class NativeRunner:
         if spec.device == "cuda":
             engine = load_paged(spec, config, find_gpu())
             return cls(engine.spec, engine.decoder, engine.cache, engine.skipped)
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        weights = load_weights(
-            spec.checkpoint.path,
-            config,
-            spec.depth,
-            dtype,
-            spec.row_capacity_tokens,
-            spec.checkpoint.exits,
-            fitted_maps=spec.skipped_kv == "linear",
-        )
-        cache = RowKVCache(
-            num_layers=spec.depth,
-            num_rows=spec.num_rows,
-            num_kv_heads=config.num_kv_heads,
-            capacity=spec.row_capacity_tokens,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            budget_tokens=spec.kv_capacity_tokens,
-        )
-        skipped = None
-        if spec.can_exit and (spec.exits.layers or spec.exit_plan.layers):
-            ends = (*spec.exits.layers, spec.depth)
-            states = MappedStates(spec.num_rows, cache.capacity, config.hidden_size, dtype)
-            skipped = SkippedKVStore(
-                spec.skipped_kv, ends, cache, states, _kept_at_end(spec), spec.replay_newest
-            )
-        depths = skipped.depths if skipped is not None and skipped.mode == "alias" else None
-        return cls(spec, Decoder(config, weights, cache, depths), cache, skipped)
+        loaded = load_rows(spec, config)
+        return cls(spec, loaded.decoder, loaded.cache, loaded.skipped)
 
     @property
     def left(self) -> Left | None:
@@ -280,7 +184,7 @@ class NativeRunner:
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
-        self._prompt_logprobs.pop(row, None)
+        self._scores.take(row)
         self._cache.release(row)
         if self._skipped is not None:
             self._skipped.release(row)
@@ -647,7 +551,7 @@ class NativeRunner:
         self._ends = (*spec.exits.layers, spec.depth)
         self._exit = self._left = None
         if self._skipped is not None:
-            self._skipped.resize(self._ends, eager.cache, _kept_at_end(spec), used)
+            self._skipped.resize(self._ends, eager.cache, kept_at_end(spec), used)
         del fastest
         self._freeing = let_go(old, spec.depth)
 
@@ -704,9 +608,13 @@ class NativeRunner:
         """Head and sampling for the prompts that end here; prompt logprobs for all that ask."""
         results: list[SampledToken | None] = [None] * len(chunks)
         for chunk, span in zip(chunks, spans, strict=True):
-            wants = self._sampler(chunk.row).params.num_prompt_logprobs is not None
-            if wants and chunk.depths is None:  # a rebuilt sequence has told them
-                self._collect_prompt_logprobs(x[span.begin : span.end], chunk)
+            state = self._sampler(chunk.row).state
+            if wants_scores(chunk, state):
+                targets = self._scores.begin(chunk, state)
+                if targets:
+                    states = x[span.begin : span.begin + len(targets)]
+                    logits = self._decoder.logits(states, self.num_layers)
+                    self._scores.add(chunk.row, state, logits, targets)
         ended = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         self._left = None
         if not ended:
@@ -716,21 +624,9 @@ class NativeRunner:
         samplers = [self._sampler(chunks[i].row) for i in ended]
         self._left = Left(self.num_layers, samplers, last)
         for i, token in zip(ended, sample(logits, samplers, self.num_layers), strict=True):
-            token.prompt_logprobs = self._prompt_logprobs.pop(chunks[i].row, None)
+            token.prompt_logprobs = self._scores.take(chunks[i].row)
             results[i] = token
         return results
-
-    def _collect_prompt_logprobs(self, x: torch.Tensor, chunk: PrefillChunk) -> None:
-        """Score the prompt tokens that this chunk's hidden states predict: start + 1, …"""
-        state = self._sampler(chunk.row).state
-        num_top = state.sampling.num_prompt_logprobs or 0
-        report = self._prompt_logprobs.setdefault(chunk.row, [])
-        if chunk.start == 0:
-            report[:] = [TokenLogprob(state.prompt_ids[0], None)]
-        targets = state.prompt_ids[chunk.start + 1 : chunk.start + 1 + x.shape[0]]
-        if targets:
-            logits = self._decoder.logits(x[: len(targets)], self.num_layers)
-            report.extend(token_logprobs(logits, targets, num_top))
 
     def _samplers_of(self, rows: Sequence[int]) -> list[RowSampler]:
         """The rows' samplers. Raises: InvariantViolation for a row without a sequence."""
@@ -746,9 +642,3 @@ class NativeRunner:
         if sampler is None:
             raise InvariantViolation(f"row {row} has no sequence attached")
         return sampler
-
-
-def _kept_at_end(spec: EngineSpec) -> int:
-    """Hidden states per row to keep behind the deepest layer loaded, for those that may follow."""
-    is_partial = spec.depth < spec.checkpoint.num_layers
-    return spec.keep_tokens if is_partial and spec.exit_plan.layers else 0

@@ -17,6 +17,14 @@ import torch
 from quadriga.engine.random import uniforms
 from quadriga.types import SampledToken, SequenceState, TokenLogprob
 
+LEAST_DIVISOR = 1e-30
+"""Temperatures and penalties below count as this: float32 makes 0 of still smaller ones, and what
+is divided by it stays finite, or is the −inf of what has no probability."""
+WHOLE_SORT = 4096
+"""Vocabularies up to this are sorted as a whole on hosts; of larger ones the best tokens alone."""
+FIRST_RANKED = 256
+"""So many are ranked at first, then eight times as many, until top-p is reached."""
+
 
 class RowSampler:
     """What one attached sequence asks of the sampler, kept up to date as it grows.
@@ -25,20 +33,24 @@ class RowSampler:
         is_plain: Greedy without any extra: the argmax of the raw logits is the answer.
     """
 
-    __slots__ = ("_counted", "_output_counts", "_prompt_seen", "banned", "bias", "is_plain",
-                 "params", "state")  # fmt: skip
+    __slots__ = ("_banned", "_bias", "_biased", "_counted", "_output_counts", "_prompt_seen",
+                 "is_plain", "params", "state")  # fmt: skip
 
     def __init__(self, state: SequenceState, vocab_size: int, eos_ids: Sequence[int]) -> None:
         p = state.sampling
         self.state = state
         self.params = p
         ends = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos_ids))
-        self.banned = sorted(i for i in ends if 0 <= i < vocab_size) if p.min_tokens else []
-        self.bias = [(i, b) for i, b in p.logit_bias if 0 <= i < vocab_size]
+        banned = sorted(i for i in ends if 0 <= i < vocab_size) if p.min_tokens else []
+        biases = {i: b for i, b in p.logit_bias if 0 <= i < vocab_size}
+        # As tensors: a token costs the same however many of them there are.
+        self._banned = torch.tensor(banned, dtype=torch.int64)
+        self._biased = torch.tensor(list(biases), dtype=torch.int64)
+        self._bias = torch.tensor(list(biases.values()), dtype=torch.float32)
         self.is_plain = (
             p.greedy
-            and not self.banned
-            and not self.bias
+            and not banned
+            and not biases
             and not self.has_penalties
             and p.num_logprobs is None
         )
@@ -60,10 +72,13 @@ class RowSampler:
     def process(self, logits: torch.Tensor) -> None:
         """Apply bias, bans and penalties to this row's logits [vocab], in place."""
         p = self.params
-        for token_id, bias in self.bias:
-            logits[token_id] += bias
-        if self.banned and len(self.state.output_ids) < p.min_tokens:
-            logits[self.banned] = float("-inf")
+        if self._bias.device != logits.device:  # the first time; they stay there
+            self._banned = self._banned.to(logits.device)
+            self._biased, self._bias = self._biased.to(logits.device), self._bias.to(logits.device)
+        if self._biased.numel():
+            logits.index_add_(0, self._biased, self._bias)
+        if self._banned.numel() and len(self.state.output_ids) < p.min_tokens:
+            logits.index_fill_(0, self._banned, float("-inf"))
         if self._output_counts is None or self._prompt_seen is None:
             return
         if self._output_counts.device != logits.device:  # the first time; they stay there
@@ -73,9 +88,8 @@ class RowSampler:
         self._count_new_tokens(counts)
         if p.repetition_penalty != 1.0:
             seen = self._prompt_seen | (counts > 0)
-            shrunk = torch.where(
-                logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty
-            )
+            penalty = max(p.repetition_penalty, LEAST_DIVISOR)
+            shrunk = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits.copy_(torch.where(seen, shrunk, logits))
         logits -= p.frequency_penalty * counts
         logits -= p.presence_penalty * (counts > 0)
@@ -153,7 +167,9 @@ def _draw(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
         int64 [n], on the logits' device, which is not waited for.
     """
     device = logits.device
-    temperature = torch.tensor([r.params.temperature for r in rows], device=device)[:, None]
+    temperature = torch.tensor(
+        [max(r.params.temperature, LEAST_DIVISOR) for r in rows], device=device
+    )[:, None]
     # The maximum goes first, so that a tiny temperature gives -inf, not inf - inf.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
     scaled = _truncate(scaled, rows)
@@ -205,6 +221,51 @@ def _truncate(scaled: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
     wants_top_p = any(r.params.top_p < 1.0 for r in rows)
     if not wants_top_k and not wants_top_p:
         return scaled
+    if scaled.device.type == "cpu" and scaled.shape[-1] > WHOLE_SORT:
+        kept = torch.full_like(scaled, float("-inf"))
+        for row, values, into in zip(rows, scaled, kept, strict=True):
+            ids = _best(values, row.params.top_k, row.params.top_p)
+            into[ids] = values[ids]
+        return kept
+    return _truncate_sorted(scaled, rows, wants_top_k=wants_top_k, wants_top_p=wants_top_p)
+
+
+def _best(values: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Ids of the tokens that top-k and top-p leave of one row's, best first, ties by id.
+
+    Only as many are ranked as it takes: on a host, to sort a large vocabulary takes longer than
+    many a model's step.
+
+    Args:
+        values: float32 [vocab], row maximum 0.
+    """
+    vocab = values.shape[0]
+    top_k = top_k if 0 < top_k < vocab else 0
+    if not top_k and top_p >= 1.0:
+        return torch.arange(vocab)
+    count = top_k or FIRST_RANKED
+    total = values.double().exp().sum()
+    while True:
+        is_all = count >= vocab
+        least = values.min() if is_all else torch.topk(values, count).values[-1]
+        # What cannot be drawn is not ranked.
+        ids = torch.nonzero((values >= least) & (values > float("-inf")))[:, 0]
+        ids = ids[torch.argsort(values[ids], descending=True, stable=True)]
+        if top_k:
+            ids = ids[:top_k]
+            total = values[ids].double().exp().sum()
+        probs = values[ids].double().exp() / total
+        before = probs.cumsum(0) - probs
+        num_inside = max(1, int((before < top_p).sum())) if top_p < 1.0 else len(ids)
+        if top_k or is_all or num_inside < len(ids):
+            return ids[:num_inside]
+        count *= 8
+
+
+def _truncate_sorted(
+    scaled: torch.Tensor, rows: Sequence[RowSampler], *, wants_top_k: bool, wants_top_p: bool
+) -> torch.Tensor:
+    """`_best` of all rows at once: on a device, and where the vocabulary is small."""
     vocab = scaled.shape[-1]
     # Stable: equal logits rank by id, in every batch alike.
     values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)

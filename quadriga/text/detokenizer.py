@@ -107,7 +107,11 @@ class WindowDetokenizer:
     def _advance(self, *, final: bool) -> str:
         shown = self._decode(self._ids[self._start : self._read])
         whole = self._decode(self._ids[self._start :])
-        if len(whole) <= len(shown) or (whole.endswith(REPLACEMENT) and not final):
+        if len(whole) <= len(shown):
+            if final:
+                del self._ids[self._read :]  # they have no text, whatever follows
+            return ""
+        if whole.endswith(REPLACEMENT) and not final:
             return ""
         self._start, self._read = self._read, len(self._ids)
         # Drop what no window reaches any more.

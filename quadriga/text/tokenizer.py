@@ -14,6 +14,11 @@ from quadriga.text.detokenizer import (
     byte_level_table,
 )
 
+PIECE_CHARS = 8192
+"""Of a text whose tokens are only counted, so much is encoded at a time."""
+CUT_SHARE = 32
+"""No token is longer than a piece divided by this."""
+
 
 class TextTokenizer:
     """Encodes prompts and chats, and makes one detokeniser per sequence.
@@ -55,6 +60,21 @@ class TextTokenizer:
             raise InvalidRequest(
                 "the text holds a lone surrogate, which no encoding can carry", param="prompt"
             ) from exc
+
+    def exceeds(self, text: str, limit: int, *, piece_chars: int = PIECE_CHARS) -> bool:
+        """Whether a text certainly has more tokens than `limit`, for little more than their price.
+
+        It is encoded piece by piece, as far as need be. A cut may make more tokens of what it cuts,
+        as many as the longest token has characters; so many are taken off. False may also mean:
+        not by much.
+        """
+        num_tokens = 0
+        for start in range(0, len(text), piece_chars):
+            num_tokens += len(self.encode(text[start : start + piece_chars]))
+            if num_tokens > limit:
+                return True
+            num_tokens -= piece_chars // CUT_SHARE
+        return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

@@ -20,7 +20,7 @@ from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
 from quadriga.engine.depth import layer_bytes
 from quadriga.engine.runner import NativeRunner
-from quadriga.engine.weights import SINGLE_FILE
+from quadriga.engine.tensor_files import SINGLE_FILE
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, DeadlineExceeded, KVCacheExhausted
 from quadriga.exits import ExitCounters, ExitParams, ExitPolicy, ExitSpec, SkippedKV

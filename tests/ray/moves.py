@@ -50,6 +50,27 @@ def open_books(replica: str) -> tuple[int, int]:
     return found
 
 
+def pause(replica: str, sequence_id: str) -> None:
+    """Pause a sequence, and let nobody come back from host memory there."""
+
+    def fill(core: Any) -> None:
+        core.loop._preemption._resume_one = lambda: False
+        core.loop.pause(sequence_id)
+
+    actor: Any = get_actor(replica)
+    ray.get(actor.__ray_call__.remote(lambda r: r.engine._inbox.put(fill)), timeout=10)
+
+
+def free_memory(replica: str) -> None:
+    """Let the paused come back again."""
+
+    def free(actor: Any) -> None:
+        del actor.engine.core.loop._preemption._resume_one
+
+    actor: Any = get_actor(replica)
+    ray.get(actor.__ray_call__.remote(free), timeout=10)
+
+
 @dataclass
 class Mover:
     """Moves streams at random, several at once.

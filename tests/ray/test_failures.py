@@ -16,7 +16,7 @@ from actors.lookup import (
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.metrics import parse_exposition
 from quadriga.types import AdmitRequest
-from tests.ray.apps import App, living_groups, pids, wait_until
+from tests.ray.apps import App, is_running, living_groups, pids, wait_until
 from tests.ray.ingress import call
 
 
@@ -188,3 +188,34 @@ def test_scaling_fails_no_request(app: App) -> None:
     app.until_ready()
     assert set(app.replicas("decode")) < set(kept)
     assert len(living_groups(app.name)) == 3
+
+
+def test_whoever_is_asked_to_go_is_replaced_first(app: App) -> None:
+    """SIGTERM to a decode replica and to the only prefill replica: streams old and new go on."""
+    ingress = app.ingress()
+    streams = [ingress.submit([5 + i] * 20, 400) for i in range(6)]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+    asked = {*app.replicas("prefill"), streams[0].replica}
+    num_deaths = app.status()["num_respawns"]
+    for name in asked:
+        os.kill(pids(app.name)[name], signal.SIGTERM)
+    streams += [ingress.submit([5 + i] * 20, 50) for i in range(4)]
+    ingress.finish(*streams)
+    assert [s.error for s in streams if s.error] == []
+    assert sorted(len(s.token_ids) for s in streams) == [50] * 4 + [400] * 6
+    wait_until(lambda: not asked & pids(app.name).keys(), 60.0)
+    app.until_ready()
+    assert (len(app.replicas("prefill")), len(app.replicas("decode"))) == (1, 2)
+    assert app.status()["num_respawns"] == num_deaths, "nobody died"
+    app.until_idle()
+
+
+def test_scheduler_and_controller_end_when_asked_and_come_back(app: App) -> None:
+    actors = (controller_name(app.name), scheduler_name(app.name))
+    before = pids(app.name)
+    for name in actors:
+        os.kill(before[name], signal.SIGTERM)
+    wait_until(lambda: not any(is_running(before[name]) for name in actors), 5.0)
+    app.until_ready()
+    after = pids(app.name)
+    assert {name for name in after if after[name] != before[name]} == set(actors)

@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import ray
 
-from actors.lookup import get_actor
 from quadriga.exits import ExitParams
 from quadriga.types import DepthClass, FinishReason
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Ingress, Stream, call
-from tests.ray.moves import Mover, open_books, order
+from tests.ray.moves import Mover, free_memory, open_books, order, pause
 
 NUM_STREAMS = 10
 NUM_OUTPUT = 220
@@ -176,37 +174,20 @@ def test_out_of_host_memory(moving: App) -> None:
     until_speaking(ingress, streams)
     paused = {s.state.sequence_id: s.replica for s in streams[:2]}
     for sequence_id, source in paused.items():
-        actor: Any = get_actor(source)
-        ray.get(actor.__ray_call__.remote(pause, sequence_id), timeout=10)
+        pause(source, sequence_id)
     other = next(n for n in mover.replicas if n not in paused.values())
     for stream in streams[:2]:
         source = paused[stream.state.sequence_id]
         report = call(source, "migrate", order(stream, source, other))
         assert report.outcome == "moved", report
     for source in set(paused.values()):
-        actor = get_actor(source)
-        ray.get(actor.__ray_call__.remote(free_memory), timeout=10)
+        free_memory(source)
     ingress.finish(*streams, timeout_s=60.0)
     assert [s.replica for s in streams[:2]] == [other, other]
     assert_same(streams, alone)
     wait_until(lambda: moving.metric("quadriga_pauses_total") >= before + 2, 10.0)
     assert moving.metric("quadriga_resumes_total") == resumed
     moving.until_idle(5.0)
-
-
-def pause(replica: Any, sequence_id: str) -> None:
-    """In the replica's process: pause a sequence, and let nobody come back from host memory."""
-
-    def fill(core: Any) -> None:
-        core.loop._preemption._resume_one = lambda: False
-        core.loop.pause(sequence_id)
-
-    replica.engine._inbox.put(fill)
-
-
-def free_memory(replica: Any) -> None:
-    """In the replica's process."""
-    del replica.engine.core.loop._preemption._resume_one
 
 
 @pytest.mark.timeout(120)

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from quadriga.engine.weights import INDEX_FILE, SINGLE_FILE
+from quadriga.engine.tensor_files import INDEX_FILE, SINGLE_FILE
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 

@@ -15,11 +15,12 @@ from quadriga.engine.baton.probe import probe
 from quadriga.engine.baton.prompts import PASS_TOKENS, PromptSpan, group_prompts
 from quadriga.engine.baton.row_kv import RowKV
 from quadriga.engine.baton.rows import RelayRows
-from quadriga.engine.sampler import RowSampler, choose, process, sample, token_logprobs
+from quadriga.engine.prompt_scores import PromptScores, wants_scores
+from quadriga.engine.sampler import RowSampler, choose, process, sample
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.types import KVExtent, RelayMemory, SampledToken, SequenceState, TokenLogprob
+from quadriga.types import KVExtent, RelayMemory, SampledToken, SequenceState
 
 
 class BatonRunner:
@@ -57,7 +58,7 @@ class BatonRunner:
         )
         self.max_padding = min(model.max_padding, PASS_TOKENS[model.device.type])
         self._samplers: list[RowSampler | None] = [None] * spec.num_rows
-        self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self._scores = PromptScores()
         self._at_end: tuple[dict[int, int], torch.Tensor] | None = None
 
     @classmethod
@@ -126,7 +127,7 @@ class BatonRunner:
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
-        self._prompt_logprobs.pop(row, None)
+        self._scores.take(row)
         self._rows.drop(row)
 
     def prefill(
@@ -151,7 +152,7 @@ class BatonRunner:
             samplers = [self._sampler(chunks[i].row) for i, _ in ended]
             tokens = sample(logits, samplers, self.num_layers)
             for (i, _), token in zip(ended, tokens, strict=True):
-                token.prompt_logprobs = self._prompt_logprobs.pop(chunks[i].row, None)
+                token.prompt_logprobs = self._scores.take(chunks[i].row)
                 results[i] = token
         return results
 
@@ -293,11 +294,8 @@ class BatonRunner:
     ) -> list[tuple[int, torch.Tensor]]:
         """Run one pass; return (chunk, logits [vocab]) of the prompts that end in it."""
         lasts = [len(chunks[i].token_ids) - 1 for i in group]
-        params = [self._sampler(chunks[i].row).params for i in group]
-        wants_all = [  # a rebuilt sequence has told them
-            p.num_prompt_logprobs is not None and chunks[i].depths is None
-            for i, p in zip(group, params, strict=True)
-        ]
+        states = [self._sampler(chunks[i].row).state for i in group]
+        wants_all = [wants_scores(chunks[i], s) for i, s in zip(group, states, strict=True)]
         keep = None if any(wants_all) else sorted(set(lasts))
         announce = _one_by_one(on_layers)
         logits = prompt_pass(
@@ -306,22 +304,13 @@ class BatonRunner:
         ended = []
         for at, (i, last) in enumerate(zip(group, lasts, strict=True)):
             if wants_all[at]:
-                self._collect_prompt_logprobs(logits[at], chunks[i])
+                targets = self._scores.begin(chunks[i], states[at])
+                if targets:
+                    scored = logits[at, : len(targets)]
+                    self._scores.add(chunks[i].row, states[at], scored, targets)
             if chunks[i].is_last:
                 ended.append((i, logits[at, last if keep is None else keep.index(last)]))
         return ended
-
-    def _collect_prompt_logprobs(self, logits: torch.Tensor, chunk: PrefillChunk) -> None:
-        """Score the prompt tokens that this chunk's logits predict: start + 1, …"""
-        state = self._sampler(chunk.row).state
-        report = self._prompt_logprobs.setdefault(chunk.row, [])
-        if chunk.start == 0:
-            report[:] = [TokenLogprob(state.prompt_ids[0], None)]
-        first = chunk.start + 1
-        targets = state.prompt_ids[first : first + len(chunk.token_ids)]
-        if targets:
-            num_top = state.sampling.num_prompt_logprobs or 0
-            report.extend(token_logprobs(logits[: len(targets)], targets, num_top))
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.num_rows:

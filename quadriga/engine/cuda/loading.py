@@ -13,9 +13,10 @@ from quadriga.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.paged_states import PagedStates
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
+from quadriga.engine.loading import load_weights
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.skipped_kv import SkippedKVStore
-from quadriga.engine.weights import ModelWeights, load_weights
+from quadriga.engine.weights import ModelWeights
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.errors import ConfigError
 

@@ -140,3 +140,23 @@ async def test_only_named_methods_take_batches() -> None:
     calls, _ = batcher()
     with pytest.raises(ReplicaError, match="does not take batches"):
         await calls.call("a", "secret", timeout_s=1)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_bug_on_the_way_is_told_to_all_who_wait(alone: bool) -> None:
+    """Nobody awaits the task that makes the call: it must not leave its callers waiting."""
+    calls, line = batcher()
+    line.fails = KeyError("a bug")
+    make = calls.call_alone if alone else calls.call
+    async with asyncio.timeout(5):
+        ends = await asyncio.gather(
+            *(make("a", "double", i, timeout_s=1) for i in range(3)), return_exceptions=True
+        )
+    assert all(isinstance(end, ReplicaError) and "a bug" in end.message for end in ends)
+
+
+async def test_what_cannot_travel_fails_at_once() -> None:
+    calls, _ = batcher()
+    async with asyncio.timeout(5):
+        with pytest.raises(ReplicaError, match="double of a"):
+            await calls.call("a", "double", lambda: None, timeout_s=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +13,13 @@ import torch
 from actors.handoff_receiver import HandoffReceiver
 from actors.kv_transport.payload import checksum, pack
 from quadriga.batching.handoff import LeaseState
-from quadriga.clock import SystemClock
+from quadriga.clock import ManualClock, SystemClock
 from quadriga.errors import (
+    InvariantViolation,
     KVCacheExhausted,
     KVTransportError,
     MigrationFailed,
+    Overloaded,
     QuadrigaError,
     ReplicaError,
 )
@@ -187,3 +191,79 @@ async def test_last_kv_that_finds_no_memory_is_no_commit() -> None:
         await receiver.commit("t", state, sums, resume)
     assert await receiver.abort("t") is LeaseState.ABORTED
     assert not host.held
+
+
+class SlowHost(TakingHost):
+    """An engine with one slot for each sequence, whose writing takes its time.
+
+    Attributes:
+        is_writing: Set while it writes.
+        may_end: Lets it end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_writing = threading.Event()
+        self.may_end = threading.Event()
+
+    async def reserve_row(self, sequence_id: str, *_: Any, **__: Any) -> int:
+        if sequence_id in self.held:
+            raise InvariantViolation(f"sequence {sequence_id} already holds a slot")
+        return await super().reserve_row(sequence_id)
+
+    async def release_row(self, sequence_id: str) -> None:
+        await asyncio.sleep(0)
+        await super().release_row(sequence_id)
+
+    def write_kv(self, *args: Any) -> None:
+        self.is_writing.set()
+        assert self.may_end.wait(20)
+
+
+def an_offer(transfer_id: str) -> TransferOffer:
+    return TransferOffer(transfer_id, "s", CLASS, "source", 1, 3, 32, "gloo", 5.0)
+
+
+async def until_taken(receiver: HandoffReceiver, offer: TransferOffer) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await receiver.reserve(offer)
+            except Overloaded:
+                await asyncio.sleep(0)
+
+
+async def test_a_second_try_waits_until_the_first_ones_row_is_free() -> None:
+    """A part that is being written when its transfer ends keeps the row for a moment."""
+    host = SlowHost()
+    receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
+    await receiver.reserve(an_offer("t"))
+    writing = asyncio.create_task(
+        asyncio.to_thread(receiver.store, "source", a_part(0, 0, NUM_TOKENS), KV)
+    )
+    await asyncio.to_thread(host.is_writing.wait, 20)
+    assert await receiver.abort("t") is LeaseState.ABORTED
+    with pytest.raises(Overloaded) as refused:
+        await receiver.reserve(an_offer("u"))
+    assert refused.value.code == "busy"
+    host.may_end.set()
+    await writing
+    await until_taken(receiver, an_offer("u"))
+    assert host.held == {"s"}
+    assert await receiver.abort("u") is LeaseState.ABORTED
+    assert not host.held
+
+
+async def test_a_second_try_waits_for_what_lapsed_with_others() -> None:
+    clock = ManualClock()
+    host = SlowHost()
+    receiver = HandoffReceiver(CLASS, host, clock, ["gloo"])
+    for i in range(3):
+        offer = replace(an_offer(f"t{i}"), sequence_id=f"s{i}", lease_s=1.0)
+        await receiver.reserve(offer)
+    clock.advance(2.0)
+    sweeping = asyncio.create_task(receiver.sweep())
+    await asyncio.sleep(0)
+    await until_taken(receiver, replace(an_offer("u"), sequence_id="s2"))
+    assert await sweeping == 3
+    assert host.held == {"s2"}

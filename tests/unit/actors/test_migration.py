@@ -591,6 +591,25 @@ async def test_a_later_cancellation_follows_it_once(monkeypatch: pytest.MonkeyPa
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("step", ["send", "rest", "commit"])
+async def test_a_bug_does_not_leave_a_sequence_at_rest(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration_copy, "MAX_CARRIED_BYTES", 0)
+    bugs: list[Any] = [RuntimeError("a bug")]
+    replica = Replica(**{step: bugs})
+    replica.end = LeaseState.ABORTED
+    replica.take()
+    replica.on = lambda name: replica.loop.step() if name == "phase" else None
+    report = await replica.migrate()
+    assert report.outcome == "failed"
+    assert "a bug" in report.reason
+    await replica.settled()
+    assert not bugs
+    assert replica.moves == ["begun", "failed"]
+    assert replica.goes_on()
+
+
 async def test_a_bug_does_not_leave_the_order_without_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -32,3 +32,14 @@ async def test_a_failed_engine_is_a_death_once_all_mail_is_out() -> None:
 
 async def test_a_well_engine_answers_an_empty_poll() -> None:
     assert (await Replica.poll(host(None), "i", 0, 0.01)).emissions == []
+
+
+async def test_a_replica_that_ends_is_not_polled_for_nothing() -> None:
+    """It answers no empty polls at once, again and again: what it held is begun anew elsewhere."""
+    ending = host(None)
+    ending.mail.put([("i", Emission("s", 0, 0, [5], [8]))])
+    ending.mail.close()
+    reply = await Replica.poll(ending, "i", 0, 1.0)
+    assert [e.token_ids for e in reply.emissions] == [[5]]
+    with pytest.raises(ReplicaDied, match="ends"):
+        await Replica.poll(ending, "i", reply.last_seq, 1.0)

@@ -21,6 +21,7 @@ from quadriga.types import (
     LengthPrediction,
     MigrationOrder,
     MigrationReport,
+    ReplicaSnapshot,
     Wishes,
 )
 from tests.unit.policies.ares_twin import CLASS
@@ -154,3 +155,34 @@ async def test_what_came_of_predictions_is_counted() -> None:
     assert value(found, "quadriga_length_prediction_error_tokens_sum") == 310
     assert value(found, "quadriga_length_predictions_inside_total", model_name="m") == 1
     assert made.status()["lengths"]["m"]["num_ended"] == 2
+
+
+async def test_a_tick_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody awaits the loop: an end of it would be an end of all moves, and of the metrics."""
+    monkeypatch.setattr("actors.rescheduling.METRICS_EVERY_S", 1e9)
+    clock = ManualClock()
+    snapshots = uneven(num_idle=1)
+    looks: list[float] = []
+
+    def look() -> list[ReplicaSnapshot]:
+        looks.append(clock.now_s())
+        if len(looks) == 1:
+            raise KeyError("a bug")
+        clock.advance(0.06)
+        return snapshots
+
+    ordered = asyncio.Event()
+
+    async def send(order: MigrationOrder) -> MigrationReport:
+        ordered.set()
+        return MigrationReport(order.sequence_id, "moved")
+
+    config = load_config({"scheduler": {"ares": {"mode": "ares", "interval_s": 0.05}}})
+    made = Rescheduling(config, clock, look, send)
+    running = asyncio.create_task(made.run())
+    try:
+        async with asyncio.timeout(5):
+            await ordered.wait()
+    finally:
+        running.cancel()
+    assert len(looks) > 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.decode import DecodeCore
+from actors.decode_core import DecodeCore
 from actors.kv_feed import StagingBudget
 from actors.prefill_core import PrefillCore
 from actors.resizing import Resizing

@@ -10,11 +10,14 @@ from quadriga.batching.step_shape import assumed_shape, measure_shape
 from quadriga.clock import ManualClock
 from quadriga.policies.ares.cluster import unpack
 from quadriga.policies.ares.forecast import (
+    FIXED,
     MOVABLE,
     MOVES,
     NUM_COLUMNS,
+    PAUSED,
     REMAINING,
     REMAINING_UPPER,
+    RUNS,
     SINCE_MOVE_S,
     TOKENS,
     check_forecast,
@@ -67,19 +70,22 @@ def made_of(**held: object) -> LoadForecast:
     )
 
 
-def test_only_what_runs_here_and_stays_may_be_moved() -> None:
-    states = [known("runs", 20), known("leaves", 20), known("paused", 20)]
+def test_only_what_is_here_and_stays_may_be_moved() -> None:
+    names = ("runs", "leaves", "paused", "paused, leaves", "rests")
+    states = [known(name, 20) for name in names]
     made = made_of(
         states=states,
         offers=[offer("comes", 30, LengthPrediction(40, 20, 60)), offer("runs", 7)],
         num_running=2,
-        leaving={"leaves"},
+        num_paused=2,
+        leaving={"leaves", "paused, leaves"},
     )
     check_forecast(made)
     rows = rows_of(made)
-    assert list(rows) == ["runs", "leaves", "paused", "comes"], "who has joined is there once"
-    assert [row[MOVABLE] for row in rows.values()] == [1, 0, 0, 0]
-    assert [row[TOKENS] for row in rows.values()] == [7, 7, 7, 30]
+    assert list(rows) == [*names, "comes"], "who has joined is there once"
+    movable = [RUNS, FIXED, PAUSED, FIXED, FIXED, FIXED]
+    assert [row[MOVABLE] for row in rows.values()] == movable
+    assert [row[TOKENS] for row in rows.values()] == [7, 7, 7, 7, 7, 30]
     assert rows["comes"][REMAINING] == 40
     assert made.has_predictions
     assert (made.per_sequence_s, made.per_token_s, made.bytes_per_token) == (1e-3, 1e-5, 64.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from quadriga.batching.lengths import Answer, Asking, Outcomes, remaining_of
+from quadriga.batching.lengths import Answer, Asking, Outcomes, believed, remaining_of
 from quadriga.types import (
     Emission,
     FinishReason,
@@ -87,6 +88,40 @@ def test_all_are_asked_about_together_every_so_many_tokens() -> None:
     assert asking.num_predictions == 2
     asking.stepped(0, 2)
     assert [s.predicted_at for s in states] == [45, 45]
+    assert states[0].prediction == believed(state_of(250, 25), LengthPrediction(450, 449, 451), 45)
+
+
+def state_of(mean: float, at: int) -> SequenceState:
+    """A sequence of which this much, give or take one, was believed then."""
+    made = state()
+    made.prediction, made.predicted_at = LengthPrediction(mean, mean - 1, mean + 1), at
+    return made
+
+
+def test_an_answer_is_averaged_with_what_was_believed() -> None:
+    said = LengthPrediction(100, 50, 200)
+    assert believed(state(), said, 30) == said, "the first one stands alone"
+    # 120 were to come when there were 10 tokens: 100 at 30. It agrees.
+    after = believed(state_of(120, 10), said, 30)
+    assert after.mean == pytest.approx(100)
+    assert after.lower == pytest.approx(0.6 * 99 + 0.4 * 50)
+    assert after.upper == pytest.approx(0.6 * 101 + 0.4 * 200)
+    # Who outlived its prediction has none left to count down.
+    assert believed(state_of(5, 10), said, 30).mean == pytest.approx(40)
+
+
+def test_averaging_answers_that_err_apart_errs_less() -> None:
+    rng = np.random.default_rng(0)
+    alone = averaged = 0.0
+    for _ in range(50):
+        one, total = state(produced=0), 400
+        for at in range(0, 300, 20):
+            wrong = max(0.0, total - at + float(rng.normal(0.0, 60.0)))
+            one.prediction = believed(one, LengthPrediction(wrong, wrong, wrong), at)
+            one.predicted_at = at
+            alone += abs(wrong - (total - at))
+            averaged += abs(one.prediction.mean - (total - at))
+    assert averaged < 0.7 * alone
 
 
 def test_with_exits_passes_follow_until_all_were_asked_about() -> None:

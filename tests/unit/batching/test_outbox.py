@@ -74,7 +74,7 @@ def test_silence_is_noticed_and_a_dropped_ingress_forgotten() -> None:
     outbox = Outbox("r1")
     outbox.put("gone", token("a", 0), now_s=0)
     outbox.put("here", token("b", 0), now_s=0)
-    outbox.heard("here", now_s=29)
+    outbox.collect("here", 0, now_s=29)
     assert outbox.silent(now_s=31, longer_than_s=30) == ["gone"]
     outbox.drop("gone")
     assert outbox.num_pending == 1

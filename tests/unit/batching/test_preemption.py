@@ -81,3 +81,16 @@ def test_nobody_is_paused_in_vain() -> None:
         replica.take("larger than a row", prompt=150, max_tokens=11, priority=-1)
     assert replica.loop.num_pauses == 0
     replica.finish()
+
+
+def test_an_engine_whose_room_is_all_promised_does_not_spin() -> None:
+    """Who is paused for one on its way waits for it; until then there is nothing to do."""
+    replica = Replica(rows=1)
+    replica.take("low", max_tokens=20, priority=5)
+    replica.loop.reserve("urgent", 160, 150, priority=-1)
+    assert replica.paused == {"low"}
+    assert not replica.loop.has_work
+    replica.loop.leave("urgent")
+    assert replica.loop.has_work
+    replica.finish()
+    assert replica.loop.num_resumes == 1

@@ -7,11 +7,13 @@ import torch
 
 from loadgen.bench.offline import engine_spec
 from quadriga.checkpoint import read_checkpoint
+from quadriga.engine.left import Left
 from quadriga.engine.length_head import LengthHeads, RunnerLengths
-from quadriga.engine.runner import Left, NativeRunner
+from quadriga.engine.runner import NativeRunner
 from quadriga.engine.sampler import RowSampler
 from quadriga.exits import ExitParams
 from quadriga.interfaces import PrefillChunk
+from quadriga.length_heads import counts_of
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.data import EncodedExample, pack
 from quadriga.types import SamplingParams, SequenceState
@@ -77,7 +79,9 @@ def test_prefill_and_decode_leave_the_states_that_training_gathers(
     assert asked is not None
     assert asked[0] == states
     said = torch.tensor([[p.mean, p.lower, p.upper] for p in asked[1]()])
-    expected = heads.predict(wanted[:, 1], CHECKPOINT.num_layers)[:, [0, 1, 3]]
+    # Each prompt's length, and the one token before that the state did not make.
+    counts = torch.tensor([counts_of(len(prompt), 1) for prompt in PROMPTS])
+    expected = heads.predict(wanted[:, 1], CHECKPOINT.num_layers, counts)[:, [0, 1, 3]]
     torch.testing.assert_close(said, expected, rtol=0.02, atol=0.5)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quadriga.engine import sampler
 from quadriga.engine.random import uniforms
 from quadriga.engine.sampler import RowSampler, invert_cdf, sample, token_logprobs
 from quadriga.types import SequenceState
@@ -159,6 +160,69 @@ def test_a_tiny_temperature_is_greedy() -> None:
     assert sample(logits.clone(), [row([1], temperature=1e-30)], 1)[0].token_id == int(
         logits.argmax()
     )
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-46, 1e-38])
+def test_a_temperature_that_a_float_cannot_hold_is_greedy(temperature: float) -> None:
+    for seed in range(4):
+        logits = logits_for(1, seed=seed)
+        drawn = sample(logits.clone(), [row([1], temperature=temperature, seed=seed)], 1)
+        assert drawn[0].token_id == int(logits.argmax())
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 5e-324, 1e-38])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_a_float_cannot_hold_prefers_what_was_seen(
+    penalty: float, temperature: float
+) -> None:
+    asked = row(
+        [7, 9],
+        [11],
+        repetition_penalty=penalty,
+        temperature=temperature,
+        min_tokens=3,
+        num_logprobs=2,
+    )
+    logits = torch.full((1, VOCAB), -1.0)
+    logits[0, [7, 9, 11]] = torch.tensor([3.0, 4.0, 2.0])
+    logits[0, EOS[0]] = 9.0
+    token = sample(logits, [asked], 1)[0]
+    assert token.token_id == 9, "of those seen, the most probable"
+    assert token.logprob is not None
+    assert token.logprob.logprob == pytest.approx(0.0)
+    assert all(math.isfinite(value) for _, value in token.logprob.top)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_alone_are_what_a_whole_sort_leaves(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties, cut-offs between them, and nuclei of nearly all tokens included."""
+    monkeypatch.setattr(sampler, "FIRST_RANKED", 4)
+    asked: list[dict[str, Any]] = [
+        {"top_p": 0.4}, {"top_p": 0.97}, {"top_p": 1e-9}, {"top_p": 1.0 - 1e-12},
+        {"top_k": 1}, {"top_k": 7}, {"top_k": 7, "top_p": 0.6}, {"top_k": 59, "top_p": 0.99},
+        {"min_p": 0.2, "top_p": 0.9}, {"min_p": 1.0, "top_k": 5}, {"min_p": 0.05}, {},
+    ]  # fmt: skip
+    rows = [row([1], temperature=1.0, **more) for more in asked]
+    logits = (logits_for(len(rows), seed=seed) * 2).round() / 2
+    scaled = logits - logits.max(dim=-1, keepdim=True).values
+    whole = sampler._truncate(scaled.clone(), rows)
+    monkeypatch.setattr(sampler, "WHOLE_SORT", 0)
+    assert torch.equal(sampler._truncate(scaled.clone(), rows), whole)
+
+
+def test_many_biases_cost_a_token_no_more_than_one() -> None:
+    """A request that names a thousand must not hold up the batch it is in."""
+    r = row([1], [4], logit_bias=tuple((i, 0.5 if i != 7 else 9.0) for i in range(VOCAB)))
+    logits = logits_for(1, seed=2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        processed = logits.clone()
+        r.process(processed[0])
+    assert sum(event.count for event in profiler.key_averages()) < VOCAB
+    wanted = logits + 0.5
+    wanted[0, 7] = logits[0, 7] + 9.0
+    torch.testing.assert_close(processed, wanted)
 
 
 def test_logprobs_are_of_the_processed_distribution() -> None:

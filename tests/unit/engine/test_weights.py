@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.engine.loading import load_weights
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.weights import INDEX_FILE, SINGLE_FILE, ModelWeights, load_weights
+from quadriga.engine.tensor_files import INDEX_FILE, SINGLE_FILE
+from quadriga.engine.weights import ModelWeights
 from quadriga.errors import ConfigError
 from tests.equivalence.models import build, save
 
@@ -139,7 +141,7 @@ import sys
 from pathlib import Path
 import torch
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.weights import load_weights
+from quadriga.engine.loading import load_weights
 
 def peak():
     status = Path("/proc/self/status").read_text()

@@ -123,6 +123,7 @@ class MortalCluster:
         self._numbers = itertools.count()
         self._turn = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._running: list[SequenceState] = []
         for role, count in ((Role.PREFILL, 2), (Role.DECODE, 3)):
             for _ in range(count):
                 self.spawn(role)
@@ -189,7 +190,14 @@ class MortalCluster:
         return []
 
     async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
-        return False
+        target = self.replicas[replica]
+        await target.answering()
+        state = next((s for s in self._running if s.sequence_id == sequence_id), None)
+        if state is None or not self._has(target, state):
+            return False
+        said, depths = list(state.output_ids), [8] * len(state.output_ids)
+        target.put(Emission(sequence_id, state.epoch, token_ids=said, exit_layers=depths))
+        return True
 
     async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         return await self.replicas[replica].poll(ack, timeout_s)
@@ -217,6 +225,7 @@ class MortalCluster:
         if any(s.sequence_id == state.sequence_id for s in self.submitted):
             self.num_doubled += 1
         self.submitted.append(replace(state, output_ids=list(state.output_ids)))
+        self._running.append(state)
         source.own.add(state.sequence_id)
         await self._turns(source)
         if not state.output_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -86,6 +87,30 @@ def test_a_hang_up_reaches_the_server(tmp_path: Path) -> None:
                 pass
             finally:
                 inner.close()
+
+
+def test_headers_that_do_not_come_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.haproxy.HEAD_S", 1)
+    front = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = tmp_path / "of serve's.cfg"
+        config.write_text(CONFIG.format(front=front, back=server.getsockname()[1]))
+        with haproxy(starter_script(tmp_path), config), connect(front) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n")
+            assert b" 408 " in client.recv(4096)
+
+
+def test_serves_template_has_the_line_that_the_script_looks_for() -> None:
+    found = importlib.util.find_spec("ray")
+    assert found is not None
+    assert found.origin is not None
+    template = Path(found.origin).parent / "serve" / "_private" / "haproxy_templates.py"
+    lines = template.read_text(encoding="utf-8").splitlines()
+    # Jinja writes the setting where the condition stands, at the begin of a line.
+    wanted = "    {% if config.timeout_client_s is not none %}timeout client "
+    assert any(line.startswith(wanted) for line in lines)
 
 
 def test_the_environment_names_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

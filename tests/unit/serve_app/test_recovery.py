@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import serve_app.front
 import serve_app.road
 from quadriga.config import load_config
 from quadriga.errors import Cancelled, DeadlineExceeded, MigrationFailed, QuadrigaError, ReplicaDied
-from quadriga.types import Emission, FinishReason, Role, SamplingParams
+from quadriga.types import Emission, FinishReason, Role, SamplingParams, SequenceState
 from serve_app.auth import ApiKeys
 from serve_app.front import FrontDesk
 from serve_app.models import ModelDirectory
@@ -57,10 +58,17 @@ async def desk_over(cluster: MortalCluster, **config: Any) -> AsyncIterator[Fron
         await cluster.close()
 
 
-def ask(desk: FrontDesk, number: int, max_tokens: int, *, deadline_s: float = 20.0) -> Session:
+def ask(
+    desk: FrontDesk,
+    number: int,
+    max_tokens: int,
+    *,
+    deadline_s: float = 20.0,
+    num_logprobs: int | None = None,
+) -> Session:
     now = time.time()
     prompt = Prompt([30 + number, 31, 32], "abc")
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=num_logprobs)
     return desk.open(
         GenerateSpec(
             f"r{number}", "quadriga-s", (prompt,), 1, sampling, (), False, 0, now, now + deadline_s
@@ -126,6 +134,77 @@ async def test_the_owner_dies_in_mid_stream() -> None:
         resumed = [len(s.output_ids) for s in cluster.submitted]
         assert resumed == sorted(resumed), "each goes on where the ingress was"
         assert [s.epoch for s in cluster.submitted] == sorted({s.epoch for s in cluster.submitted})
+
+
+class HastyCluster(MortalCluster):
+    """A prefill replica dies with the first token unsaid, when the decode replica has taken over.
+
+    That one says a few tokens and then waits for `may_end`.
+
+    Args:
+        announces: The ingress has heard where the sequence goes.
+
+    Attributes:
+        heir: The decode replica that took over; None before.
+    """
+
+    def __init__(self, *, announces: bool = True) -> None:
+        super().__init__()
+        self.heir: MortalReplica | None = None
+        self.may_end = asyncio.Event()
+        self._announces = announces
+
+    async def _arrive(self, source: MortalReplica, state: SequenceState) -> None:
+        if self.heir is not None:
+            await super()._arrive(source, state)
+            return
+        self.submitted.append(replace(state, output_ids=list(state.output_ids)))
+        self._running.append(state)
+        source.own.add(state.sequence_id)
+        self.heir = heir = self.of(Role.DECODE)[0]
+        if self._announces:
+            source.put(Emission(state.sequence_id, state.epoch, moved_to=heir.name))
+        await self._turns(source)  # the ingress hears of it
+        self._say(source, state)
+        source.own.discard(state.sequence_id)
+        heir.own.add(state.sequence_id)
+        state.epoch += 1
+        self.kill(source)
+        for _ in range(10):
+            self._say(heir, state)
+        await self.may_end.wait()
+        await self._decode(heir, state)
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0])
+async def test_the_prefill_replica_dies_with_the_first_token(num_logprobs: int | None) -> None:
+    """Nobody waits for the rest of the answer to hear its beginning."""
+    cluster = HastyCluster()
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 60, num_logprobs=num_logprobs)
+        (choice,) = session.choices
+        await until(lambda: len(choice.state.output_ids) > 5)
+        cluster.may_end.set()
+        await all_well(desk, cluster, [session])
+        # Log-probabilities are kept by nobody: they are computed again.
+        assert choice.num_rebuilds == (0 if num_logprobs is None else 1)
+        if num_logprobs is not None:
+            assert cluster.heir is not None
+            assert cluster.submitted[0].sequence_id in cluster.heir.cancelled
+
+
+async def test_an_heir_that_nobody_has_heard_of_does_not_run_on() -> None:
+    """It holds a slot for an answer that is being given elsewhere."""
+    cluster = HastyCluster(announces=False)
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 40)
+        await until(
+            lambda: (
+                cluster.heir is not None
+                and cluster.submitted[0].sequence_id in cluster.heir.cancelled
+            )
+        )
+        await all_well(desk, cluster, [session])
 
 
 async def test_the_prefill_replica_dies_before_the_first_token() -> None:
@@ -196,6 +275,27 @@ async def test_what_befell_the_replica_is_no_verdict(error: QuadrigaError) -> No
         replica.own.clear()
         replica.put(Emission(state.sequence_id, state.epoch, 0, error=error))
         await all_well(desk, cluster, [session])
+
+
+async def test_who_may_have_taken_over_unheard_is_told_to_end() -> None:
+    """The prefill replica got no answer and gave up: the decode replica runs it all the same."""
+    cluster = MortalCluster(gap=50)
+    heirs: list[MortalReplica] = []
+
+    def unanswered(at: str, source: MortalReplica, heir: MortalReplica) -> None:
+        if at == "committed":
+            heirs.append(heir)
+            if len(heirs) == 1:
+                first, error = cluster.submitted[0], MigrationFailed("it does not say")
+                source.put(Emission(first.sequence_id, first.epoch, 1, error=error))
+
+    cluster.on_move = unanswered
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 40)
+        await until(lambda: bool(heirs) and cluster.submitted[0].sequence_id in heirs[0].cancelled)
+        await all_well(desk, cluster, [session])
+        assert session.choices[0].num_rebuilds == 1
+        assert len(heirs) == 2
 
 
 Strikes = st.lists(
@@ -276,3 +376,20 @@ async def test_the_deadline_ends_a_rebuild() -> None:
         for replica in cluster.of(Role.PREFILL):
             replica.awake.set()
         await until(lambda: not any(r.own for r in cluster.replicas.values()))
+
+
+async def test_what_breaks_over_one_sequence_leaves_the_others_alone() -> None:
+    """They share the polls that bring their tokens."""
+    cluster = MortalCluster()
+    async with desk_over(cluster) as desk:
+        good, bad = ask(desk, 0, 60), ask(desk, 1, 60)
+        await until(lambda: bad.num_output_tokens > 3)
+
+        def broken(*_: Any) -> int:
+            raise KeyError("a bug")
+
+        bad.choices[0].accept = broken  # type: ignore[method-assign]
+        with pytest.raises(QuadrigaError, match="internal error"):
+            async with asyncio.timeout(5):
+                await read(bad)
+        await all_well(desk, cluster, [good])

@@ -72,6 +72,19 @@ def test_former_owners_are_ignored(choice: Choice) -> None:
     assert choice.state.output_ids == [40, 41]
 
 
+def test_an_epoch_has_one_speaker(choice: Choice) -> None:
+    """Who died may have taken over and spoken before the hand-off was made to another."""
+    choice.accept("p", Emission("s", 0, moved_to="dead"))
+    choice.accept("p", tokens(0, 40))
+    choice.accept("dead", tokens(1, 41, epoch=1))
+    choice.accept("p", Emission("s", 0, 1, moved_to="d"))
+    assert choice.accept("d", tokens(1, 51, 52, epoch=1)) == 0, "what it goes on from is not shown"
+    choice.accept("d", Emission("s", 1, 3, error=Cancelled("not wanted")))
+    assert choice.failure is choice.error is None
+    assert choice.state.output_ids == [40, 41]
+    assert choice.lose("dead"), "begun anew from what is shown"
+
+
 def test_the_ending_token_counts_and_is_not_shown(choice: Choice, model: ServedModel) -> None:
     ids = model.tokenizer.encode("ok")
     choice.accept("p", tokens(0, *ids, 0, finish=FinishReason.STOP))

@@ -91,3 +91,17 @@ def test_chat_template() -> None:
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path, "x")
+
+
+def test_tokens_without_text_are_not_decoded_for_ever() -> None:
+    """A model that goes on after its end token says it again and again."""
+    decoded: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return "".join(chr(i) for i in ids if i)
+
+    detokenizer = WindowDetokenizer(decode)
+    said = [ord("a"), *[0] * 500, ord("b"), ord("c"), *[0] * 40, ord("d")]
+    assert "".join([*map(detokenizer.push, said), detokenizer.flush()]) == "abcd"
+    assert max(decoded) <= 2 * MAX_PENDING_TOKENS

@@ -16,8 +16,8 @@ from quadriga.config import QuadrigaConfig
 from quadriga.engine.cuda import loading
 from quadriga.engine.cuda.loading import bytes_per_token, tokens_that_fit
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
+from quadriga.engine.loading import load_weights
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.weights import load_weights
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.exits import ExitSpec

@@ -1,0 +1,290 @@
+"""A hand-off that breaks: tried elsewhere, or ended here, so that its ingress begins it anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from actors import handoff_sender
+from actors.batches import BatchedCalls, CallBatcher
+from actors.handoff_receiver import HandoffReceiver
+from actors.handoff_sender import HandoffSender
+from actors.kv_feed import KVFeed, KVRange, StagingBudget
+from actors.prefill_handoff import Line, PrefillHandoff
+from quadriga.batching.handoff import LeaseState
+from quadriga.clock import SystemClock
+from quadriga.config import load_config
+from quadriga.errors import (
+    KVCacheExhausted,
+    KVTransportError,
+    MigrationFailed,
+    QuadrigaError,
+    ReplicaDied,
+    ReplicaError,
+)
+from quadriga.types import (
+    DepthClass,
+    KVPart,
+    PlaceRequest,
+    ReplicaInfo,
+    ResumePoint,
+    Role,
+    SamplingParams,
+    SequenceState,
+    TransferOffer,
+    Wishes,
+)
+
+CLASS = DepthClass("m", 2)
+KV = torch.ones(2, 2, 1, 2, 4)
+
+
+def replica(failure: Exception, ends: list[QuadrigaError]) -> Any:
+    """A prefill replica whose hand-offs fail, as far as they look at it."""
+
+    async def place(*_: Any, **__: Any) -> str:
+        return "d0"
+
+    async def reserve(*_: Any, **__: Any) -> None:
+        raise failure
+
+    return SimpleNamespace(
+        name="p0",
+        clock=SystemClock(),
+        config=load_config({}),
+        wishes=Wishes(),
+        line=Line(),
+        is_scheduler_away=False,
+        calls=SimpleNamespace(call=place),
+        sender=SimpleNamespace(reserve=reserve),
+        spec=SimpleNamespace(engine=SimpleNamespace(depth_class=CLASS)),
+        engine=SimpleNamespace(is_ready=False),
+        metrics=SimpleNamespace(handoff_failed=lambda code: None),
+        report_death=lambda peer: None,
+        failed=lambda state, error: ends.append(error),
+    )
+
+
+def a_state(*, deadline_s: float) -> SequenceState:
+    now_s = SystemClock().unix_s()
+    return SequenceState(
+        "s", "r", "m", [1, 2], SamplingParams(max_tokens=4), "i", now_s, now_s + deadline_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "deadline_s"),
+    [
+        (TypeError("a bug"), ReplicaError.default_code, 20.0),
+        (ReplicaDied("d0 died"), "migration_failed", 20.0),
+        (KVCacheExhausted("no room"), "deadline_exceeded", 0.05),
+    ],
+)
+async def test_whatever_breaks_is_told(failure: Exception, code: str, deadline_s: float) -> None:
+    ends: list[QuadrigaError] = []
+    feed = KVFeed(StagingBudget(), 1)
+    await PrefillHandoff(replica(failure, ends), a_state(deadline_s=deadline_s), feed).run()
+    (error,) = ends
+    assert error.code == code
+    assert not feed.wants_copies, "nothing more is staged"
+
+
+Fate = Literal["dies", "is_lost", "is_answer_lost", "is_refused"]
+"""What becomes of a call. The answer alone is lost where it has taken effect."""
+
+
+class Peer(BatchedCalls):
+    """A decode replica that takes everybody, and the host of its own rows.
+
+    Args:
+        fates: Of the calls to it that go wrong, by method.
+
+    Attributes:
+        joined: Epochs of the sequences that run here.
+    """
+
+    BATCHED = frozenset({"reserve", "commit"})
+
+    def __init__(self, name: str, fates: dict[str, Fate]) -> None:
+        self.name = name
+        self.fates = fates
+        self.joined: list[int] = []
+        self.receiver = HandoffReceiver(CLASS, self, SystemClock(), ["local"])
+
+    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+        await self.receiver.reserve(offer)
+        return ReplicaInfo(self.name, Role.DECODE, CLASS, "", self.name, 8, 512)
+
+    async def commit(
+        self,
+        transfer_id: str,
+        state: SequenceState,
+        checksums: Sequence[int],
+        resume: ResumePoint | None,
+    ) -> None:
+        await self.receiver.commit(transfer_id, state, checksums, resume)
+
+    async def abort(self, transfer_id: str) -> LeaseState | None:
+        return await self.receiver.abort(transfer_id)
+
+    async def reserve_row(self, *_: Any) -> int:
+        return 0
+
+    async def release_row(self, sequence_id: str) -> None:
+        pass
+
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
+        self.joined.append(state.epoch)
+
+    def write_kv(self, *_: Any) -> None:
+        pass
+
+
+class Prefill:
+    """A prefill replica and two decode replicas, "a" before "b", that answer as they are told.
+
+    Attributes:
+        ends: Errors that sequences ended in here.
+        owners: Who took them over, as far as this replica knows.
+        cancelled: Replicas that were told to end one.
+        asked: Set at the first commit.
+    """
+
+    name = "local"
+
+    def __init__(self, fates: dict[str, Fate], *, deadline_s: float = 0.1) -> None:
+        self.peers = {"a": Peer("a", fates), "b": Peer("b", {})}
+        self.ends: list[QuadrigaError] = []
+        self.owners: list[str] = []
+        self.cancelled: list[str] = []
+        self.asked = asyncio.Event()
+        self.replica = replica(ReplicaError(""), self.ends)
+        config = load_config({"transport": {"deadline_s": deadline_s}})
+        transport: Any = self
+        self.replica.config = config
+        self.replica.engine.call = self.read_kv
+        self.replica.calls = SimpleNamespace(call=self.place)
+        self.replica.sender = HandoffSender(
+            "p0", transport, CallBatcher(self.call), config.transport
+        )
+        self.replica.metrics.handed_off = lambda *_: None
+        self.replica.remember_peer = lambda _: None
+        self.replica.emit = lambda *_, **__: None
+        self.replica.handed_off = lambda _, peer: self.owners.append(peer)
+        self.replica.cancel_at = lambda peer, _: self.cancelled.append(peer)
+
+    async def hand_off(self) -> None:
+        """As after the first token of a prompt of two."""
+        state = a_state(deadline_s=20.0)
+        state.output_ids.append(7)
+        feed = KVFeed(StagingBudget(), 1)
+        feed.add(KVRange(0, 2, 0, 2), KV)
+        handoff = PrefillHandoff(self.replica, state, feed)
+        handoff.prompt_done()
+        await handoff.run()
+
+    async def place(
+        self, scheduler: str, method: str, request: PlaceRequest, *, timeout_s: float
+    ) -> str:
+        return next(name for name in self.peers if name not in request.exclude)
+
+    async def read_kv(self, _: object) -> torch.Tensor:
+        return KV
+
+    async def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
+        peer, what = self.peers[name], args[0] if method == "call_many" else method
+        fate = peer.fates.get(what)
+        if fate == "dies":
+            raise ReplicaDied(f"{name} died")
+        if fate == "is_refused":
+            raise MigrationFailed("no")
+        answer = None if fate == "is_lost" else await getattr(peer, method)(*args)
+        if what == "commit":
+            self.asked.set()
+        if fate is not None:
+            raise ReplicaError("no answer", code="timeout")
+        return answer
+
+    # The transport
+
+    async def send(self, name: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
+        peer = self.peers[name]
+        if "send" in peer.fates:
+            raise KVTransportError("it did not arrive")
+        peer.receiver.accept("p0", part)
+        peer.receiver.store("p0", part, kv)
+
+    async def abort(self, name: str, transfer_id: str) -> None:
+        pass
+
+
+async def handed_off(
+    monkeypatch: pytest.MonkeyPatch, fates: dict[str, Fate]
+) -> tuple[Prefill, tuple[list[int], ...]]:
+    """Hand a sequence off where calls to "a" fail so. Also: what runs at "a" and at "b"."""
+    prefill = Prefill(fates)
+    monkeypatch.setattr(handoff_sender, "call", prefill.call)
+    await prefill.hand_off()
+    return prefill, tuple(peer.joined for peer in prefill.peers.values())
+
+
+@pytest.mark.parametrize("commit", ["is_answer_lost", "is_lost"])
+async def test_what_may_run_somewhere_is_tried_nowhere_else(
+    commit: Fate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither commit nor abort was answered: under this name it must not run twice."""
+    prefill, (at_a, at_b) = await handed_off(monkeypatch, {"commit": commit, "abort": "is_lost"})
+    assert at_a == ([1] if commit == "is_answer_lost" else [])
+    assert at_b == []
+    (error,) = prefill.ends
+    assert isinstance(error, MigrationFailed), "which its ingress answers by beginning it anew"
+    assert prefill.cancelled == [], "the ingress may have heard of it from there, and go on so"
+
+
+@pytest.mark.parametrize(
+    "fates",
+    [
+        {"commit": "is_lost"},
+        {"commit": "is_refused"},
+        {"commit": "dies", "abort": "dies"},
+        {"send": "is_refused", "abort": "is_lost"},
+    ],
+    ids=["aborted", "refused", "dead", "never_asked"],
+)
+async def test_what_runs_nowhere_is_tried_elsewhere(
+    fates: dict[str, Fate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, at_peers = await handed_off(monkeypatch, fates)
+    assert at_peers == ([], [1])
+    assert (prefill.owners, prefill.ends) == (["b"], [])
+
+
+async def test_a_commit_that_only_the_abort_tells_of_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill, at_peers = await handed_off(monkeypatch, {"commit": "is_answer_lost"})
+    assert at_peers == ([1], [])
+    assert (prefill.owners, prefill.ends) == (["a"], [])
+
+
+@pytest.mark.parametrize("abort", [None, "is_lost"])
+async def test_what_is_cancelled_here_is_cancelled_where_it_may_run(
+    abort: Fate | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fates: dict[str, Fate] = {"commit": "is_answer_lost"}
+    prefill = Prefill(fates if abort is None else fates | {"abort": abort}, deadline_s=20.0)
+    monkeypatch.setattr(handoff_sender, "call", prefill.call)
+    task = asyncio.create_task(prefill.hand_off())
+    await prefill.asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(2.0):
+        while not prefill.cancelled:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+    assert prefill.cancelled == ["a"]

@@ -1,0 +1,73 @@
+"""Every call is counted once, as what it ended in, however its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from quadriga.metrics import parse_exposition
+from serve_app.auth import ApiKeys
+from serve_app.grpc_door import GrpcDoor
+from serve_app.http import HttpDoor
+from tests.unit.serve_app.conftest import MakeStand, Stand
+from tests.unit.serve_app.test_front import until
+from tests.unit.serve_app.test_grpc_door import Context, wants
+
+KEYS = ApiKeys.of(["secret"], is_http_open=True)
+
+
+async def counted(stand: Stand, door: str) -> dict[str, float]:
+    series = parse_exposition((await stand.desk.metrics_page()).decode())
+    begin = "quadriga_requests_total{"
+    return {
+        key.split('code="')[1].split('"')[0]: value
+        for key, value in series.items()
+        if key.startswith(begin) and f'door="{door}"' in key
+    }
+
+
+async def test_grpc_calls_whose_client_left(make_stand: MakeStand) -> None:
+    gate = asyncio.Event()
+    stand = await make_stand(keys=KEYS, gate=gate)
+    door = GrpcDoor(stand.desk)
+    stream = door.generate(wants(), Context())
+    await anext(stream)
+    await stream.aclose()
+    await until(lambda: stand.cluster.num_held == 0)
+    once = asyncio.create_task(door.generate_once(wants(), Context()))
+    await until(lambda: bool(stand.cluster.decode.held))
+    once.cancel()
+    await asyncio.wait({once})
+    assert await counted(stand, "grpc") == {"CANCELLED": 2}
+    gate.set()
+    assert [m async for m in door.generate(wants(), Context())]
+    await door.generate_once(wants(), Context())
+    assert await counted(stand, "grpc") == {"CANCELLED": 2, "OK": 2}
+
+
+async def test_an_http_call_that_is_cancelled_before_its_answer(make_stand: MakeStand) -> None:
+    """As Serve does with a request whose client is gone."""
+    stand = await make_stand(gate=asyncio.Event())
+    app: Any = HttpDoor(stand.desk).application()
+    body = json.dumps({"model": "quadriga-s", "prompt": "hi"}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        return await asyncio.Event().wait()  # type: ignore[return-value]  # never returns
+
+    async def send(message: Any) -> None:
+        raise AssertionError("nothing is there to be said")
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"",
+        "query_string": b"", "headers": [], "root_path": "", "scheme": "http",
+    }  # fmt: skip
+    call = asyncio.create_task(app(scope, receive, send))
+    await until(lambda: bool(stand.cluster.decode.held))
+    call.cancel()
+    await asyncio.wait({call})
+    await until(lambda: stand.cluster.num_held == 0)
+    assert await counted(stand, "http") == {"499": 1}

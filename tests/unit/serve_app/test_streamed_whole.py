@@ -1,0 +1,66 @@
+"""A stream, put together, is the whole answer: text, log-probabilities, ends and usage."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.hostile import tried
+from tests.unit.serve_app.conftest import MakeStand, Stand
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "prompt": st.sampled_from(["hi", ["hi", "sort: 3 1"], [5, 6, 7], [[5], [6, 7, 8]]]),
+        "n": st.integers(1, 3),
+        "max_tokens": st.integers(0, 30),
+        "echo": st.booleans(),
+        "logprobs": st.sampled_from([None, 0, 2]),
+        "stop": st.sampled_from([None, "wör", "é", "😀 and", ["more", "12"], "Hello"]),
+        "return_token_ids": st.booleans(),
+        "stream_options": st.sampled_from([None, {"include_usage": True}]),
+    }
+).filter(lambda o: o["echo"] or o["max_tokens"])
+
+
+def put_together(events: bytes) -> tuple[dict[int, dict[str, Any]], dict[str, Any] | None]:
+    """Choices by index, and the usage, of a stream that ended well."""
+    lines = [line.removeprefix("data: ") for line in events.decode().split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for chunk in map(json.loads, lines):
+        usage = chunk.get("usage") or usage
+        for new in chunk["choices"]:
+            choice = choices.setdefault(new["index"], {"text": "", "logprobs": None})
+            assert choice.get("finish_reason") is None, "nothing comes after the end"
+            choice["text"] += new["text"]
+            choice["finish_reason"] = new["finish_reason"]
+            if "token_ids" in new:
+                choice.setdefault("token_ids", []).extend(new["token_ids"])
+            if new["logprobs"] is not None:
+                table = choice["logprobs"] or {key: [] for key in new["logprobs"]}
+                choice["logprobs"] = {k: table[k] + v for k, v in new["logprobs"].items()}
+    return choices, usage
+
+
+@pytest_asyncio.fixture(params=[1, 5])
+async def stand(make_stand: MakeStand, request: pytest.FixtureRequest) -> Stand:
+    return await make_stand(tokens_per_step=request.param)
+
+
+@tried(60)
+@given(options=OPTIONS)
+async def test_a_stream_put_together_is_the_whole(stand: Stand, options: dict[str, Any]) -> None:
+    asked = {k: v for k, v in options.items() if v is not None and k != "stream_options"}
+    whole = (await stand.complete(**asked)).json()
+    streamed = await stand.complete(**asked, stream=True, stream_options=options["stream_options"])
+    choices, usage = put_together(streamed.content)
+    assert sorted(choices) == [choice["index"] for choice in whole["choices"]]
+    for choice in whole["choices"]:
+        assert choices[choice.pop("index")] == choice
+    assert usage == (whole["usage"] if options["stream_options"] else None)
