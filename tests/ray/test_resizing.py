@@ -223,17 +223,22 @@ def test_strict_sequences_go_where_the_layers_are(resizing: App) -> None:
     ingress.finish(*strict, timeout_s=100.0)
     assert [s.error for s in strict] == [None] * 4
 
-    resize(first, 4)
-    resize(second, 4)
-    moved = call(controller_name(app.name), "history")["counters"]["escalated"]
-    again = [submit(ingress, STRICT, seed, 300) for seed in range(4)]
-    ingress.finish(*again, timeout_s=100.0)
-    assert [s.error for s in again] == [None] * 4
-    assert [s.token_ids for s in again] == [s.token_ids for s in strict]
-    history = call(controller_name(app.name), "history")
-    escalated = history["counters"]["escalated"] - moved
-    # The first move of each is the one from the prefill replica.
-    assert escalated == sum(len(s.moved_to) - 1 for s in again) > 0
+    for _ in range(5):
+        resize(first, 4)
+        resize(second, 4)
+        moved = call(controller_name(app.name), "history")["counters"]["escalated"]
+        again = [submit(ingress, STRICT, seed, 300) for seed in range(4)]
+        ingress.finish(*again, timeout_s=100.0)
+        assert [s.error for s in again] == [None] * 4
+        assert [s.token_ids for s in again] == [s.token_ids for s in strict]
+        history = call(controller_name(app.name), "history")
+        escalated = history["counters"]["escalated"] - moved
+        # The first move of each is the one from the prefill replica.
+        assert escalated == sum(len(s.moved_to) - 1 for s in again)
+        # The controller may have had the layers loaded at once, for those that came before.
+        if escalated:
+            break
+    assert escalated > 0
     app.until_idle(5.0)
 
 
