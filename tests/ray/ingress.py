@@ -75,7 +75,7 @@ class Stream:
             self._follow(emission, sender)
             return
         # A new owner's tokens may overtake the old one's last: they come by different polls.
-        newest = max(self.epochs, default=emission.epoch)
+        newest = max(self.epochs, default=-1)
         is_former_owner = emission.epoch < newest
         if emission.epoch > newest:
             self.replica, self.orphaned = sender, None

@@ -128,19 +128,23 @@ def test_what_is_refused(moving: App) -> None:
 
 @pytest.mark.timeout(120)
 def test_one_move_of_a_sequence_at_a_time_and_few_of_all(moving: App) -> None:
-    mover, streams = submit(moving, NUM_STREAMS, num_output=150)
-    ingress = mover.ingress
-    until_speaking(ingress, streams)
-    source = streams[0].replica
-    here = [s for s in streams if s.replica == source]
-    other = next(name for name in mover.replicas if name != source)
-    for stream in (*here, *here):
-        mover.start(stream, other)
-    mover.wait()
-    ingress.finish(*streams)
-    assert [s.error for s in streams] == [None] * NUM_STREAMS
+    for _ in range(5):
+        mover, streams = submit(moving, NUM_STREAMS, num_output=400)
+        ingress = mover.ingress
+        until_speaking(ingress, streams)
+        source = streams[0].replica
+        here = [s for s in streams if s.replica == source]
+        other = next(name for name in mover.replicas if name != source)
+        for stream in (*here, *here):
+            mover.start(stream, other)
+        mover.wait()
+        ingress.finish(*streams)
+        assert [s.error for s in streams] == [None] * NUM_STREAMS
+        num_refused = mover.reasons["refused under_way"] + mover.reasons["refused busy"]
+        if mover.outcomes["moved"] and num_refused:  # else they were over before their turn came
+            break
     assert mover.outcomes["moved"] >= 1
-    assert mover.reasons["refused under_way"] + mover.reasons["refused busy"] >= 1
+    assert num_refused >= 1
     moving.until_idle(5.0)
 
 
