@@ -22,6 +22,7 @@ from quadriga.policies.helios import (
     OrderDone,
     OrderFailed,
     Output,
+    Phase,
     RequestFinished,
     RequestStarted,
     Resize,
@@ -189,3 +190,20 @@ def with_scout(num_decode: int = 2, start: DepthClass = S24, **config: Any) -> C
     machine = Helios([SMALL, LARGE], HeliosConfig(**config), Device(value_bytes=2))
     fleet = {f"decode-{i}": decode(start) for i in range(num_decode)}
     return Cluster(machine, fleet | {"scout": decode(start)}, frozenset({"scout"}))
+
+
+def serve(cluster: Cluster, count: int, depth_class: DepthClass) -> None:
+    for _ in range(count):
+        cluster.tell(finished(depth_class))
+
+
+def chosen(cluster: Cluster) -> Cluster:
+    """Past the first profile: everything holds what was chosen."""
+    cluster.tick()
+    while cluster.machine.status().phase is Phase.PROFILE:
+        if cluster.order is not None:
+            cluster.done()
+        else:
+            cluster.profile()
+    cluster.settle()
+    return cluster

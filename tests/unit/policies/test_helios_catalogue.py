@@ -9,7 +9,7 @@ import pytest
 
 from quadriga.catalogue.records import CatalogueModel, DepthRecord
 from quadriga.config import HeliosConfig
-from quadriga.policies.helios import Device, Helios, HistoryTable, Keep, Phase
+from quadriga.policies.helios import Device, Helios, HistoryTable, Keep
 from quadriga.policies.helios.plans import Planner
 from quadriga.policies.helios.work import recorded_exits, steadied
 from quadriga.types import DepthClass
@@ -20,8 +20,10 @@ from tests.unit.policies.helios_harness import (
     S24,
     SMALL,
     Cluster,
+    chosen,
     decode,
     finished,
+    serve,
 )
 
 TOKENS = 1000
@@ -113,23 +115,6 @@ def test_times_are_steadied_by_the_record_and_one_speed_for_all() -> None:
     assert at_six.tpot_s == pytest.approx(whole.tpot_s * ratio, rel=0.01)
 
 
-def served(cluster: Cluster, depth_class: DepthClass, count: int) -> None:
-    for _ in range(count):
-        cluster.tell(finished(depth_class))
-
-
-def settled(cluster: Cluster) -> Cluster:
-    """Through an assessment, until what was chosen serves."""
-    cluster.tick()
-    while cluster.machine.status().phase is Phase.PROFILE:
-        if cluster.order is not None:
-            cluster.done()
-        else:
-            cluster.profile()
-    cluster.settle()
-    return cluster
-
-
 def pair(*models: CatalogueModel, **config: Any) -> Cluster:
     config = {"scout": False, "reassess_requests": 10, "dwell_loads": 0.0} | config
     machine = Helios(list(models), HeliosConfig(**config), Device(value_bytes=2))
@@ -139,16 +124,16 @@ def pair(*models: CatalogueModel, **config: Any) -> Cluster:
 def test_a_model_that_cannot_win_is_profiled_at_first_and_then_now_and_then() -> None:
     """Nine layers of the large one take longer than the small one whole."""
     slow = known(LARGE, (0.736, 0.784), (20.0, 30.0, 60.0))
-    cluster = settled(pair(SMALL_KNOWN, slow))
+    cluster = chosen(pair(SMALL_KNOWN, slow))
     assert cluster.machine.status().counters.profiles == 2, "all of them at first"
     assert cluster.machine.status().target == S6
     profiled = []
     for _ in range(5):
         before = cluster.machine.status().counters.profiles
         cluster.outputs.clear()
-        served(cluster, S6, 10)
+        serve(cluster, 10, S6)
         said = [o.reason for o in cluster.outputs if isinstance(o, Keep)]
-        settled(cluster)
+        chosen(cluster)
         profiled.append(cluster.machine.status().counters.profiles - before)
         if profiled[-1] == 1:
             assert any("opt-6.7b is not profiled: with all tokens at its first" in s for s in said)
@@ -163,10 +148,10 @@ def test_a_model_that_cannot_win_is_profiled_at_first_and_then_now_and_then() ->
     ],
 )
 def test_a_model_that_might_win_is_profiled_every_time(models: tuple[CatalogueModel, ...]) -> None:
-    cluster = settled(pair(*models))
+    cluster = chosen(pair(*models))
     before = cluster.machine.status().counters.profiles
     target = cluster.machine.status().target
     assert target is not None
-    served(cluster, target, 10)
-    settled(cluster)
+    serve(cluster, 10, target)
+    chosen(cluster)
     assert cluster.machine.status().counters.profiles == before + 2

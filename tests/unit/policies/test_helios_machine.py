@@ -30,27 +30,12 @@ from tests.unit.policies.helios_harness import (
     SMALL,
     Cluster,
     alone,
+    chosen,
     decode,
     finished,
+    serve,
     with_scout,
 )
-
-
-def serve(cluster: Cluster, count: int, depth_class: DepthClass) -> None:
-    for _ in range(count):
-        cluster.tell(finished(depth_class))
-
-
-def chosen(cluster: Cluster) -> Cluster:
-    """Past the first profile: everything holds what was chosen."""
-    cluster.tick()
-    while cluster.machine.status().phase is Phase.PROFILE:
-        if cluster.order is not None:
-            cluster.done()
-        else:
-            cluster.profile()
-    cluster.settle()
-    return cluster
 
 
 def test_a_whole_life_on_one_replica() -> None:
