@@ -21,7 +21,7 @@ from loadgen.paper.length_encoder import (
     train_encoder,
 )
 from quadriga.batching.lengths import NEW_SHARE
-from quadriga.training.length import QUANTILES, SAMPLE_EVERY, LengthData, apply, train_head
+from quadriga.training.length import QUANTILES, SAMPLE_EVERY, LengthData, apply, train_head_at
 from quadriga.training.tokenizer import build_tokenizer
 
 BATCHES = (1, 10)
@@ -79,13 +79,7 @@ def hold(
     """Train what is trained, and ask everybody about the test part."""
     train, validation, test = parts
     inputs = data.inputs(-1)
-    head = train_head(
-        inputs[train],
-        data.remaining[train],
-        inputs[validation],
-        data.remaining[validation],
-        seed=seed,
-    )
+    head = train_head_at(data, -1, train, validation, seed=seed)
     said = apply(head, inputs)
     parameters = sum(t.numel() for t in head.values())
     latency_s = {n: timed(lambda n=n: apply(head, inputs[:n])) for n in BATCHES}  # type: ignore[misc]

@@ -9,10 +9,26 @@ import torch
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.tensor_files import CPU, TensorFiles
 from quadriga.engine.weights import Affine, Head, KVMap, LayerWeights, ModelWeights
+from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
 
 _OPT = "model.decoder"
+
+
+def load_spec(spec: EngineSpec, config: ModelConfig, *, device: torch.device = CPU) -> ModelWeights:
+    """Read the weights that an engine needs; see `load_weights`."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return load_weights(
+        spec.checkpoint.path,
+        config,
+        spec.depth,
+        dtype,
+        spec.row_capacity_tokens,
+        spec.checkpoint.exits,
+        fitted_maps=spec.skipped_kv == "linear",
+        device=device,
+    )
 
 
 def load_weights(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quadriga.engine.kv_cache import RowKVCache
-from quadriga.engine.loading import load_weights
+from quadriga.engine.loading import load_spec
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import Decoder
 from quadriga.engine.row_states import MappedStates
@@ -31,15 +31,7 @@ def load_rows(spec: EngineSpec, config: ModelConfig) -> RowEngine:
         ConfigError: The checkpoint or the spec cannot be served.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    weights = load_weights(
-        spec.checkpoint.path,
-        config,
-        spec.depth,
-        dtype,
-        spec.row_capacity_tokens,
-        spec.checkpoint.exits,
-        fitted_maps=spec.skipped_kv == "linear",
-    )
+    weights = load_spec(spec, config)
     cache = RowKVCache(
         num_layers=spec.depth,
         num_rows=spec.num_rows,

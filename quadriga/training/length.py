@@ -174,22 +174,30 @@ def train_heads(
     figures: dict[str, Any] = {}
     num_layers = len(WIDTHS) + 1
     for index, depth in enumerate(data.depths):
-        inputs = data.inputs(index)
-        head = train_head(
-            inputs[train],
-            data.remaining[train],
-            inputs[validation],
-            data.remaining[validation],
-            seed=seed,
-        )
+        head = train_head_at(data, index, train, validation, seed=seed)
         tensors |= {f"length.{depth}.{name}": value for name, value in head.items()}
-        outputs = apply(head, inputs[test])
+        outputs = apply(head, data.inputs(index)[test])
         figures[str(depth)] = measure(outputs, data.generated[test], data.remaining[test])
         report(
             f"behind {depth} layers: MAE {figures[str(depth)]['mae']:.2f} tokens on the test part"
         )
     spec = LengthHeadSpec(data.depths, num_layers, QUANTILES, has_counts=True)
     return spec, tensors, figures
+
+
+def train_head_at(
+    data: LengthData, index: int, train: Tensor, validation: Tensor, *, seed: int
+) -> dict[str, Tensor]:
+    """Train the head behind one exit on parts of the data.
+
+    Args:
+        index: Of the exit, among `data.depths`.
+        train, validation: [n], of the samples.
+    """
+    inputs, remaining = data.inputs(index), data.remaining
+    return train_head(
+        inputs[train], remaining[train], inputs[validation], remaining[validation], seed=seed
+    )
 
 
 def train_head(

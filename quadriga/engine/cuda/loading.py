@@ -13,7 +13,7 @@ from quadriga.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.paged_states import PagedStates
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
-from quadriga.engine.loading import load_weights
+from quadriga.engine.loading import load_spec
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.skipped_kv import SkippedKVStore
 from quadriga.engine.weights import ModelWeights
@@ -66,7 +66,7 @@ def load_paged(
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
     attention = choose_attention(spec.attention, config, dtype, device)
-    weights = _load_weights(spec, config, dtype, device)
+    weights = _load_weights(spec, config, device)
     if device.type == "cuda":
         spec = _fit(spec, config, device)
     ends = (*spec.exits.layers, spec.depth)
@@ -121,20 +121,9 @@ def load_paged(
     return PagedEngine(spec, decoder, cache, skipped)
 
 
-def _load_weights(
-    spec: EngineSpec, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> ModelWeights:
+def _load_weights(spec: EngineSpec, config: ModelConfig, device: torch.device) -> ModelWeights:
     try:
-        return load_weights(
-            spec.checkpoint.path,
-            config,
-            spec.depth,
-            dtype,
-            spec.row_capacity_tokens,
-            spec.checkpoint.exits,
-            fitted_maps=spec.skipped_kv == "linear",
-            device=device,
-        )
+        return load_spec(spec, config, device=device)
     except torch.OutOfMemoryError as exc:
         free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
