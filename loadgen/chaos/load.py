@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -59,6 +60,12 @@ class Answer:
     def num_rebuilds(self) -> int:
         """How often it was begun anew, as its usage says."""
         return int((self.verdict.extension or {}).get("rebuilds", 0))
+
+    @property
+    def first_token_s(self) -> float:
+        """When its first token came; infinite where none did."""
+        choices = self.verdict.choices
+        return choices[0].writes[0].time_s if choices and choices[0].writes else math.inf
 
     def longest_silence_s(self, since_s: float) -> float:
         """The longest time without a token that ended after `since_s`."""

@@ -13,7 +13,7 @@ from loadgen import provenance
 from loadgen.chaos.cells import Cell
 from loadgen.chaos.verdicts import CellResult
 
-COUNTS = ("runs", "streams", "rebuilt", "lost", "duplicated", "differing", "hung")
+COUNTS = ("runs", "streams", "waiting", "rebuilt", "lost", "duplicated", "differing", "hung")
 
 
 def table(results: Sequence[CellResult]) -> Table:

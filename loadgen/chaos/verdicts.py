@@ -18,6 +18,7 @@ class CellResult:
 
     Attributes:
         streams: How many were under way.
+        waiting: How many of them had no token yet when the blow was struck.
         rebuilt: How many of them were begun anew.
         lost: Ended without all of their tokens.
         duplicated: Got a token twice.
@@ -31,6 +32,7 @@ class CellResult:
     cell: Cell
     runs: int = 0
     streams: int = 0
+    waiting: int = 0
     rebuilt: int = 0
     lost: int = 0
     duplicated: int = 0
@@ -52,6 +54,7 @@ class CellResult:
         self.runs += 1
         for answer in answers:
             self.streams += 1
+            self.waiting += answer.first_token_s > struck_s
             kinds = {fault.kind for fault in answer.verdict.faults}
             if not answer.is_ok:
                 self.faults += [str(f) for f in answer.verdict.faults[:2]]

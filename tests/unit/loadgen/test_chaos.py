@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from loadgen.bench.process_cpu import service_processes
+from loadgen.chaos import strike
 from loadgen.chaos.cells import QUICK, Cell, Fault, Moment, Victim
 from loadgen.chaos.load import Answer, make_streams
 from loadgen.chaos.report import summary
@@ -19,6 +21,7 @@ from loadgen.checker.verdict import Choice, FaultKind, Write
 from loadgen.wire.capture import Capture, Transport
 
 CELL = Cell(Fault.KILL, Moment.MID_STREAM, Victim.DECODE)
+EARLY = Cell(Fault.STOP, Moment.BEFORE_FIRST_TOKEN, Victim.PREFILL)
 WANTED = [5, 6, 7, 8]
 
 
@@ -60,6 +63,36 @@ def test_every_fault_has_its_column(one: Answer, column: str) -> None:
     assert counts == dict.fromkeys(counts, 0) | {column: 1}
     assert not result.is_ok
     assert result.faults
+
+
+def test_who_waited_for_a_first_token_is_counted() -> None:
+    late = answer()
+    late.verdict.choices[0].writes = [Write(2.0, 1)]
+    silent = answer(FaultKind.LENGTH)
+    silent.verdict.choices = [Choice()]
+    assert judged(answer(), late, silent).waiting == 2
+
+
+@pytest.mark.parametrize(
+    ("waiting", "cell", "runs", "is_ok"),
+    [
+        ([0, 0, 3], EARLY, 3, True),
+        ([0] * strike.MAX_ATTEMPTS, EARLY, strike.MAX_ATTEMPTS, False),
+        ([0], CELL, 1, True),
+    ],
+)
+def test_a_blow_that_came_too_late_is_struck_again(
+    waiting: list[int], cell: Cell, runs: int, is_ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = CellResult(cell)
+
+    async def run_once(*args: Any) -> None:
+        result.waiting += waiting[result.runs]
+        result.runs += 1
+
+    monkeypatch.setattr(strike, "_run_once", run_once)
+    asyncio.run(strike.run_cell(None, None, [], [], result, None))  # type: ignore[arg-type]
+    assert (result.runs, result.is_ok) == (runs, is_ok)
 
 
 def test_recovery_is_the_longest_silence_after_the_blow() -> None:
