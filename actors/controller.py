@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayError
-
 from actors import kept
 from actors.calls import call, get_actor, restart
 from actors.evacuation import LeavingNodes
@@ -29,6 +27,7 @@ from actors.lifecycle import (
     parse_replica_name,
     scheduler_name,
 )
+from actors.metrics_page import MetricsPage
 from actors.placement import abandoned_groups, cluster_hardware, living_replicas, remove
 from actors.tasks import background
 from actors.termination import die_on_sigterm
@@ -37,7 +36,6 @@ from quadriga.clock import SystemClock
 from quadriga.config import LoggingConfig, QuadrigaConfig, load_config
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.logs import configure_logging
-from quadriga.metrics import MetricsHub
 from quadriga.pacing import find_profile
 from quadriga.resolve import Deployment, Hardware, ReplicaSpec, resolve
 from quadriga.types import AutoReport, Role
@@ -48,7 +46,6 @@ TICK_S = 1.0
 CALL_TIMEOUT_S = 2.0
 SCHEDULER_SILENCE_S = 20.0
 """The scheduler is restarted when it has answered nothing for this long."""
-KEEP_METRICS_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +75,8 @@ class Controller:
         self._first_config = config
         self._clock = SystemClock()
         self._heard_s = self._clock.now_s()
-        self._hub = MetricsHub()
+        self._page = MetricsPage(app, self._clock)
         self._metrics = FleetMetrics(app)
-        self._hub_is_restored = asyncio.Event()
-        self._saving = asyncio.Lock()
-        self._kept_s = self._clock.now_s()
         self._scheduler_heard_s = self._clock.now_s()
         self._ingresses = IngressWatch()
         self._wake = asyncio.Event()
@@ -133,18 +127,13 @@ class Controller:
 
     async def push_metrics(self, source: str, families: bytes) -> None:
         """Take a process's metrics, as `quadriga.metrics.Registry.snapshot` packs them."""
-        self._hub.push(source, families, now_s=self._clock.now_s())
+        self._page.push(source, families)
 
     async def metrics(self) -> bytes:
-        """All processes' metrics as one Prometheus page.
-
-        What it shows is kept first, so that no counter falls when this process dies thereafter.
-        """
-        await self._hub_is_restored.wait()
+        """All processes' metrics as one Prometheus page; see `MetricsPage.show`."""
+        await self._page.is_restored.wait()
         self._push_own_metrics()
-        page = self._hub.exposition(now_s=self._clock.now_s())
-        await self._keep_metrics()
-        return page
+        return await self._page.show()
 
     async def status(self) -> dict[str, Any]:
         """Desired and actual state, for start-up messages, health pages and tests."""
@@ -177,7 +166,7 @@ class Controller:
         """The fleet and what its replicas count at their exits, for the admin port."""
         return {
             "fleet": await self.status(),
-            "exits": exits_view(self._hub),
+            "exits": exits_view(self._page.hub),
             "helios": await self.history(),
         }
 
@@ -199,7 +188,7 @@ class Controller:
             is_failing=self._error is not None,
             helios=self._helios.view() if self._helios is not None else None,
         )
-        self._hub.push(self._metrics.registry.source, families, now_s=self._clock.now_s())
+        self._page.push(self._metrics.registry.source, families)
 
     async def stop(self) -> None:
         """End the whole application: replicas, scheduler and this actor."""
@@ -209,7 +198,7 @@ class Controller:
 
     async def _run(self) -> None:
         """Recover what an earlier controller knew, then keep the two states equal."""
-        await self._restore_metrics()
+        await self._page.restore()
         while not self._is_ending:
             self._wake.clear()
             try:
@@ -228,8 +217,8 @@ class Controller:
             except Exception as exc:  # a border: whatever it is, it is tried again
                 self._error = str(exc)
                 logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
-            if self._clock.now_s() - self._kept_s > KEEP_METRICS_S:
-                background(self._keep_metrics())
+            if self._page.is_due:
+                background(self._page.keep())
             for actor in self._ingresses.hung(self._clock.now_s()):
                 background(end_ingress(actor))
             orphan_s = self._fleet.lifecycle.orphan_timeout_s
@@ -242,28 +231,6 @@ class Controller:
                     await self._wake.wait()
             except TimeoutError:
                 pass
-
-    async def _keep_metrics(self) -> None:
-        """Store all counters for a successor of this process, one writer at a time."""
-        async with self._saving:
-            if self._is_ending:
-                return
-            self._kept_s = self._clock.now_s()
-            try:
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    await asyncio.to_thread(kept.save, self._app, "metrics", self._hub.dump())
-            except (TimeoutError, RayError, RuntimeError) as exc:
-                logger.warning("the counters were not kept: %s", exc)
-
-    async def _restore_metrics(self) -> None:
-        try:
-            dump = await asyncio.to_thread(kept.load, self._app, "metrics")
-            if dump is not None:
-                self._hub.restore(dump, now_s=self._clock.now_s())
-        except (RayError, RuntimeError, ValueError) as exc:
-            logger.warning("earlier counters are lost: %s", exc)
-        finally:
-            self._hub_is_restored.set()
 
     async def _adopt(self) -> None:
         """Take over the replicas that an earlier controller started; may be repeated."""
@@ -401,8 +368,8 @@ class Controller:
             return
         self._is_ending = True
         logger.info("the application %s ends: %s", self._app, reason)
-        async with self._saving:  # a value that is still being written would stay behind
-            await asyncio.to_thread(kept.forget, self._app)
+        await self._page.close()  # a value that is still being written would stay behind
+        await asyncio.to_thread(kept.forget, self._app)
         await self._fleet.stop_all()
         try:
             await call(scheduler_name(self._app), "stop", timeout_s=CALL_TIMEOUT_S)

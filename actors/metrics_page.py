@@ -1,0 +1,82 @@
+"""All processes' counters on one page, and the copy of it that outlives the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ray.exceptions import RayError
+
+from actors import kept
+from quadriga.clock import Clock
+from quadriga.metrics import MetricsHub
+
+logger = logging.getLogger(__name__)
+
+KEEP_EVERY_S = 10.0
+KEEP_TIMEOUT_S = 2.0
+
+
+class MetricsPage:
+    """What every process pushed last, the dead ones' counters included; on one event loop.
+
+    Attributes:
+        hub: The figures.
+        is_restored: What an earlier controller kept is among them, or is lost.
+    """
+
+    def __init__(self, app: str, clock: Clock) -> None:
+        self.hub = MetricsHub()
+        self.is_restored = asyncio.Event()
+        self._app = app
+        self._clock = clock
+        self._kept_s = clock.now_s()
+        self._keeping = asyncio.Lock()
+        self._is_over = False
+
+    def push(self, source: str, families: bytes) -> None:
+        """Take a process's metrics, as `quadriga.metrics.Registry.snapshot` packs them."""
+        self.hub.push(source, families, now_s=self._clock.now_s())
+
+    async def show(self) -> bytes:
+        """The page, in Prometheus' format.
+
+        What it shows is kept first, so that no counter falls when this process dies thereafter.
+        """
+        page = self.hub.exposition(now_s=self._clock.now_s())
+        await self.keep()
+        return page
+
+    async def restore(self) -> None:
+        """Take up what an earlier controller kept."""
+        try:
+            dump = await asyncio.to_thread(kept.load, self._app, "metrics")
+            if dump is not None:
+                self.hub.restore(dump, now_s=self._clock.now_s())
+        except (RayError, RuntimeError, ValueError) as exc:
+            logger.warning("earlier counters are lost: %s", exc)
+        finally:
+            self.is_restored.set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing was kept for a while."""
+        return self._clock.now_s() - self._kept_s > KEEP_EVERY_S
+
+    async def keep(self) -> None:
+        """Store all counters for a successor of this process, one writer at a time."""
+        async with self._keeping:
+            if self._is_over:
+                return
+            self._kept_s = self._clock.now_s()
+            try:
+                async with asyncio.timeout(KEEP_TIMEOUT_S):
+                    await asyncio.to_thread(kept.save, self._app, "metrics", self.hub.dump())
+            except (TimeoutError, RayError, RuntimeError) as exc:
+                logger.warning("the counters were not kept: %s", exc)
+
+    async def close(self) -> None:
+        """Keep nothing any more; afterwards no writer is under way."""
+        self._is_over = True
+        async with self._keeping:
+            pass
