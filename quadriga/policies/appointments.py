@@ -25,9 +25,9 @@ EARLY_S = 0.02
 """Who comes so little before the time is in time."""
 PRIOR_RETURNS = 2.0
 """Callers are believed to come back until so many did not."""
-KEPT_OUTCOMES = 0.97
+KEPT_OUTCOMES = 0.985
 """Of what is known about outcomes, with each further one."""
-OUTCOMES_S = 5.0
+OUTCOMES_S = 8.0
 """The same is forgotten with this time constant: others may come next, who do as they are told."""
 LATENESS_WEIGHT = 0.1
 LATE_FACTOR = 3.0

@@ -116,23 +116,23 @@ class WaitingBook:
         num_running: int,
         *,
         now_s: float,
-        num_joining: int = 0,
+        num_more: int = 0,
         expected_s: float = 0.0,
     ) -> float:
-        """Predicted rate at which those end that run, and those that are about to.
+        """Predicted rate at which sequences end.
 
         One more ending is assumed than was seen, after `expected_s`: with none seen yet it is all
         there is to go by, and the answer falls the longer nobody ends.
 
         Args:
             num_running: As the replicas tell.
-            num_joining: Let in, with a place that they are on their way to.
+            num_more: That will run as soon as they may.
             expected_s: How long one may run.
         """
         at = self._at(model, now_s)
         at.reported = num_running
         hazard = (at.ended + 1.0) / max(at.ran_s + expected_s, 1e-3)
-        return (num_running + num_joining) * hazard
+        return (num_running + num_more) * hazard
 
     def appointments(self, model: str) -> Appointments:
         """Of callers who were refused, and told when to come back."""
@@ -194,6 +194,10 @@ def decode_supply(
 ) -> Supply:
     """Places at decode replicas for sequences like the request.
 
+    The rate is that of all places in use: one that is free while others are refused is kept for
+    somebody who comes soon. With the rate of those in use, a few kept places would mean a longer
+    wait for all who are refused, and so more places that are kept.
+
     Args:
         decodes: Those that may take it, with what is on its way to them.
         num_pending: Sequences before it that have no room yet.
@@ -203,7 +207,7 @@ def decode_supply(
         model,
         sum(s.num_running + s.num_waiting for s in decodes),
         now_s=now_s,
-        num_joining=min(num_pending, room),
+        num_more=room,
         expected_s=request.max_tokens * max((s.step_time_s for s in decodes), default=0.0),
     )
     return Supply(room - num_pending, max(per_s, MIN_RATE))

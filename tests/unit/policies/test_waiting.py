@@ -155,6 +155,42 @@ def test_whoever_comes_back_when_told_is_let_in() -> None:
     assert max(refused) <= 5
 
 
+def test_a_long_overload_in_which_one_in_ten_comes_back() -> None:
+    """What is kept for them does not add up: places are used, and the last are told what the
+    first were."""
+    rng = random.Random(5)
+    cluster = Cluster(rng)
+    rate, seconds = 5 * SLOTS / SERVICE_S, 240.0
+    calls = [(rng.uniform(0.0, seconds), f"caller-{i}", 0) for i in range(int(rate * seconds))]
+    heapq.heapify(calls)
+    told_s: list[tuple[float, float]] = []
+    while calls and calls[0][0] < seconds:
+        at_s, name, attempt = heapq.heappop(calls)
+        cluster.run_to(at_s)
+        if not cluster.arrive(f"{name}-{attempt}", visitor=name):
+            told_s.append((at_s, cluster.told_s[-1]))
+            if attempt or name.endswith("7"):
+                heapq.heappush(calls, (at_s + cluster.told_s[-1], name, attempt + 1))
+    assert cluster.num_ended >= 0.9 * SLOTS / SERVICE_S * seconds
+    early = [told for at_s, told in told_s if 20.0 <= at_s < 60.0]
+    late = [told for at_s, told in told_s if at_s >= 180.0]
+    assert sum(late) / len(late) <= 2.0 * sum(early) / len(early)
+
+
+def test_the_rate_is_that_of_all_places_also_where_some_are_kept() -> None:
+    book = WaitingBook()
+    for i in range(400):  # ten at any time, for a second each
+        book.admitted(request(str(i)), "m", now_s=0.1 * i)
+        book.placed(str(i), now_s=0.1 * i)
+        if i >= 10:
+            book.ended([str(i - 10)], now_s=0.1 * i)
+    for num_running in (SLOTS // 2, SLOTS):
+        decode = snapshot(Role.DECODE, num_running=num_running)
+        supply = decode_supply(request(), [decode], book, num_pending=0, model="m", now_s=40.0)
+        assert supply.free == SLOTS - num_running
+        assert supply.per_s == pytest.approx(SLOTS, rel=0.1)
+
+
 def test_the_rate_is_learned_and_follows_the_load() -> None:
     book = WaitingBook()
     for i in range(400):  # ten at any time, for a second each
