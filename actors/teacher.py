@@ -53,7 +53,8 @@ class Teacher:
             self.is_reading = False
         if said is None:
             return None
-        return UnchangedSampled(model, compared(report, said))
+        depth = report.depth_class.depth if report.depth_class is not None else None
+        return UnchangedSampled(model, compared(report, said), depth)
 
     async def _ask(
         self, replica: str, model: str, token_ids: list[int]

@@ -6,6 +6,7 @@ Everything is frozen, unknown keys are refused, and every field states its unit 
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -486,12 +487,12 @@ class HeliosConfig(Section):
         le=1,
         description="A model is loaded up to the first exit that this share of tokens would pass.",
     )
-    min_unchanged: float = Field(
-        0.97,
+    max_changed_share: float = Field(
+        0.02,
         ge=0,
         le=1,
-        description="Where it was measured: least share of an exit's tokens that full depth says "
-        "too. A few changed tokens spoil most of the answers that must be exact.",
+        description="Part of a model is loaded only where no more of its tokens than this are "
+        "expected to be others than all of it would say; 1: breaches alone count, as in the paper.",
     )
     perplexity_slack: float = Field(
         0.02, ge=0, le=10, description="A choice may be worse than the best perplexity by this."
@@ -578,10 +579,33 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
     except ValidationError as exc:
         lines = []
         for error in exc.errors():
+            if (
+                error["type"] == "too_short"
+                and len(exc.errors()) > 1
+                and error["loc"] == ("pools",)
+            ):
+                continue  # pydantic counts a pool at fault as none
             field = ".".join(str(part) for part in error["loc"]) or "(top level)"
+            if error["type"] == "extra_forbidden":
+                lines.append(f"{field}: there is no such setting{_similar(error['loc'])}")
+                continue
             shown = repr(error["input"])[:80]
             lines.append(f"{field}: {error['msg']} (got {shown})")
         raise ConfigError("; ".join(lines), param=lines[0].split(":", 1)[0]) from exc
+
+
+def _similar(place: tuple[int | str, ...]) -> str:
+    """Settings called like one that there is not, in words; empty where there are none."""
+    *parents, name = (str(part) for part in place if isinstance(part, str))
+    models: list[type[BaseModel]] = (
+        [PoolConfig] if "pools" in parents else [QuadrigaConfig, PoolConfig]
+    )
+    for parent in parents:
+        inner = [m.model_fields[parent].annotation for m in models if parent in m.model_fields]
+        models = [m for m in inner if isinstance(m, type) and issubclass(m, BaseModel)] or models
+    known = sorted({field for model in models for field in model.model_fields})
+    near = difflib.get_close_matches(name, known, n=2)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def expand_dotted(data: dict[str, Any]) -> dict[str, Any]:

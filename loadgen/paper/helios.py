@@ -31,6 +31,7 @@ from loadgen.paper.helios_report import (
     BATCHED,
     FIXED,
     INTERVALS,
+    LIMITS,
     THRESHOLDS,
     headline,
     plain,
@@ -42,7 +43,7 @@ from quadriga.catalogue.inspection import inspect
 from quadriga.catalogue.records import Measured
 from quadriga.policies.helios.candidates import Slo
 
-PARTS = (ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS)
+PARTS = (ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS, LIMITS)
 QUICK_PARTS = (ALONE, FIXED, THRESHOLDS, INTERVALS)
 BUNDLED = ("quadriga-s", "quadriga-l")
 REQUESTS, QUICK_REQUESTS = 600, 96
@@ -50,6 +51,7 @@ ROUNDS, QUICK_ROUNDS = 3, 1
 INTERVAL, QUICK_INTERVAL = 150, 36
 TAUS, QUICK_TAUS = (0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999), (0.9,)
 RIS, QUICK_RIS = (50, 100, 150, 200, 250), (24,)
+SHARES, QUICK_SHARES = (1.0, 0.05, 0.02, 0.01, 0.005, 0.002, 0.0), (1.0, 0.01)
 _SEED = 7
 
 
@@ -61,18 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of that pair, as `profile` wrote it; default: the bundled one's, "
                         "for other pairs nothing on record")  # fmt: skip
     parser.add_argument("--part", nargs="+", choices=PARTS,
-                        help="default: all; with --quick without the batched one")  # fmt: skip
+                        help="default: all; with --quick without the batched one and the sweep "
+                        "of changed tokens")  # fmt: skip
     parser.add_argument("--slo", nargs="+", choices=get_args(Slo), default=list(get_args(Slo)),
                         help="the first one is the headline's")  # fmt: skip
-    parser.add_argument("--requests", type=whole(16), help=f"in the stream; {REQUESTS}")
-    parser.add_argument("--rounds", type=whole(1), help=f"{ROUNDS}")
+    parser.add_argument("--requests", type=whole(16), help=f"in the stream; default: {REQUESTS}")
+    parser.add_argument("--rounds", type=whole(1), help=f"of each setting; default: {ROUNDS}")
     parser.add_argument("--interval", type=whole(1),
-                        help=f"requests between two assessments; {INTERVAL}")  # fmt: skip
+                        help=f"requests between two assessments; default: {INTERVAL}")  # fmt: skip
     parser.add_argument("--profile-requests", type=whole(1), default=5,
                         help="that each candidate gets in an assessment")  # fmt: skip
     parser.add_argument("--threshold", nargs="+", type=number(0, 1), metavar="T",
-                        help="of the sweep")  # fmt: skip
+                        help="of the sweep over τ")  # fmt: skip
     parser.add_argument("--intervals", nargs="+", type=whole(1), metavar="N", help="of the sweep")
+    parser.add_argument("--changed", nargs="+", type=number(0, 1), metavar="SHARE",
+                        help="helios.max_changed_share of its sweep")  # fmt: skip
     parser.add_argument("--batch", type=whole(1), default=8, help="clients of the batched part")
     parser.add_argument("--rows", type=whole(1), default=64,
                         help="clients, and most sequences, in the fixed memory")  # fmt: skip
@@ -81,11 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "weights")  # fmt: skip
     parser.add_argument("--shadows", type=whole(1), default=64,
                         help="answers of a run that full depth reads again")  # fmt: skip
-    parser.add_argument("--threads", type=whole(1), default=1)
-    parser.add_argument("--seed", type=whole(0), default=_SEED)
+    parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
+    parser.add_argument("--seed", type=whole(0), default=_SEED, help="of everything random")
     parser.add_argument("--quick", action="store_true",
                         help="shorter stream, one round, few points: within 5 minutes")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("results/paper"), metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/paper"), metavar="DIR", help="folder for figures"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,6 +147,7 @@ def _plan(args: argparse.Namespace, catalogue: str | None) -> Plan:
         shadows=args.shadows,
         threads=args.threads,
         seed=args.seed,
+        limits=args.changed or (QUICK_SHARES if quick else SHARES),
     )
 
 

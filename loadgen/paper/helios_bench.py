@@ -20,6 +20,7 @@ from loadgen.paper.helios_report import (
     BATCHED,
     FIXED,
     HELIOS,
+    LIMITS,
     THRESHOLDS,
     Row,
     Setting,
@@ -42,6 +43,8 @@ from quadriga.policies.helios import Device, Helios
 from quadriga.policies.helios.start import start_helios
 from quadriga.types import DepthClass
 
+PAPER_RULE = 1.0
+"""`helios.max_changed_share`: breaches alone count."""
 SINGLE = ("only-s", "only-l", "only-s-adaptive", "only-l-adaptive")
 _MANY = 8  # rounds of all clients between two assessments, in a fixed memory
 _FULL_ROUNDS = 6  # of all clients, at least, there
@@ -61,6 +64,7 @@ class Plan:
         batch: Clients of the batched part.
         rows: Most sequences in a fixed memory, and clients there.
         memory_bytes: That memory; None: a fifth more than the larger model's weights.
+        limits: Of `helios.max_changed_share`, in their own part; elsewhere it is the paper's rule.
     """
 
     pair: tuple[str, str]
@@ -79,6 +83,7 @@ class Plan:
     shadows: int
     threads: int
     seed: int
+    limits: Sequence[float] = ()
 
     def settings(self, memory_bytes: int) -> list[Setting]:
         """All rows of all parts, in the order they are run in."""
@@ -102,6 +107,13 @@ class Plan:
                     Setting(part, name, threshold, self.interval, 1)
                     for threshold in self.thresholds
                     for name in ("only-s", "only-l", *main)
+                ]
+            elif part == LIMITS:
+                found += [Setting(part, name, None, self.interval, 1) for name in SINGLE]
+                found += [
+                    Setting(part, name, None, self.interval, 1, max_changed_share=limit)
+                    for limit in self.limits
+                    for name in main
                 ]
             else:
                 found += [
@@ -200,8 +212,10 @@ class Bench:
 
     def _helios(self, setting: Setting) -> tuple[Helios, DepthClass]:
         """A fresh machine, and what the replica holds when it begins."""
+        limit = setting.max_changed_share
         config = HeliosConfig.model_validate(
             {
+                "max_changed_share": PAPER_RULE if limit is None else limit,
                 "enabled": True,
                 "catalogue": self._plan.catalogue,
                 "models": (self._small.id, self._large.id),

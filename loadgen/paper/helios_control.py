@@ -1,12 +1,14 @@
 """HELIOS over one replica: what happens goes into the state machine, its orders are carried out.
 
 What the controller and its ingresses do in the service, in one thread: no scout, so the replica
-that serves profiles, too. A change of layers happens between two steps, with everybody in flight;
-for a change of model those in flight are drained first, and nobody new comes in meanwhile.
+that serves profiles, too, and when all layers are loaded for that it reads answers of a partial
+depth again. A change of layers happens between two steps, with everybody in flight; for a change of
+model those in flight are drained first, and nobody new comes in meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from loadgen.paper.helios_record import Request
@@ -28,12 +30,15 @@ from quadriga.policies.helios import (
     Resize,
     Tick,
     TokensServed,
+    UnchangedSampled,
 )
 from quadriga.types import Role
 
 NAME = "decode:0"
 REPORT_TOKENS = 32
 """Tokens between two reports; the service reports with its heartbeats."""
+READ_AGAIN = 8
+"""Answers of a partial depth, the newest ones, that the whole model reads again."""
 
 
 class Control:
@@ -61,6 +66,7 @@ class Control:
         self._order: Order | None = None
         self._tokens = 0
         self._breaches = 0
+        self._unread: dict[str, deque[Request]] = {}
         self._was = replica.breaches, _total(replica)
         self._tick()
 
@@ -108,6 +114,8 @@ class Control:
             if request.is_profile:
                 self._handle(RequestLost(NAME))
             return
+        model = request.classes[0].model
+        self._unread.setdefault(model, deque(maxlen=READ_AGAIN)).append(request)
         exits: dict[int, int] = {}
         for layers in request.exit_layers:
             exits[layers] = exits.get(layers, 0) + 1
@@ -146,7 +154,26 @@ class Control:
                 self._handle(OrderFailed(order.order_id, exc.message))
                 continue
             replica = self._replica
+            self._read_again()
             self._handle(OrderDone(order.order_id, load_s, replica.weight_bytes, replica.max_batch))
+
+    def _read_again(self) -> None:
+        """Let the whole model read what a part of it said."""
+        replica = self._replica
+        if not replica.is_whole:
+            return
+        whole = replica.depth_class
+        for request in self._unread.pop(whole.model, ()):
+            served = request.classes[0]
+            if served == whole or (said := replica.read_again(request)) is None:
+                continue
+            exits: dict[int, tuple[int, int]] = {}
+            for token_id, layers, full in zip(
+                request.token_ids, request.exit_layers, said, strict=True
+            ):
+                same, seen = exits.get(layers, (0, 0))
+                exits[layers] = same + (token_id == full), seen + 1
+            self._handle(UnchangedSampled(whole.model, exits, served.depth))
 
     def _tick(self) -> None:
         replica = self._replica

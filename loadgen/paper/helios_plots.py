@@ -1,4 +1,5 @@
-"""The plots of `paper helios`: contestants, memory, thresholds (figure 10), intervals (11)."""
+"""The plots of `paper helios`: contestants, memory, thresholds (figure 10), intervals (11), and
+how many tokens a partial depth may change."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadgen.paper.helios_report import ALONE, FIXED, INTERVALS, THRESHOLDS, Row
+from loadgen.paper.helios_report import ALONE, FIXED, INTERVALS, LIMITS, THRESHOLDS, Row
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -71,6 +72,27 @@ def _intervals(axes: Any, rows: Sequence[Row]) -> None:
     _lines(axes, rows, lambda r: r.setting.interval, "requests between two assessments")
 
 
+def _limits(axes: Any, rows: Sequence[Row]) -> None:
+    """Speed against right answers, a point for each limit; and what was loaded."""
+    for row in rows:
+        limit = row.setting.max_changed_share
+        name = row.setting.contestant if limit is None else f"HELIOS, at most {limit:g}"
+        axes[0].plot(row.tokens_per_s, 100 * row.exact_match, "o", label=name)
+    axes[0].set(xlabel="tokens/s", ylabel="% exact match")
+    ours = [r for r in rows if r.setting.max_changed_share is not None]
+    names = [f"{r.setting.max_changed_share:g}" for r in ours]
+    axes[1].barh(names, [100 * r.breach_share for r in ours])
+    axes[1].set(title="breaches", xlabel="% of tokens", ylabel="changed tokens allowed")
+    left = [0.0] * len(ours)
+    for held in sorted({n for r in ours for n in r.held}):
+        shares = [100 * r.held.get(held, 0.0) for r in ours]
+        axes[2].barh(names, shares, left=left, label=held)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axes[2].set(title="loaded", xlabel="% of tokens", ylabel="changed tokens allowed")
+    for axis in (axes[0], axes[2]):
+        axis.legend(fontsize=6)
+
+
 def _lines(axes: Any, rows: Sequence[Row], x: Any, label: str) -> None:
     """Speed, right answers, and early and breached tokens over a setting."""
     for name in dict.fromkeys(r.setting.contestant for r in rows):
@@ -96,4 +118,10 @@ def _upside_down(axes: Any) -> None:
         axis.tick_params(labelsize=7)
 
 
-_DRAWINGS = {ALONE: _contestants, FIXED: _fixed, THRESHOLDS: _thresholds, INTERVALS: _intervals}
+_DRAWINGS = {
+    ALONE: _contestants,
+    FIXED: _fixed,
+    THRESHOLDS: _thresholds,
+    INTERVALS: _intervals,
+    LIMITS: _limits,
+}

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from loadgen.paper.helios_engine import VALUE_BYTES, Room, ServedModel, load_engine, weight_bytes
 from loadgen.paper.helios_record import Request
+from loadgen.paper.helios_shadow import read_again, reading
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.slots import SlotTable
 from quadriga.errors import ConfigError, InvariantViolation, KVCacheExhausted
@@ -100,6 +101,11 @@ class Replica:
         return self._native.spec.depth_class
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all layers of its model are loaded."""
+        return self._native.num_layers == self._model.checkpoint.num_layers
+
+    @property
     def kv_bytes(self) -> int:
         """KV, hidden states kept and those that wait, as far as they are in use."""
         return self._native.held_bytes(self._loop.rows)
@@ -183,6 +189,17 @@ class Replica:
         self._running[state.sequence_id] = request
         self.peak_running = max(self.peak_running, loop.num_running)
         return True
+
+    def read_again(self, request: Request) -> list[int] | None:
+        """What it says now in the place of each token of an answer; None: no room to ask."""
+        state = reading(request)
+        try:
+            slot = self._loop.reserve(state.sequence_id, state.max_total_tokens)
+        except KVCacheExhausted:
+            return None
+        said = read_again(self._native, request, slot.row)
+        self._loop.leave(state.sequence_id)
+        return said
 
     def is_over(self, request: Request) -> bool:
         """Whether an admitted request is served."""

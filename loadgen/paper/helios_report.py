@@ -15,6 +15,7 @@ from loadgen.paper.helios_record import Run
 from loadgen.paper.helios_shadow import Shadow
 
 ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS = "alone", "batched", "fixed", "tau", "ri"
+LIMITS = "changed"
 HELIOS = "helios-"
 MIB = 2.0**20
 
@@ -31,6 +32,7 @@ class Setting:
         threshold: That requests ask for; None: each model's own.
         interval: Requests between two assessments.
         clients: Requests at a time.
+        max_changed_share: See `HeliosConfig`; None: the paper's rule, only breaches count.
     """
 
     part: str
@@ -39,6 +41,7 @@ class Setting:
     interval: int
     clients: int
     memory_bytes: int | None = None
+    max_changed_share: float | None = None
 
 
 @dataclass(slots=True)
@@ -248,12 +251,13 @@ TITLES = {
     FIXED: "Batched, in a fixed memory for weights and KV",
     THRESHOLDS: "Thresholds (figure 10), one request at a time",
     INTERVALS: "Requests between two assessments (figure 11), one at a time",
+    LIMITS: "Tokens that a partial depth may change, one request at a time",
 }
 
 
 def _speed_table(title: str, rows: Sequence[Row]) -> Table:
     table = _table(
-        title, "contestant", "τ", "RI", "at a time", "tokens/s", "TTFT ms", "TPOT ms",
+        title, "contestant", "τ", "RI", "changed", "at a time", "tokens/s", "TTFT ms", "TPOT ms",
         "perplexity", "exact", "early", "breaches", "unchanged", "of breaches",
         "mJ/token", "switches", "resizes", "trips",
     )  # fmt: skip
@@ -262,7 +266,8 @@ def _speed_table(title: str, rows: Sequence[Row]) -> Table:
         mark = "~" if row.energy_source == "estimate" else ""
         table.add_row(
             s.contestant, "own" if s.threshold is None else f"{s.threshold:g}",
-            str(s.interval) if s.contestant.startswith(HELIOS) else "", str(s.clients),
+            str(s.interval) if s.contestant.startswith(HELIOS) else "",
+            "" if s.max_changed_share is None else f"≤ {s.max_changed_share:g}", str(s.clients),
             f"{row.tokens_per_s:,.0f}", f"{1e3 * row.ttft_s:.2f}", f"{1e3 * row.tpot_s:.3f}",
             "" if row.perplexity is None else f"{row.perplexity:.4f}", f"{row.exact_match:.3f}",
             f"{row.early_share:.3f}", f"{row.breach_share:.3f}",

@@ -48,22 +48,29 @@ class Shadow:
                 self.sure_same += same
 
 
-def read_again(native: ModelRunner, request: Request) -> list[int]:
-    """What the engine, at full depth, says in the place of each token of the answer."""
-    prompt_ids = request.prompt.token_ids
-    ids = [*prompt_ids, *request.token_ids]
-    state = SequenceState(
+def reading(request: Request) -> SequenceState:
+    """A request and its answer as a prompt, of whose tokens the probabilities are asked."""
+    return SequenceState(
         sequence_id="shadow",
         request_id="shadow",
         model="",
-        prompt_ids=ids,
+        prompt_ids=[*request.prompt.token_ids, *request.token_ids],
         sampling=SamplingParams(max_tokens=1, temperature=0.0, num_prompt_logprobs=1),
         ingress_id="",
         arrival_unix_s=0.0,
         deadline_unix_s=math.inf,
     )
-    native.attach(0, state)
-    read = native.prefill([PrefillChunk(0, ids, 0, True)])[0]
-    native.detach(0)
+
+
+def read_again(native: ModelRunner, request: Request, row: int = 0) -> list[int]:
+    """What the engine, at full depth, says in the place of each token of the answer.
+
+    Args:
+        row: Nobody's.
+    """
+    prompt_ids, state = request.prompt.token_ids, reading(request)
+    native.attach(row, state)
+    read = native.prefill([PrefillChunk(row, state.prompt_ids, 0, True)])[0]
+    native.detach(row)
     assert read is not None and read.prompt_logprobs is not None  # asked for
     return [row.top[0][0] for row in read.prompt_logprobs[len(prompt_ids) :]]

@@ -27,6 +27,7 @@ from quadriga.policies.helios import (
     TokensServed,
     UnchangedSampled,
 )
+from quadriga.policies.helios.plans import Planner
 from quadriga.types import DepthClass, Role
 from tests.unit.policies.helios_harness import LARGE, SMALL, finished
 
@@ -40,14 +41,15 @@ class HeliosLife(RuleBasedStateMachine):
 
     @initialize(
         scout=st.booleans(), count=st.integers(1, 3), start=st.sampled_from(CLASSES),
-        has_prefill=st.booleans(), is_known=st.booleans(),
+        has_prefill=st.booleans(), is_known=st.booleans(), limit=st.sampled_from([1.0, 0.12, 0.0]),
     )  # fmt: skip
     def begin(
-        self, scout: bool, count: int, start: DepthClass, has_prefill: bool, is_known: bool
-    ) -> None:
+        self, scout: bool, count: int, start: DepthClass, has_prefill: bool, is_known: bool,
+        limit: float,
+    ) -> None:  # fmt: skip
         self.config = HeliosConfig(
             scout=scout, reassess_requests=4, profile_requests=2, dwell_loads=2.0, retry_s=5.0,
-            order_timeout_s=50.0,
+            order_timeout_s=50.0, max_changed_share=limit,
         )  # fmt: skip
         table = HistoryTable()
         if is_known:
@@ -83,6 +85,12 @@ class HeliosLife(RuleBasedStateMachine):
     def chosen(self, choice: Choose) -> None:
         assert choice.depth_class in CLASSES
         assert choice.depth_class != self.target, "a change to what is chosen already"
+        planner = Planner(
+            list(MODELS.values()), self.config, Device(value_bytes=2), self.machine.table
+        )
+        plan = planner.plan(choice.depth_class, 1.0)
+        assert plan is not None
+        assert plan.changed_share <= self.config.max_changed_share + 1e-9
         if self.target_held_s is not None:
             assert self.now_s - self.target_held_s >= self.config.dwell_loads * LOAD_S
         self.target, self.target_held_s = choice.depth_class, None
@@ -171,10 +179,11 @@ class HeliosLife(RuleBasedStateMachine):
         for depth_class in self.machine.routing.serve[:1]:
             self.tell(TokensServed(depth_class, tokens, int(share * tokens), batch))
 
-    @rule(model=st.sampled_from(sorted(MODELS)), same=st.integers(0, 100))
-    def sampled(self, model: str, same: int) -> None:
-        exits = MODELS[model].exits.layers
-        self.tell(UnchangedSampled(model, dict.fromkeys(exits, (same, 100))))
+    @rule(at=st.sampled_from(CLASSES), same=st.integers(0, 1000))
+    def sampled(self, at: DepthClass, same: int) -> None:
+        exits = MODELS[at.model].exits.layers
+        read = dict.fromkeys(exits, (same, 1000))
+        self.tell(UnchangedSampled(at.model, read, at.depth))
 
     @rule(model=st.sampled_from(sorted(MODELS)), depth=st.integers(0, 32))
     def strict_needs(self, model: str, depth: int) -> None:

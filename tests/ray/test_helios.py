@@ -30,7 +30,7 @@ def choosing(ray_cluster: None) -> Iterator[App]:
             "helios.enabled": True,
             "helios.profile_requests": 2,
             "helios.min_coverage": 0.3,
-            "helios.min_unchanged": 0.0,
+            "helios.max_changed_share": 1.0,
             "helios.dwell_loads": 0.0,
             "helios.breach_window_tokens": 60,
             "lifecycle.orphan_timeout_s": 300.0,

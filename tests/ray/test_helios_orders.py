@@ -52,6 +52,7 @@ def start(name: str, folder: Path, **config: Any) -> App:
             "engine.threads": 1,
             "helios.enabled": True,
             "helios.scout": False,
+            "helios.max_changed_share": 1.0,
             "helios.history_path": str(path),
             "helios.reassess_requests": 100_000,
             "helios.dwell_loads": 0.0,

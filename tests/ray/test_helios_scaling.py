@@ -46,6 +46,7 @@ def scaled(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "helios.enabled": True,
             "helios.models": ["quadriga-s"],
             "helios.scout": False,
+            "helios.max_changed_share": 1.0,
             "helios.history_path": str(path),
             "helios.reassess_requests": 100_000,
             "helios.scaling.enabled": True,

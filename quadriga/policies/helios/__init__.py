@@ -4,6 +4,7 @@ messages     what the machine is told, and what it orders: the seam to the contr
 candidates   step 1: at most three models of the catalogue
 profiling    step 2: live requests at full depth
 history      the performance history table; `history_file` keeps it
+changed      how many tokens a partial depth is expected to change
 plans        what each model would do at each depth worth loading
 selection    the best plan by objective, and what a change costs
 choices      after a profile, after too many breaches

@@ -13,6 +13,7 @@ from quadriga.policies.helios.selection import (
     best_plan,
     change_cost,
     is_better,
+    over_limit,
     shown,
 )
 from quadriga.types import DepthClass
@@ -70,21 +71,30 @@ class Chooser:
         Source: HELIOS Algorithm 1, Step 2; differs: a change must be worth it.
         """
         slo, slack, margin = self._config.slo, self._config.perplexity_slack, self._config.margin
-        plans = self._plans(now, lambda p: True)
+        plans, refused = self._plans(now, lambda p: True)
         best = best_plan(plans, slo, slack)
         if best is None:
-            return Verdict(None, "no candidate could be profiled")
-        if best.plan.depth_class == now.target:
-            return Verdict(None, f"{best.reason}; it serves already")
+            reasons = refused.values() or ["no candidate could be profiled"]
+            return Verdict(None, "; ".join(reasons))
+        chosen = best.plan
+        missed = [why for p, why in refused.items() if is_better(p, chosen, slo, 0.0)]
+        reason = "; ".join([best.reason, *missed])
+        if chosen.depth_class == now.target:
+            return Verdict(None, f"{reason}; it serves already")
         current = next((p for p in plans if p.depth_class == now.target), None)
         if current is not None and current in admissible(plans, slo, slack):
-            if not is_better(best.plan, current, slo, margin):
+            if not is_better(chosen, current, slo, margin):
                 serving = f"{now.target}, which serves: {shown(current, slo)}"
-                return Verdict(None, f"{best.reason}; not by {margin:.0%} better than {serving}")
+                return Verdict(None, f"{reason}; not by {margin:.0%} better than {serving}")
         if now.is_too_soon:
             ago = f"{now.target} came only {now.since_change_s:.3g} s ago"
-            return Verdict(None, f"{best.reason}; but {ago}, and stays {now.dwell_s:.3g} s")
-        return Verdict(best.plan, best.reason)
+            return Verdict(None, f"{reason}; but {ago}, and stays {now.dwell_s:.3g} s")
+        return Verdict(chosen, reason)
+
+    def broken(self, now: Situation) -> str | None:
+        """Why the class that serves changes too many tokens to go on, or None."""
+        plan = self._planner.plan(now.target, now.demand) if now.target is not None else None
+        return over_limit(plan, self._limit(plan, now)) if plan is not None else None
 
     def hopeless(self, now: Situation) -> dict[str, str]:
         """Other models that could not become the choice, and why: a profile of them tells nothing.
@@ -95,7 +105,7 @@ class Chooser:
         current = self._planner.plan(now.target, now.demand) if now.target is not None else None
         found: dict[str, str] = {}
         for model in self._models:
-            if current is None or model == current.depth_class.model:
+            if current is None or self.broken(now) or model == current.depth_class.model:
                 continue
             plan = self._planner.at_best(model, now.demand)
             if plan is None:
@@ -121,14 +131,18 @@ class Chooser:
         """
         assert now.target is not None
         target = now.target
-        mine = self._plans(now, lambda p: p.is_full and p.depth_class.model == target.model)
+        mine, _ = self._plans(now, lambda p: p.is_full and p.depth_class.model == target.model)
         full = mine[0] if mine else None
-        others = self._plans(now, lambda p: not p.is_full and p.depth_class.model != target.model)
+        others, refused = self._plans(
+            now, lambda p: not p.is_full and p.depth_class.model != target.model
+        )
         best = best_plan(others, self._config.slo, self._config.perplexity_slack)
         if best is None:
             if full is None:
-                return Verdict(None, f"{broken}; no other plan is at hand")
-            return Verdict(full, f"{broken}; no other model's exit would do")
+                why = "; ".join([broken, *refused.values()])
+                return Verdict(None, f"{why}; no other plan is at hand")
+            why = "; ".join(refused.values()) or "no other model's exit would do"
+            return Verdict(full, f"{broken}; {why}")
         if full is None:
             return Verdict(best.plan, f"{broken}; the rest of its layers cannot be loaded")
         more, switch = self._cost(full, now), self._cost(best.plan, now)
@@ -139,13 +153,27 @@ class Chooser:
         )
         return Verdict(best.plan if is_switch else full, f"{broken}; {compared}")
 
-    def _plans(self, now: Situation, wanted: Callable[[Plan], bool]) -> list[Plan]:
-        return [
-            plan
-            for model in self._models
-            for plan in self._planner.plans(model, now.demand)
-            if plan.depth_class not in now.barred and wanted(plan)
-        ]
+    def _plans(
+        self, now: Situation, wanted: Callable[[Plan], bool]
+    ) -> tuple[list[Plan], dict[Plan, str]]:
+        """Plans that may be chosen, and those that change too many tokens, with the reason."""
+        allowed: list[Plan] = []
+        refused: dict[Plan, str] = {}
+        for model in self._models:
+            for plan in self._planner.plans(model, now.demand):
+                if plan.depth_class in now.barred or not wanted(plan):
+                    continue
+                reason = over_limit(plan, self._limit(plan, now))
+                if reason is None:
+                    allowed.append(plan)
+                else:
+                    refused[plan] = reason
+        return allowed, refused
+
+    def _limit(self, plan: Plan, now: Situation) -> float:
+        """What serves may change more by the margin before it is given up."""
+        is_serving = plan.depth_class == now.target
+        return self._config.max_changed_share * (1.0 + self._config.margin * is_serving)
 
     def _cost(self, plan: Plan, now: Situation) -> Cost:
         """Cost of a change for one serving replica."""

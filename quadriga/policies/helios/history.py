@@ -30,7 +30,8 @@ class Row:
     Attributes:
         exit_tokens: Layers run → tokens.
         breaches: Tokens at the last loaded exit below their threshold.
-        unchanged: Layers run → (tokens that full depth says too, tokens looked at).
+        unchanged: Layers run → (tokens that full depth says too, tokens looked at), of answers
+            served at this depth. Breaches are among those of the last exit.
         nll, scored: Sum of −log p, and tokens.
         requests, prompt_tokens, output_tokens, ttft_s, batch: Sums over requests.
         decode_s, decoded: Seconds, and tokens after the first ones.
@@ -90,9 +91,14 @@ class Row:
         self.exit_tokens = {k: factor * n for k, n in self.exit_tokens.items()}
 
     def forget_stream(self) -> None:
-        """Drop what depends on the requests' kind; speeds stay. For a new profile's start."""
+        """Drop what depends on the requests' kind; speeds stay. For a new profile's start.
+
+        Changed tokens are rare and dear to find out: of them a fifth is forgotten, so that a depth
+        that changed too many is tried again after a few profiles, not at the next.
+        """
         self.exit_tokens, self.breaches = {}, 0.0
         self.nll = self.scored = 0.0
+        self.unchanged = {k: (0.8 * same, 0.8 * n) for k, (same, n) in self.unchanged.items()}
 
     def merge(self, newer: Row) -> None:
         """Take in what another row of the same class counted after this one."""
@@ -244,8 +250,8 @@ class HistoryTable:
         self._rows[key] = profile
 
     def sampled(self, sample: UnchangedSampled, full_depth: int) -> None:
-        """Note a teacher-forced sample, with the row of the full depth."""
-        row = self.row(sample.model, full_depth)
+        """Note a teacher-forced sample, with the row of the depth that served it."""
+        row = self.row(sample.model, full_depth if sample.depth is None else sample.depth)
         for layers, (same, seen) in sample.exits.items():
             before_same, before_seen = row.unchanged.get(layers, (0.0, 0.0))
             row.unchanged[layers] = (

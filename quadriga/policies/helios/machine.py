@@ -1,8 +1,9 @@
 """The HELIOS state machine: events in, at most one order under way, each with its reason.
 
     PROFILE  every candidate serves a few live requests at full depth, one after the other
-    SERVE    the chosen one serves, loaded as deep as its tokens need; too many breaches: load
-             the rest or switch; after so many requests: PROFILE again
+    SERVE    the chosen one serves, loaded as deep as its tokens need; too many breaches, or too
+             many tokens that all of the model would not say: load the rest or switch; after so
+             many requests: PROFILE again
 
 It is told what is (`messages`), never looks at a clock, and believes the fleet that a tick shows
 over its own orders; so a controller that restarts begins with a new machine, the kept table and
@@ -145,8 +146,7 @@ class Helios:
             case TokensServed():
                 self._tokens_served(event, now_s, outputs)
             case UnchangedSampled():
-                if event.model in self._full:
-                    self.table.sampled(event, self._full[event.model].depth)
+                self._unchanged_sampled(event, now_s, outputs)
             case OrderDone():
                 self._order_done(event, now_s)
             case OrderFailed():
@@ -187,12 +187,39 @@ class Helios:
         if target == self._full[target.model]:
             return
         self._window.add(event.tokens, event.breaches, event.batch)
-        if not self._window.is_tripped or self._desk.order is not None:
+        if not self._window.is_tripped:
             return
         broken = (
             f"{self._window.breaches:.0f} of the last {self._window.size} tokens were below "
             f"their threshold at {target}"
         )
+        # What the profile said of its confidence does not hold, at any of its exits.
+        exits = [DepthClass(target.model, depth) for depth in self._depths[target.model][:-1]]
+        self._leave(broken, exits, now_s, outputs)
+
+    def _unchanged_sampled(
+        self, event: UnchangedSampled, now_s: float, outputs: list[Output]
+    ) -> None:
+        if event.model not in self._full:
+            return
+        self.table.sampled(event, self._full[event.model].depth)
+        target = self._target
+        if target is None or target != DepthClass(event.model, event.depth or 0):
+            return
+        broken = self._chooser.broken(self._situation(now_s))
+        if broken is not None:
+            self._leave(broken, [target], now_s, outputs)
+
+    def _leave(
+        self, broken: str, bars: Sequence[DepthClass], now_s: float, outputs: list[Output]
+    ) -> None:
+        """The class that serves will not do: load the rest of its layers, or switch.
+
+        Args:
+            bars: What is not to be chosen before the next assessment if something else is now.
+        """
+        if self._desk.order is not None:
+            return
         situation = self._situation(now_s)
         if situation.is_too_soon:
             ago = f"the last change was only {situation.since_change_s:.3g} s ago"
@@ -203,9 +230,7 @@ class Helios:
         self._window.clear()
         verdict = self._chooser.after_breaches(situation, broken)
         if verdict.plan is not None:
-            # What the profile said of its confidence does not hold, at any of its exits.
-            for depth in self._depths[target.model][:-1]:
-                self._barred[DepthClass(target.model, depth)] = broken
+            self._barred.update(dict.fromkeys(bars, broken))
         self._follow(verdict, now_s, outputs)
 
     # The order under way

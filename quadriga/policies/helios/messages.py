@@ -112,10 +112,12 @@ class UnchangedSampled:
 
     Attributes:
         exits: Layers run → (tokens that full depth says too, tokens looked at).
+        depth: Layers that were loaded where they were served; None: all of them.
     """
 
     model: str
     exits: Mapping[int, tuple[int, int]]
+    depth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

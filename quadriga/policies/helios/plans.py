@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from quadriga.catalogue.records import CatalogueModel, DepthRecord
 from quadriga.config import HeliosConfig
+from quadriga.policies.helios.changed import expected_changed, steadied_changed
 from quadriga.policies.helios.history import HistoryTable, Row
 from quadriga.policies.helios.messages import Device
 from quadriga.policies.helios.work import (
@@ -45,6 +46,8 @@ class Plan:
 
     Attributes:
         coverage: Share of tokens sure enough by then; 1 at full depth.
+        changed_share: Share of its tokens that are others than all of the model would say; 0 at
+            full depth.
         batch: Sequences it is judged with: what there are, or as many as fit.
         tokens_per_s: At that batch.
         load_s: To load it from nothing.
@@ -53,7 +56,7 @@ class Plan:
     depth_class: DepthClass
     is_full: bool
     coverage: float
-    unchanged: float | None
+    changed_share: float
     ttft_s: float
     tpot_s: float
     batch: float
@@ -93,14 +96,9 @@ class Planner:
 
         The smallest one is HELIOS's; the others count where it is not accurate enough.
         """
-        model, config = self._models[model_id], self._config
-        found = []
-        for depth in model.exits.layers:
-            coverage, unchanged = self._coverage(model, depth), self._unchanged(model, depth)
-            is_sure = coverage is not None and coverage >= config.min_coverage
-            if is_sure and (unchanged is None or unchanged >= config.min_unchanged):
-                found.append(depth)
-        return found
+        model, least = self._models[model_id], self._config.min_coverage
+        shares = {depth: self._coverage(model, depth) for depth in model.exits.layers}
+        return [depth for depth, share in shares.items() if share is not None and share >= least]
 
     def plans(self, model_id: str, demand: float) -> list[Plan]:
         """The model's plans, the shallowest first; none before its first profile.
@@ -130,7 +128,7 @@ class Planner:
             depth_class=depth_class,
             is_full=is_full,
             coverage=1.0 if is_full else self._coverage(model, depth) or 0.0,
-            unchanged=1.0 if is_full else self._unchanged(model, depth),
+            changed_share=0.0 if is_full else self._changed(model, depth, own),
             ttft_s=own_ttft_s or full.ttft_s * depth / model.num_layers,
             tpot_s=tpot_s,
             batch=batch,
@@ -161,6 +159,7 @@ class Planner:
         return replace(
             plan,
             coverage=1.0,
+            changed_share=0.0,
             tpot_s=tpot_s,
             tokens_per_s=plan.batch / tpot_s,
             joules_per_prompt=joules * tpot_s / plan.tpot_s if joules is not None else None,
@@ -221,11 +220,9 @@ class Planner:
         on_record = sum(n for k, n in recorded.items() if k <= depth)
         return (share * tokens + on_record * counted) / (tokens + counted)
 
-    def _unchanged(self, model: CatalogueModel, depth: int) -> float | None:
-        full = self._table.find(model.id, model.num_layers)
-        sampled = full.unchanged_share(depth) if full is not None else None
-        record = model.record(depth)
-        return sampled if sampled is not None or record is None else record.unchanged
+    def _changed(self, model: CatalogueModel, depth: int, own: Row | None) -> float:
+        expected = expected_changed(model.record(depth), self._coverage(model, depth) or 0.0)
+        return steadied_changed(expected, own, self._record_tokens())
 
     @staticmethod
     def _perplexity(model: CatalogueModel, depth: int, full: Row, own: Row | None) -> float:

@@ -1,5 +1,7 @@
 """BestModel, by objective; and whether to load more or to switch when confidence breaks.
 
+Whatever the objective, a plan that changes more tokens than allowed is out. Of the others:
+
     throughput   most tokens a second among those within 2 % of the best perplexity
     response     least TTFT, then TPOT
     accuracy     least perplexity; within 1 % of it the least energy, then the fastest
@@ -36,6 +38,16 @@ def admissible(plans: Sequence[Plan], slo: Slo, slack: float) -> list[Plan]:
         return list(plans)
     share = ACCURACY_TIE if slo == "accuracy" else slack
     return [p for p in plans if p.perplexity <= (1.0 + share) * best]
+
+
+def over_limit(plan: Plan, limit: float) -> str | None:
+    """Why a plan changes too many tokens to be admissible for any objective, or None."""
+    if plan.changed_share <= limit + 1e-9:
+        return None
+    return (
+        f"{plan.changed_share:.2%} of the tokens of {plan.depth_class} are expected to be others "
+        f"than the whole model's, {limit:.2%} at most are allowed"
+    )
 
 
 def best_plan(plans: Sequence[Plan], slo: Slo, slack: float) -> Choice | None:
@@ -84,6 +96,7 @@ def shown(plan: Plan, slo: Slo) -> str:
         parts.append(f"{plan.joules_per_prompt:.3g} J a prompt")
     if not plan.is_full:
         parts.append(f"{plan.coverage:.0%} of tokens sure by then")
+        parts.append(f"{plan.changed_share:.2%} of them changed")
     first = {"throughput": 0, "response": 1, "accuracy": 3, "energy": 4}[slo]
     ordered = [parts[min(first, len(parts) - 1)]]
     return ", ".join(ordered + [p for p in parts if p not in ordered])

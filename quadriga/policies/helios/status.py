@@ -29,7 +29,7 @@ class Counters:
     """What happened so far, for metrics.
 
     Attributes:
-        trips: Times that the breach window called for a change.
+        trips: Times that the breach window, or changed tokens, called for a change.
     """
 
     resizes: int = 0

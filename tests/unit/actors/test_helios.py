@@ -107,6 +107,7 @@ def config(**changes: Any) -> QuadrigaConfig:
             "decode.rebatching": "drex",
             "helios.enabled": True,
             "helios.profile_requests": 2,
+            "helios.max_changed_share": 1.0,
             **changes,
         }
     )

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from loadgen.paper.helios_bench import SINGLE, Plan
-from loadgen.paper.helios_control import NAME, REPORT_TOKENS, Control
+from loadgen.paper.helios_control import NAME, READ_AGAIN, REPORT_TOKENS, Control
 from loadgen.paper.helios_plots import write_plots
 from loadgen.paper.helios_record import Memory, Request, Run
 from loadgen.paper.helios_replica import Replica
@@ -19,6 +19,7 @@ from loadgen.paper.helios_report import (
     ALONE,
     FIXED,
     INTERVALS,
+    LIMITS,
     Row,
     Setting,
     headline,
@@ -48,6 +49,7 @@ from quadriga.policies.helios import (
     Switch,
     Tick,
     TokensServed,
+    UnchangedSampled,
 )
 from quadriga.training.tasks import DEFAULT_MIX, TASKS, make_example
 from quadriga.types import DepthClass
@@ -165,6 +167,7 @@ def test_a_row_holds_medians_and_shares() -> None:
 
 
 def test_the_headline_compares_with_the_faster_form_of_each_model(tmp_path: Path) -> None:
+    bounded = Setting(LIMITS, "helios-throughput", None, 150, 1, max_changed_share=0.01)
     rows = [
         row_of("only-s", 100.0, tpot_s=0.010, ttft_s=0.02, exact_match=0.85, weight_bytes=50.0),
         row_of("only-s-adaptive", 120.0, tpot_s=0.008, ttft_s=0.02, exact_match=0.84,
@@ -176,6 +179,8 @@ def test_the_headline_compares_with_the_faster_form_of_each_model(tmp_path: Path
         row_of("only-l", 100.0, FIXED, 64, peak_running=4),
         row_of("helios-throughput", 450.0, FIXED, 64, peak_running=50),
         row_of("helios-throughput", 1.0, INTERVALS),
+        row_of("only-s", 200.0, LIMITS),
+        row_of("helios-throughput", 150.0, LIMITS, setting=bounded),
     ]  # fmt: skip
     found = headline(rows)
     assert found["throughput_ratio_vs_s"] == pytest.approx(1.25)  # over 120, not over 100
@@ -194,7 +199,9 @@ def test_the_headline_compares_with_the_faster_form_of_each_model(tmp_path: Path
     assert plain(rows[0])["contestant"] == "only-s" and "setting" not in plain(rows[0])
     print_tables(rows, Console(width=200, quiet=True))
     names = {path.name for path in write_plots(rows, tmp_path)}
-    assert names == {"helios-alone.png", "helios-fixed.png", "helios-ri.png"}
+    assert names == {
+        "helios-alone.png", "helios-fixed.png", "helios-ri.png", "helios-changed.png",
+    }  # fmt: skip
 
 
 def test_parts_that_were_not_run_leave_the_headline_open() -> None:
@@ -208,7 +215,7 @@ def test_the_plan_gives_all_contestants_the_same_terms() -> None:
     plan = Plan(
         pair=("s", "l"),
         catalogue=None,
-        parts=(ALONE, FIXED, INTERVALS),
+        parts=(ALONE, FIXED, INTERVALS, LIMITS),
         slos=("throughput", "energy"),
         requests=10,
         rounds=1,
@@ -222,6 +229,7 @@ def test_the_plan_gives_all_contestants_the_same_terms() -> None:
         shadows=1,
         threads=1,
         seed=1,
+        limits=(1.0, 0.01),
     )
     settings = plan.settings(999)
     assert len(set(settings)) == len(settings)
@@ -232,6 +240,9 @@ def test_the_plan_gives_all_contestants_the_same_terms() -> None:
     assert {(s.clients, s.memory_bytes, s.interval) for s in fixed} == {(16, 999, 128)}
     assert plan.num_requests(alone[0]) == 10 and plan.num_requests(fixed[0]) == 96
     assert [s.interval for s in settings if s.part == INTERVALS] == [3, 4]
+    limits = {s.contestant: s.max_changed_share for s in settings if s.part == LIMITS}
+    assert limits == dict.fromkeys(SINGLE) | {"helios-throughput": 0.01}
+    assert {s.max_changed_share for s in settings if s.part != LIMITS} == {None}
 
 
 def test_a_clock_runs_in_its_own_turns_only() -> None:
@@ -267,6 +278,14 @@ class FakeReplica:
     weight_bytes: int = 1000
     max_batch: int | None = None
     ended: list[Request] = field(default_factory=list)
+    says: list[int] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.depth_class in (S8, L12)
+
+    def read_again(self, request: Request) -> list[int] | None:
+        return self.says
 
     def admit(self, request: Request) -> bool:
         return True
@@ -353,6 +372,28 @@ def test_tokens_are_reported_in_portions() -> None:
     assert machine.of(TokensServed) == [TokensServed(S8, REPORT_TOKENS + 4, 3, 1)]
     control.report()
     assert len(machine.of(TokensServed)) == 1  # nothing new
+
+
+def test_the_whole_model_reads_the_newest_answers_of_a_part_again() -> None:
+    replica, machine, control, _ = control_of()
+    control.served(request(0, L12))
+    for index in range(1, READ_AGAIN + 2):
+        control.served(request(index, S4, exit_layers=[4, 2, 4]))
+    control.served(request(99, S4, S8))  # of two depths
+    replica.depth_class, replica.says = S4, [5, 6, 0]
+    machine.answers[Tick] = [Resize(1, NAME, DepthClass("s", 2), 9.0, "fewer")]
+    control.report()
+    control.obey()
+    assert machine.of(UnchangedSampled) == [], "it is no more of a judge itself"
+    machine.answers[Tick] = [Resize(2, NAME, S8, 9.0, "more")]
+    control.report()
+    control.obey()
+    found = machine.of(UnchangedSampled)
+    assert found == [UnchangedSampled("s", {4: (1, 2), 2: (1, 1)}, 4)] * READ_AGAIN
+    machine.answers[Tick] = [Resize(3, NAME, S8, 9.0, "again")]
+    control.report()
+    control.obey()
+    assert len(machine.of(UnchangedSampled)) == READ_AGAIN, "each once"
 
 
 def test_requests_of_one_class_count_and_places_are_given_back() -> None:

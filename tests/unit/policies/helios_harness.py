@@ -175,19 +175,24 @@ class Cluster:
             self.done()
 
 
+def paper_config(**config: Any) -> HeliosConfig:
+    """As in the paper: nothing bounds the tokens that a partial depth changes but breaches."""
+    return HeliosConfig(**{"max_changed_share": 1.0} | config)
+
+
 def decode(depth_class: DepthClass) -> Member:
     return Member(Role.DECODE, depth_class)
 
 
 def alone(start: DepthClass = S24, **config: Any) -> Cluster:
     """The paper's setting: one replica, which also profiles."""
-    machine = Helios([SMALL, LARGE], HeliosConfig(scout=False, **config), Device(value_bytes=2))
+    machine = Helios([SMALL, LARGE], paper_config(scout=False, **config), Device(value_bytes=2))
     return Cluster(machine, {"decode-0": decode(start)})
 
 
 def with_scout(num_decode: int = 2, start: DepthClass = S24, **config: Any) -> Cluster:
     """Two replicas that serve, and a scout beside them."""
-    machine = Helios([SMALL, LARGE], HeliosConfig(**config), Device(value_bytes=2))
+    machine = Helios([SMALL, LARGE], paper_config(**config), Device(value_bytes=2))
     fleet = {f"decode-{i}": decode(start) for i in range(num_decode)}
     return Cluster(machine, fleet | {"scout": decode(start)}, frozenset({"scout"}))
 

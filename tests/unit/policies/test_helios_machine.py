@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.config import HeliosConfig
 from quadriga.policies.helios import (
     Device,
     Helios,
@@ -33,6 +32,7 @@ from tests.unit.policies.helios_harness import (
     chosen,
     decode,
     finished,
+    paper_config,
     serve,
     with_scout,
 )
@@ -269,7 +269,7 @@ def test_without_a_scout_profiles_wait_and_say_so() -> None:
 
 def test_a_kept_table_saves_the_profile() -> None:
     first = chosen(with_scout())
-    machine = Helios([SMALL, LARGE], HeliosConfig(), Device(value_bytes=2), first.machine.table)
+    machine = Helios([SMALL, LARGE], paper_config(), Device(value_bytes=2), first.machine.table)
     second = Cluster(machine, dict(first.fleet), first.scouts)
     second.tick()
     assert second.trace == ["choose opt-1.3b@6"], "and everyone holds it already"
@@ -342,7 +342,7 @@ def test_strict_depths_are_rounded_up_to_what_can_be_loaded() -> None:
 
 
 def test_prefill_loads_what_strict_requests_wait_for() -> None:
-    machine = Helios([SMALL], HeliosConfig(scout=False), Device(value_bytes=2))
+    machine = Helios([SMALL], paper_config(scout=False), Device(value_bytes=2))
     fleet = {
         "d0": decode(S24),
         "d1": decode(S24),
@@ -372,7 +372,7 @@ def test_prefill_loads_what_strict_requests_wait_for() -> None:
 
 
 def test_prefill_grows_first_and_shrinks_last() -> None:
-    machine = Helios([SMALL], HeliosConfig(scout=False), Device(value_bytes=2))
+    machine = Helios([SMALL], paper_config(scout=False), Device(value_bytes=2))
     fleet = {"a-prefill": Member(Role.PREFILL, S24), "b-decode": decode(S24)}
     cluster = Cluster(machine, fleet)
     cluster.tick()
@@ -391,9 +391,10 @@ def test_prefill_grows_first_and_shrinks_last() -> None:
 
 
 def test_an_exit_whose_tokens_change_is_not_loaded() -> None:
-    cluster = with_scout(1, slo="throughput")
+    cluster = with_scout(1, slo="throughput", max_changed_share=0.2)
     cluster.tick()
-    cluster.tell(UnchangedSampled("opt-1.3b", {6: (70, 100), 12: (99, 100)}))
+    cluster.tell(UnchangedSampled("opt-1.3b", {6: (7_000, 10_000)}, 6))
+    cluster.tell(UnchangedSampled("opt-1.3b", {6: (5_000, 5_000), 12: (4_900, 5_000)}, 12))
     chosen(cluster)
     # Six layers say something else too often; twelve do not, and 77.7 % are sure by then.
     small = [t for t in cluster.trace if "opt-1.3b@6" in t]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from quadriga.catalogue.records import DepthRecord
-from quadriga.config import HeliosConfig
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import Device, HistoryTable, pick_candidates
 from quadriga.policies.helios.choices import Chooser, Situation
@@ -27,6 +26,7 @@ from tests.unit.policies.helios_harness import (
     TIMES_S,
     finished,
     model,
+    paper_config,
 )
 
 # Table 4, HELIOS's row: per cent of all tokens.
@@ -39,11 +39,11 @@ def planner(**config: Any) -> Planner:
     for full in (S24, L32):
         for _ in range(5):
             table.add(finished(full))
-    return Planner([SMALL, LARGE], HeliosConfig(**config), Device(value_bytes=2), table)
+    return Planner([SMALL, LARGE], paper_config(**config), Device(value_bytes=2), table)
 
 
 def chooser(made: Planner, **config: Any) -> Chooser:
-    return Chooser(made, [SMALL.id, LARGE.id], HeliosConfig(**config))
+    return Chooser(made, [SMALL.id, LARGE.id], paper_config(**config))
 
 
 def situation(target: DepthClass | None, **changes: Any) -> Situation:
@@ -153,7 +153,7 @@ def test_perplexity_outranks_speed() -> None:
     for _ in range(5):
         table.add(finished(S24, nll=1000 * math.log(1.55)))
         table.add(finished(L32))
-    made = Planner([SMALL, LARGE], HeliosConfig(), Device(value_bytes=2), table)
+    made = Planner([SMALL, LARGE], paper_config(), Device(value_bytes=2), table)
     plans = [p for m in (SMALL, LARGE) for p in made.plans(m.id, 1.0)]
     best = best_plan(plans, "throughput", 0.02)
     assert best is not None
@@ -172,7 +172,7 @@ def test_what_is_on_record_warns_of_a_shallow_exit() -> None:
     whole = DepthRecord(24, perplexity=1.5)
     for records, expected in (((six, twelve, whole), 12), ((six, whole), 12), ((whole,), 6)):
         known = model("opt-1.3b", (6, 12), depths=records)
-        made = Planner([known], HeliosConfig(), Device(value_bytes=2), table)
+        made = Planner([known], paper_config(), Device(value_bytes=2), table)
         best = best_plan(made.plans("opt-1.3b", 1.0), "throughput", 0.02)
         assert best is not None
         assert best.plan.depth_class.depth == expected
@@ -188,7 +188,7 @@ def test_freed_memory_becomes_batch() -> None:
     for _ in range(5):
         table.add(finished(L32))
     device = Device(memory_bytes=16 << 30, value_bytes=2, max_slots=1000)
-    made = Planner([LARGE], HeliosConfig(), device, table)
+    made = Planner([LARGE], paper_config(), device, table)
     partial, _, full = made.plans("opt-6.7b", 1e9)
     assert (partial.depth_class, full.depth_class) == (L9, L32)
     kv = 1100 * 2 * 2 * 4096

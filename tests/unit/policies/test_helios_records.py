@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from quadriga.catalogue.records import DepthRecord
-from quadriga.config import HeliosConfig
 from quadriga.policies.helios import Device, HistoryTable
 from quadriga.policies.helios.history import Row
 from quadriga.policies.helios.plans import RECORD_TOKENS, Planner
@@ -20,6 +19,7 @@ from tests.unit.policies.helios_harness import (
     SMALL,
     alone,
     finished,
+    paper_config,
     with_scout,
 )
 
@@ -33,7 +33,7 @@ def perplexities(small_nll: float, large_nll: float, tokens: int) -> tuple[float
     table = HistoryTable()
     for depth_class, nll in ((S24, small_nll), (L32, large_nll)):
         table.add(finished(depth_class, nll=nll * tokens, scored_tokens=tokens))
-    planner = Planner((RECORDED_S, RECORDED_L), HeliosConfig(), Device(), table)
+    planner = Planner((RECORDED_S, RECORDED_L), paper_config(), Device(), table)
     small, large = planner.plan(S24, 1.0), planner.plan(L32, 1.0)
     assert small is not None and large is not None
     return small.perplexity, large.perplexity
@@ -124,7 +124,7 @@ def test_the_stream_decides_how_long_answers_are() -> None:
     table = HistoryTable()
     table.add(finished(S24))  # 1,000 tokens
     table.add(finished(L32, exit_tokens={9: 150, 32: 50}))  # 200: another kind of request
-    planner = Planner((SMALL, LARGE), HeliosConfig(), Device(), table)
+    planner = Planner((SMALL, LARGE), paper_config(), Device(), table)
     small, large = planner.plan(S24, 1.0), planner.plan(L32, 1.0)
     assert small is not None and large is not None
     assert small.tokens_per_request == large.tokens_per_request == pytest.approx(600.0)
@@ -134,7 +134,7 @@ def test_a_depth_never_loaded_takes_its_share_of_the_whole() -> None:
     table = HistoryTable()
     table.add(finished(S24))
     recorded = replace(SMALL, depths=(DepthRecord(6, load_s=9.0),))
-    planner = Planner((recorded,), HeliosConfig(), Device(value_bytes=2), table)
+    planner = Planner((recorded,), paper_config(), Device(value_bytes=2), table)
     assert planner.load_s(S6) == 9.0
     table.row("opt-1.3b", 24).load_s = 2.0  # seen here
     share = SMALL.sizes.weight_bytes(6, 2) / SMALL.sizes.weight_bytes(24, 2)
@@ -149,7 +149,7 @@ def test_what_served_speaks_for_the_whole_where_it_saw_more() -> None:
     slow = finished(S24)
     for _ in range(5):
         table.add(replace(slow, decode_s=3 * slow.decode_s))  # a profile of five unlucky ones
-    planner = Planner((SMALL, LARGE), HeliosConfig(), Device(), table)
+    planner = Planner((SMALL, LARGE), paper_config(), Device(), table)
     alone_s = planner.plan(S24, 1.0)
     assert alone_s is not None and alone_s.tpot_s == pytest.approx(0.030, rel=0.01)
     for _ in range(30):
