@@ -10,7 +10,8 @@ class Clock(Protocol):
     """Where policies and loops get the time from.
 
     `now_s` never goes back and is for intervals inside one process; `unix_s` is wall-clock time
-    and is for instants that travel between processes (arrival, deadline, lease).
+    and is for instants that travel between processes (arrival, lease). Deadlines travel as what is
+    left of them, and are instants again by the clock of the machine where they arrive.
     """
 
     def now_s(self) -> float: ...

@@ -1,14 +1,15 @@
 """The records that travel between clients, actors, policies and the engine.
 
 Per-token records are slots dataclasses, never pydantic: validation happens once, at the edges.
-Instants that cross a process border are wall-clock seconds (`_unix_s`); everything else that ends
-in `_s` is a duration.
+Instants that cross a process border are wall-clock seconds (`_unix_s`), but deadlines cross it as
+what is left of them (`Expiring`); everything else that ends in `_s` is a duration.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -112,8 +113,30 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Expiring:
+    """Has a deadline, which travels as the time that is left: machines' clocks need not agree.
+
+    What the way takes is not counted.
+    """
+
+    __slots__ = ()
+    __match_args__: tuple[str, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = self.__match_args__
+        said = [getattr(self, name) for name in names]
+        at = names.index("deadline_unix_s")
+        said[at] -= time.time()
+        return _arrived, (type(self), at, said)
+
+
+def _arrived(kind: Callable[..., Expiring], at: int, said: list[Any]) -> Expiring:
+    said[at] += time.time()
+    return kind(*said)
+
+
 @dataclass(slots=True)
-class SequenceState:
+class SequenceState(Expiring):
     """All there is to one sequence; its KV cache can be rebuilt from this alone.
 
     A request with `n` choices or several prompts is several sequences of one request id.
@@ -126,7 +149,7 @@ class SequenceState:
         output_ids: Token ids emitted so far; the next emission has index `len(output_ids)`.
         exit_layers: Depth each output token left at, parallel to `output_ids`.
         priority: Lower is served first.
-        deadline_unix_s: When the client stops waiting.
+        deadline_unix_s: When the client stops waiting, by the clock of the machine it is on.
         ingress_id: Who holds the client's stream.
         epoch: Raised at every change of owner; an owner with an older epoch must not emit.
         num_moves: Live migrations so far.
@@ -532,7 +555,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmitRequest:
+class AdmitRequest(Expiring):
     """What the scheduler must know to let a sequence in.
 
     Attributes:

@@ -17,6 +17,7 @@ from typing import Any
 
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError, QuadrigaError, Unavailable
+from serve_app.arguments import MAX_PORT, ServeParser, port_number
 from serve_app.auth import KEY_VARIABLE, ApiKeys
 from serve_app.environment import haproxy_enabled, prepare_environment
 from serve_app.key_command import key_command
@@ -29,6 +30,13 @@ from serve_app.tls import DEFAULT_GRPC_PORT, DEFAULT_HTTPS_PORT, Tls, is_loopbac
 KEY_FILE = "api_key"
 DEFAULT_ADMIN_PORT = 8001
 ADMIN_PORT_VARIABLE = "QUADRIGA_ADMIN_PORT"
+_EXAMPLES = """examples:
+  python -m serve_app
+  python -m serve_app model=/models/Llama-3.2-1B decode_replicas=3 engine.threads=4
+  python -m serve_app --config service.yaml --http-port 8080
+
+environment: QUADRIGA_HOST, QUADRIGA_HTTP_PORT, QUADRIGA_GRPC_PORT and QUADRIGA_ADMIN_PORT (metrics
+and live page; 8001, 0: none) change the defaults; QUADRIGA_API_KEY is a key for clients."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -37,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     if given[:1] == ["keys"]:
         return key_command(given[1:])
-    options = _parser().parse_args(given)
     try:
+        options = _parser().parse_args(given)
         addresses = _addresses(options)
         addresses.check()
         addresses.to_environment()
@@ -112,21 +120,46 @@ def _serve(config: QuadrigaConfig, keys: ApiKeys, addresses: Addresses, key_hint
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m serve_app", description=__doc__)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. decode_replicas=3")
-    parser.add_argument("--config", type=Path, help="YAML file; key=value settings win over it")
-    parser.add_argument("--host", default=os.environ.get("QUADRIGA_HOST", LOOPBACK))
-    parser.add_argument("--http-port", type=int, default=_port("QUADRIGA_HTTP_PORT", 8000))
-    parser.add_argument("--grpc-port", type=int, default=_port("QUADRIGA_GRPC_PORT", 9000))
+    parser = ServeParser(
+        prog="python -m serve_app",
+        usage="%(prog)s [options] [key=value ...]\n       %(prog)s keys --help",
+        description="Serve on this machine until Ctrl-C. `keys` makes API keys.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="settings, as in decode_replicas=3; docs/configuration.md has all of them",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="settings in YAML; key=value wins over it"
+    )
+    host = os.environ.get("QUADRIGA_HOST", LOOPBACK)
+    parser.add_argument(
+        "--host", default=host, help="address to listen at; off loopback it needs API keys"
+    )
+    http_port = _port("QUADRIGA_HTTP_PORT", 8000)
+    _add_port(parser, "--http-port", http_port, "OpenAI's API, /health, /docs")
+    _add_port(parser, "--grpc-port", _port("QUADRIGA_GRPC_PORT", 9000), "gRPC, on every interface")
     parser.add_argument("--no-grpc", action="store_true", help="HTTP only")
     parser.add_argument("--haproxy", action="store_true", help="HAProxy instead of Serve's proxy")
     tls = parser.add_argument_group("TLS", "certificate and key in PEM; then only TLS is spoken")
-    tls.add_argument("--tls-cert", type=Path, help="certificate with its chain")
-    tls.add_argument("--tls-key", type=Path)
-    tls.add_argument("--tls-client-ca", type=Path, help="ask clients for a certificate of this CA")
-    tls.add_argument("--https-port", type=int, default=DEFAULT_HTTPS_PORT)
-    tls.add_argument("--grpc-tls-port", type=int, default=DEFAULT_GRPC_PORT)
+    tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate with its chain")
+    tls.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    tls.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="ask clients for a certificate of this CA",
+    )
+    _add_port(tls, "--https-port", DEFAULT_HTTPS_PORT, "HTTPS")
+    _add_port(tls, "--grpc-tls-port", DEFAULT_GRPC_PORT, "gRPC over TLS")
     return parser
+
+
+def _add_port(group: argparse._ActionsContainer, option: str, default: int, what: str) -> None:
+    group.add_argument(option, type=port_number, default=default, metavar="PORT", help=what)
 
 
 def _addresses(options: argparse.Namespace) -> Addresses:
@@ -163,7 +196,11 @@ def _admin_port(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _port(variable: str, default: int) -> int:
-    return int(os.environ.get(variable, default))
+    """Raises: ConfigError when the variable holds no port."""
+    text = os.environ.get(variable, str(default))
+    if not (text.isdecimal() and int(text) <= MAX_PORT):
+        raise ConfigError(f"{variable}: {text!r} is no port (0 to {MAX_PORT})", param=variable)
+    return int(text)
 
 
 def _arguments(file: Path | None, settings: list[str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +10,8 @@ from quadriga.errors import InvalidRequest
 
 SHOWN_CHARS = 60
 SHOWN_ERRORS = 3
+MAX_FIELDS = 256
+"""Of a body, those that are ignored included."""
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
 
@@ -32,6 +33,8 @@ def parse_body(model: type[BodyModel], data: object) -> BodyModel:
     """
     if not isinstance(data, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {shown(data)}")
+    if len(data) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(data)} fields, above the limit of {MAX_FIELDS}")
     try:
         return model.model_validate(data)
     except ValidationError as exc:
@@ -53,29 +56,3 @@ def _field_name(location: tuple[int | str, ...]) -> str:
 
 def ignored_fields(body: BaseModel) -> tuple[str, ...]:
     return tuple(sorted((body.model_extra or {}).keys()))
-
-
-def check_unicode(value: object, path: str = "") -> None:
-    """Refuse lone surrogates anywhere in a decoded JSON value.
-
-    Raises: InvalidRequest naming the field.
-    """
-    stack: list[tuple[object, str]] = [(value, path)]
-    while stack:
-        item, where = stack.pop()
-        if isinstance(item, str):
-            try:
-                item.encode()
-            except UnicodeEncodeError as exc:
-                field = where or "body"
-                raise InvalidRequest(
-                    f"{field}: holds a lone surrogate (character {exc.start}), which is not text",
-                    param=field,
-                ) from exc
-        elif isinstance(item, Mapping):
-            for key, child in item.items():
-                stack.append((key, where or "a field name"))
-                stack.append((child, f"{where}.{key}" if where else str(key)))
-        elif isinstance(item, list):
-            prefix = f"{where}." if where else ""
-            stack.extend((child, f"{prefix}{i}") for i, child in enumerate(item))

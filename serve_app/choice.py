@@ -157,10 +157,11 @@ class Choice:
         """Take an emission of `replica`; return how many new tokens it brought.
 
         Duplicates change nothing, nor do emissions of former owners, or of a second one under the
-        same epoch. A gap that nobody can fill any more ends the choice in an `InvariantViolation`.
-        A stop string ends it with `finish` set and no word from the replica.
+        same epoch. Who says again what is here, and says it differently, has another sequence: that
+        is a `failure` of the replica's. A gap that nobody can fill any more ends the choice in an
+        `InvariantViolation`. A stop string ends it with `finish` set and no word from the replica.
         """
-        if self.done:
+        if self.done or self.failure is not None:
             return 0
         self.num_heard += 1
         if emission.move is not None:
@@ -219,6 +220,11 @@ class Choice:
             return 0
         if emission.epoch > self.state.epoch:
             self._take_over(replica, emission.epoch)
+        if self._contradicts(emission):
+            self.failure = ReplicaError(
+                f"{replica} goes on from another answer than the client has", code="contradicted"
+            )
+            return 0
         if emission.prompt_logprobs is not None:
             self.prompt_logprobs = emission.prompt_logprobs
         num_new = self._append(emission)
@@ -230,6 +236,14 @@ class Choice:
         elif self.finish is None and emission.finish is not None:
             self._finish(emission.finish)
         return num_new
+
+    def _contradicts(self, emission: Emission) -> bool:
+        """Whether it tells differently what the client has already, or ends before that does."""
+        first, count = emission.first_index, len(emission.token_ids)
+        again = self.state.output_ids[first : first + count]
+        if again != emission.token_ids[: len(again)]:
+            return True
+        return emission.finish is not None and first + count < len(self.state.output_ids)
 
     def _append(self, emission: Emission) -> int:
         known = len(self.state.output_ids)

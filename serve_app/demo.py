@@ -13,7 +13,9 @@ from typing import Any, TextIO
 from quadriga.checkpoint import read_checkpoint
 from quadriga.client import Client
 from quadriga.config import load_config
+from quadriga.errors import ConfigError
 from quadriga.training.tasks import TASKS, Example, check, make_example
+from serve_app.arguments import ServeParser
 from serve_app.auth import ApiKeys
 from serve_app.launch import Addresses, LocalService, free_port
 from serve_app.quiet import QuietOutput
@@ -25,9 +27,18 @@ TIMEOUT_S = 60.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demonstration. Returns 0 when every stream ended well."""
-    settings = dict(a.split("=", 1) for a in (sys.argv[1:] if arguments is None else arguments))
-    config = load_config(settings)
-    model = read_checkpoint(config.pools[0].model).id
+    parser = ServeParser(
+        prog="python -m serve_app.demo", description="Start the service, ask it, stop it."
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as for serve_app")
+    settings = parser.parse_args(arguments).settings
+    try:
+        if wrong := [text for text in settings if "=" not in text]:
+            raise ConfigError(f"{wrong[0]!r}: settings have the form key=value", param=wrong[0])
+        config = load_config(dict(text.split("=", 1) for text in settings))
+        model = read_checkpoint(config.pools[0].model).id
+    except ConfigError as exc:
+        parser.error(exc.message)
     key = secrets.token_urlsafe(16)
     addresses = Addresses(http_port=free_port(), grpc_port=free_port())
     print(f"starting {model}: 1 ingress, prefill and decode apart …", flush=True)

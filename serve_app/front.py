@@ -424,7 +424,8 @@ class FrontDesk:
     def _session_ended(self, session: Session) -> None:
         if session.ended_s is not None:
             return
-        session.ended_s = self.clock.now_s()
+        ended_s = self.clock.now_s()
+        session.end(ended_s)
         if self._reports is not None:
             for choice in session.choices:
                 if choice.is_auto:
@@ -435,8 +436,8 @@ class FrontDesk:
             session.deadline_timer.cancel()
         self._num_open -= 1
         self.metrics.open_requests.dec()
-        self.metrics.of(session.spec.model).e2e.observe(session.ended_s - session.arrived_s)
-        self._tell(session, ticket.key_name, session.ended_s)
+        self.metrics.of(session.spec.model).e2e.observe(ended_s - session.arrived_s)
+        self._tell(session, ticket.key_name, ended_s)
 
     def _tell(self, session: Session, key_name: str, ended_s: float) -> None:
         is_logged = self.config.logging.requests

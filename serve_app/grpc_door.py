@@ -21,12 +21,21 @@ from quadriga.errors import (
     Unavailable,
 )
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from quadriga.types import AUTO_MODEL
 from serve_app import grpc_wire as wire
 from serve_app.bodies import parse_body
 from serve_app.errors import as_quadriga
 from serve_app.front import FrontDesk
 from serve_app.keys import ApiKey
-from serve_app.openai_schema import ChatBody, CompletionBody
+from serve_app.openai_schema import (
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS_READ,
+    ChatBody,
+    CompletionBody,
+)
+from serve_app.prompts import check_length
 from serve_app.room import MAX_WATCHES, Room
 from serve_app.session import Delta, Reader, Session
 from serve_app.sessions import check_key
@@ -197,6 +206,10 @@ class GrpcDoor:
         )
 
     async def _spec(self, request: Any) -> GenerateSpec:
+        # What is far too long is refused before it is made a list of.
+        _check_counts(request, self._limits.max_choices)
+        model = self._desk.models.find(request.model or AUTO_MODEL)
+        check_length(len(request.prompt_token_ids.ids), model, "prompt")
         fields = wire.generation_fields(request)
         request_id = request.request_id or uuid.uuid4().hex
         check_key(request_id, "request_id")
@@ -206,10 +219,8 @@ class GrpcDoor:
         }
         if "messages" in fields:
             chat = parse_body(ChatBody, fields)
-            model = self._desk.models.find(chat.model)
             return await chat_spec(chat, model, self._limits, self._desk.encode, **common)
         body = parse_body(CompletionBody, fields)
-        model = self._desk.models.find(body.model)
         return await completion_spec(body, model, self._limits, self._desk.encode, **common)
 
     def _caller(self, context: Any) -> ApiKey:
@@ -236,6 +247,22 @@ class GrpcDoor:
         if session is not None:
             self._desk.leave(session)
         self._desk.metrics.requests.labels("grpc", code).inc()
+
+
+def _check_counts(request: Any, max_choices: int) -> None:
+    """Raises: InvalidRequest where a list is longer than it may ever be."""
+    for field, items, most in (
+        ("messages", request.chat.messages, MAX_MESSAGES),
+        ("stop", request.stop, MAX_STOPS_READ),
+        ("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("logit_bias", request.logit_bias, MAX_LOGIT_BIAS),
+        ("resume_from", request.resume_from, max_choices),
+        ("resume_digest", request.resume_digest, max_choices),
+    ):
+        if len(items) > most:
+            raise InvalidRequest(
+                f"{field}: {len(items)} items, above the limit of {most}", param=field
+            )
 
 
 def _is_secure(context: Any) -> bool:

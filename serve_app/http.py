@@ -25,14 +25,15 @@ from quadriga.metrics import CONTENT_TYPE
 from serve_app.bodies import parse_body
 from serve_app.errors import as_quadriga, error_headers, error_json
 from serve_app.front import FrontDesk
-from serve_app.http_call import Call, Receive, Scope, Send, parse_json
+from serve_app.http_call import Call, Receive, Scope, Send
 from serve_app.http_generation import HttpGeneration
+from serve_app.json_body import parse_json
 from serve_app.openai_schema import (
     DetokenizeBody,
     TokenizeBody,
 )
 from serve_app.openapi import openapi_document
-from serve_app.prompts import plain_messages
+from serve_app.prompts import check_token_ids, plain_messages
 
 logger = logging.getLogger("quadriga.http")
 
@@ -162,13 +163,7 @@ class HttpDoor:
         self._check_caller(call)
         body = parse_body(DetokenizeBody, parse_json(await self._body(call)))
         model = self._desk.models.find(body.model)
-        size = model.checkpoint.vocab_size
-        for i, token_id in enumerate(body.tokens):
-            if token_id >= size:
-                raise InvalidRequest(
-                    f"tokens.{i}: {token_id} is outside the vocabulary (0 to {size - 1})",
-                    param=f"tokens.{i}",
-                )
+        await check_token_ids(body.tokens, "tokens", model)
         text = await self._desk.decode(model, body.tokens)
         await call.answer_json({"prompt": text})
 

@@ -15,7 +15,6 @@ from quadriga.errors import (
     QuadrigaError,
     RequestTimeout,
 )
-from serve_app.bodies import check_unicode
 from serve_app.errors import error_headers, error_json
 
 Message = MutableMapping[str, Any]
@@ -121,30 +120,6 @@ class Call:
 
     async def answer_error(self, exc: QuadrigaError) -> None:
         await self.answer(error_json(exc), status=exc.http_status, headers=error_headers(exc))
-
-
-def parse_json(data: bytes) -> Any:
-    """Decode JSON strictly: UTF-8, no NaN or Infinity, no lone surrogates.
-
-    Raises: InvalidRequest.
-    """
-    try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as exc:
-        raise InvalidRequest(
-            f"the body is not UTF-8 (byte {exc.start})", code="invalid_json"
-        ) from exc
-    except RecursionError as exc:
-        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
-    except ValueError as exc:
-        raise InvalidRequest(f"the body is not valid JSON: {exc}", code="invalid_json") from exc
-    if b"\\ud" in data or b"\\uD" in data:  # only an escape can make a lone surrogate
-        check_unicode(value)
-    return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

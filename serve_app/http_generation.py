@@ -16,7 +16,8 @@ from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError
 from serve_app.bodies import parse_body
 from serve_app.errors import error_frame
 from serve_app.front import FrontDesk
-from serve_app.http_call import Call, parse_json
+from serve_app.http_call import Call
+from serve_app.json_body import parse_json
 from serve_app.keys import ApiKey
 from serve_app.openai_schema import ChatBody, CompletionBody
 from serve_app.rendering import ChatRenderer, CompletionRenderer, Renderer

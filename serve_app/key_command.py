@@ -11,9 +11,13 @@ import argparse
 import sys
 
 from quadriga.errors import ConfigError
+from serve_app.arguments import ServeParser
 from serve_app.keys import ApiKey, KeyLimits, digest, make_key, parse_lines
 
 MIN_OWN_KEY_CHARS = 32
+_EXAMPLES = """examples:
+  python -m serve_app keys --name alice --requests-per-s 5 >> keys
+  python -m serve_app keys --name operator --admin >> keys"""
 
 
 def key_command(argv: list[str]) -> int:
@@ -26,6 +30,8 @@ def key_command(argv: list[str]) -> int:
                 f"--stdin: a key has at least {MIN_OWN_KEY_CHARS} ASCII characters and no spaces; "
                 "leave --stdin out to have one made"
             )
+        if len(options.name.split()) != 1 or options.name.startswith("#"):
+            raise ConfigError(f"--name: {options.name!r} must be one word; # begins a comment")
         limits = KeyLimits(options.requests_per_s, options.tokens_per_min, options.concurrency)
         line = ApiKey(options.name, digest(key), limits, options.admin).line()
         parse_lines([line], "this command")  # the same checks as when it is read
@@ -39,11 +45,26 @@ def key_command(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m serve_app keys", description=__doc__)
-    parser.add_argument("--name", required=True, help="who has it; appears in logs")
-    parser.add_argument("--requests-per-s", type=float, help="calls, on average")
-    parser.add_argument("--tokens-per-min", type=float, help="prompt and output, on average")
-    parser.add_argument("--concurrency", type=int, help="generations at once")
-    parser.add_argument("--admin", action="store_true", help="metrics and the admin port as well")
-    parser.add_argument("--stdin", action="store_true", help="hash the key on standard input")
+    parser = ServeParser(
+        prog="python -m serve_app keys",
+        description=(
+            "Make an API key, or hash one there is. Its line for a key file goes to standard\n"
+            "output; the key itself, shown once, to standard error. Without a limit there is none."
+        ),
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("--name", required=True, help="who has it, without spaces; appears in logs")
+    parser.add_argument(
+        "--requests-per-s", type=float, metavar="X", help="calls a second, on average"
+    )
+    parser.add_argument(
+        "--tokens-per-min", type=float, metavar="X", help="of prompts and output, on average"
+    )
+    parser.add_argument("--concurrency", type=int, metavar="N", help="generations at once")
+    parser.add_argument(
+        "--admin", action="store_true", help="may also see metrics and the admin port"
+    )
+    parser.add_argument(
+        "--stdin", action="store_true", help="hash the key on standard input; 32 characters or more"
+    )
     return parser

@@ -183,6 +183,12 @@ class LocalService:
             wanted.append(("--https-port", where.host, where.tls.https_port))
         if admin.port is not None:
             wanted.append(("admin.port", admin.host, admin.port))
+        seen: dict[int, str] = {}
+        for option, _, port in wanted:
+            if (other := seen.setdefault(port, option)) != option:
+                raise ConfigError(
+                    f"{option}: {port} is also {other}; each needs a port of its own", param=option
+                )
         for option, address, port in wanted:
             try:
                 with socket.socket() as probe:

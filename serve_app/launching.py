@@ -92,9 +92,11 @@ class Launcher:
                     self._take(choice, admission)
                 await self._submit(choice, name, admission.prefill_replica)
                 return
-            except (ReplicaError, Overloaded, Unavailable) as exc:
-                if not choice.is_called(name):
+            except QuadrigaError as exc:
+                if not choice.is_called(name):  # it is on its way elsewhere, or over
                     return
+                if not isinstance(exc, ReplicaError | Overloaded | Unavailable):
+                    raise
                 num_failures += 1
                 if isinstance(exc, ReplicaDied):
                     self._watch.forget(admission.prefill_replica)

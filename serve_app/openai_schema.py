@@ -10,19 +10,22 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 MAX_TOKENS_LIMIT = 10_000_000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_STOPS_READ = 1024
+"""Longer lists of stop strings are not looked into; what is allowed is the server's to say."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 _DEFAULT = "default: what the model's generation_config.json says, unless set otherwise."
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Stops = Annotated[list[str], Field(max_length=MAX_STOPS_READ, fail_fast=True)]
 
 
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
@@ -34,8 +37,20 @@ _TOKENS: dict[str, Any] = {
 _NO_TOOLS: dict[str, Any] = {"enum": [None, "none", "auto"]}
 
 
+def _bounded_bias(bias: Any) -> Any:
+    """Count the tokens before each is looked at, which costs far more."""
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        limits = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIAS}
+        raise PydanticKnownError("too_long", limits | {"actual_length": len(bias)})
+    return bias
+
+
 class Body(BaseModel):
-    """Strict about types, lenient about unknown fields (they are reported back as ignored)."""
+    """Strict about types, lenient about unknown fields (they are reported back as ignored).
+
+    Lists stop at their first item that is wrong: to say what is wrong with each takes far longer
+    than to read them.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -97,7 +112,7 @@ class GenerationFields(Body):
     frequency_penalty: float | None = Field(
         None, ge=-2, le=2, description="The same for each time it was generated; default 0."
     )
-    logit_bias: dict[str, Bias] | None = Field(
+    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_bounded_bias)] = Field(
         None,
         max_length=MAX_LOGIT_BIAS,
         description="Token id (as text) to bias, -100 to 100.",
@@ -110,7 +125,7 @@ class GenerationFields(Body):
         description="The same seed and request give the same answer; drawn where absent.",
     )
     n: int | None = Field(None, ge=1, le=INT32_MAX, description="Choices; bounded by the server.")
-    stop: str | list[str] | None = Field(None, description="Matched across token borders.")
+    stop: str | Stops | None = Field(None, description="Matched across token borders.")
     stop_token_ids: list[TokenId] | None = Field(
         None, max_length=MAX_STOP_TOKEN_IDS, description="Tokens that end the answer; not shown."
     )
@@ -184,7 +199,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
         description="Who speaks; `developer` is read as `system`."
     )
-    content: str | list[ContentPart] | None = Field(
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = Field(
         None, description="Text, or text parts, which are joined."
     )
     name: str | None = Field(None, description="Passed on to the chat template.")
@@ -194,7 +209,7 @@ class ChatMessage(Body):
 
 def _bounded_parts(messages: Any) -> Any:
     """Count the parts of all messages before each is looked at, which costs far more."""
-    if isinstance(messages, list):
+    if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
         contents = [m.get("content") for m in messages if isinstance(m, dict)]
         count = sum(len(content) for content in contents if isinstance(content, list))
         if count > MAX_PARTS:
@@ -208,7 +223,7 @@ def _bounded_parts(messages: Any) -> Any:
 
 Messages = Annotated[
     list[ChatMessage],
-    Field(min_length=1, max_length=MAX_MESSAGES),
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     BeforeValidator(_bounded_parts),
 ]
 
@@ -238,7 +253,7 @@ class ChatBody(GenerationFields):
     function_call: Any = Field(
         None, description='Only null, "none" or "auto".', json_schema_extra=_NO_TOOLS
     )
-    modalities: list[str] | None = Field(
+    modalities: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         None,
         description='Only ["text"].',
         json_schema_extra={"items": {"enum": ["text"]}, "maxItems": 1},
@@ -266,8 +281,10 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
-    tokens: list[TokenId] = Field(
-        max_length=10_000_000, description="Each inside the model's vocabulary."
+    tokens: list[Any] = Field(
+        max_length=10_000_000,
+        description="Each inside the model's vocabulary.",
+        json_schema_extra={"items": _TOKENS["items"]},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
 from quadriga.config import IngressConfig
@@ -10,6 +11,9 @@ from serve_app.bodies import shown
 from serve_app.models import ServedModel
 from serve_app.openai_schema import ChatMessage
 from serve_app.spec import Prompt
+
+SLICE_TOKENS = 65_536
+"""Some milliseconds' worth of looking at token ids."""
 
 
 class Encode(Protocol):
@@ -93,24 +97,37 @@ async def _one_prompt(
         raise InvalidRequest(f"{name}: must be text or token ids, got {shown(item)}", param=name)
     if not item:
         raise InvalidRequest(f"{name}: is empty", param=name)
-    if len(item) > model.max_model_len:
+    check_length(len(item), model, name)
+    await check_token_ids(item, name, model)
+    return Prompt(item, model.tokenizer.decode(item) if echo else "")
+
+
+def check_length(num_tokens: int, model: ServedModel, field: str) -> None:
+    """Refuse token ids by their number alone. Raises: ContextTooLong."""
+    if num_tokens > model.max_model_len:
         raise ContextTooLong(
-            f"{name}: {len(item)} tokens; {model.id} takes {model.max_model_len} with the answer",
-            param=name,
+            f"{field}: {num_tokens} tokens; {model.id} takes {model.max_model_len} with the answer",
+            param=field,
         )
-    for i, token_id in enumerate(item):
+
+
+async def check_token_ids(items: list[Any], field: str, model: ServedModel) -> None:
+    """Look at each; after every `SLICE_TOKENS` others have their turn. Raises: InvalidRequest."""
+    size = model.checkpoint.vocab_size
+    for i, token_id in enumerate(items, 1):
         if type(token_id) is not int:
             raise InvalidRequest(
-                f"{name}.{i}: token ids are whole numbers, got {shown(token_id)}",
-                param=f"{name}.{i}",
+                f"{field}.{i - 1}: token ids are whole numbers, got {shown(token_id)}",
+                param=f"{field}.{i - 1}",
             )
-        if not 0 <= token_id < model.checkpoint.vocab_size:
+        if not 0 <= token_id < size:
             raise InvalidRequest(
-                f"{name}.{i}: token id {shown(token_id)} is outside the vocabulary of {model.id} "
-                f"(0 to {model.checkpoint.vocab_size - 1})",
-                param=f"{name}.{i}",
+                f"{field}.{i - 1}: token id {shown(token_id)} is outside the vocabulary of "
+                f"{model.id} (0 to {size - 1})",
+                param=f"{field}.{i - 1}",
             )
-    return Prompt(item, model.tokenizer.decode(item) if echo else "")
+        if i % SLICE_TOKENS == 0:
+            await asyncio.sleep(0)
 
 
 def check_vocabulary(token_ids: list[int], model: ServedModel, field: str) -> None:

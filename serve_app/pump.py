@@ -7,6 +7,7 @@ It acknowledges what it delivered with its next poll, so a lost reply loses noth
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.types import Emission, PollReply
 from serve_app.cluster import UNREACHABLE, Cluster
 from serve_app.metrics import IngressMetrics
+
+logger = logging.getLogger("quadriga.ingress")
 
 RETRY_PAUSE_S = 0.2
 HUNG = "hung"
@@ -124,9 +127,13 @@ class Pumps:
     async def _run(self, replica: str, line: _Line) -> None:
         try:
             while line.live:
-                await self._poll_while_live(replica, line)
-                if not line.live:
-                    await self._acknowledge(replica, line)
+                try:
+                    await self._poll_while_live(replica, line)
+                    if not line.live:
+                        await self._acknowledge(replica, line)
+                except Exception:  # a border: all that live there would hang until their deadlines
+                    logger.exception("what %s says could not be fetched", replica)
+                    await asyncio.sleep(RETRY_PAUSE_S)
         finally:
             line.task = None
             if not line.live:

@@ -44,6 +44,7 @@ class Session:
     Attributes:
         key: (owner, idempotency key) under which it may be resumed, or None.
         ended_s: When the last choice ended, monotonic; None while it runs.
+        num_kept_tokens: Of prompts and answers, once it ended.
         abandoned_s: Since when nobody reads, monotonic; None while somebody does.
         deadline_timer: Ends the session at its deadline.
         span: Of its trace; None where it is not traced.
@@ -56,6 +57,7 @@ class Session:
     key: tuple[str, str] | None = None
     fingerprint: bytes = b""
     ended_s: float | None = None
+    num_kept_tokens: int = 0
     abandoned_s: float | None = None
     readers: set[Reader] = field(default_factory=set)
     error: QuadrigaError | None = None
@@ -69,6 +71,11 @@ class Session:
     @property
     def failed(self) -> bool:
         return self.error is not None or any(c.error is not None for c in self.choices)
+
+    def end(self, now_s: float) -> None:
+        """Nothing will be added any more."""
+        self.ended_s = now_s
+        self.num_kept_tokens = self.num_prompt_tokens + self.num_output_tokens
 
     def wake(self) -> None:
         for reader in self.readers:

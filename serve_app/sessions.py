@@ -6,6 +6,8 @@ from quadriga.errors import InvalidRequest
 from serve_app.session import Session
 
 MAX_KEPT_SESSIONS = 4096
+MAX_KEPT_TOKENS = 16 << 20
+"""Of those that ended, prompts included: some hundred megabytes."""
 MAX_KEY_LENGTH = 256
 
 
@@ -54,9 +56,13 @@ class SessionStore:
             elif session.abandoned_s is not None and now_s - session.abandoned_s > self._keep_s:
                 del self._by_key[key]
                 abandoned.append(session)
-        ended = [key for key, s in self._by_key.items() if s.ended_s is not None and not s.readers]
-        for key in ended[: max(0, len(self._by_key) - MAX_KEPT_SESSIONS)]:
+        ended = {k: s for k, s in self._by_key.items() if s.ended_s is not None and not s.readers}
+        num_tokens = sum(s.num_kept_tokens for s in ended.values())
+        for key, session in ended.items():  # the oldest first
+            if len(self._by_key) <= MAX_KEPT_SESSIONS and num_tokens <= MAX_KEPT_TOKENS:
+                break
             del self._by_key[key]
+            num_tokens -= session.num_kept_tokens
         return abandoned
 
 

@@ -168,7 +168,7 @@ class StreamProgress:
         return self.request
 
     def take(self, message: Any) -> list[Piece]:
-        """Turn a message into pieces, without what was had before.
+        """Turn a message into pieces.
 
         Raises: InvariantViolation on a gap, a step back, or a choice that there is not.
         """
@@ -186,13 +186,12 @@ class StreamProgress:
                 )
             if index in self.finished:
                 continue
-            if first + len(delta.token_ids) < self.received[index]:
+            if first < self.received[index]:  # its text could not be told from what was read
                 raise InvariantViolation(
                     f"choice {index} goes back to token {first}, {self.received[index]} are there"
                 )
-            new = delta.token_ids[self.received[index] - first :]
-            self.digests[index] = token_digest(new, self.digests[index])
-            self.received[index] = first + len(delta.token_ids)
+            self.digests[index] = token_digest(delta.token_ids, self.digests[index])
+            self.received[index] += len(delta.token_ids)
             finish = _FINISH.get(delta.finish_reason)
             if finish is not None:
                 self.finished.add(index)

@@ -228,6 +228,19 @@ def test_a_gap_in_a_stream_is_an_error() -> None:
         progress.take(pb.GenerateResponse(choices=[pb.ChoiceDelta(first_token_index=1)]))
 
 
+def test_no_text_is_read_twice() -> None:
+    """The text of tokens that are told again cannot be told from the text of new ones."""
+    progress = StreamProgress(make_request("x", None, None, {}))
+
+    def told(first: int, *ids: int) -> Any:
+        delta = pb.ChoiceDelta(first_token_index=first, token_ids=ids, text="ab"[: len(ids)])
+        return pb.GenerateResponse(choices=[delta])
+
+    progress.take(told(0, 4, 5))
+    with pytest.raises(InvariantViolation, match="goes back to token 1, 2 are there"):
+        progress.take(told(1, 6, 7))
+
+
 def test_closing_ends_calls(target: str) -> None:
     client = Client(target, timeout_s=5)
     pieces = client.stream("x")

@@ -130,3 +130,24 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
                            "reason": "covers 83 % of tokens"}],
         }  # fmt: skip
     return view
+
+
+def crowded_view(num_replicas: int = 200) -> dict[str, Any]:
+    """A large cluster at peace, but for decode 7 (silent for 9 s) and decode 11 (full in 4 s)."""
+    view = busy_view()
+    calm = view["replicas"][1]
+    view["replicas"] = [
+        calm | {"name": f"quadriga:decode:{k}:x{k}", "seconds_to_full": None}
+        for k in range(num_replicas)
+    ]
+    view["replicas"][7]["age_s"] = 9.0
+    view["replicas"][11]["seconds_to_full"] = 4.0
+    view["fleet"] = {
+        "num_ready": num_replicas, "num_desired": num_replicas, "error": None,
+        "replicas": [
+            {"name": r["name"], "role": "decode", "phase": "ready", "node_id": "n",
+             "depth_class": r["depth_class"], "error": None}
+            for r in view["replicas"]
+        ],
+    }  # fmt: skip
+    return view

@@ -16,7 +16,7 @@ from serve_app.admin import AdminDoor
 from serve_app.cluster import RayCluster
 from serve_app.dashboard_pages import FILES, FOLDER
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.dashboard_views import NAMES, busy_view, counted
+from tests.unit.serve_app.dashboard_views import NAMES, busy_view, counted, crowded_view
 
 IDLE: dict[str, Any] = {"at_unix_s": 0.0, "replicas": []}
 
@@ -128,6 +128,38 @@ def test_replicas_are_grouped_and_none_is_left_out() -> None:
         ("quadriga-s@8", ["decode", "decode", "prefill"]),
     ]
     assert groups[0]["replicas"][0]["is_silent"]
+
+
+def test_of_many_replicas_those_are_listed_that_need_a_look() -> None:
+    found = run("listed", crowded_view(), [], "")
+    [group] = found["groups"]
+    assert found["isMany"] and not group["isOpen"]
+    assert [r["name"].split(":")[2] for r in group["shown"]] == ["7", "11"]
+    assert group["num_hidden"] == 198
+    assert group["text"].startswith("200 replicas · 1800 of 6400 sequences · KV memory 24 %")
+    [group] = run("listed", crowded_view(), ["quadriga-s@8"], "")["groups"]
+    numbers = [int(r["name"].split(":")[2]) for r in group["shown"]]
+    assert numbers == list(range(200)), "as one counts, not 1, 10, 100"
+    [group] = run("listed", crowded_view(), [], "decode 117")["groups"]
+    assert [r["name"].split(":")[2] for r in group["shown"]] == ["117"]
+    assert run("listed", crowded_view(), [], "prefill")["groups"] == []
+
+
+def test_of_few_replicas_all_are_listed() -> None:
+    found = run("listed", busy_view(), [], "")
+    assert not found["isMany"]
+    assert [g["num_hidden"] for g in found["groups"]] == [0, 0, 0]
+    assert found["groups"][0]["text"] == "1 replica"
+
+
+def test_old_figures_are_marked() -> None:
+    assert run("age", {"age_s": 4.0}) is None
+    assert run("age", {"age_s": 9.0})["text"] == "silent for 9.0 s"
+    assert run("troubles", crowded_view()) == ["decode 7 has not reported for 9.0 s"]
+    view = crowded_view()
+    for replica in view["replicas"]:
+        replica["age_s"] = 30.0
+    assert run("troubles", view) == ["200 replicas have not reported for more than 5 s"]
 
 
 @pytest.mark.parametrize(

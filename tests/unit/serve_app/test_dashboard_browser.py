@@ -19,7 +19,7 @@ from serve_app.auth import ApiKeys
 from serve_app.keys import ApiKey, digest
 from serve_app.launch import free_port
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.dashboard_views import busy_view
+from tests.unit.serve_app.dashboard_views import busy_view, crowded_view
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 pytestmark = [
@@ -141,6 +141,11 @@ async def test_off_loopback_it_asks_for_a_key(show: Show) -> None:
     await expect(page.locator("#login")).to_be_visible()
     await expect(page.locator("#replicas tr")).to_have_count(0)
     await shown.shoot("login")
+    assert await page.evaluate("document.activeElement.id") == "key"
+    await page.fill("#key", "wrong")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#state")).to_contain_text("■")
+    await expect(page.locator("#login")).to_be_visible()
     await page.fill("#key", "boss")
     await page.keyboard.press("Enter")
     await expect(page.locator("#state")).to_have_text("● live")
@@ -152,8 +157,55 @@ async def test_it_says_when_nobody_answers(show: Show) -> None:
     await expect(shown.page.locator("#state")).to_have_text("● live")
     await shown.page.route("**/cluster", lambda route: route.abort())
     await expect(shown.page.locator("#state")).to_contain_text("last heard of", timeout=5000)
+    await expect(shown.page.locator("#age")).to_contain_text("figures of")
+    await expect(shown.page.locator("body")).to_have_class("stale")
+    assert await shown.page.title() == "■ Quadriga"
     await shown.shoot("stale")
     await expect(shown.page.locator("#replicas")).to_contain_text("decode 0")  # the last it knew
+
+
+async def test_it_comes_back_by_itself(show: Show) -> None:
+    shown = await show(busy_view())
+    page = shown.page
+    await page.route(
+        "**/cluster", lambda route: route.fulfill(status=502, body="<html>proxy</html>")
+    )
+    await expect(page.locator("#state")).to_contain_text("■ status 502", timeout=5000)
+    await page.unroute("**/cluster")
+    await expect(page.locator("#state")).to_have_text("● live", timeout=5000)
+    await expect(page.locator("body")).not_to_have_class("stale")
+    await expect(page.locator("#age")).to_be_empty()
+
+
+async def test_two_hundred_replicas_can_be_looked_at(show: Show) -> None:
+    shown = await show(crowded_view())
+    page = shown.page
+    rows = page.locator("#replicas tr")
+    await expect(rows).to_have_count(1 + 2)
+    await expect(page.locator("#replicas")).to_contain_text("■ silent for 9.0 s")
+    await expect(page.locator("#troubles")).to_contain_text("decode 7 has not reported")
+    await shown.shoot("crowd")
+    more = page.locator("#replicas button")
+    await expect(more).to_have_attribute("aria-expanded", "false")
+    await more.focus()
+    await page.keyboard.press("Enter")
+    await expect(rows).to_have_count(1 + 200)
+    shown.view["mode"] = "load"
+    await expect(page.locator("#summary")).to_contain_text("load")  # shown anew
+    assert await page.evaluate("document.activeElement.ariaExpanded") == "true", "focus stays"
+    await page.fill("#find", "decode 117")
+    await expect(rows).to_have_count(1 + 1)
+    await page.fill("#find", "nobody")
+    await expect(page.locator("#replicas")).to_contain_text("No replica is called like")
+    assert shown.complaints == []
+
+
+async def test_an_idle_service_says_so(show: Show) -> None:
+    shown = await show({"at_unix_s": 0.0, "replicas": [], "missing": {}})
+    await expect(shown.page.locator("#replicas")).to_contain_text("No replica has reported yet")
+    await expect(shown.page.locator("#moves")).to_contain_text("No request has moved yet")
+    await expect(shown.page.locator("#decisions-none")).to_be_visible()
+    assert shown.complaints == []
 
 
 async def test_it_is_usable_on_a_phone(show: Show) -> None:

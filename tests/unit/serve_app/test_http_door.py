@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quadriga.errors import InvalidRequest
 from serve_app.auth import ApiKeys
 from serve_app.bodies import parse_body
-from serve_app.http_call import parse_json
+from serve_app.json_body import parse_json
 from serve_app.openai_schema import ChatBody, CompletionBody
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 

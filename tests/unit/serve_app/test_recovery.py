@@ -16,8 +16,22 @@ from hypothesis import strategies as st
 import serve_app.front
 import serve_app.road
 from quadriga.config import load_config
-from quadriga.errors import Cancelled, DeadlineExceeded, MigrationFailed, QuadrigaError, ReplicaDied
-from quadriga.types import Emission, FinishReason, Role, SamplingParams, SequenceState
+from quadriga.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    MigrationFailed,
+    QuadrigaError,
+    ReplicaDied,
+    ReplicaError,
+)
+from quadriga.types import (
+    Emission,
+    FinishReason,
+    PollReply,
+    Role,
+    SamplingParams,
+    SequenceState,
+)
 from serve_app.auth import ApiKeys
 from serve_app.front import FrontDesk
 from serve_app.models import ModelDirectory
@@ -275,6 +289,98 @@ async def test_what_befell_the_replica_is_no_verdict(error: QuadrigaError) -> No
         replica.own.clear()
         replica.put(Emission(state.sequence_id, state.epoch, 0, error=error))
         await all_well(desk, cluster, [session])
+
+
+async def test_what_cannot_be_read_of_a_replica_is_asked_for_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A poll that fails as none should leaves nobody's stream without its replica's line."""
+    cluster = MortalCluster()
+    num_failed = 0
+    poll = cluster.poll
+
+    async def fails_once(replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
+        nonlocal num_failed
+        if num_failed < 1 and ack > 3:
+            num_failed += 1
+            raise KeyError("a bug")
+        return await poll(replica, ingress_id, ack, timeout_s)
+
+    cluster.poll = fails_once  # type: ignore[method-assign]
+    async with desk_over(cluster, **{"ingress.replica_silence_s": 5.0}) as desk:
+        session = ask(desk, 0, 60)
+        async with asyncio.timeout(5):
+            await all_well(desk, cluster, [session])
+        assert num_failed == 1
+        assert session.choices[0].num_rebuilds == 0
+        assert "could not be fetched" in caplog.text
+
+
+class LateVerdict(MortalCluster):
+    """The first replica that is asked dies; what it said to it comes when `may_come` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_come = asyncio.Event()
+        self.victim: MortalReplica | None = None
+
+    async def submit(self, replica: str, state: SequenceState) -> None:
+        if self.victim is not None:
+            return await super().submit(replica, state)
+        self.victim = self.replicas[replica]
+        await self.may_come.wait()
+        raise DeadlineExceeded("it is too late")
+
+
+async def test_a_verdict_on_a_sequence_that_went_elsewhere_is_none() -> None:
+    cluster = LateVerdict()
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 200)
+        await until(lambda: cluster.victim is not None)
+        assert cluster.victim is not None
+        cluster.kill(cluster.victim)
+        await until(lambda: session.num_output_tokens > 5)
+        cluster.may_come.set()
+        await all_well(desk, cluster, [session])
+        assert session.choices[0].num_rebuilds == 1
+
+
+def contradict(cluster: MortalCluster, session: Session) -> MortalReplica:
+    """Have a sequence moved to a replica that goes on from other tokens than were said."""
+    state, source = session.choices[0].state, owner(cluster, session)
+    heir = next(r for r in cluster.of(Role.DECODE) if r is not source)
+    source.own.discard(state.sequence_id)
+    source.put(
+        Emission(state.sequence_id, state.epoch, session.num_output_tokens, moved_to=heir.name)
+    )
+    heir.own.add(state.sequence_id)
+    heir.put(Emission(state.sequence_id, state.epoch + 1, 1, [7] * 500, [8] * 500))
+    return heir
+
+
+async def test_another_answer_is_begun_anew_from_the_one_that_the_client_has() -> None:
+    cluster = MortalCluster()
+    async with desk_over(cluster) as desk:
+        session = ask(desk, 0, 100)
+        await until(lambda: session.num_output_tokens > 5)
+        name = session.choices[0].state.sequence_id
+        liar = contradict(cluster, session)
+        await all_well(desk, cluster, [session])
+        assert session.choices[0].num_rebuilds == 1
+        assert name in liar.cancelled, "it does not run on"
+        assert desk.metrics.rebuilds.labels("contradicted")._value.get() == 1
+
+
+async def test_another_answer_where_nothing_may_be_begun_anew() -> None:
+    cluster = MortalCluster()
+    async with desk_over(cluster, **{"ingress.max_rebuilds": 0}) as desk:
+        session = ask(desk, 0, 100)
+        await until(lambda: session.num_output_tokens > 5)
+        liar = contradict(cluster, session)
+        with pytest.raises(ReplicaError, match="another answer"):
+            await read(session)
+        assert 7 not in session.choices[0].state.output_ids
+        await until(lambda: not liar.own)
 
 
 async def test_who_may_have_taken_over_unheard_is_told_to_end() -> None:

@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
-from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied
+from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied, ReplicaError
 from quadriga.text import StopMatcher
 from quadriga.types import Emission, FinishReason, SamplingParams, SequenceState
 from serve_app.choice import Choice
 from serve_app.models import ServedModel
 from serve_app.session import Session
+from serve_app.sessions import MAX_KEPT_TOKENS, SessionStore
 from serve_app.spec import GenerateSpec, Prompt
 
 
@@ -43,6 +44,42 @@ def test_duplicates_change_nothing(choice: Choice) -> None:
     assert choice.accept("p", tokens(0, 40, 41)) == 0
     assert choice.accept("p", tokens(1, 41, 42)) == 1
     assert choice.state.output_ids == [40, 41, 42]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        tokens(0, 40, 99, epoch=1),
+        tokens(1, 99, 42, 43, epoch=1),
+        tokens(2, 99, 43, epoch=1, finish=FinishReason.LENGTH),
+        tokens(0, 40, 41, epoch=1, finish=FinishReason.STOP),
+        tokens(1, 99),
+    ],
+    ids=["told_again", "goes_on", "ends", "ends_before", "of_the_same_epoch"],
+)
+def test_another_answer_is_not_mixed_with_the_one_that_is_shown(
+    choice: Choice, said: Emission
+) -> None:
+    choice.accept("p", Emission("s", 0, moved_to="d"))
+    choice.accept("p", tokens(0, 40, 41, 42))
+    assert choice.accept("d" if said.epoch else "p", said) == 0
+    assert isinstance(choice.failure, ReplicaError)
+    assert choice.failure.code == "contradicted"
+    assert choice.accept("d", tokens(3, 43, epoch=1)) == 0, "nor is what it says after"
+    assert choice.state.output_ids == [40, 41, 42]
+    assert len(choice.pieces) == 3
+    assert not choice.done, "it can be begun anew from there"
+    assert ("d" if said.epoch else "p") in choice.holders, "where it is to be cancelled"
+
+
+def test_what_overtook_is_compared_as_well(choice: Choice) -> None:
+    """It was kept until the tokens before it were here, and those are more than it goes on from."""
+    choice.accept("p", Emission("s", 0, moved_to="d"))
+    choice.accept("d", tokens(1, 41, epoch=1))
+    choice.accept("d", tokens(2, 42, epoch=1))
+    assert choice.accept("p", tokens(0, 40, 51)) == 2
+    assert choice.failure is not None
+    assert choice.state.output_ids == [40, 51]
 
 
 def test_a_gap_within_an_epoch_is_an_error(choice: Choice) -> None:
@@ -166,3 +203,33 @@ async def test_hanging_up(choice: Choice) -> None:
     reader.hang_up()
     with pytest.raises(Cancelled):
         await waiting
+
+
+def kept(name: str, prompt: list[int], *, is_over: bool = True) -> Session:
+    sampling = SamplingParams(max_tokens=0)
+    spec = GenerateSpec(name, "m", (Prompt(prompt, ""),), 1, sampling, (), True, 0, 0.0, 1e12)
+    session = Session(spec, [], created_unix_s=0, arrived_s=0.0, key=("anyone", name))
+    if is_over:
+        session.end(1.0)
+    return session
+
+
+def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
+    """Requests that generate nothing cost nothing, but their prompts would fill the memory."""
+    store = SessionStore(keep_s=30.0)
+    prompt = [1] * 1_000_000
+    runs = kept("runs", prompt, is_over=False)
+    store.add(runs)
+    for i in range(20):
+        store.add(kept(f"r{i}", prompt))
+    read = store.get(("anyone", "r0"))
+    assert read is not None
+    reader = read.reader()
+    assert store.expire(2.0) == []
+    assert len(store) == 2 + MAX_KEPT_TOKENS // len(prompt)
+    left = [i for i in range(20) if store.get(("anyone", f"r{i}")) is not None]
+    assert left == [0, *range(4, 20)], "the oldest went; not what is being read, or runs"
+    assert store.get(("anyone", "runs")) is runs
+    reader.close()
+    store.expire(2.0)
+    assert store.get(("anyone", "r0")) is None

@@ -1,0 +1,72 @@
+"""Commands say in one line what is wrong with their arguments, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app import demo
+from serve_app.__main__ import main
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is told on standard error of arguments that are refused."""
+    try:
+        status = main(list(words))
+    except SystemExit as exc:
+        status = int(exc.code or 0)
+    assert status == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, "one line"
+    return error
+
+
+@pytest.mark.parametrize("port", ["abc", "-5", "0", "65536", ""])
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--https-port"])
+def test_a_port_is_a_port(option: str, port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{option}: {port!r} is no port (1 to 65535)" in said(capsys, f"{option}={port}")
+
+
+@pytest.mark.parametrize("port", ["abc", "70000"])
+def test_a_port_from_the_environment_is_one_too(
+    port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUADRIGA_HTTP_PORT", port)
+    assert f"QUADRIGA_HTTP_PORT: {port!r} is no port" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["modle=x"], "did you mean model?"),
+        (["decode_replicas"], "settings have the form key=value"),
+        (["--config", "/nowhere.yaml"], "--config: /nowhere.yaml cannot be read"),
+        (["--tls-cert", "x"], "--tls-cert and --tls-key are both needed"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate; see python -m serve_app --help"),
+        (["keys"], "--name"),
+        (["keys", "--name", "two words"], "--name: 'two words' must be one word"),
+        (["keys", "--name", ""], "--name: '' must be one word"),
+        (["keys", "--name", "a", "--concurrency", "0"], "concurrency must be a whole number"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in said(capsys, *words)
+
+
+def test_help_shows_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--http-port PORT OpenAI's API, /health, /docs (default: 8000)" in told
+    assert "examples:" in told and "QUADRIGA_ADMIN_PORT" in told
+
+
+@pytest.mark.parametrize("words", [["x"], ["decode_replicas=0"], ["model=/nowhere"]])
+def test_the_demonstration_refuses_alike(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        demo.main(words)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("quadriga: ")

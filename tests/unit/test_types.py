@@ -1,0 +1,66 @@
+"""What travels between processes arrives as it was meant, whatever their clocks say."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import time
+from dataclasses import replace
+
+import pytest
+
+import quadriga.types
+from quadriga.types import AdmitRequest, Expiring, SamplingParams, SequenceState
+
+STATE = SequenceState(
+    "s",
+    "r",
+    "m",
+    [1, 2],
+    SamplingParams(max_tokens=3),
+    "i",
+    arrival_unix_s=990.0,
+    deadline_unix_s=1005.0,
+    priority=4,
+    output_ids=[7],
+    exit_layers=[8],
+    claim="c",
+)
+REQUEST = AdmitRequest("s", "m", 2, 3, 4, deadline_unix_s=1005.0, needs_depth=8, visitor="v")
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, -6.0, 0.0, 6.0, 3600.0])
+@pytest.mark.parametrize("sent", [STATE, REQUEST], ids=["state", "request"])
+def test_a_deadline_arrives_as_what_is_left_of_it(
+    monkeypatch: pytest.MonkeyPatch, sent: SequenceState | AdmitRequest, skew_s: float
+) -> None:
+    """Five seconds are five where the clock is six ahead, and no more where it is behind."""
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    said = pickle.dumps(sent, 5)
+    monkeypatch.setattr(time, "time", lambda: 1000.0 + skew_s)
+    arrived = pickle.loads(said)
+    assert arrived.deadline_unix_s == pytest.approx(1005.0 + skew_s)
+    assert replace(arrived, deadline_unix_s=1005.0) == sent, "all else is as it was"
+    assert sent.deadline_unix_s == 1005.0
+
+
+def test_no_deadline_stays_none() -> None:
+    assert pickle.loads(pickle.dumps(replace(STATE, deadline_unix_s=math.inf))).deadline_unix_s == (
+        math.inf
+    )
+
+
+def test_a_copy_is_one_of_its_own() -> None:
+    twin = copy.deepcopy(STATE)
+    twin.output_ids.append(9)
+    assert STATE.output_ids == [7]
+    assert twin.deadline_unix_s == pytest.approx(STATE.deadline_unix_s)
+
+
+def test_all_with_a_deadline_are_known() -> None:
+    """Who has one and is sent as it is would be late, or early, by the difference of two clocks."""
+    kinds = [k for k in vars(quadriga.types).values() if hasattr(k, "__dataclass_fields__")]
+    with_one = [k for k in kinds if "deadline_unix_s" in k.__dataclass_fields__]
+    assert len(with_one) >= 2
+    assert all(issubclass(k, Expiring) for k in with_one)
