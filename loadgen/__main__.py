@@ -79,12 +79,25 @@ COMMANDS: dict[tuple[str, ...], Command] = {
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults that there are, and examples as they are written."""
+    """Shows the defaults that there are, what a value is, and examples as they are written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False):
+        has_none = action.default is None or action.default is False or action.default == []
+        if has_none or "default" in (action.help or ""):
             return action.help
+        if isinstance(action.default, list):
+            words = " ".join(map(str, action.default)).replace("%", "%%")
+            return f"{action.help} (default: {words})"
         return super()._get_help_string(action)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        if action.dest.endswith("_s"):
+            return "SECONDS"
+        return _METAVARS.get(getattr(action.type, "__name__", ""), action.dest.upper())
+
+
+# What stands for a value in a help, by the name of its type.
+_METAVARS = {"Path": "PATH", "whole_number": "N", "real_number": "X"}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loadgen.load.sessions import Span
+from quadriga.checkpoint import read_checkpoint
+from quadriga.config import load_config
 from quadriga.errors import ConfigError
 
 API_KEY_VARIABLE = "QUADRIGA_API_KEY"
 MAX_USERS = 10_000_000
 MAX_TIMEOUT_S = 86_400.0
+UNLIMITED = 2**53
 
 
 def add_service_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,19 +63,20 @@ def api_key(args: argparse.Namespace) -> str | None:
     return key or None
 
 
-def whole(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
+def whole(minimum: int, maximum: int = UNLIMITED) -> Callable[[str], int]:
     """Return an argparse type: a whole number in range."""
 
-    def parse(text: str) -> int:
+    def whole_number(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if not minimum <= value <= maximum:
-            raise argparse.ArgumentTypeError(f"{value} must be in {minimum}..{maximum}")
+            limit = f"at least {minimum}" if maximum >= UNLIMITED else f"in {minimum}..{maximum}"
+            raise argparse.ArgumentTypeError(f"{value} must be {limit}")
         return value
 
-    return parse
+    return whole_number
 
 
 def span(minimum: int, maximum: int) -> Callable[[str], Span]:
@@ -103,6 +107,38 @@ def number_span(above: float, maximum: float) -> Callable[[str], tuple[float, fl
     return parse
 
 
+def setting(text: str) -> str:
+    """An argparse type: a setting of the service that a command starts, `key=value`."""
+    key, equals, _ = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, as in decode.max_slots=8")
+    return text
+
+
+def add_setting_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--set`, for commands that start a service of their own."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=setting,
+        metavar="KEY=VALUE",
+        help="a setting of the service that is started (docs/configuration.md); may be repeated",
+    )
+
+
+def check_service(model: str, settings: Sequence[str]) -> None:
+    """Look at what a service is to be started with, before anything is.
+
+    Raises:
+        ConfigError: The model is not there, or a setting is wrong.
+    """
+    given = dict(text.split("=", 1) for text in settings)
+    config = load_config({"model": model} | given)
+    for pool in config.pools:
+        read_checkpoint(pool.model)
+
+
 def count_or_path(text: str) -> int | Path:
     """An argparse type: a number of users, or a file."""
     return whole(1, MAX_USERS)(text) if text.isascii() and text.isdecimal() else Path(text)
@@ -111,7 +147,7 @@ def count_or_path(text: str) -> int | Path:
 def number_from(minimum: float, maximum: float) -> Callable[[str], float]:
     """Return an argparse type: a finite number in range, both ends included."""
 
-    def parse(text: str) -> float:
+    def real_number(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
@@ -122,13 +158,13 @@ def number_from(minimum: float, maximum: float) -> Callable[[str], float]:
             )
         return value + 0.0  # no -0.0
 
-    return parse
+    return real_number
 
 
 def number(above: float, maximum: float = 1e9) -> Callable[[str], float]:
     """Return an argparse type: a finite number above a limit."""
 
-    def parse(text: str) -> float:
+    def real_number(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
@@ -139,4 +175,4 @@ def number(above: float, maximum: float = 1e9) -> Callable[[str], float]:
             )
         return value
 
-    return parse
+    return real_number

@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-gib", type=number(0), default=40.0, help="memory of one device")
     parser.add_argument("--devices", type=whole(1), default=1, help="that share each model")
     parser.add_argument("--context", type=whole(1), default=2048, help="tokens of a sequence")
-    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16", help="of weights and KV"
+    )
     parser.add_argument(
         "--depth", nargs="+", type=whole(1), metavar="LAYERS",
         help="depths to show; default: the exits there are, else quarters",

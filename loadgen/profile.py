@@ -50,21 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, default=Path("catalogue.yaml"), help="catalogue to write"
     )
     parser.add_argument(
-        "--batches", nargs="+", type=whole(1, 1024), help="of the timed steps; 1 4 8 32"
+        "--batches", nargs="+", type=whole(1, 1024), help="of the timed steps; default: 1 4 8 32"
     )
     parser.add_argument(
-        "--examples", type=whole(0), help=f"task prompts a depth; {EXAMPLES}; 0 for other models"
+        "--examples",
+        type=whole(0),
+        help=f"task prompts a depth; default: {EXAMPLES}; 0 for other models",
     )
     parser.add_argument("--depth", nargs="+", type=whole(1), help="only these depths")
-    parser.add_argument("--repeats", type=whole(1), help="of each timing; 9")
-    parser.add_argument("--threads", type=whole(1), default=1)
+    parser.add_argument("--repeats", type=whole(1), help="of each timing; default: 9")
+    parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
     parser.add_argument(
         "--watts", type=number(0), default=DEFAULT_WATTS,
         help="of a busy thread, where no counter can be read",
     )  # fmt: skip
-    parser.add_argument("--seed", type=whole(0), default=1)
+    parser.add_argument("--seed", type=whole(0), default=1, help="of the task prompts")
     parser.add_argument("--quick", action="store_true", help="fewer batches, examples and repeats")
-    parser.add_argument("--no-progress", action="store_true")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from loadgen import provenance
 from loadgen.load.arrivals import FORMS
 from loadgen.load.lengths import WORKLOADS
 from loadgen.load.traces import read_trace
-from loadgen.options import number, whole
+from loadgen.options import number, number_from, whole
 from loadgen.sim_plots import write_run_plot
 from loadgen.simulated import SimLoad, run_policy, standard_slo, summary_of, synthetic_load
 from loadgen.simulated import trace_load as load_of_trace
@@ -52,36 +52,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--duration-s", type=number(0), default=2000.0, help="of arrivals, for --lengths"
     )
     load.add_argument("--scale", type=number(0), default=1.0, help="factor of the arrival rate")
-    load.add_argument("--seed", type=whole(0), default=0)
+    load.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--policy", choices=POLICY_NAMES, default="ares")
+    cluster.add_argument(
+        "--policy",
+        choices=POLICY_NAMES,
+        default="ares",
+        help="placement and moves; oracle: ares that knows the lengths",
+    )
     cluster.add_argument("--decode", type=whole(1, 4096), default=3, help="decode replicas")
     cluster.add_argument("--prefill", type=whole(1, 4096), default=1, help="prefill replicas")
-    cluster.add_argument("--profile", choices=sorted(PROFILES), default="rtx4090d-7b")
-    cluster.add_argument("--on-full", choices=sorted(MEMORY_RULES), default="recompute")
-    cluster.add_argument("--bandwidth-gbit", type=number(0), help="default: the profile's")
+    cluster.add_argument(
+        "--profile",
+        choices=sorted(PROFILES),
+        default="rtx4090d-7b",
+        help="cost profile: device and model",
+    )
+    cluster.add_argument(
+        "--on-full",
+        choices=sorted(MEMORY_RULES),
+        default="recompute",
+        help="what becomes of sequences when KV memory is full",
+    )
+    cluster.add_argument(
+        "--bandwidth-gbit", type=number(0), help="between replicas, Gbit/s; default: the profile's"
+    )
     cluster.add_argument(
         "--report-every-s",
-        type=number(-1e-9),
+        type=number_from(0, 1e9),
         default=0.0,
-        help="age of what placement by current load looks at (default 0: the present)",
+        help="age of what placement by current load looks at; 0: the present",
     )
     cluster.add_argument(
         "--stop-and-copy", action="store_true", help="migrate without pre-copy, as ARES does"
     )
     cluster.add_argument(
-        "--fail", action="append", default=[], metavar="AT_S:REPLICA:DOWN_S", type=parse_failure
+        "--fail",
+        action="append",
+        default=[],
+        metavar="AT_S:REPLICA:DOWN_S",
+        type=parse_failure,
+        help="a decode replica is away for DOWN_S seconds; may be repeated",
     )
     judge = parser.add_argument_group("judgement and output")
-    judge.add_argument("--slo-ttft-s", type=number(0), help="default: 5")
+    judge.add_argument("--slo-ttft-s", type=number(0), help="limit of TTFT; default: 5")
     judge.add_argument(
-        "--slo-tpot-s", type=number(0), help="default: 1.5 steps at 50 %% of the KV memory"
+        "--slo-tpot-s",
+        type=number(0),
+        help="limit of TPOT; default: 1.5 steps at 50 %% of the KV memory",
     )
-    judge.add_argument("--warm-up-s", type=number(-1e-9), default=0.0, help="arrivals not counted")
+    judge.add_argument(
+        "--warm-up-s", type=number_from(0, 1e9), default=0.0, help="arrivals not counted"
+    )
     judge.add_argument("--record", type=Path, help="write every scheduling decision, for replays")
-    judge.add_argument("--out", type=Path, default=Path("results/simulate"), metavar="DIR")
-    judge.add_argument("--no-plots", action="store_true")
-    judge.add_argument("--no-progress", action="store_true")
+    judge.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/simulate"),
+        metavar="DIR",
+        help="folder for figures",
+    )
+    judge.add_argument("--no-plots", action="store_true", help="write figures only")
+    judge.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:

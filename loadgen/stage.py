@@ -16,7 +16,7 @@ from rich.console import Console
 from loadgen import report
 from loadgen.judge import Judgement, score
 from loadgen.load.arrivals import Arrivals
-from loadgen.load.scenario import Load, build_load, config_of, describe
+from loadgen.load.scenario import Load, build_load, check_load, config_of, describe
 from loadgen.options import api_key
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
@@ -78,6 +78,7 @@ async def open_stage(
     Raises:
         ConfigError: An option, a file or the service stands in the way.
     """
+    check_load(args)
     http = HttpClient(
         parse_url(args.url, ca_file=args.ca_file),
         now_s=now_s,

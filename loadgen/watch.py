@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8001", help="the admin port's base URL")
     parser.add_argument("--api-key", help="an admin's key, where the port is not on loopback")
     parser.add_argument("--api-key-file", type=Path, help="file with the key, instead")
-    parser.add_argument("--interval-s", type=number(0), default=1.0)
+    parser.add_argument("--interval-s", type=number(0), default=1.0, help="between two looks")
     parser.add_argument("--moves", type=whole(1), default=12, help="recent moves shown")
     parser.add_argument("--once", action="store_true", help="print what is there now, and end")
 

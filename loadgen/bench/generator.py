@@ -53,10 +53,10 @@ class Capacity:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--requests", type=whole(1), default=64)
+    parser.add_argument("--requests", type=whole(1), default=64, help="in each measurement")
     parser.add_argument("--tokens", type=whole(1), default=512, help="output tokens per request")
-    parser.add_argument("--concurrency", type=whole(1), default=32)
-    parser.add_argument("--tokens-per-write", type=whole(1), default=1)
+    parser.add_argument("--concurrency", type=whole(1), default=32, help="requests in flight")
+    parser.add_argument("--tokens-per-write", type=whole(1), default=1, help="events in a write")
 
 
 def run(args: argparse.Namespace) -> int:

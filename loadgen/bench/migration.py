@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen import provenance
-from loadgen.options import whole
+from loadgen.options import check_service, whole
 from quadriga.exits import ExitParams
 from quadriga.types import (
     Admission,
@@ -123,13 +123,15 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--model", default="quadriga-s")
+    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
     parser.add_argument("--sequences", type=whole(2), default=12, help="streams at once")
     parser.add_argument("--moves", type=whole(1), default=60, help="at each pace")
-    parser.add_argument("--prompt", type=whole(1), default=60, help="tokens")
+    parser.add_argument("--prompt", type=whole(1), default=60, help="tokens of a prompt")
     parser.add_argument("--output", type=whole(2), default=400, help="tokens of a stream")
-    parser.add_argument("--transport", choices=("gloo", "object_store"), default="gloo")
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument(
+        "--transport", choices=("gloo", "object_store"), default="gloo", help="how KV travels"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument("--quick", action="store_true", help="20 moves")
 
 
@@ -137,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure paced and unpaced; prints a table and one JSON line."""
     import ray
 
+    check_service(args.model, ())
     os.environ |= {
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -60,13 +60,17 @@ beside."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--model", default="quadriga-s", help="bundled id")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["off", "ares"])
+    parser.add_argument(
+        "--policies", nargs="+", choices=POLICIES, default=["off", "ares"], help="to compare"
+    )
     parser.add_argument("--rounds", type=whole(1), default=2, help="runs of each policy, in turns")
     parser.add_argument("--duration-s", type=number(0), default=60.0, help="arrivals of a run")
     parser.add_argument("--rate", type=number(0), default=6.0, help="requests per second, Poisson")
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument("--decode", type=whole(2, 16), default=3, help="decode replicas")
-    parser.add_argument("--out", type=Path, default=Path("results/bench"), metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/bench"), metavar="DIR", help="folder for figures"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -61,11 +61,13 @@ class Timed:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--replicas", nargs="+", type=whole(2, 16_384), default=list(SIZES))
+    parser.add_argument(
+        "--replicas", nargs="+", type=whole(2, 16_384), default=list(SIZES), help="of the clusters"
+    )
     parser.add_argument("--sequences", type=whole(1, 4096), default=64, help="on each replica")
     parser.add_argument("--repeats", type=whole(1), default=50, help="ticks timed at each size")
     parser.add_argument("--clusters", type=whole(1), default=5, help="random clusters at each size")
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
 
 
 def run(args: argparse.Namespace) -> int:

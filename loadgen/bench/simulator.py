@@ -82,7 +82,9 @@ NUM_DRAWS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--model", default="quadriga-s", help="bundled id")
-    parser.add_argument("--policies", nargs="+", choices=SIMULATED, default=["off", "ares"])
+    parser.add_argument(
+        "--policies", nargs="+", choices=SIMULATED, default=["off", "ares"], help="to compare"
+    )
     parser.add_argument("--rounds", type=whole(1), default=1, help="runs of the second load each")
     parser.add_argument("--duration-s", type=number(0), default=45.0, help="arrivals of a run")
     parser.add_argument(
@@ -99,7 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=number(0), default=0.15, help="of throughput and TPOT percentiles"
     )
     parser.add_argument("--record", type=Path, metavar="FILE", help="keep the recorded decisions")
-    parser.add_argument("--out", type=Path, default=Path("results/bench"), metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/bench"), metavar="DIR", help="folder for figures"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

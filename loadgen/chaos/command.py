@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import logging
 import random
 import sys
@@ -21,7 +22,7 @@ from loadgen.chaos.report import not_run, summary, table, write_json
 from loadgen.chaos.rig import Rig, started_rig
 from loadgen.chaos.strike import run_cell
 from loadgen.chaos.verdicts import CellResult
-from loadgen.options import whole
+from loadgen.options import add_setting_argument, check_service, number, whole
 from quadriga.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,11 @@ DIMENSIONS = {"fault": Fault, "moment": Moment, "victim": Victim, "stage": Stage
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `chaos`."""
-    parser.add_argument("--model", default="quadriga-s")
-    parser.add_argument("--runs", type=whole(1), help="of each cell; 3, with --quick 1")
+    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
+    parser.add_argument("--runs", type=whole(1), help="of each cell; default: 3, with --quick 1")
     parser.add_argument("--streams", type=whole(1), default=12, help="under way at once")
-    parser.add_argument("--max-tokens", type=whole(2), default=120)
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--max-tokens", type=whole(2), default=120, help="of each stream")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument("--quick", action="store_true", help="a part that takes minutes")
     parser.add_argument("--list", action="store_true", help="every cell, or why there is none")
     parser.add_argument(
@@ -56,11 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"cells whose {', '.join(DIMENSIONS)} is one of these; may be repeated",
     )
     parser.add_argument(
-        "--budget-s", type=float, help="begin no cell after this long; what is skipped has failed"
+        "--budget-s",
+        type=number(0),
+        help="begin no cell after this long; what is skipped has failed",
     )
-    parser.add_argument("--json", type=Path, help="write all results there")
-    parser.add_argument("--logs", type=Path, help="keep the services' output there")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--logs", type=Path, help="keep the services' output in this folder")
+    add_setting_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.quick:
         results = _possible_here(results, console)
+    check_service(args.model, args.set)
     args.runs = args.runs or (1 if args.quick else 3)
     with tempfile.TemporaryDirectory(prefix="quadriga-chaos-") as scratch:
         folder = args.logs or Path(scratch)
@@ -103,9 +107,10 @@ def choose(
     by_name = {str(cell): cell for cell in MATRIX}
     for name in names or ():
         if name not in by_name:
-            known = "; ".join(str(c) for c in MATRIX if c.why_not is None)
+            near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.3)
+            hint = f", but {' and '.join(map(repr, near))}" if near else ""
             raise ConfigError(
-                f"--only: there is no cell {name!r}; there are: {known}", param="only"
+                f"--only: there is no cell {name!r}{hint}; --list shows all of them", param="only"
             )
         if (reason := by_name[name].why_not) is not None:
             raise ConfigError(f"--only: {name!r} is not run: {reason}", param="only")

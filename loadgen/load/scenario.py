@@ -100,6 +100,30 @@ class Load:
         return digest.hexdigest()
 
 
+def check_load(args: argparse.Namespace) -> None:
+    """Look at the options before anybody is connected to.
+
+    Raises:
+        ConfigError: An option cannot be, or its file is not there.
+    """
+    _refuse_unused(args)
+    _extra(args.extra)
+    if args.fit_prompts and endpoint_of(args) != "completions":
+        raise ConfigError(
+            "--fit-prompts: token ids have no chat form; use --endpoint completions",
+            param="fit-prompts",
+        )
+    if isinstance(args.sessions, Path) and endpoint_of(args) != "chat":
+        raise ConfigError(
+            "--endpoint: conversations of a file are messages; use chat", param="endpoint"
+        )
+    if args.scale_lengths not in (None, "auto"):
+        _factor(args.scale_lengths)
+    for path in (args.trace, args.prompts, args.sessions):
+        if isinstance(path, Path) and not path.is_file():
+            raise ConfigError(f"{path}: cannot be read: there is no such file", param="load")
+
+
 async def build_load(
     args: argparse.Namespace, arrivals: Arrivals, client: HttpClient, target: Target
 ) -> Load:
@@ -108,7 +132,6 @@ async def build_load(
     Raises:
         ConfigError: An option, a file or the service stands in the way.
     """
-    _refuse_unused(args)
     extra = _extra(args.extra)
     if args.sessions is not None:
         dialogues = await _dialogues(args, arrivals, client, target, extra)
@@ -133,11 +156,6 @@ async def build_load(
             seed=args.seed,
         )
     if args.fit_prompts:
-        if endpoint_of(args) != "completions":
-            raise ConfigError(
-                "--fit-prompts: token ids have no chat form; use --endpoint completions",
-                param="fit-prompts",
-            )
         specs = await fit_prompts(client, target, specs)
     specs = workload.shape(
         specs,
@@ -195,10 +213,6 @@ async def _dialogues(
 ) -> Dialogues:
     forms = workload.forms(endpoint_of(args), args.stream)
     if isinstance(args.sessions, Path):
-        if endpoint_of(args) != "chat":
-            raise ConfigError(
-                "--endpoint: conversations of a file are messages; use chat", param="endpoint"
-            )
         sessions = read_sessions(
             args.sessions,
             arrivals,

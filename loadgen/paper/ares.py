@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 from loadgen import provenance
 from loadgen.load.traces import read_trace
-from loadgen.options import number, whole
+from loadgen.options import number, number_from, whole
 from loadgen.paper import ares_report as report
 from loadgen.simulated import (
     SimLoad,
@@ -60,15 +60,25 @@ _TABLE_WIDTH = 180
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--quick", action="store_true", help="fewer points, within 5 minutes")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--policy", nargs="+", choices=POLICY_NAMES, default=list(POLICY_NAMES))
+    parser.add_argument(
+        "--part", nargs="+", choices=PARTS, default=list(PARTS), help="figures to make"
+    )
+    parser.add_argument(
+        "--policy", nargs="+", choices=POLICY_NAMES, default=list(POLICY_NAMES), help="to compare"
+    )
     parser.add_argument("--profile", default="rtx4090d-7b", help="cost profile")
-    parser.add_argument("--duration-s", type=number(0), help="default 4000, quick 2000")
-    parser.add_argument("--warm-up-s", type=number(-1e-9), default=600.0, help="not counted")
-    parser.add_argument("--seeds", type=whole(1), help="loads a point; default 3, quick 1")
+    parser.add_argument(
+        "--duration-s", type=number(0), help="arrivals of a run; default: 4000, with --quick 2000"
+    )
+    parser.add_argument("--warm-up-s", type=number_from(0, 1e9), default=600.0, help="not counted")
+    parser.add_argument("--seeds", type=whole(1), help="loads a point; default: 3, with --quick 1")
     parser.add_argument("--trace", nargs="*", type=Path, default=[], help="traces, scaled to load")
-    parser.add_argument("--workers", type=whole(1), default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--out", type=Path, default=Path("results/paper"), metavar="DIR")
+    parser.add_argument(
+        "--workers", type=whole(1), default=min(2, os.cpu_count() or 1), help="processes"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/paper"), metavar="DIR", help="folder for figures"
+    )
 
 
 @dataclass(frozen=True, slots=True)

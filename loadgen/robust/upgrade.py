@@ -34,7 +34,7 @@ from loadgen import provenance
 from loadgen.bench.service import Service, started_service
 from loadgen.chaos.load import Answer, Clients, clients_of, make_streams
 from loadgen.load.workload import RequestSpec
-from loadgen.options import API_KEY_VARIABLE, number, whole
+from loadgen.options import API_KEY_VARIABLE, add_setting_argument, check_service, number, whole
 from loadgen.robust.cluster import ClusterHand, hand_on
 from loadgen.robust.load import MixedLoad, Tally
 from loadgen.robust.upgrade_report import KINDS, NODE, Found, Round, figures, judge, table
@@ -84,19 +84,22 @@ class State:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `upgrade`."""
-    parser.add_argument("--model", default="quadriga-s")
-    parser.add_argument("--rounds", type=whole(1), default=20)
+    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
+    parser.add_argument("--rounds", type=whole(1), default=20, help="changes under load")
     parser.add_argument("--node-rounds", type=whole(0), default=0, help="nodes that leave")
-    parser.add_argument("--only", action="append", choices=KINDS, help="may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=KINDS, help="only such rounds; may be repeated"
+    )
     parser.add_argument("--places", type=whole(1), default=8, help="clients at once")
-    parser.add_argument("--max-tokens", type=whole(2), default=120)
+    parser.add_argument("--max-tokens", type=whole(2), default=120, help="of each stream")
     parser.add_argument("--budget-s", type=number(0), help="begin no round after this long")
-    parser.add_argument("--seed", type=whole(0), default=0)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
+    add_setting_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 when no request failed."""
+    check_service(args.model, args.set)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-upgrade-") as folder:

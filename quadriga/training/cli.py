@@ -6,10 +6,13 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ConfigError
 from quadriga.training.family import FAMILY, Member, at_rate, on_equal_mix, on_mix
+
+if TYPE_CHECKING:
+    import torch
 
 RESULTS = Path("results/training")
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -28,34 +31,48 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m quadriga.training", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m quadriga.training",
+        description="Train, measure and export the bundled models; docs/training.md tells how.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a member of the family, or go on training it")
-    train.add_argument("--model", choices=list(FAMILY), required=True)
+    train.add_argument("--model", choices=list(FAMILY), required=True, help="member of the family")
     train.add_argument("--device", default="cpu", help="torch device (default: cpu)")
-    train.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
-    train.add_argument("--threads", type=int, default=1, help="torch threads on a CPU (default: 1)")
-    train.add_argument("--steps", type=int, help="optimiser steps of this run")
-    train.add_argument("--minutes", type=float, help="wall-clock budget of this run")
-    train.add_argument("--finish-by", metavar="HH:MM", help="end by this local time")
-    train.add_argument("--tokens-per-step", type=int, help="default: the recipe's")
+    train.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="of the matrix products (default: auto, the fastest here)",
+    )
+    train.add_argument(
+        "--threads", type=_count, default=1, help="torch threads on a CPU (default: 1)"
+    )
+    train.add_argument("--steps", type=_count, help="optimiser steps of this run")
+    train.add_argument("--minutes", type=_minutes, help="wall-clock budget of this run")
+    train.add_argument("--finish-by", type=_clock, metavar="HH:MM", help="end by this local time")
+    train.add_argument("--tokens-per-step", type=_count, help="default: the recipe's")
     train.add_argument(
         "--resume", action="store_true", help="go on from the run's folder, if it has a state"
     )
     train.add_argument(
-        "--init-from", type=Path, help="checkpoint folder or state file whose weights to start with"
+        "--init-from",
+        type=Path,
+        metavar="PATH",
+        help="checkpoint folder or state file whose weights to start with",
     )
     train.add_argument(
         "--compile", action="store_true", help="compile the blocks: 10 %% faster on a CPU"
     )
     train.add_argument(
         "--mix", default="own", metavar="own|equal|TASK=WEIGHT,…",
-        help="the recipe's; every task alike; or these tasks alone",
+        help="the recipe's; every task alike; or these tasks alone (default: own)",
     )  # fmt: skip
     train.add_argument(
         "--rate", type=float, default=1.0,
-        help="of the recipe's learning rates; less than 1 to go on from finished weights",
+        metavar="FACTOR",
+        help="of the recipe's learning rates; below 1 to go on from finished weights (default: 1)",
     )  # fmt: skip
     train.add_argument(
         "--folder",
@@ -65,38 +82,110 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     export = commands.add_parser("export", help="write a training state as a checkpoint directory")
-    export.add_argument("--model", choices=list(FAMILY), required=True)
-    export.add_argument("--state", type=Path, help=f"default: {RESULTS}/MODEL/latest.pt")
-    export.add_argument("--to", type=Path, help="default: the package's assets")
-    export.add_argument("--figures", type=Path, help="JSON of `evaluate`, for the model card")
+    export.add_argument("--model", choices=list(FAMILY), required=True, help="member of the family")
+    export.add_argument(
+        "--state", type=Path, metavar="FILE", help=f"default: {RESULTS}/MODEL/latest.pt"
+    )
+    export.add_argument("--to", type=Path, metavar="FOLDER", help="default: the package's assets")
+    export.add_argument(
+        "--figures", type=Path, metavar="FILE", help="JSON of `evaluate`, for the model card"
+    )
     export.set_defaults(run=_export)
 
     fit = commands.add_parser("fit-kv", help="fit the stand-ins for skipped layers' K and V anew")
-    fit.add_argument("--models", nargs="+", type=Path, help="default: the bundled family")
-    fit.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    fit.add_argument(
+        "--models",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoint folders of that family; default: the bundled family",
+    )
+    fit.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
     fit.set_defaults(run=_fit_kv)
 
     length = commands.add_parser("length", help="train the length heads on real generation runs")
-    length.add_argument("--models", nargs="+", type=Path, help="default: the bundled family")
-    length.add_argument("--requests", type=int, default=400, help="per task (default: 400)")
-    length.add_argument("--seed", type=int, default=0)
-    length.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    length.add_argument(
+        "--models",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoint folders of that family; default: the bundled family",
+    )
+    length.add_argument("--requests", type=_count, default=400, help="per task (default: 400)")
+    length.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+    length.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
     length.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     length.set_defaults(run=_length)
 
     evaluate = commands.add_parser("evaluate", help="measure the stored checkpoints")
-    evaluate.add_argument("--models", nargs="+", type=Path, help="default: the bundled family")
-    evaluate.add_argument("--examples", type=int, default=200, help="per task (default: 200)")
-    evaluate.add_argument("--seed", type=int, default=2024)
-    evaluate.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
-    evaluate.add_argument("--device", default="cpu")
+    evaluate.add_argument(
+        "--models",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoint folders of that family; default: the bundled family",
+    )
+    evaluate.add_argument("--examples", type=_count, default=200, help="per task (default: 200)")
+    evaluate.add_argument(
+        "--seed", type=int, default=2024, help="of everything random (default: 2024)"
+    )
+    evaluate.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
+    evaluate.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     evaluate.set_defaults(run=_evaluate)
 
     tokenizer = commands.add_parser("tokenizer", help="write the family's tokenizer")
-    tokenizer.add_argument("--to", type=Path, required=True)
+    tokenizer.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to")
     tokenizer.set_defaults(run=_tokenizer)
     return parser
+
+
+def _count(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    """An argparse type: minutes, more than none and at most a year's."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 366 * 24 * 60:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of minutes above 0")
+    return value
+
+
+def _clock(text: str) -> datetime.time:
+    """An argparse type: a time of day."""
+    try:
+        return datetime.datetime.strptime(text, "%H:%M").time()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time of day, as in 07:30") from None
+
+
+def _folders(args: argparse.Namespace) -> list[Path]:
+    """The checkpoints that are meant. Raises: ConfigError: One is none."""
+    folders: list[Path] = args.models or [ASSETS / name for name in FAMILY]
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--models: {folder} is no checkpoint folder: no config.json there")
+    return folders
+
+
+def _device(name: str) -> "torch.device":
+    """Raises: ConfigError: This torch has no such device."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as exc:
+        reason = str(exc).splitlines()[0]
+        raise ConfigError(f"--device: {name!r} cannot be used: {reason:.120}") from exc
+    return device
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
@@ -115,7 +204,10 @@ def _export(args: argparse.Namespace) -> int:
     from quadriga.training.tokenizer import build_tokenizer
 
     member = FAMILY[args.model]
-    payload = load(args.state or RESULTS / args.model / LATEST)
+    state = args.state or RESULTS / args.model / LATEST
+    if not state.is_file():
+        raise ConfigError(f"--state: {state} is not there; `train` writes it")
+    payload = load(state)
     model = EarlyExitLlama(member.shape, build_tokenizer().get_vocab_size())
     model.load_state_dict(payload["model"])
     progress = payload["progress"]
@@ -134,7 +226,7 @@ def _fit_kv(args: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(args.threads)
-    for folder in args.models or [ASSETS / name for name in FAMILY]:
+    for folder in _folders(args):
         _fit(folder)
     return 0
 
@@ -160,7 +252,7 @@ def _length(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     report: dict[str, Any] = {}
     columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    for folder in args.models or [ASSETS / name for name in FAMILY]:
+    for folder in _folders(args):
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("requests", total=args.requests * len(TASKS))
             data = collect(
@@ -195,8 +287,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from quadriga.training.tokenizer import build_tokenizer
 
     torch.set_num_threads(args.threads)
-    folders = args.models or [ASSETS / name for name in FAMILY]
-    models = {folder.name: load_checkpoint(folder).to(args.device) for folder in folders}
+    folders = _folders(args)
+    models = {folder.name: load_checkpoint(folder).to(_device(args.device)) for folder in folders}
     answers = len(models) * len(TASKS) * (args.examples + max(1, args.examples // 2))
     errors = Console(stderr=True)
     columns = ("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -221,9 +313,10 @@ def _train(args: argparse.Namespace) -> int:
 
     from quadriga.training.hardware import fastest_dtype
     from quadriga.training.loop import RunOptions, Trainer, append_json, budget_name, resume, run
+    from quadriga.training.state import LATEST
 
     torch.set_num_threads(args.threads)
-    member, device = _member(args), torch.device(args.device)
+    member, device = _member(args), _device(args.device)
     name = f"{args.model}-equal" if args.mix == "equal" else args.model
     named = {"fp32": torch.float32, "bf16": torch.bfloat16}
     dtype = named[args.dtype] if args.dtype in named else fastest_dtype(device)
@@ -238,6 +331,11 @@ def _train(args: argparse.Namespace) -> int:
     )
     if options.steps is None and options.deadline_s is None:
         raise SystemExit("train needs a budget: --steps, --minutes or --finish-by")
+    if not args.resume and (state := options.folder / LATEST).is_file():
+        raise ConfigError(
+            f"{state} holds a training that this one would replace: go on with --resume, name "
+            "another --folder, or move it away"
+        )
     trainer = Trainer(member, options)
     if args.init_from is not None:
         trainer.start_from(args.init_from)
@@ -281,9 +379,8 @@ def _deadline_s(args: argparse.Namespace) -> float | None:
         return time.time() + 60.0 * float(args.minutes)
     if args.finish_by is None:
         return None
-    hour, minute = (int(part) for part in args.finish_by.split(":"))
     now = datetime.datetime.now()
-    deadline = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+    deadline = datetime.datetime.combine(now, args.finish_by)
     if deadline <= now:
         deadline += datetime.timedelta(days=1)
     return deadline.timestamp()

@@ -6,6 +6,8 @@ const View = (() => {
   const SOON_S = 60;
   const VERY_SOON_S = 15;
   const SHOWN_CHOICES = 12;
+  const OLD_S = 5;
+  const FEW = 40;
 
   /** A replica's role and number; the end of a sequence's id. */
   function short(name) {
@@ -45,6 +47,53 @@ const View = (() => {
     return { level: "bad", mark: "■", text: seconds(left) };
   }
 
+  /** How old a replica's figures are, where they are too old to be believed; else null. */
+  function age(replica) {
+    if (!(replica.age_s > OLD_S)) return null;
+    return { level: "bad", mark: "■", text: `silent for ${seconds(replica.age_s)}` };
+  }
+
+  /** Whether somebody should look at a replica; in large clusters only these are listed. */
+  function isNotable(replica) {
+    if (replica.is_silent || replica.phase !== "ready" || age(replica) !== null) return true;
+    return replica.num_paused > 0 || ["warn", "bad"].includes(urgency(replica).level);
+  }
+
+  /** A class in a line: its replicas and what they do together. */
+  function together(replicas) {
+    const known = replicas.filter((r) => !r.is_silent);
+    const decode = known.filter((r) => r.role === "decode");
+    const sum = (of) => decode.reduce((all, r) => all + of(r), 0);
+    const parts = [replicas.length === 1 ? "1 replica" : `${replicas.length} replicas`];
+    if (decode.length) {
+      const share = sum((r) => r.used_tokens) / Math.max(1, sum((r) => r.kv_capacity_tokens));
+      parts.push(`${count(sum((r) => r.num_running))} of ${count(sum((r) => r.num_slots))} sequences`);
+      parts.push(`KV memory ${percent(share)}`, `${count(sum((r) => r.tokens_per_s))} tokens/s`);
+    }
+    return parts.join(" · ");
+  }
+
+  /**
+   * What of `classes` is listed: of few replicas all, of many those that need a look, of the
+   * classes in `opened` all; and none but those whose name, class or phase holds `wanted`.
+   */
+  function listed(view, opened, wanted) {
+    const all = classes(view);
+    const isMany = all.reduce((sum, c) => sum + c.replicas.length, 0) > FEW;
+    const words = String(wanted).toLowerCase().split(/\s+/).filter(Boolean);
+    const isWanted = (c, r) => {
+      const text = `${r.name} ${short(r.name)} ${c.name} ${r.phase}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    };
+    const groups = all.map((c) => {
+      const isOpen = !isMany || words.length > 0 || opened.includes(c.name);
+      const found = c.replicas.filter((r) => isWanted(c, r));
+      const shown = found.filter((r) => isOpen || isNotable(r));
+      return { name: c.name, text: together(c.replicas), shown, isOpen, num_hidden: found.length - shown.length };
+    });
+    return { isMany, groups: words.length ? groups.filter((g) => g.shown.length) : groups };
+  }
+
   /** Replicas by depth class, decode before prefill; those that have not reported yet included. */
   function classes(view) {
     const phases = new Map((view.fleet?.replicas ?? []).map((r) => [r.name, r]));
@@ -62,7 +111,8 @@ const View = (() => {
     for (const member of phases.values()) {
       put(member.depth_class ?? "not loaded yet", { ...member, is_silent: true });
     }
-    const order = (r) => `${r.role === "decode" ? 0 : 1} ${r.name}`;
+    const numbered = (name) => name.replace(/\d+/g, (digits) => digits.padStart(8, "0"));
+    const order = (r) => `${r.role === "decode" ? 0 : 1} ${numbered(r.name)}`;
     return [...found.entries()]
       .sort(([a], [b]) => (a < b ? -1 : 1))
       .map(([name, replicas]) => ({
@@ -190,6 +240,9 @@ const View = (() => {
   function troubles(view) {
     const lines = Object.entries(view.missing ?? {}).map(([name, text]) => `${name} does not answer: ${text}`);
     if (view.fleet?.error) lines.push(`the configuration cannot be brought about: ${view.fleet.error}`);
+    const old = (view.replicas ?? []).filter((r) => age(r) !== null);
+    if (old.length > 3) lines.push(`${old.length} replicas have not reported for more than ${OLD_S} s`);
+    else for (const r of old) lines.push(`${short(r.name)} has not reported for ${seconds(r.age_s)}`);
     for (const replica of view.fleet?.replicas ?? []) {
       if (replica.error) lines.push(`${short(replica.name)}: ${replica.error}`);
     }
@@ -252,5 +305,5 @@ const View = (() => {
     };
   }
 
-  return { short, percent, count, seconds, urgency, classes, spark, exits, why, result, moves, summary, troubles, decisions, helios };
+  return { short, percent, count, seconds, urgency, age, isNotable, listed, classes, spark, exits, why, result, moves, summary, troubles, decisions, helios };
 })();

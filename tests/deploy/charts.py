@@ -46,6 +46,19 @@ EVERYTHING: Values = {
     "grpc": {"enabled": True},
     "tls": {"secretName": "certificate", "clientCaSecret": "ca"},
     "admin": {"enabled": True},
+    "service": {
+        "type": "LoadBalancer",
+        "annotations": {"example.com/internal": "true"},
+        "loadBalancerClass": "example.com/nlb",
+        "loadBalancerSourceRanges": ["203.0.113.0/24", "2001:db8::/32"],
+    },
+    "modelDownload": {
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "envFrom": [{"configMapRef": {"name": "proxy"}}],
+        "nodeSelector": {"pool": "system"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+    },
     "modelStorage": {"enabled": True, "storageClassName": "fast"},
     "huggingFace": {"existingSecret": "hf"},
     "rayAuth": {"existingSecret": "ray-token"},
@@ -69,6 +82,7 @@ EVERYTHING: Values = {
         "labels": {"tier": "head"},
         "podLabels": {"mesh": "on"},
         "podAnnotations": {"example.com/note": "yes"},
+        "podSpec": {"schedulerName": "volcano"},
     },
     "workerDefaults": {
         "priorityClassName": "serving",
@@ -80,6 +94,7 @@ EVERYTHING: Values = {
         "extraContainers": [{"name": "beside", "image": "busybox"}],
         "env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "envFrom": [{"secretRef": {"name": "more"}}],
+        "podSpec": {"schedulerName": "volcano", "dnsConfig": {"options": [{"name": "ndots"}]}},
         "idleTimeoutSeconds": 60,
         "priority": 2,
     },
@@ -91,7 +106,12 @@ EVERYTHING: Values = {
     "prometheusRule": {"enabled": True},
     "grafanaDashboards": {"enabled": True},
     "otel": {"enabled": True, "endpoint": "http://otel:4317", "headersSecret": "otel"},
-    "test": {"keySecret": {"name": "test"}},
+    "test": {
+        "keySecret": {"name": "test"},
+        "resources": {"requests": {"cpu": "100m"}},
+        "nodeSelector": {"pool": "system"},
+        "tolerations": [{"operator": "Exists"}],
+    },
     "extraObjects": [
         {
             "apiVersion": "v1",

@@ -65,6 +65,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         KEYS | {"tls": {"secretName": "t"}, "haproxy": {"enabled": False}},
         "tls.secretName needs haproxy.enabled",
     ),
+    "load balancer without keys": (
+        {"service": {"type": "LoadBalancer"}},
+        "service.type needs API keys",
+    ),
+    "load balancer without TLS": (
+        KEYS | {"service": {"type": "LoadBalancer"}},
+        "API keys would travel in the clear",
+    ),
+    "no such service": (KEYS | {"service": {"type": "Headless"}}, "type"),
+    "not a range": (KEYS | {"service": {"loadBalancerSourceRanges": ["anybody"]}}, "anybody"),
+    "what another value sets": (
+        {"workerDefaults": {"podSpec": {"tolerations": []}}},
+        "workerDefaults.podSpec: tolerations is set by a value of its own",
+    ),
+    "what the chart sets": (
+        {"workerGroups": {"decode": {"podSpec": {"containers": []}}}},
+        "workerGroups.decode.podSpec: containers is set",
+    ),
     "client CA without TLS": (KEYS | {"tls": {"clientCaSecret": "c"}}, "tls.clientCaSecret"),
     "metrics without a key": (KEYS | {"podMonitor": {"enabled": True}}, "podMonitor.keySecret"),
     "one port twice": ({"http": {"port": 9000}}, "9000 is taken by"),

@@ -196,6 +196,38 @@ def test_the_helm_test_needs_a_key_where_the_service_does() -> None:
     assert not hooks({"apiKeys": {"existingSecret": "k"}})
 
 
+def test_every_pod_can_be_placed() -> None:
+    """On clusters whose nodes are all tainted the job and the test must find a node, too."""
+    documents = render(EVERYTHING)
+    job = one(documents, "Job")["spec"]["template"]["spec"]
+    [hook] = [d for d in documents if d["kind"] == "Pod"]
+    for pod in (job, hook["spec"], pod_templates(documents)["head"]["spec"]):
+        assert pod["nodeSelector"] == {"pool": "system"}
+        assert pod["tolerations"] == [{"operator": "Exists"}]
+    assert job["affinity"] == {"nodeAffinity": {}}
+    [download] = job["containers"]
+    assert {"name": "HTTPS_PROXY", "value": "http://proxy:3128"} in download["env"]
+    assert download["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
+    assert hook["spec"]["containers"][0]["resources"]["requests"]["cpu"] == "100m"
+    for template in pod_templates(documents).values():
+        assert template["spec"]["schedulerName"] == "volcano"
+    assert "schedulerName" not in pod_templates(render({}))["head"]["spec"]
+
+
+def test_clients_outside_can_have_a_load_balancer() -> None:
+    service = one(render(EVERYTHING), "Service")
+    assert service["metadata"]["annotations"]["example.com/internal"] == "true"
+    assert service["spec"]["type"] == "LoadBalancer"
+    assert service["spec"]["loadBalancerClass"] == "example.com/nlb"
+    assert service["spec"]["loadBalancerSourceRanges"] == ["203.0.113.0/24", "2001:db8::/32"]
+    assert "clusterIP" not in service["spec"]
+    keys = {"apiKeys": {"existingSecret": "keys"}, "tls": {"secretName": "certificate"}}
+    assert one(render(keys), "Service")["spec"]["clusterIP"] == "None"
+    node_port = one(render(keys | {"service": {"type": "NodePort"}}), "Service")["spec"]
+    assert node_port["type"] == "NodePort"
+    assert "loadBalancerClass" not in node_port
+
+
 def test_tls_at_the_pods() -> None:
     template = pod_templates(render(EVERYTHING))["head"]["spec"]
     assert _env(template["containers"][0], "QUADRIGA_TLS_CERT") == "/etc/quadriga/tls/tls.crt"

@@ -130,6 +130,20 @@ def test_notes_tell_how_to_reach_it(case: str) -> None:
     assert "<no value>" not in text
 
 
+def test_notes_tell_what_operators_look_at() -> None:
+    import helm_python
+
+    with helm_python.Chart.load(CHART) as chart:
+        notes = chart.render(EVERYTHING, name=NAME, namespace=NAMESPACE)
+        values = {k: v for k, v in EVERYTHING.items() if k != "ingress"}
+        without = chart.render(values, name=NAME, namespace=NAMESPACE)
+    assert "9600/dashboard" in notes["quadriga/templates/NOTES.txt"]
+    assert "describe rayservice quadriga" in notes["quadriga/templates/NOTES.txt"]
+    text = without["quadriga/templates/NOTES.txt"]
+    assert "HTTPS: port 8443" in text and "gRPC: port 9443" in text
+    assert "get service/quadriga-api" in text
+
+
 def test_a_helm_on_the_path_renders_the_same() -> None:
     helm = shutil.which("helm")
     if helm is None:

@@ -14,7 +14,7 @@ import httpx
 from actors.lookup import controller_name, forget_actor
 from quadriga.config import load_config
 from quadriga.errors import QuadrigaError
-from quadriga.policies.helios import HistoryTable, RequestFinished, UnchangedSampled, history_file
+from quadriga.policies.helios import HistoryTable, RequestFinished, history_file
 from quadriga.types import DepthClass
 from serve_app.auth import ApiKeys
 from serve_app.cluster import RayCluster
@@ -153,6 +153,4 @@ def write_history(path: Path, *tpots: tuple[DepthClass, float]) -> None:
                 decode_s=99_999 * tpot_s,
             )
         )
-        same = {first: (50, 100), second: (99, 100)}
-        table.sampled(UnchangedSampled(at.model, same), full)
     history_file.save(path, table)

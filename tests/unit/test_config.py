@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ def test_every_fault_is_named_with_its_value() -> None:
         load_config({"modl": "x", "engine": {"threads": 0}, "decode_replicas": -1})
     for text in ("modl", "engine.threads", "got 0", "pools.0.decode_replicas", "got -1"):
         assert text in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("modle", "modle: there is no such setting; did you mean model?"),
+        ("decode.max_slotz", "did you mean max_slots?"),
+        ("scheduler.ares.moed", "did you mean mode?"),
+        ("exits.treshold", "pools.0.exits.treshold: .* did you mean threshold?"),
+    ],
+)
+def test_what_an_unknown_setting_was_meant_to_be(setting: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(meant).replace(r"\.\*", ".*")):
+        load_config({setting: 1})
+
+
+def test_a_pool_at_fault_is_one_fault() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"decode_replicas": 0})
+    assert caught.value.message.count("got") == 1
 
 
 def test_shorthand_and_pools_exclude_each_other() -> None:

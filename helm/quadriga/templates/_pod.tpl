@@ -155,6 +155,9 @@ spec:
   {{ $field }}: {{ toYaml . | nindent 4 }}
   {{- end }}
   {{- end }}
+  {{- with $pod.podSpec }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
   {{- with $pod.topologySpreadConstraints }}
   topologySpreadConstraints:
     {{- range . }}

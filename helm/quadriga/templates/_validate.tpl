@@ -11,7 +11,7 @@
 {{- define "quadriga.validateAccess" -}}
 {{- $v := .Values -}}
 {{- if not $v.apiKeys.existingSecret -}}
-{{- range $what, $on := dict "grpc.enabled" $v.grpc.enabled "ingress.enabled" $v.ingress.enabled "gateway.enabled" $v.gateway.enabled "admin.enabled" $v.admin.enabled "tls.secretName" (ne $v.tls.secretName "") -}}
+{{- range $what, $on := dict "grpc.enabled" $v.grpc.enabled "ingress.enabled" $v.ingress.enabled "gateway.enabled" $v.gateway.enabled "admin.enabled" $v.admin.enabled "tls.secretName" (ne $v.tls.secretName "") "service.type" (ne $v.service.type "ClusterIP") -}}
 {{- if $on -}}
 {{- fail (printf "%s needs API keys: put them into a Secret and name it in apiKeys.existingSecret" $what) -}}
 {{- end -}}
@@ -45,6 +45,9 @@
 {{- fail (printf "gateway.grpcHostnames: %q is in gateway.hostnames too; a listener gives a host to one kind of route" .) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if and (ne $v.service.type "ClusterIP") (not $v.tls.secretName) -}}
+{{- fail (printf "service.type %s opens the pods to the outside, where API keys would travel in the clear: set tls.secretName, or let an Ingress or a Gateway do it" $v.service.type) -}}
 {{- end -}}
 {{- if $v.tls.secretName -}}
 {{- if not $v.haproxy.enabled -}}
@@ -130,10 +133,10 @@
 {{- end -}}
 
 {{- define "quadriga.validateGroups" -}}
-{{- include "quadriga.validateLabels" (dict "where" "head" "pod" .Values.head) -}}
-{{- include "quadriga.validateLabels" (dict "where" "workerDefaults" "pod" .Values.workerDefaults) -}}
+{{- include "quadriga.validatePod" (dict "where" "head" "pod" .Values.head) -}}
+{{- include "quadriga.validatePod" (dict "where" "workerDefaults" "pod" .Values.workerDefaults) -}}
 {{- range $name, $own := .Values.workerGroups -}}
-{{- include "quadriga.validateLabels" (dict "where" (printf "workerGroups.%s" $name) "pod" ($own | default dict)) -}}
+{{- include "quadriga.validatePod" (dict "where" (printf "workerGroups.%s" $name) "pod" ($own | default dict)) -}}
 {{- end -}}
 {{- range $name, $group := include "quadriga.groups" . | fromJson -}}
 {{- if gt (int $group.minReplicas) (int $group.maxReplicas) -}}
@@ -148,7 +151,13 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "quadriga.validateLabels" -}}
+{{- define "quadriga.validatePod" -}}
+{{- $taken := list "containers" "initContainers" "volumes" "securityContext" "serviceAccountName" "automountServiceAccountToken" "terminationGracePeriodSeconds" "imagePullSecrets" "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "topologySpreadConstraints" "restartPolicy" -}}
+{{- range $field, $_ := get $.pod "podSpec" | default dict -}}
+{{- if has $field $taken -}}
+{{- fail (printf "%s.podSpec: %s is set by a value of its own, or by the chart" $.where $field) -}}
+{{- end -}}
+{{- end -}}
 {{- range $field := list "labels" "podLabels" -}}
 {{- range $label, $_ := get $.pod $field | default dict -}}
 {{- if regexMatch "^(quadriga|ray\\.io)/" $label -}}

@@ -1,0 +1,91 @@
+"""Every option of every command says what it is, and refuses what it cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+import pytest
+
+from loadgen.__main__ import COMMANDS, main
+from loadgen.options import check_service, setting
+from quadriga.errors import ConfigError
+
+NOT_NUMBERS = ("abc", "nan", "-1", "1e400", "99999999999999999999", "")
+
+
+def options(name: tuple[str, ...]) -> list[argparse.Action]:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+    return [a for a in parser._actions if a.dest != "help"]
+
+
+@pytest.mark.parametrize("name", COMMANDS, ids=" ".join)
+def test_every_option_is_described(name: tuple[str, ...]) -> None:
+    for option in options(name):
+        assert option.help, option.dest
+
+
+@pytest.mark.parametrize("name", COMMANDS, ids=" ".join)
+def test_every_number_has_bounds(name: tuple[str, ...]) -> None:
+    for option in options(name):
+        kind = getattr(option.type, "__name__", None)
+        assert kind not in ("int", "float"), f"{option.dest}: say what it must be"
+        if kind in ("whole_number", "real_number"):
+            for text in NOT_NUMBERS:
+                with pytest.raises(argparse.ArgumentTypeError):
+                    option.type(text)  # type: ignore[operator, misc]
+
+
+def test_a_help_shows_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["paper", "helios", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "(default: quadriga-s quadriga-l)" in told
+    with pytest.raises(SystemExit):
+        main(["soak", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--every-s SECONDS" in told and "--places N" in told
+    assert "--seed N of everything random (default: 0)" in told
+
+
+@pytest.mark.parametrize("command", ["chaos", "soak", "overload", "upgrade"])
+def test_a_wrong_setting_is_found_before_anything_starts(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--set", "decode.max_slotz=3"]) == 2
+    assert "did you mean max_slots?" in capsys.readouterr().err
+    assert main([command, "--model", "/nowhere"]) == 2
+    assert "'/nowhere' is neither bundled" in capsys.readouterr().err
+
+
+def test_what_a_service_is_started_with() -> None:
+    check_service("quadriga-s", ["decode.max_slots=3"])
+    assert setting("a=b=c") == "a=b=c"
+    for text in ("a", "=b"):
+        with pytest.raises(argparse.ArgumentTypeError, match="KEY=VALUE"):
+            setting(text)
+    with pytest.raises(ConfigError, match="decode_replicas"):
+        check_service("quadriga-s", ["decode_replicas=0"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "1", "--extra", "{"], "--extra: not JSON"),
+        (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
+        (["--sessions", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+        (["--tasks", "1", "--turns", "3"], "--turns: not for --tasks"),
+    ],
+)
+def test_a_wrong_load_is_named_though_nobody_listens(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--url", "http://127.0.0.1:1", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_cell_that_is_not_there_is_answered_shortly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "--only", "SIGKILL prefil, mid-stream"]) == 2
+    error = capsys.readouterr().err
+    assert "'SIGKILL prefill, mid-stream'" in error and len(error) < 300

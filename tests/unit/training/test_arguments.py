@@ -1,0 +1,56 @@
+"""`python -m quadriga.training` refuses what cannot be, and replaces no training unasked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quadriga.training.cli import main
+from quadriga.training.state import LATEST
+
+TRAIN = ("train", "--model", "quadriga-s")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*TRAIN, "--steps", "0"), "'0' is no whole number above 0"),
+        ((*TRAIN, "--minutes", "nan"), "'nan' must be a number of minutes above 0"),
+        ((*TRAIN, "--finish-by", "25:99"), "'25:99' is no time of day"),
+        (("evaluate", "--examples", "0"), "--examples"),
+        (("length", "--requests", "-1"), "--requests"),
+    ],
+)
+def test_bad_arguments_are_named(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(list(words))
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate", "fit-kv", "length"])
+def test_a_model_that_is_not_there_is_named(command: str) -> None:
+    with pytest.raises(SystemExit, match="--models: /nowhere is no checkpoint folder"):
+        main([command, "--models", "/nowhere"])
+
+
+def test_a_state_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--state: .* is not there"):
+        main(["export", "--model", "quadriga-s", "--state", str(tmp_path / "none.pt")])
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--device: 'tpu9' cannot be used"):
+        main([*TRAIN, "--steps", "1", "--device", "tpu9", "--folder", str(tmp_path)])
+
+
+def test_a_training_is_never_replaced_unasked(tmp_path: Path) -> None:
+    state = tmp_path / LATEST
+    state.write_bytes(b"hours of work")
+    with pytest.raises(SystemExit, match="--resume"):
+        main([*TRAIN, "--steps", "1", "--folder", str(tmp_path)])
+    assert state.read_bytes() == b"hours of work"
+    assert list(tmp_path.iterdir()) == [state]
