@@ -7,6 +7,8 @@ import signal
 import time
 from contextlib import suppress
 
+import pytest
+
 from actors.lookup import (
     controller_name,
     ensure_cluster,
@@ -90,6 +92,7 @@ def test_death_of_the_controller(app: App) -> None:
     assert sorted(living_groups(app.name)) == sorted(before)
 
 
+@pytest.mark.slow
 def test_death_of_controller_and_replica_together(app: App) -> None:
     """What died while nobody watched is found missing, its placement group is removed."""
     victim = app.replicas("decode")[0]
@@ -155,6 +158,7 @@ def test_death_of_the_scheduler(app: App) -> None:
     assert [s.error for s in after if s.error] == []
 
 
+@pytest.mark.slow  # `make chaos QUICK=1` stops every kind of process
 def test_a_hung_replica_is_replaced(app: App) -> None:
     """A stopped process raises nothing: its silence is what tells."""
     victim = app.replicas("decode")[1]

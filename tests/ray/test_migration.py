@@ -23,7 +23,9 @@ NUM_MOVES = 200
 TIME_LIMIT_S = 120.0  # 60 s where two cores are free
 
 
-@pytest.fixture(scope="module", params=["gloo", "object_store"])
+@pytest.fixture(
+    scope="module", params=["gloo", pytest.param("object_store", marks=pytest.mark.slow)]
+)
 def moving(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[App]:
     """Three decode replicas of a model with exits, to the bit the same in any batch."""
     app = App.start(
