@@ -202,6 +202,7 @@ class Campaign:
         async with clients_of(rig.service, self._args.model) as clients:
             if depth not in self._references:
                 self._references[depth] = await clients.reference(specs)
+            whole = rig.census()
             for result in results:
                 for _ in range(self._args.runs):
                     if self._is_late():
@@ -209,7 +210,7 @@ class Campaign:
                     began_s = time.monotonic()
                     wanted = self._references[depth]
                     try:
-                        await run_cell(rig, clients, specs, wanted, result, self._rng)
+                        await run_cell(rig, clients, specs, wanted, result, self._rng, whole)
                     except Exception as exc:  # the border: the other cells are still to be run
                         logger.exception("%s was not run to its end", result.cell)
                         result.not_restored.append(f"not run to its end: {exc!r}")

@@ -40,14 +40,18 @@ async def run_cell(
     reference: Sequence[list[int]],
     result: CellResult,
     rng: random.Random,
+    whole: Counter[str],
 ) -> None:
     """Send all streams, harm one process, judge; returns when the service is whole again.
 
     A blow before the first token that came after the last stream's is judged, and struck again.
+
+    Args:
+        whole: Processes of each kind that the service has.
     """
     for _ in range(MAX_ATTEMPTS):
         waited, troubles = result.waiting, len(result.not_restored)
-        await _run_once(rig, clients, specs, reference, result, rng)
+        await _run_once(rig, clients, specs, reference, result, rng, whole)
         is_met = result.cell.moment is not Moment.BEFORE_FIRST_TOKEN or result.waiting > waited
         if is_met or len(result.not_restored) > troubles:
             return
@@ -61,8 +65,12 @@ async def _run_once(
     reference: Sequence[list[int]],
     result: CellResult,
     rng: random.Random,
+    whole: Counter[str],
 ) -> None:
-    whole = rig.census()
+    trouble = await _until_whole(rig, clients, whole)
+    if trouble:  # an earlier cell was felt late
+        result.not_restored.append(f"not struck: {trouble}")
+        return
     cell, blow = result.cell, None
     sending: asyncio.Task[list[Answer]] | None = None
     try:

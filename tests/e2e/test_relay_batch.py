@@ -21,6 +21,8 @@ from quadriga.checkpoint import ASSETS
 from serve_app.launch import LOOPBACK, free_port
 from tests.e2e.observe import wait_until_free
 
+pytestmark = pytest.mark.slow  # a service of its own
+
 START_TIMEOUT_S = 200.0
 STOP_TIMEOUT_S = 60.0
 NUM_REQUESTS = 12

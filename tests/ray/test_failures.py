@@ -1,4 +1,7 @@
-"""Processes die, hang and come back; what must go on goes on, and nothing is doubled or left."""
+"""Processes die, hang and come back; what must go on goes on, and nothing is doubled or left.
+
+What `make chaos QUICK=1` does to them again in CI is marked slow here.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,7 @@ def test_death_of_a_decode_replica(app: App) -> None:
     app.until_idle()
 
 
+@pytest.mark.slow
 def test_death_of_the_prefill_replica(app: App) -> None:
     """Sequences that were handed over do not notice."""
     ingress = app.ingress()
@@ -134,6 +138,7 @@ def test_no_counter_falls_when_controller_and_replica_die(app: App) -> None:
     assert fallen == {}
 
 
+@pytest.mark.slow
 def test_death_of_the_scheduler(app: App) -> None:
     """Its state comes back from reports; streams under way, even in hand-off, do not notice."""
     ingress = app.ingress()
@@ -158,7 +163,7 @@ def test_death_of_the_scheduler(app: App) -> None:
     assert [s.error for s in after if s.error] == []
 
 
-@pytest.mark.slow  # `make chaos QUICK=1` stops every kind of process
+@pytest.mark.slow
 def test_a_hung_replica_is_replaced(app: App) -> None:
     """A stopped process raises nothing: its silence is what tells."""
     victim = app.replicas("decode")[1]

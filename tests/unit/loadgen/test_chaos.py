@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_a_blow_that_came_too_late_is_struck_again(
         result.runs += 1
 
     monkeypatch.setattr(strike, "_run_once", run_once)
-    asyncio.run(strike.run_cell(None, None, [], [], result, None))  # type: ignore[arg-type]
+    asyncio.run(strike.run_cell(None, None, [], [], result, None, Counter()))  # type: ignore[arg-type]
     assert (result.runs, result.is_ok) == (runs, is_ok)
 
 
