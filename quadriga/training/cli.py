@@ -93,24 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
 
     fit = commands.add_parser("fit-kv", help="fit the stand-ins for skipped layers' K and V anew")
-    fit.add_argument(
-        "--models",
-        nargs="+",
-        type=Path,
-        metavar="FOLDER",
-        help="checkpoint folders of that family; default: the bundled family",
-    )
+    _add_models(fit)
     fit.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
     fit.set_defaults(run=_fit_kv)
 
     length = commands.add_parser("length", help="train the length heads on real generation runs")
-    length.add_argument(
-        "--models",
-        nargs="+",
-        type=Path,
-        metavar="FOLDER",
-        help="checkpoint folders of that family; default: the bundled family",
-    )
+    _add_models(length)
     length.add_argument("--requests", type=_count, default=400, help="per task (default: 400)")
     length.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
     length.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
@@ -118,13 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     length.set_defaults(run=_length)
 
     evaluate = commands.add_parser("evaluate", help="measure the stored checkpoints")
-    evaluate.add_argument(
-        "--models",
-        nargs="+",
-        type=Path,
-        metavar="FOLDER",
-        help="checkpoint folders of that family; default: the bundled family",
-    )
+    _add_models(evaluate)
     evaluate.add_argument("--examples", type=_count, default=200, help="per task (default: 200)")
     evaluate.add_argument(
         "--seed", type=int, default=2024, help="of everything random (default: 2024)"
@@ -138,6 +120,16 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to")
     tokenizer.set_defaults(run=_tokenizer)
     return parser
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoint folders of that family; default: the bundled family",
+    )
 
 
 def _count(text: str) -> int:

@@ -177,13 +177,19 @@ def test_a_long_overload_in_which_one_in_ten_comes_back() -> None:
     assert sum(late) / len(late) <= 2.0 * sum(early) / len(early)
 
 
-def test_the_rate_is_that_of_all_places_also_where_some_are_kept() -> None:
+def experienced_book() -> WaitingBook:
+    """After 40 s with ten at any time, for a second each."""
     book = WaitingBook()
     for i in range(400):  # ten at any time, for a second each
         book.admitted(request(str(i)), "m", now_s=0.1 * i)
         book.placed(str(i), now_s=0.1 * i)
         if i >= 10:
             book.ended([str(i - 10)], now_s=0.1 * i)
+    return book
+
+
+def test_the_rate_is_that_of_all_places_also_where_some_are_kept() -> None:
+    book = experienced_book()
     for num_running in (SLOTS // 2, SLOTS):
         decode = snapshot(Role.DECODE, num_running=num_running)
         supply = decode_supply(request(), [decode], book, num_pending=0, model="m", now_s=40.0)
@@ -192,12 +198,7 @@ def test_the_rate_is_that_of_all_places_also_where_some_are_kept() -> None:
 
 
 def test_the_rate_is_learned_and_follows_the_load() -> None:
-    book = WaitingBook()
-    for i in range(400):  # ten at any time, for a second each
-        book.admitted(request(str(i)), "m", now_s=0.1 * i)
-        book.placed(str(i), now_s=0.1 * i)
-        if i >= 10:
-            book.ended([str(i - 10)], now_s=0.1 * i)
+    book = experienced_book()
     assert book.ends_per_s("m", 10, now_s=40.0) == pytest.approx(10.0, rel=0.1)
     assert book.ends_per_s("m", 40, now_s=40.0) == pytest.approx(40.0, rel=0.1)
     book.ended([str(i) for i in range(390, 400)], now_s=40.0)
