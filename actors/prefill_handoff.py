@@ -119,6 +119,7 @@ class PrefillHandoff:
         self._prompt_done_s = 0.0
         self._prompt_done = asyncio.Event()
         self._placed_from_s = replica.clock.now_s()
+        self._started_s = replica.clock.now_s()
         self._started_unix_s = replica.clock.unix_s()
         self._deadline_s = replica.config.transport.deadline_s
         self._limit: asyncio.Timeout | None = None
@@ -322,7 +323,7 @@ class PrefillHandoff:
             priority=self._state.priority,
             waited_s=self._replica.clock.now_s() - self._placed_from_s,
             source=self._replica.name,
-            started_unix_s=self._started_unix_s,
+            started_s=self._started_s,
         )
         if self._replica.is_scheduler_away:  # as of the last look; asking would take its time
             return self._replica.place_without_scheduler(request)

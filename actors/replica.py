@@ -106,7 +106,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.metrics = ReplicaMetrics(name, spec.engine.depth_class.model)
         self.load = Load()
         self._has_load = False
-        self._load_unix_s = 0.0
+        self._loaded_s = 0.0
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._peer_nodes: OrderedDict[str, str] = OrderedDict()
@@ -331,7 +331,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         has_room = load.num_held < self.load.num_held or load.num_waiting < self.load.num_waiting
         is_news = has_room or not self._has_load
         self.load = load
-        self._load_unix_s = self.clock.unix_s()
+        self._loaded_s = self.clock.now_s()
         self._has_load = True
         if is_news:
             self.post(self._news.set)
@@ -365,7 +365,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             draining=self._is_draining,
             num_paused=load.num_paused,
             least_priority=load.least_priority,
-            load_unix_s=self._load_unix_s,
+            sent_s=self.clock.now_s(),
+            loaded_s=self._loaded_s,
         )
 
     async def _report_forever(self) -> None:

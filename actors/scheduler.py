@@ -250,7 +250,7 @@ class Scheduler(BatchedCalls):
         """
         name = snapshot.info.name
         known = self._snapshots.get(name)
-        if known is None or known.taken_unix_s <= snapshot.taken_unix_s:
+        if known is None or known.sent_s <= snapshot.sent_s:
             self._snapshots[name] = snapshot
         self._ledger.reported(snapshot, list(accepted))
         self._reported.set()

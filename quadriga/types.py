@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from quadriga.errors import QuadrigaError
 from quadriga.exits import FULL_DEPTH, ExitParams
@@ -113,25 +113,37 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Expiring:
-    """Has a deadline, which travels as the time that is left: machines' clocks need not agree.
+class Dated:
+    """Names instants, which travel as distances from now: machines' clocks need not agree.
 
     What the way takes is not counted.
     """
 
     __slots__ = ()
     __match_args__: tuple[str, ...]
+    INSTANTS: ClassVar[tuple[str, ...]]
+    """Fields that are Unix times by the clock of the machine that the object is on."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = self.__match_args__
-        said = [getattr(self, name) for name in names]
-        at = names.index("deadline_unix_s")
-        said[at] -= time.time()
-        return _arrived, (type(self), at, said)
+        said, now_unix_s = [getattr(self, name) for name in names], time.time()
+        places = [names.index(name) for name in self.INSTANTS]
+        for at in places:
+            said[at] -= now_unix_s
+        return _arrived, (type(self), places, said)
 
 
-def _arrived(kind: Callable[..., Expiring], at: int, said: list[Any]) -> Expiring:
-    said[at] += time.time()
+class Expiring(Dated):
+    """Has a deadline."""
+
+    __slots__ = ()
+    INSTANTS = ("deadline_unix_s",)
+
+
+def _arrived(kind: Callable[..., Dated], places: list[int], said: list[Any]) -> Dated:
+    now_unix_s = time.time()
+    for at in places:
+        said[at] += now_unix_s
     return kind(*said)
 
 
@@ -506,7 +518,7 @@ class ResizeReport:
 
 
 @dataclass(slots=True)
-class ReplicaSnapshot:
+class ReplicaSnapshot(Dated):
     """A replica's load, reported every second and used by placement and admission.
 
     Attributes:
@@ -521,8 +533,12 @@ class ReplicaSnapshot:
         num_paused: Sequences in host memory; they come back before new ones of their priority.
         least_priority: Of the running sequences, where one may be paused for a more important
             newcomer; else None.
-        load_unix_s: When the engine counted all this; `taken_unix_s` is when it was sent.
+        taken_unix_s: When it was sent.
+        sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's own
+            monotonic clock: only to be compared with what the same replica says.
     """
+
+    INSTANTS = ("taken_unix_s",)
 
     info: ReplicaInfo
     taken_unix_s: float
@@ -537,7 +553,8 @@ class ReplicaSnapshot:
     forecast: LoadForecast | None = None
     num_paused: int = 0
     least_priority: int | None = None
-    load_unix_s: float = 0.0
+    sent_s: float = 0.0
+    loaded_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -629,7 +646,7 @@ class PlaceRequest:
         prediction: Tokens still to come, by the length head after prefill.
         waited_s: How long it has looked for a replica already.
         source: The prefill replica.
-        started_unix_s: When it left that replica's queue, by that replica's clock.
+        started_s: When it left that replica's queue, by that replica's own monotonic clock.
     """
 
     sequence_id: str
@@ -641,12 +658,14 @@ class PlaceRequest:
     priority: int = 0
     waited_s: float = 0.0
     source: str = ""
-    started_unix_s: float = 0.0
+    started_s: float = 0.0
 
 
 @dataclass(slots=True)
-class ClusterView:
+class ClusterView(Dated):
     """What the scheduler knows of the cluster, for ingresses to fall back on."""
+
+    INSTANTS = ("taken_unix_s",)
 
     taken_unix_s: float
     snapshots: list[ReplicaSnapshot]

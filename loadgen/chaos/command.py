@@ -20,7 +20,7 @@ from loadgen.chaos.cells import MATRIX, QUICK, QUICK_NEW, Cell, Fault, Moment, S
 from loadgen.chaos.load import clients_of, make_streams
 from loadgen.chaos.report import not_run, summary, table, write_json
 from loadgen.chaos.rig import Rig, started_rig
-from loadgen.chaos.strike import run_cell
+from loadgen.chaos.strike import Trials
 from loadgen.chaos.verdicts import CellResult
 from loadgen.options import add_setting_argument, check_service, number, whole
 from quadriga.errors import ConfigError
@@ -202,15 +202,15 @@ class Campaign:
         async with clients_of(rig.service, self._args.model) as clients:
             if depth not in self._references:
                 self._references[depth] = await clients.reference(specs)
-            whole = rig.census()
+            wanted = self._references[depth]
+            trials = Trials(rig, clients, specs, wanted, self._rng, rig.census())
             for result in results:
                 for _ in range(self._args.runs):
                     if self._is_late():
                         break
                     began_s = time.monotonic()
-                    wanted = self._references[depth]
                     try:
-                        await run_cell(rig, clients, specs, wanted, result, self._rng, whole)
+                        await trials.run(result)
                     except Exception as exc:  # the border: the other cells are still to be run
                         logger.exception("%s was not run to its end", result.cell)
                         result.not_restored.append(f"not run to its end: {exc!r}")

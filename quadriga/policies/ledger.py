@@ -32,9 +32,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A sequence that left a prefill queue; `at_unix_s` is by that replica's clock."""
+    """A sequence that left a prefill queue; `at_s` is by that replica's own clock."""
 
-    at_unix_s: float
+    at_s: float
     prompt_tokens: int
 
 
@@ -58,9 +58,9 @@ class Ledger:
         is_unreported = False
         for sent in self._sent.values():
             is_unreported |= sent.pop(request.sequence_id, None) is not None
-        if is_unreported or source is None or source.load_unix_s >= request.started_unix_s:
+        if is_unreported or source is None or source.loaded_s >= request.started_s:
             return
-        begun = Begun(request.started_unix_s, request.num_tokens)
+        begun = Begun(request.started_s, request.num_tokens)
         self._begun.setdefault(request.source, {})[request.sequence_id] = begun
 
     def reported(self, snapshot: ReplicaSnapshot, accepted: tuple[str, ...] | list[str]) -> None:
@@ -70,7 +70,7 @@ class Ledger:
         for sequence_id in accepted:
             sent.pop(sequence_id, None)
         begun = self._begun.get(name, {})
-        for sequence_id in [i for i, b in begun.items() if b.at_unix_s <= snapshot.load_unix_s]:
+        for sequence_id in [i for i, b in begun.items() if b.at_s <= snapshot.loaded_s]:
             del begun[sequence_id]
 
     def finished(self, sequence_ids: list[str] | tuple[str, ...]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
-from actors.lookup import controller_name, forget_actor
+from actors.lookup import controller_name, forget_actor, get_actor
 from quadriga.config import load_config
 from quadriga.errors import QuadrigaError
 from quadriga.policies.helios import HistoryTable, RequestFinished, history_file
@@ -112,6 +115,40 @@ def until(app: App, wanted: Wanted, timeout_s: float = 60.0) -> dict[str, Any]:
     return now
 
 
+def kill_controller(app: App) -> int:
+    """Kill its process; Ray starts another. Returns the old one, which may answer for a while."""
+    pid = _controller_pid(app)
+    assert pid is not None
+    ray.kill(get_actor(controller_name(app.name)), no_restart=False)
+    forget_actor(controller_name(app.name))
+    return pid
+
+
+def is_another(app: App, old: int) -> bool:
+    """Whether another process than this answers."""
+    return _controller_pid(app) not in (None, old)
+
+
+def until_another(app: App, old: int, timeout_s: float = 30.0) -> None:
+    """Wait until a new process answers."""
+    give_up_s = time.monotonic() + timeout_s
+    while not is_another(app, old):
+        assert time.monotonic() < give_up_s, "no controller"
+        time.sleep(0.1)
+
+
+def _controller_pid(app: App) -> int | None:
+    """The process that answers; None where none does."""
+    name = controller_name(app.name)
+    try:
+        actor: Any = get_actor(name)
+        found: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10)
+        return found
+    except (QuadrigaError, RayActorError, GetTimeoutError):
+        forget_actor(name)
+        return None
+
+
 def holds(now: dict[str, Any], place: str = "decode:0") -> str | None:
     """What the replica of a place holds."""
     found: str | None = now["places"][place]["holds"] if place in now["places"] else None
@@ -128,7 +165,7 @@ def is_served(now: dict[str, Any]) -> bool:
     )
 
 
-NUM_KNOWN = 200
+NUM_KNOWN = 5000
 
 
 def write_history(path: Path, *tpots: tuple[DepthClass, float]) -> None:

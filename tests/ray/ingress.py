@@ -44,7 +44,7 @@ class Stream:
     Attributes:
         replica: Who owns it, as far as is known here; in a hand-off after prefill, who will.
         heirs: Replicas that may speak for it soon: destinations of a live migration that is under
-            way, and sources that have not said how theirs ended.
+            way, and sources that have not said how theirs ended; under which epoch they will.
         arrivals: When tokens came, and how many, monotonic.
     """
 
@@ -56,7 +56,7 @@ class Stream:
     finish: FinishReason | None = None
     error: QuadrigaError | None = None
     first_token_s: float | None = None
-    heirs: set[str] = field(default_factory=set)
+    heirs: dict[str, int] = field(default_factory=dict)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     orphaned: tuple[float, QuadrigaError] | None = None
 
@@ -79,6 +79,7 @@ class Stream:
         is_former_owner = emission.epoch < newest
         if emission.epoch > newest:
             self.replica, self.orphaned = sender, None
+            self.heirs = {name: at for name, at in self.heirs.items() if at > emission.epoch}
         self.epochs.append(emission.epoch)
         for i, token_id in enumerate(emission.token_ids):
             index = emission.first_index + i
@@ -98,20 +99,21 @@ class Stream:
         peer = emission.moved_to
         assert peer is not None
         if emission.move == "begun":
-            self.heirs |= {peer, sender}
+            self.heirs |= {peer: emission.epoch + 1, sender: emission.epoch}
             return
-        self.heirs.discard(sender)
+        if self.heirs.get(sender, emission.epoch) <= emission.epoch:
+            self.heirs.pop(sender, None)
         if emission.move == "done":
             self.moved_to.append(peer)
             if self.replica == sender:
                 self.replica = peer
         elif emission.epoch >= max(self.epochs):
-            self.heirs.discard(peer)
+            self.heirs.pop(peer, None)
             self.replica, self.orphaned = sender, None
 
     def lose(self, replica: str, error: QuadrigaError) -> None:
         """A replica is gone; the stream ends with it, unless somebody else soon speaks for it."""
-        self.heirs.discard(replica)
+        self.heirs.pop(replica, None)
         if self.replica == replica and not self.is_over and self.orphaned is None:
             self.orphaned = (time.monotonic(), error)
 

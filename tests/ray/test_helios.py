@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 
-from actors.lookup import controller_name, forget_actor, get_actor
 from tests.ray.apps import App
-from tests.ray.choosing import SURE, UNSURE, Door, history, holds
+from tests.ray.choosing import (
+    SURE,
+    UNSURE,
+    Door,
+    history,
+    holds,
+    kill_controller,
+    until_another,
+)
 
 FULL = {"quadriga-s": 8, "quadriga-l": 12}
 
@@ -73,8 +79,8 @@ async def test_profile_choose_serve_break_and_load_more(choosing: App) -> None:
 
         await asyncio.sleep(4.0)  # not to pass: the history is kept every two seconds
         rows = {(r["model"], r["depth"]): r["requests"] for r in history(choosing)["rows"]}
-        ray.kill(get_actor(controller_name(choosing.name)), no_restart=False)
-        forget_actor(controller_name(choosing.name))
+        old = kill_controller(choosing)
+        await asyncio.to_thread(until_another, choosing, old)
         later = await asyncio.to_thread(history, choosing)
         kept = {(r["model"], r["depth"]): r["requests"] for r in later["rows"]}
         assert kept and all(kept[key] >= 1 for key in rows if rows[key] >= 1), (rows, kept)

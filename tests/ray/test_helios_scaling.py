@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import ray
 
-from actors.lookup import controller_name, forget_actor, get_actor, scheduler_name
+from actors.lookup import controller_name, forget_actor, scheduler_name
 from quadriga.errors import QuadrigaError
 from quadriga.exits import ExitParams
 from quadriga.types import DepthClass, ReplicaSnapshot
 from tests.ray.apps import App
-from tests.ray.choosing import history, is_served, until, write_history
+from tests.ray.choosing import (
+    history,
+    is_another,
+    is_served,
+    kill_controller,
+    until,
+    write_history,
+)
 from tests.ray.ingress import Ingress, Stream, call
 
 S4, S8 = DepthClass("quadriga-s", 4), DepthClass("quadriga-s", 8)
@@ -98,8 +105,8 @@ def test_up_under_load_and_down_by_moving_the_rest(scaled: App) -> None:
 
     # A controller that starts anew finds three, and keeps them.
     names = decodes(app)
-    ray.kill(get_actor(controller_name(app.name)), no_restart=False)
-    forget_actor(controller_name(app.name))
+    old = kill_controller(app)
+    when(ingress, lambda: is_another(app, old), 30.0)
     when(ingress, lambda: _is_up(app) and len(decodes(app)) == 3, 30.0)
     assert set(decodes(app)) == set(names)
 
@@ -141,10 +148,12 @@ def test_a_replica_that_never_comes_freezes_nothing(scaled: App) -> None:
         streams = [submit(ingress, seed, LONG) for seed in range(8)]
         when(ingress, lambda: bool(decodes(app, "pending")), 30.0)
         (first, *_) = decodes(app, "pending")
-        # The loop goes on: layers that strict requests need are loaded meanwhile, and it is heard.
+        # The loop goes on: layers that a strict prompt waits for are loaded meanwhile.
+        (prefill,) = (r["name"] for r in app.status()["replicas"] if r["role"] == "prefill")
+        assert call(prefill, "info").depth_class == S4
         strict = ExitParams(0.99, "strict", 0)
         late = ingress.submit([30, 40, 50], 20, exits=strict, deadline_s=250.0)
-        when(ingress, lambda: call(only, "info").depth_class == S8, 40.0)
+        when(ingress, lambda: call(prefill, "info").depth_class == S8, 40.0)
         # It is given up at its time, and another one is asked for.
         when(ingress, lambda: first not in decodes(app, "pending"), 30.0)
         when(ingress, lambda: bool(decodes(app, "pending")), 30.0)

@@ -11,7 +11,17 @@ from dataclasses import replace
 import pytest
 
 import quadriga.types
-from quadriga.types import AdmitRequest, Expiring, SamplingParams, SequenceState
+from quadriga.types import (
+    AdmitRequest,
+    ClusterView,
+    Dated,
+    DepthClass,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+    SamplingParams,
+    SequenceState,
+)
 
 STATE = SequenceState(
     "s",
@@ -27,6 +37,8 @@ STATE = SequenceState(
     exit_layers=[8],
     claim="c",
 )
+INFO = ReplicaInfo("p", Role.PREFILL, DepthClass("m", 8), "n", "i", 4, 1000)
+SNAPSHOT = ReplicaSnapshot(INFO, taken_unix_s=997.0, num_running=2, loaded_s=77.0)
 REQUEST = AdmitRequest("s", "m", 2, 3, 4, deadline_unix_s=1005.0, needs_depth=8, visitor="v")
 
 
@@ -58,9 +70,27 @@ def test_a_copy_is_one_of_its_own() -> None:
     assert twin.deadline_unix_s == pytest.approx(STATE.deadline_unix_s)
 
 
-def test_all_with_a_deadline_are_known() -> None:
+@pytest.mark.parametrize("skew_s", [-3600.0, -6.0, 0.0, 6.0, 3600.0])
+def test_a_report_is_as_old_on_every_clock(monkeypatch: pytest.MonkeyPatch, skew_s: float) -> None:
+    """From the replica to the scheduler, and on from there to an ingress on a third machine."""
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    said = pickle.dumps(SNAPSHOT, 5)
+    monkeypatch.setattr(time, "time", lambda: 1000.0 + skew_s)
+    here = pickle.loads(said)
+    assert here.taken_unix_s == pytest.approx(997.0 + skew_s)
+    assert replace(here, taken_unix_s=997.0) == SNAPSHOT, "all else is as it was"
+    said = pickle.dumps(ClusterView(1000.0 + skew_s, [here]), 5)
+    monkeypatch.setattr(time, "time", lambda: 500.0)
+    view = pickle.loads(said)
+    assert view.taken_unix_s == pytest.approx(500.0)
+    assert view.taken_unix_s - view.snapshots[0].taken_unix_s == pytest.approx(3.0)
+
+
+def test_all_with_an_instant_that_others_judge_are_known() -> None:
     """Who has one and is sent as it is would be late, or early, by the difference of two clocks."""
     kinds = [k for k in vars(quadriga.types).values() if hasattr(k, "__dataclass_fields__")]
-    with_one = [k for k in kinds if "deadline_unix_s" in k.__dataclass_fields__]
-    assert len(with_one) >= 2
-    assert all(issubclass(k, Expiring) for k in with_one)
+    judged = {"deadline_unix_s", "taken_unix_s"}
+    with_one = [(k, judged & set(k.__dataclass_fields__)) for k in kinds]
+    assert sum(bool(names) for _, names in with_one) >= 4
+    for kind, names in with_one:
+        assert not names or (issubclass(kind, Dated) and set(kind.INSTANTS) == names), kind

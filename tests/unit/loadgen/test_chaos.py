@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -91,8 +92,9 @@ def test_a_blow_that_came_too_late_is_struck_again(
         result.waiting += waiting[result.runs]
         result.runs += 1
 
-    monkeypatch.setattr(strike, "_run_once", run_once)
-    asyncio.run(strike.run_cell(None, None, [], [], result, None, Counter()))  # type: ignore[arg-type]
+    monkeypatch.setattr(strike.Trials, "_run_once", run_once)
+    trials = strike.Trials(None, None, [], [], random.Random(0), Counter())  # type: ignore[arg-type]
+    asyncio.run(trials.run(result))
     assert (result.runs, result.is_ok) == (runs, is_ok)
 
 

@@ -20,41 +20,41 @@ from tests.unit.policies.ares_twin import snapshot
 CLASS = DepthClass("m", 8)
 
 
-def queue(waiting: int, *, load_unix_s: float) -> ReplicaSnapshot:
+def queue(waiting: int, *, loaded_s: float) -> ReplicaSnapshot:
     info = ReplicaInfo("p", Role.PREFILL, CLASS, "n", "i", 4, 1000)
     return ReplicaSnapshot(
-        info, load_unix_s, num_waiting=waiting, waiting_tokens=10 * waiting, load_unix_s=load_unix_s
+        info, loaded_s, num_waiting=waiting, waiting_tokens=10 * waiting, loaded_s=loaded_s
     )
 
 
-def place(sequence_id: str, started_unix_s: float) -> PlaceRequest:
-    return PlaceRequest(sequence_id, CLASS, 10, 20, source="p", started_unix_s=started_unix_s)
+def place(sequence_id: str, started_s: float) -> PlaceRequest:
+    return PlaceRequest(sequence_id, CLASS, 10, 20, source="p", started_s=started_s)
 
 
 def test_who_has_begun_waits_no_longer() -> None:
-    ledger, last = Ledger(), queue(3, load_unix_s=5.0)
+    ledger, last = Ledger(), queue(3, loaded_s=5.0)
     ledger.begun(place("a", 6.0), last)
     ledger.begun(place("a", 6.0), last)  # asked again: it is one sequence
     seen = ledger.adjust(last, now_s=0.0)
     assert (seen.num_waiting, seen.waiting_tokens) == (2, 20)
     ledger.begun(place("b", 4.0), last)  # it had begun when the report was made
     assert ledger.adjust(last, now_s=0.0).num_waiting == 2
-    news = queue(2, load_unix_s=7.0)
+    news = queue(2, loaded_s=7.0)
     ledger.reported(news, [])
     assert ledger.adjust(news, now_s=0.0).num_waiting == 2
 
 
 def test_a_report_from_before_does_not_count_it_again() -> None:
     """Sent later, but the engine's figures are still those from before the sequence began."""
-    ledger, last = Ledger(), queue(3, load_unix_s=5.0)
+    ledger, last = Ledger(), queue(3, loaded_s=5.0)
     ledger.begun(place("a", 6.0), last)
-    late = queue(3, load_unix_s=5.5)
+    late = queue(3, loaded_s=5.5)
     ledger.reported(late, [])
     assert ledger.adjust(late, now_s=0.0).num_waiting == 2
 
 
 def test_one_that_was_never_reported_leaves_no_trace() -> None:
-    ledger, last = Ledger(), queue(1, load_unix_s=5.0)
+    ledger, last = Ledger(), queue(1, loaded_s=5.0)
     ledger.sent("p", "a", Sent(0.0, 10, 10))
     assert ledger.adjust(last, now_s=0.0).num_waiting == 2
     ledger.begun(place("a", 6.0), last)
@@ -62,7 +62,7 @@ def test_one_that_was_never_reported_leaves_no_trace() -> None:
 
 
 def test_sent_sequences_count_until_they_are_reported_over_or_lost() -> None:
-    ledger, last = Ledger(), queue(0, load_unix_s=5.0)
+    ledger, last = Ledger(), queue(0, loaded_s=5.0)
     for name in ("a", "b", "c"):
         ledger.sent("p", name, Sent(0.0, 10, 12))
     assert ledger.adjust(last, now_s=1.0).reserved_tokens == 36
