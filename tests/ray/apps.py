@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from actors.lookup import NAMESPACE, controller_name, ensure_cluster, forget_actor, scheduler_name
-from quadriga.errors import QuadrigaError, Unavailable
+from quadriga.errors import QuadrigaError, ReplicaDied, Unavailable
 from quadriga.metrics import parse_exposition
 from quadriga.types import ReplicaSnapshot
 from tests.ray.ingress import Ingress, call
@@ -75,10 +75,10 @@ class App:
         return [r["name"] for r in self.status()["replicas"] if r["role"] == role]
 
     def snapshots(self) -> list[ReplicaSnapshot]:
-        """Of all replicas but those that start or stop: without an engine they hold nothing."""
+        """Of all replicas but those that start or end: without an engine they hold nothing."""
         found = []
         for replica in self.status()["replicas"]:
-            with suppress(Unavailable):
+            with suppress(Unavailable, ReplicaDied):
                 found.append(call(replica["name"], "snapshot"))
         return found
 
