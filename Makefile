@@ -38,7 +38,9 @@ test-e2e: setup ## The whole service: HTTP, gRPC, SDK, load generator
 	$(BIN)/python -m pytest -m "not slow" tests/e2e
 
 test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, more deaths and stops (20 minutes)
-	$(BIN)/python -m pytest -m slow tests/ray tests/e2e tests/docs
+	$(BIN)/python -m pytest -m slow tests/ray
+	$(BIN)/python -m pytest -m slow tests/e2e
+	$(BIN)/python -m pytest -m slow tests/docs
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
 	$(BIN)/python -m pytest tests/deploy
