@@ -79,8 +79,16 @@ STEADY_15MS = PaceProfile(
     source="round numbers: 15 ms empty, 20 ms at 32 sequences of 100 tokens and beyond",
 )
 
+STEADY_60MS = PaceProfile(
+    name="steady-60ms",
+    base_s=60e-3,
+    per_sequence_s=0.05e-3,
+    per_token_s=1e-6,
+    source="round numbers: a large model's step, long against what a shared machine does by itself",
+)
+
 PROFILES: dict[str, PaceProfile] = {
-    p.name: p for p in (ARES_4090D, ARES_4090D_SHORT, ARES_4090D_SLOW, STEADY_15MS)
+    p.name: p for p in (ARES_4090D, ARES_4090D_SHORT, ARES_4090D_SLOW, STEADY_15MS, STEADY_60MS)
 }
 
 

@@ -41,7 +41,7 @@ from quadriga.types import (
 )
 
 APP = "bench-migration"
-PACES = ("steady-15ms", None)
+PACES = ("steady-15ms", "steady-60ms", None)
 POLL_S = 1.0
 READY_S = 180.0
 PAUSE_S = 0.12
@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure paced and unpaced; prints a table and one JSON line."""
+    """Measure at each pace; prints a table and one JSON line."""
     import ray
 
     check_service(args.model, ())
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         ray.shutdown()
     _print(outcomes)
-    paced, unpaced = outcomes
+    paced, slow, unpaced = outcomes
     line = {
         "experiment": "bench migration",
         "headline": {
@@ -164,8 +164,11 @@ def run(args: argparse.Namespace) -> int:
             "others_longest_steps": paced.others.longest,
             "others_p95_steps": paced.others.p95,
             "control_longest_steps": paced.control.longest,
+            "slow_migrated_longest_steps": slow.migrated.longest,
+            "slow_others_longest_steps": slow.others.longest,
+            "slow_control_longest_steps": slow.control.longest,
             "unpaced_migrated_longest_steps": unpaced.migrated.longest,
-            "failed": paced.failed + unpaced.failed,
+            "failed": sum(o.failed for o in outcomes),
         },
         "outcomes": [asdict(o) for o in outcomes],
         "settings": {k: v for k, v in vars(args).items() if isinstance(v, int | str | None)},
