@@ -41,6 +41,8 @@ from quadriga.types import (
 )
 
 APP = "bench-migration"
+SPREAD_S = 0.4
+"""Between the beginnings of two streams, so that they do not all end, and begin anew, at once."""
 PACES = ("steady-15ms", "steady-60ms", None)
 POLL_S = 1.0
 READY_S = 180.0
@@ -67,8 +69,8 @@ class Flow:
     is_over: bool = False
 
     def gaps_s(self, begin_s: float, end_s: float) -> list[float]:
-        """Of tokens that arrived in a time."""
-        at = self.arrivals_s
+        """Of tokens that arrived in a time; the second token waits for the hand-off, not for moves."""
+        at = self.arrivals_s[1:]
         return [b - a for a, b in itertools.pairwise(at) if begin_s <= b <= end_s]
 
 
@@ -240,7 +242,7 @@ class _Bench:
 
     async def _measure(self) -> Outcome:
         keeping = asyncio.create_task(self._keep_busy())
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(3.0 + SPREAD_S * self._args.sequences)
         control_begin_s = time.monotonic()
         await asyncio.sleep(8.0)
         control_end_s = time.monotonic()
@@ -334,7 +336,7 @@ class _Bench:
             live = sum(not f.is_over for f in self._flows.values())
             if live < self._args.sequences:
                 await self._submit()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(SPREAD_S)
 
     async def _submit(self) -> None:
         from actors.lookup import scheduler_name

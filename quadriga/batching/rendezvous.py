@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_HOLD_SHARE = 0.15
+MAX_HOLD_SHARE = 0.08
 """Of a step: how long the source's step may be held back at once; its other sequences wait too."""
-MAX_HOLDS = 4
+MAX_HOLDS = 8
 MARGIN_SHARE = 0.1
 """Of a step: how far ahead of the destination's border, or behind it, is safe."""
 MAX_WAIT_SHARE = 0.4
