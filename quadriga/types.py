@@ -534,8 +534,8 @@ class ReplicaSnapshot(Dated):
         least_priority: Of the running sequences, where one may be paused for a more important
             newcomer; else None.
         taken_unix_s: When it was sent.
-        sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's own
-            monotonic clock: only to be compared with what the same replica says.
+        sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's
+            own monotonic clock: only to be compared with what the same replica says.
     """
 
     INSTANTS = ("taken_unix_s",)

@@ -69,7 +69,7 @@ class Flow:
     is_over: bool = False
 
     def gaps_s(self, begin_s: float, end_s: float) -> list[float]:
-        """Of tokens that arrived in a time; the second token waits for the hand-off, not for moves."""
+        """Of tokens that arrived in a time, but the second, which waits for the hand-off."""
         at = self.arrivals_s[1:]
         return [b - a for a, b in itertools.pairwise(at) if begin_s <= b <= end_s]
 

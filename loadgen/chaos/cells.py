@@ -63,7 +63,7 @@ class Stage(StrEnum):
     PLAIN = "plain"
     CHOOSING = "choosing models and depths"
     NODES = "nodes in network namespaces"
-    CHOOSING_NODES = "nodes, choosing models and depths"
+    CHOOSING_NODES = "choosing nodes in network namespaces"
 
 
 @dataclass(frozen=True, slots=True)
