@@ -41,12 +41,9 @@ from quadriga.engine.host_tensor import HostTensor
 from quadriga.engine.kv_cache import KV_BLOCK, KVCache
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.row_states import RowStates
-from quadriga.errors import ConfigError, InvariantViolation
-from quadriga.exits import MAX_LAYERS, SkippedKV
-
-_COMPLETE = MAX_LAYERS + 1  # depth byte of a position whose every layer was computed
-
-Ints = npt.NDArray[np.int64]
+from quadriga.engine.skip_books import COMPLETE, Ints, SkipBooks
+from quadriga.errors import InvariantViolation
+from quadriga.exits import SkippedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +71,11 @@ class Carried:
     states: torch.Tensor
 
 
-class SkippedKVStore:
-    """What early tokens left behind, per KV row.
-
-    Segment s is the layers between exits s − 1 and s. A pass through a segment first fills in all
-    that its rows miss there, so what a row has of a segment is a prefix: one number per (row,
-    segment). A hidden state is kept until the last segment has had it.
+class SkippedKVStore(SkipBooks):
+    """What early tokens left behind, per KV row; a state is kept until the last segment had it.
 
     Args:
-        ends: Layers run at the end of each segment, ascending, the loaded depth last.
+        ends: See `SkipBooks`.
         keep_tokens: Per row, hidden states behind the last segment to keep, for layers that may be
             loaded later; 0 where there are none.
         replay_newest: With `linear` and `project`, so many positions right before a token that goes
@@ -91,7 +84,7 @@ class SkippedKVStore:
     Attributes:
         num_filled: Positions × segments filled in so far.
         num_forgotten: States that were kept for later layers and given up again.
-        may_owe: Some row may owe positions; see `owed`.
+        depths: uint8 [rows, positions]: layers run there, or `COMPLETE`.
 
     Raises:
         ConfigError: The model is too deep.
@@ -106,88 +99,23 @@ class SkippedKVStore:
         keep_tokens: int = 0,
         replay_newest: int = 0,
     ) -> None:
-        if ends[-1] > MAX_LAYERS:
-            raise ConfigError(
-                f"exits: {ends[-1]} layers are too many for early exits, the most are "
-                f"{MAX_LAYERS}; set exits.layers to 'none' or load less depth",
-                param="exits.layers",
-            )
+        num_positions = -(-cache.capacity // KV_BLOCK) * KV_BLOCK
+        keeps_states = mode not in ("alias", "copy")
+        super().__init__(ends, cache.num_rows, num_positions, keeps_states=keeps_states)
         self.mode = mode
         self.num_filled = 0
         self.num_forgotten = 0
-        self.may_owe = False
         self.copied_bytes = 0
         self._keep_tokens = keep_tokens
         self._replay_newest = replay_newest if mode in ("linear", "project") else 0
-        self._ends = tuple(ends)
         self._cache = cache
-        self._filled = np.zeros((cache.num_rows, len(ends)), dtype=np.int64)
-        self._base = np.zeros(cache.num_rows, dtype=np.int64)  # position of a row's state 0
         self._states = states
-        num_positions = -(-cache.capacity // KV_BLOCK) * KV_BLOCK
-        self.depths = torch.full((cache.num_rows, num_positions), _COMPLETE, dtype=torch.uint8)
-        self._depths = self.depths.numpy()
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return self._ends
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether fills are made of hidden states."""
-        return self.mode not in ("alias", "copy")
+        self.depths = torch.from_numpy(self._depths)
 
     @property
     def keeps_last(self) -> bool:
         """Whether tokens that leave the last segment leave their states behind as well."""
         return self._keep_tokens > 0 and self.keeps_states
-
-    def start(self, row: int, num_tokens: int, depth: int | None = None) -> None:
-        """A sequence takes the row; its first `num_tokens` positions have KV.
-
-        Args:
-            depth: In this many layers, an exit; None: in every layer there is.
-        """
-        self._filled[row] = num_tokens
-        self._base[row] = num_tokens
-        self._depths[row] = _COMPLETE
-        if depth is not None and depth < self._ends[-1]:
-            self._filled[row, np.array(self._ends) > depth] = 0
-            self._depths[row, :num_tokens] = depth
-            self.may_owe = self.keeps_states
-
-    def owed(self, row: int) -> tuple[int, int]:
-        """Positions [start, stop) that lack KV and left nothing to make it of."""
-        base = int(self._base[row])
-        return (int(self._filled[row, -1]), base) if self._owes(row) else (base, base)
-
-    def depth_of(self, row: int) -> int:
-        """Layers that a pass over the row may run before what it owes is paid."""
-        if not self._owes(row):
-            return self._ends[-1]
-        paid = np.flatnonzero(self._filled[row, 1:] >= self._base[row])
-        return self._ends[int(paid[-1]) + 1 if paid.size else 0]
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether some row owes positions."""
-        return bool(self.keeps_states and (self._filled[:, -1] < self._base).any())
-
-    def _owes(self, row: int) -> bool:
-        deepest = len(self._ends) - 1
-        return bool(deepest and self.keeps_states and self._filled[row, -1] < self._base[row])
-
-    def paid(self, row: int, start: int, stop: int, depths: Ints | None) -> None:
-        """The row's positions up to `stop` have KV everywhere.
-
-        Args:
-            depths: Layers run at [start, stop); None: all.
-        """
-        self._filled[row, 1:] = np.maximum(self._filled[row, 1:], stop)
-        self._depths[row, start:stop] = _COMPLETE
-        if depths is not None:
-            early = np.flatnonzero(depths < self._ends[-1])
-            self._depths[row, start + early] = depths[early]
 
     def resize(
         self, ends: Sequence[int], cache: KVCache, keep_tokens: int, lengths: dict[int, int]
@@ -213,25 +141,17 @@ class SkippedKVStore:
     def _cut(self, row: int, before: tuple[int, ...], length: int) -> None:
         """Forget what a row's positions had in segments that are gone."""
         count = len(self._ends)
-        depths = self._depths[row]
         if count < len(before) and self.keeps_states:
             # States of positions that were run deeper are of no use here.
             self._forget(row, min(length, int(self._filled[row, count])))
-        depths[(depths > self._ends[-1]) & (depths <= MAX_LAYERS)] = _COMPLETE
-
-    def _deepen(self, row: int, before: tuple[int, ...], length: int) -> None:
-        """Positions that were complete are complete no longer."""
-        depths = self._depths[row, :length]
-        depths[depths == _COMPLETE] = before[-1]
-        self.may_owe = self.keeps_states
+        self._flatten(row, self._ends[-1])
 
     def _forget(self, row: int, stop: int) -> None:
         """Give the states before position `stop` up; those behind move to the front."""
         base = int(self._base[row])
         if stop <= base:
             return
-        early = np.flatnonzero(self._depths[row] != _COMPLETE)
-        newest = int(early[-1]) + 1 if early.size else 0
+        newest = self._newest_of(row)
         self.num_forgotten += max(0, min(stop, newest) - base)
         kept = np.arange(stop, newest, dtype=np.int64)
         states = self._states.take(np.full_like(kept, row), kept - base) if kept.size else None
@@ -243,7 +163,7 @@ class SkippedKVStore:
     def release(self, row: int) -> None:
         """Forget what the row's sequence left behind."""
         self.start(row, 0)
-        if self.mode not in ("alias", "copy"):
+        if self.keeps_states:
             self._states.release(row)
 
     @contextmanager
@@ -259,19 +179,12 @@ class SkippedKVStore:
         if states is not None:
             self._states.reset(states)
 
-    def computed(self, row: int, num_tokens: int) -> Ints:
-        """Per segment, how many of a row's first `num_tokens` positions have KV there."""
-        counts: Ints = np.minimum(self._filled[row], num_tokens)
-        counts[0] = num_tokens
-        return counts
-
     def suspend(self, row: int, num_tokens: int) -> SuspendedSkips:
         """Copy what a row's first `num_tokens` positions left behind."""
         states = None
-        if self.mode not in ("alias", "copy"):
+        if self.keeps_states:
             # Of positions that left early alone: behind them nothing was kept.
-            early = np.flatnonzero(self._depths[row, :num_tokens] != _COMPLETE)
-            newest = int(early[-1]) + 1 if early.size else 0
+            newest = self._newest_of(row, num_tokens)
             slots = np.arange(max(0, newest - int(self._base[row])), dtype=np.int64)
             states = HostTensor.of(self._states.take(np.full_like(slots, row), slots))
         return SuspendedSkips(
@@ -334,8 +247,7 @@ class SkippedKVStore:
         if len(theirs) > common:
             if self.keeps_states and wants_states:
                 self._forget(row, min(num_tokens - 1, int(suspended.filled[common])))
-            depths = self._depths[row]
-            depths[(depths > self._ends[common - 1]) & (depths <= MAX_LAYERS)] = _COMPLETE
+            self._flatten(row, self._ends[common - 1])
         if len(self._ends) > common:
             self._deepen(row, theirs[:common], num_tokens - 1)
         self.may_owe = self.may_owe or self._owes(row)
@@ -345,7 +257,7 @@ class SkippedKVStore:
 
         Where the row comes from, kernels may have read it by the depth byte and copied nothing.
         """
-        early = np.flatnonzero(self._depths[row] != _COMPLETE)
+        early = np.flatnonzero(self._depths[row] != COMPLETE)
         for segment in range(1, len(self._ends)):
             at = early[early < self._filled[row, segment]]
             at = at[self._depths[row, at] <= self._ends[segment - 1]]
@@ -362,7 +274,7 @@ class SkippedKVStore:
             states: [n, hidden], as they came out of the segment.
         """
         self._depths[rows, positions] = self._ends[segment]
-        if self.mode in ("alias", "copy"):
+        if not self.keeps_states:
             return
         if segment == len(self._ends) - 1:
             over = positions - self._base[rows] >= self._keep_tokens
@@ -370,28 +282,6 @@ class SkippedKVStore:
                 self._forget(row, position)
         self._states.put(rows, positions - self._base[rows], states)
         self.copied_bytes += states.numel() * states.element_size()
-
-    def stretches(
-        self, rows: Ints, positions: Ints, first: int, stop: int
-    ) -> list[tuple[int, int]]:
-        """Ranges of segments in [first, stop) in which the rows lack the same positions.
-
-        To be entered and run one after the other; the first segment of all lacks nothing.
-
-        Args:
-            positions: Of the tokens whose pass it is.
-        """
-        inner = max(1, first)
-        if stop <= inner:
-            return [(first, stop)]
-        filled = self._filled[rows, inner:stop]
-        if not first and (filled >= positions[:, None]).all():
-            return [(0, stop)]
-        if stop - inner > 1 and (filled != filled[:, :1]).any():
-            ranges = [(s, s + 1) for s in range(inner, stop)]
-        else:
-            ranges = [(inner, stop)]
-        return ranges if first else [(0, 1), *ranges]
 
     def enter(
         self, decoder: AnyDecoder, rows: Ints, positions: Ints, first: int, stop: int
@@ -429,13 +319,6 @@ class SkippedKVStore:
             return 0
         pending = int((self._newest - self._base).clip(min=0).sum())
         return pending * self._states.state_bytes
-
-    @property
-    def _newest(self) -> Ints:
-        """Per row, one past the newest position that left early."""
-        early = self._depths != _COMPLETE
-        last: Ints = early.shape[1] - early[:, ::-1].argmax(axis=1)
-        return np.where(early.any(axis=1), last, 0)
 
     def _fill(
         self, decoder: AnyDecoder, begin: int, end: int, rows: Ints, starts: Ints, counts: Ints

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quadriga.config import PrefillConfig, SchedulerConfig
-from quadriga.errors import ContextTooLong, Overloaded, Unavailable, UnknownModel
+from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.appointments import MIN_WAIT_S
 from quadriga.policies.load import candidates
 from quadriga.policies.waiting import (
@@ -35,17 +35,11 @@ def admit(
         checks_queue: False where `check_room` comes next.
 
     Raises:
-        UnknownModel: No replica of the model was ever heard of.
-        Unavailable: There are some, but none is alive and taking work, on either side.
+        Unavailable: None of the model's replicas is known, alive and taking work, on either side.
+            Whether anybody is to serve the model at all is the caller's question.
         Overloaded: Every queue is full, with the predicted time until one has room.
         ContextTooLong: Prompt and max_tokens together fit no decode replica of the model.
     """
-    known = {s.info.depth_class.model for s in snapshots}
-    if request.model not in known:
-        served = ", ".join(sorted(known)) or "none yet"
-        raise UnknownModel(
-            f"model {request.model!r} is not served; served: {served}", param="model"
-        )
     prefills = _alive(Role.PREFILL, request.model, snapshots, now_unix_s, scheduler)
     decodes = _alive(Role.DECODE, request.model, snapshots, now_unix_s, scheduler)
     classes = {s.info.depth_class for s in decodes}

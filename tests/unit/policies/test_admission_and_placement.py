@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quadriga.config import PrefillConfig, SchedulerConfig
-from quadriga.errors import ContextTooLong, Overloaded, Unavailable, UnknownModel
+from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.admission import admit
 from quadriga.policies.baselines.placement import CurrentLoad, RoundRobin, make_placement
 from quadriga.policies.load import candidates
@@ -117,9 +117,12 @@ def test_admission_goes_to_the_shortest_queue() -> None:
     assert decide(request(), busy, idle, snapshot("d")) == "p2"
 
 
-def test_an_unknown_model_names_those_served() -> None:
-    with pytest.raises(UnknownModel, match="'x' is not served; served: m"):
-        decide(request(model="x"), snapshot("p", Role.PREFILL), snapshot("d"))
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_model_whose_replicas_have_not_reported_is_asked_for_again(has_others: bool) -> None:
+    """Right after the scheduler's restart, say: that nobody serves it would be no answer."""
+    others = (snapshot("p", Role.PREFILL), snapshot("d")) if has_others else ()
+    with pytest.raises(Unavailable, match="'x' is ready; retry shortly"):
+        decide(request(model="x"), *others)
 
 
 def test_stale_replicas_serve_nobody() -> None:
