@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors import kept
+from actors import ingress_watch, kept
 from actors.calls import call, get_actor, restart
 from actors.evacuation import LeavingNodes
 from actors.exits_view import exits_view
@@ -17,8 +17,6 @@ from actors.fleet import Fleet, Key, Member, Phase
 from actors.fleet_metrics import FleetMetrics
 from actors.helios import HeliosControl
 from actors.helios_setup import HeliosSetup, set_up
-from actors.ingress_watch import IngressWatch
-from actors.ingress_watch import end as end_ingress
 from actors.lifecycle import (
     controller_name,
     end_this_actor,
@@ -78,7 +76,7 @@ class Controller:
         self._page = MetricsPage(app, self._clock)
         self._metrics = FleetMetrics(app)
         self._scheduler_heard_s = self._clock.now_s()
-        self._ingresses = IngressWatch()
+        self._ingresses = ingress_watch.IngressWatch()
         self._wake = asyncio.Event()
         self._desired: Desired | None = None
         self._helios: HeliosControl | None = None
@@ -219,8 +217,10 @@ class Controller:
                 logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
             if self._page.is_due:
                 background(self._page.keep())
-            for actor in self._ingresses.hung(self._clock.now_s()):
-                background(end_ingress(actor))
+            now_s = self._clock.now_s()
+            for actor in self._ingresses.hung(now_s):
+                background(ingress_watch.end(actor))
+            background(ingress_watch.forget_gone(self._ingresses, now_s))
             orphan_s = self._fleet.lifecycle.orphan_timeout_s
             if self._ingress_age_s() > orphan_s:
                 await self._end(f"no ingress was heard of for {orphan_s:.0f} s")

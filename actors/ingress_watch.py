@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
+
+from quadriga.policies.liveness import patience_s
 
 logger = logging.getLogger(__name__)
 
@@ -33,25 +37,54 @@ class IngressWatch:
         if actor:
             self._heard_s[actor] = now_s
 
+    def forget(self, actor: str) -> None:
+        """It is no more; another one, of another name, took its place."""
+        self._heard_s.pop(actor, None)
+
+    def silent(self, now_s: float) -> list[str]:
+        """Actors that are missed already: those that were replaced are among them."""
+        return [a for a, heard_s in self._heard_s.items() if now_s - heard_s > SILENCE_S / 2]
+
     def hung(self, now_s: float) -> list[str]:
-        """Actors that were silent for too long; each is named once."""
+        """Actors that were silent for too long; each is named once.
+
+        Where half of them are silent at once, the machine is stalled, not they: that takes longer.
+        """
         stood_still_s = now_s - (now_s if self._looked_s is None else self._looked_s) - STALL_S
         self._looked_s = now_s
         if stood_still_s > 0:  # their heartbeats may lie there unread
             self._heard_s = {a: t + stood_still_s for a, t in self._heard_s.items()}
-        silent = [a for a, heard_s in self._heard_s.items() if now_s - heard_s > SILENCE_S]
+        silences_s = {a: now_s - heard_s for a, heard_s in self._heard_s.items()}
+        longest_s = patience_s(list(silences_s.values()), limit_s=SILENCE_S)
+        silent = [a for a, silence_s in silences_s.items() if silence_s > longest_s]
         for actor in silent:
             del self._heard_s[actor]
         return silent
 
 
+async def forget_gone(watch: IngressWatch, now_s: float) -> None:
+    """Forget who is silent because it was stopped: it says nothing about the others' machine."""
+    for actor in watch.silent(now_s):
+        try:
+            if await _find(actor) is None:
+                watch.forget(actor)
+        except RayError as exc:
+            logger.info("%s was not looked for: %s", actor, exc)
+
+
 async def end(actor: str) -> None:
     """End an ingress's process, if it is there: one that was stopped in order is gone already."""
     try:
-        handle = await asyncio.to_thread(ray.get_actor, actor, namespace=SERVE_NAMESPACE)
-        logger.warning("%s hangs; it is ended", actor)
-        await asyncio.to_thread(ray.kill, handle, no_restart=True)
-    except ValueError:
-        return
+        handle = await _find(actor)
+        if handle is not None:
+            logger.warning("%s hangs; it is ended", actor)
+            await asyncio.to_thread(ray.kill, handle, no_restart=True)
     except RayError as exc:
         logger.warning("%s was not ended: %s", actor, exc)
+
+
+async def _find(actor: str) -> ActorHandle[Any] | None:
+    try:
+        return await asyncio.to_thread(ray.get_actor, actor, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return None

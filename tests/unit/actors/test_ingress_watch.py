@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.ingress_watch import SILENCE_S, IngressWatch
+from quadriga.policies.liveness import STALL_PATIENCE
 
 
 def test_the_silent_one_is_found_once() -> None:
@@ -14,6 +15,32 @@ def test_the_silent_one_is_found_once() -> None:
             watch.hear("hangs", float(second))
         found += [(second, actor) for actor in watch.hung(float(second))]
     assert found == [(4 + int(SILENCE_S) + 1, "hangs")]
+
+
+def test_where_half_are_silent_at_once_the_machine_is_stalled() -> None:
+    watch = IngressWatch()
+    for actor in ("a", "b", "lives"):
+        watch.hear(actor, 0.0)
+    found = []
+    for second in range(1, 60):
+        watch.hear("lives", float(second))
+        found += [(second, actor) for actor in watch.hung(float(second))]
+    late_s = int(SILENCE_S * STALL_PATIENCE) + 1
+    assert found == [(late_s, "a"), (late_s, "b")], "later, but for certain"
+
+
+def test_who_was_replaced_says_nothing_about_the_others() -> None:
+    watch = IngressWatch()
+    for actor in ("replaced", "hangs", "lives"):
+        watch.hear(actor, 0.0)
+    found = []
+    for second in range(1, 60):
+        watch.hear("lives", float(second))
+        if second == 7:
+            assert watch.silent(7.0) == ["replaced", "hangs"]
+            watch.forget("replaced")
+        found += [(second, actor) for actor in watch.hung(float(second))]
+    assert found == [(int(SILENCE_S) + 1, "hangs")]
 
 
 def test_one_that_wakes_is_watched_again() -> None:
