@@ -23,7 +23,7 @@ from actors.escalation import Escalation
 from actors.fleet import Fleet, Key, Member
 from actors.helios_places import Places
 from actors.helios_setup import HeliosSetup, save_history_file
-from actors.lifecycle import scheduler_name
+from actors.lifecycle import parse_replica_name, scheduler_name
 from actors.members import class_of, place_name
 from actors.resizing import ANSWER_SLACK_S, failure
 from actors.scaling import Scaling
@@ -118,9 +118,8 @@ class HeliosControl:
 
     def report(self, reports: Sequence[AutoReport]) -> None:
         """What ingresses tell of requests whose model was chosen for them."""
-        names = {m.name: place_name(m.key) for m in self._fleet.members.values()}
         for report in reports:
-            place = names.get(report.replica, report.replica)
+            place = self._place_of(report.replica)
             if report.kind == "started":
                 self._handle(RequestStarted(place))
             elif report.kind == "lost" or report.depth_class is None:
@@ -129,6 +128,11 @@ class HeliosControl:
                 self._handle(self._finished(place, report, report.depth_class))
                 if report.output_ids and not self._teacher.is_reading:
                     background(self._read_again(report, report.depth_class.model))
+
+    def _place_of(self, replica: str) -> str:
+        """The place of a replica, which may be gone."""
+        parsed = parse_replica_name(self._app, replica)
+        return replica if parsed is None else place_name(parsed)
 
     async def _read_again(self, report: AutoReport, model: str) -> None:
         """Have a scout at full depth read an answer, where there is one of the model."""
@@ -246,6 +250,8 @@ class HeliosControl:
             self._handle(OrderFailed(order.order_id, f"nobody fills {order.replica} now"))
             return
         now_s, before = self._clock.now_s(), class_of(member)
+        if self._under_way is not None:  # the machine has given it up
+            self._put_back(self._under_way)
         self._under_way = _UnderWay(order, now_s, self._fleet.num_failures(key), before)
         self.book.changing = key
         if isinstance(order, Resize):
@@ -268,7 +274,8 @@ class HeliosControl:
             )
         except QuadrigaError as exc:
             report = failure(exc)
-        self._under_way = self.book.changing = None
+        if self._under_way is not None and self._under_way.order is order:
+            self._under_way = self.book.changing = None
         if report.outcome not in ("resized", "unchanged"):
             self._handle(OrderFailed(order.order_id, report.reason))
             return
@@ -301,9 +308,19 @@ class HeliosControl:
         num_failures = self._fleet.num_failures(key) - under_way.failures
         if num_failures > 0 or now_s >= order.deadline_s - 1.0:
             self._under_way = self.book.changing = None
-            self.book.held[key] = under_way.before  # what came of it is retired, the old one stays
+            self._put_back(under_way)
             why = f"{num_failures} processes died" if num_failures else "it was not there in time"
             self._handle(OrderFailed(order.order_id, why))
+
+    def _put_back(self, under_way: _UnderWay) -> None:
+        """After a switch that failed: what came of it is retired, what was there stays."""
+        key = self._key_of(under_way.order.replica)
+        if key is None or isinstance(under_way.order, Resize):
+            return
+        if (key[0], under_way.before) in self.setup.specs:
+            self.book.held[key] = under_way.before
+        else:  # the catalogue has lost it meanwhile
+            self.book.held.pop(key, None)
 
     def _max_batch(self, member: Member) -> int | None:
         """Sequences it can hold, at the length they have now."""

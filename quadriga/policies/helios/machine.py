@@ -137,7 +137,7 @@ class Helios:
                 self._tick = event
             case RequestStarted():
                 if event.replica == self._profiled_on():
-                    self._profiling.started()
+                    self._profiling.started(now_s)
             case RequestLost():
                 if event.replica == self._profiled_on():
                     self._profiling.lost()
@@ -151,6 +151,7 @@ class Helios:
                 self._order_done(event, now_s)
             case OrderFailed():
                 self._order_failed(event.order_id, event.error, now_s, outputs)
+        self._profiling.expire(now_s)
         self._check_order(now_s, outputs)
         if self._desk.order is None and self._tick.fleet:
             if self._phase is Phase.PROFILE:
@@ -164,10 +165,11 @@ class Helios:
     def _request_finished(
         self, event: RequestFinished, now_s: float, outputs: list[Output]
     ) -> None:
-        is_profiled = event.depth_class == self._profiling.now
-        if is_profiled and event.replica == self._profiled_on():
-            self._profiling.finished(event)
-            return
+        if event.replica == self._profiled_on():
+            if event.depth_class == self._profiling.now:
+                self._profiling.finished(event)
+                return
+            self._profiling.lost()  # it was sent there, and served elsewhere
         if event.depth_class.model in self._full:
             self.table.add(event)
         self._served += 1

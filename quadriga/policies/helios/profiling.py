@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quadriga.policies.helios.history import Row
 from quadriga.policies.helios.messages import RequestFinished
@@ -15,6 +15,9 @@ from quadriga.types import DepthClass
 
 MAX_SKIPS = 3
 """Assessments in a row that a model may be left out of: what is known of it grows old."""
+PLACE_S = 120.0
+"""A request that was sent to a candidate and not heard of for so long is waited for no more, and
+another one gets its place: news of it is lost with the ingress that had it."""
 
 
 @dataclass(slots=True)
@@ -22,7 +25,7 @@ class _Seen:
     """A candidate under the eyes: its fresh row, and its requests."""
 
     row: Row
-    started: int = 0
+    started_s: deque[float] = field(default_factory=deque)
     finished: int = 0
 
 
@@ -49,7 +52,7 @@ class Profiling:
         """Requests that the present candidate still wants."""
         if self._seen is None:
             return 0
-        return max(0, self._num_requests - self._seen.finished - self._seen.started)
+        return max(0, self._num_requests - self._seen.finished - len(self._seen.started_s))
 
     def queue(self, candidates: Iterable[DepthClass]) -> None:
         """Profile these, in this order."""
@@ -89,15 +92,20 @@ class Profiling:
         row, self._seen = self._seen.row, None
         return row
 
-    def started(self) -> None:
+    def started(self, now_s: float) -> None:
         """A request is on its way to the present candidate."""
         if self._seen is not None:
-            self._seen.started += 1
+            self._seen.started_s.append(now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Wait no more for requests of which nothing was heard."""
+        while self._seen and self._seen.started_s and self._seen.started_s[0] < now_s - PLACE_S:
+            self._seen.started_s.popleft()
 
     def lost(self) -> None:
-        """One of them will not finish; its place is free."""
-        if self._seen is not None:
-            self._seen.started = max(0, self._seen.started - 1)
+        """One of them will not finish, or did elsewhere; its place is free."""
+        if self._seen is not None and self._seen.started_s:
+            self._seen.started_s.popleft()
 
     def finished(self, request: RequestFinished) -> None:
         """The present candidate served one."""

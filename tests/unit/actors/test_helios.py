@@ -22,7 +22,7 @@ from quadriga.clock import ManualClock
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError, ReplicaDied
 from quadriga.exits import ExitCounters
-from quadriga.policies.helios import history_file
+from quadriga.policies.helios import Resize, Switch, history_file
 from quadriga.resolve import Hardware, resolve
 from quadriga.types import (
     AutoReport,
@@ -180,6 +180,73 @@ async def test_breaches_load_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
         await stand.tick()
     assert control.view()["target"] == "quadriga-s@8", control.view()
     assert stand.of("resize")[-1][2] == 8
+
+
+async def test_news_of_a_replica_that_is_gone_is_news_of_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ingress tells a moment after its death."""
+    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+    for key in (PREFILL, DECODE, SCOUT_P):
+        stand.add(key, S8)
+    stand.add(SCOUT_D, S8, "app:decode:1:old")
+    await stand.tick()
+    stand.control.report([AutoReport("started", "app:decode:1:old")] * 2)
+    assert stand.control.route().places == 0
+    del stand.fleet.members["app:decode:1:old"]
+    stand.control.report([AutoReport("lost", "app:decode:1:old")] * 2)
+    stand.add(SCOUT_D, S8, "app:decode:1:new")
+    await stand.tick()
+    assert stand.control.route().places == 2
+
+
+async def test_a_late_answer_leaves_the_next_order_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    answered = asyncio.Event()
+
+    async def answer(name: str, method: str, *args: Any, timeout_s: float) -> Any:
+        if method == "resize":
+            await answered.wait()
+            return ResizeReport("failed", reason="late")
+        return None
+
+    monkeypatch.setattr(actors.helios, "call", answer)
+    control = stand.control
+    control._carry_out(Resize(1, "decode:0", S4, 10.0, "why"))
+    await asyncio.sleep(0)
+    control._carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
+    answered.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert control.book.changing == PREFILL
+    assert control._under_way is not None and control._under_way.order.order_id == 2
+
+
+async def test_a_switch_that_was_given_up_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch)
+    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    control = stand.control
+    control._carry_out(Switch(1, "decode:0", L12, 500.0, "why"))
+    assert control.book.specs()[DECODE].engine.depth_class == L12
+    control._carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
+    assert control.book.specs()[DECODE].engine.depth_class == S8
+
+
+async def test_a_switch_back_to_a_model_that_the_catalogue_has_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop goes on: what is there until then is left alone, and nothing else comes of it."""
+    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+    for key in (PREFILL, SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    stand.add(DECODE, DepthClass("lost", 8))
+    control = stand.control
+    control._carry_out(Switch(1, "decode:0", S8, 500.0, "why"))
+    control._carry_out(Resize(2, "prefill:0", S4, 500.0, "why"))
+    assert control.book.specs()[DECODE].engine.depth_class == S8
 
 
 async def test_a_load_that_fails_leaves_the_old_layers(monkeypatch: pytest.MonkeyPatch) -> None:

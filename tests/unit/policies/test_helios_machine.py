@@ -19,6 +19,7 @@ from quadriga.policies.helios import (
     UnchangedSampled,
 )
 from quadriga.policies.helios.breaches import BreachWindow
+from quadriga.policies.helios.profiling import PLACE_S
 from quadriga.types import DepthClass, Role
 from tests.unit.policies.helios_harness import (
     L9,
@@ -112,6 +113,29 @@ def test_places_are_taken_given_back_and_never_too_many() -> None:
     assert cluster.order is None
     cluster.profile(1)
     assert cluster.trace == ["switch scout opt-6.7b@32"]
+
+
+def test_requests_that_nobody_hears_of_again_get_successors() -> None:
+    """Their ingress was killed, or their scout: the profile ends all the same."""
+    cluster = with_scout()
+    cluster.tick()
+    for _ in range(5):
+        cluster.tell(RequestStarted("scout"))
+    cluster.tick(PLACE_S - 1.0)
+    assert cluster.machine.routing.profile_places == 0, "they may still come"
+    cluster.tick(2.0)
+    assert cluster.machine.routing.profile_places == 5
+    cluster.profile()
+    assert cluster.trace == ["switch scout opt-6.7b@32"]
+
+
+def test_a_request_that_was_served_elsewhere_gives_its_place_back() -> None:
+    cluster = with_scout()
+    cluster.tick()
+    cluster.tell(RequestStarted("scout"))
+    assert cluster.machine.routing.profile_places == 4
+    cluster.tell(finished(S6, "scout"))
+    assert cluster.machine.routing.profile_places == 5
 
 
 def test_breach_switches_where_that_is_cheaper() -> None:
