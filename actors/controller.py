@@ -204,9 +204,11 @@ class Controller:
                     await self._adopt()
                 if self._desired is None:
                     await self._restore_desired()
-                await self._reconcile()
-                if self._helios is not None:
-                    self._helios.tick()
+                try:
+                    await self._reconcile()
+                finally:  # the scheduler needs its route whatever fails here
+                    if self._helios is not None:
+                        self._helios.tick()
                 self._error = None
             except QuadrigaError as exc:
                 if str(exc) != self._error:  # once, not at every turn

@@ -28,6 +28,7 @@ from quadriga.policies.load import candidates, tokens_wanted
 from quadriga.policies.placements import find_placement
 from quadriga.policies.waiting import WaitingBook
 from quadriga.types import (
+    AUTO_MODEL,
     Admission,
     AdmitRequest,
     ClusterView,
@@ -309,6 +310,8 @@ class Scheduler(BatchedCalls):
             return
         if self._models is None or model in self._models:
             raise Unavailable(f"model {model!r} is starting; retry shortly", retry_after_s=1.0)
+        if model == AUTO_MODEL and self._config.helios.enabled:  # the route comes soon
+            raise Unavailable("no model is chosen yet; retry shortly", retry_after_s=1.0)
         served = ", ".join(sorted(self._models))
         raise UnknownModel(f"model {model!r} is not served; served: {served}", param="model")
 

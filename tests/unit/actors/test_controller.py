@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,3 +98,17 @@ async def test_a_bug_in_one_turn_is_not_the_end(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(made, "_reconcile", once)
         await until(lambda: reconcile.num_calls > 2)
         assert made._error is None
+
+
+async def test_a_route_is_sent_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with controller(monkeypatch) as made:
+        await until(lambda: made._desired is not None)
+        helios = SimpleNamespace(tick=Failing(None))
+
+        async def reconcile() -> None:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(made, "_reconcile", reconcile)
+        monkeypatch.setattr(made, "_helios", helios)
+        await until(lambda: helios.tick.num_calls > 2)
+        assert made._error == "'a bug'"
