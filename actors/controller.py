@@ -13,7 +13,7 @@ from actors import ingress_watch, kept
 from actors.calls import call, get_actor, restart
 from actors.evacuation import LeavingNodes
 from actors.exits_view import exits_view
-from actors.fleet import Fleet, Key, Member, Phase
+from actors.fleet import RAY_FAILED, Fleet, Key, Member, Phase
 from actors.fleet_metrics import FleetMetrics
 from actors.helios import HeliosControl
 from actors.helios_setup import HeliosSetup, set_up
@@ -25,6 +25,7 @@ from actors.lifecycle import (
     parse_replica_name,
     scheduler_name,
 )
+from actors.lookup import get_scheduler
 from actors.metrics_page import MetricsPage
 from actors.placement import abandoned_groups, cluster_hardware, living_replicas, remove
 from actors.tasks import background
@@ -76,6 +77,7 @@ class Controller:
         self._page = MetricsPage(app, self._clock)
         self._metrics = FleetMetrics(app)
         self._scheduler_heard_s = self._clock.now_s()
+        self._making_scheduler = asyncio.Lock()
         self._ingresses = ingress_watch.IngressWatch()
         self._wake = asyncio.Event()
         self._desired: Desired | None = None
@@ -347,8 +349,20 @@ class Controller:
             logger.info("the scheduler was not configured: %s", exc)
             if exc.code == "timeout":
                 await self._restart_hung_scheduler()
-            else:  # it died, and Ray starts it anew
-                self._scheduler_heard_s = self._clock.now_s()
+                return
+            self._scheduler_heard_s = self._clock.now_s()
+            if isinstance(exc, ReplicaDied) and exc.code != "unreachable":
+                await self._make_scheduler(desired)
+
+    async def _make_scheduler(self, desired: Desired) -> None:
+        """Start one where there is none; Ray starts one that died anew, but none that ended."""
+        if self._is_ending or self._making_scheduler.locked():
+            return
+        async with self._making_scheduler:
+            try:
+                await asyncio.to_thread(get_scheduler, self._app, desired.config)
+            except RAY_FAILED as exc:
+                logger.warning("the scheduler was not started: %s", exc)
 
     async def _restart_hung_scheduler(self) -> None:
         now_s = self._clock.now_s()

@@ -338,9 +338,13 @@ class Scheduler(BatchedCalls):
         """Forget replicas that fell silent; end when no ingress was heard of for long."""
         orphan_s = self._config.lifecycle.orphan_timeout_s
         while True:
-            await asyncio.sleep(min(1.0, orphan_s / 4))
+            looked_s, pause_s = self._clock.now_s(), min(1.0, orphan_s / 4)
+            await asyncio.sleep(pause_s)
+            now_s = self._clock.now_s()
+            # While this process stood still, heartbeats may have come that nobody read.
+            self._heard_s = min(now_s, self._heard_s + max(0.0, now_s - looked_s - pause_s))
             orphan_s = self._config.lifecycle.orphan_timeout_s
-            if self._clock.now_s() - self._heard_s > orphan_s:
+            if now_s - self._heard_s > orphan_s:
                 await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
                 return
             oldest = self._clock.unix_s() - FORGET_FACTOR * (

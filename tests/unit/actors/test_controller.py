@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 import actors.controller
 from actors.controller import Controller, Desired
 from quadriga.config import load_config
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.resolve import Deployment
 
 CONFIG = load_config({}).model_dump(mode="json")
@@ -112,3 +112,45 @@ async def test_a_route_is_sent_whatever_fails(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(made, "_helios", helios)
         await until(lambda: helios.tick.num_calls > 2)
         assert made._error == "'a bug'"
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_made"),
+    [
+        (ReplicaDied("it died"), True),
+        (ReplicaDied("away for now", code="unreachable"), False),
+        (ReplicaError("it hangs", code="timeout"), False),
+    ],
+)
+async def test_a_scheduler_that_is_gone_for_good_is_made_again(
+    failure: QuadrigaError, is_made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray starts one that died anew, but none that ended itself."""
+    make = Failing(None, RayError("the control store is away"))
+    asked: list[str] = []
+
+    async def call(name: str, method: str, *_: Any, **__: Any) -> None:
+        asked.append(f"{name} {method}")
+        raise failure
+
+    async with controller(monkeypatch, get_scheduler=make):
+        monkeypatch.setattr(actors.controller, "call", call)
+        await until(lambda: make.num_calls > 1 if is_made else len(asked) > 5)
+        assert set(asked) == {"app:scheduler configure"}
+        assert bool(make.num_calls) is is_made
+
+
+async def test_an_application_that_ends_makes_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Failing(None)
+
+    async def call(*_: Any, **__: Any) -> None:
+        raise ReplicaDied("it was stopped")
+
+    never = Failing(None, *[ConfigError("nothing runs by itself here")] * 10_000)
+    async with controller(monkeypatch, get_scheduler=make, _resolve=never) as made:
+        monkeypatch.setattr(actors.controller, "call", call)
+        made._is_ending = True
+        await made._configure_scheduler(
+            Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
+        )
+        assert make.num_calls == 0
