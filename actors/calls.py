@@ -12,6 +12,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
 
 NAMESPACE = "quadriga"
+RAY_FAILED = (RayError, RuntimeError, ValueError, OSError)
+"""What Ray raises where its control store is away."""
 
 _handles: dict[str, ActorHandle[Any]] = {}
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors import ingress_watch, kept
-from actors.calls import call, get_actor, restart
+from actors.calls import RAY_FAILED, call, get_actor, restart
 from actors.evacuation import LeavingNodes
 from actors.exits_view import exits_view
-from actors.fleet import RAY_FAILED, Fleet, Key, Member, Phase
+from actors.fleet import Fleet, Key, Member, Phase
 from actors.fleet_metrics import FleetMetrics
 from actors.helios import HeliosControl
 from actors.helios_setup import HeliosSetup, set_up
@@ -384,14 +384,22 @@ class Controller:
             return
         self._is_ending = True
         logger.info("the application %s ends: %s", self._app, reason)
-        await self._page.close()  # a value that is still being written would stay behind
-        await asyncio.to_thread(kept.forget, self._app)
-        await self._fleet.stop_all()
         try:
-            await call(scheduler_name(self._app), "stop", timeout_s=CALL_TIMEOUT_S)
-        except QuadrigaError as exc:
-            logger.info("the scheduler was not stopped: %s", exc)
-        await end_this_actor()
+            await self._page.close()  # a value that is still being written would stay behind
+            await self._forget()
+            await self._fleet.stop_all()
+            try:
+                await call(scheduler_name(self._app), "stop", timeout_s=CALL_TIMEOUT_S)
+            except QuadrigaError as exc:
+                logger.info("the scheduler was not stopped: %s", exc)
+        finally:  # nobody would end it later
+            await end_this_actor()
+
+    async def _forget(self) -> None:
+        try:
+            await asyncio.to_thread(kept.forget, self._app)
+        except RAY_FAILED as exc:
+            logger.warning("what was kept of %s stays in Ray's store: %s", self._app, exc)
 
 
 def _set_up(app: str, desired: Desired) -> HeliosSetup | None:

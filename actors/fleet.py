@@ -10,9 +10,9 @@ from enum import StrEnum
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
-from actors.calls import call, call_handle, remember_handle
+from actors.calls import RAY_FAILED, call, call_handle, remember_handle
 from actors.evacuation import empty
 from actors.lifecycle import fingerprint, scheduler_name
 from actors.placement import groups, remove, spawn
@@ -31,8 +31,6 @@ STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 HEALTHY_S = 60.0
-RAY_FAILED = (RayError, RuntimeError, ValueError, OSError)
-"""What Ray raises where its control store is away."""
 REMOVE_PAUSE_S = 1.0
 MAX_REMOVALS = 300
 

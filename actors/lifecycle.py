@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
+from actors.calls import RAY_FAILED
 from quadriga import tracing
 from quadriga.resolve import ReplicaSpec
 from quadriga.types import Role
@@ -67,14 +67,13 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
 async def end_this_actor() -> None:
     """End the actor this runs in for good: no restart, placement group and process gone."""
     await asyncio.to_thread(tracing.flush)
-    context = ray.get_runtime_context()
-    me = context.current_actor
-    group = ray.util.get_current_placement_group()
     try:
+        me = ray.get_runtime_context().current_actor
+        group = ray.util.get_current_placement_group()
         if group is not None:
             await asyncio.to_thread(ray.util.remove_placement_group, group)
         await asyncio.to_thread(ray.kill, me, no_restart=True)
-    except RayError as exc:
+    except RAY_FAILED as exc:
         logger.warning("ending through Ray failed: %s", exc)
     await asyncio.sleep(KILL_GRACE_S)
     os._exit(0)

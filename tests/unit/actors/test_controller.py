@@ -154,3 +154,30 @@ async def test_an_application_that_ends_makes_no_scheduler(monkeypatch: pytest.M
             Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
         )
         assert make.num_calls == 0
+
+
+async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = Failing(None)
+
+    async def end() -> None:
+        ended()
+
+    async def fail(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("actors.kept.forget", Failing(None, RuntimeError("the store is away")))
+    monkeypatch.setattr(actors.controller, "end_this_actor", end)
+    async with controller(monkeypatch) as made:
+        told: list[str] = []
+
+        async def call(_: str, method: str, *__: Any, **___: Any) -> None:
+            told.append(method)
+
+        monkeypatch.setattr(actors.controller, "call", call)
+        await made._end("stopped")
+        assert "stop" in told and ended.num_calls == 1, "the scheduler is stopped all the same"
+    async with controller(monkeypatch) as made:
+        monkeypatch.setattr(made._fleet, "stop_all", fail)
+        with pytest.raises(KeyError):
+            await made._end("stopped")
+        assert ended.num_calls == 2
