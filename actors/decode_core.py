@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from actors.engine_thread import EngineBroken
 from actors.forecasting import Forecasting
 from actors.idle_check import IdleCheck, Leaks
 from actors.status import Load, ParkedSequence
@@ -14,6 +15,7 @@ from quadriga.batching.rates import Ewma
 from quadriga.batching.rendezvous import StepPhase
 from quadriga.batching.slots import SlotTable
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.errors import ConfigError
 from quadriga.exits import ExitCounters
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.rebatchers import make_rebatcher
@@ -132,9 +134,14 @@ class DecodeCore:
         return self.loop.depth.blockers(depth) if depth < self.resizable.num_layers else []
 
     def change(self, depth: int, prepared: Any) -> list[str]:
-        """See `ResizableCore`."""
+        """See `ResizableCore`. Raises: EngineBroken: It failed when tokens had been taken."""
         if prepared is None:
-            shrunk = self.loop.depth.drop_to(depth)
+            try:
+                shrunk = self.loop.depth.drop_to(depth)
+            except ConfigError:  # nothing has changed
+                raise
+            except Exception as exc:
+                raise EngineBroken(f"layers could not be dropped: {exc!r}") from exc
             if shrunk.emissions:
                 self._emit(shrunk.emissions)
             if shrunk.blocked_by:

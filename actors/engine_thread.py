@@ -28,6 +28,12 @@ IDLE_STEP_S = 0.25
 Result = TypeVar("Result")
 
 
+class EngineBroken(ReplicaError):
+    """A command failed half-way: what the core holds cannot be relied on any more."""
+
+    default_code = "engine_broken"
+
+
 class StepLoop(Protocol):
     """What the thread drives: `PrefillLoop` and `DecodeLoop` in their hosts' clothing."""
 
@@ -94,6 +100,7 @@ class EngineThread(Generic[Core]):
 
         Raises:
             Unavailable: The engine is not loaded or is over.
+            EngineBroken: The command left it in no state to go on: it is over, too.
             QuadrigaError: What the command raised.
         """
         self.require_core()
@@ -105,6 +112,8 @@ class EngineThread(Generic[Core]):
                 core.publish()  # before the caller can tell anybody of it
             except QuadrigaError as exc:
                 self.post(_set_exception, future, exc)
+                if isinstance(exc, EngineBroken):
+                    raise
             except Exception as exc:  # the thread must go on; the caller gets the reason
                 logger.exception("an engine command failed")
                 self.post(_set_exception, future, ReplicaError(f"engine: {exc!r}"))

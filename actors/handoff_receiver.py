@@ -69,6 +69,7 @@ class HandoffReceiver:
         self._transports = {*transports, "auto"}
         self._loop = asyncio.get_running_loop()
         self._commits: dict[str, asyncio.Task[None]] = {}
+        self._reserving: set[str] = set()
 
     async def reserve(self, offer: TransferOffer) -> None:
         """Take an offer: promise a row until the lease lapses. A repeated offer is the same.
@@ -92,11 +93,19 @@ class HandoffReceiver:
             await self.abort(transfer_id)
         with self._lock:
             is_leaving = self._table.is_leaving(offer.sequence_id)
-        if is_leaving:
+        # Where the engine is slow, an earlier try may be given up before its row was asked for.
+        if is_leaving or offer.sequence_id in self._reserving:
             raise Overloaded(
                 f"the row of an earlier transfer of {offer.sequence_id} is not free yet",
                 code="busy",
             )
+        self._reserving.add(offer.sequence_id)
+        try:
+            await self._open(offer)
+        finally:
+            self._reserving.discard(offer.sequence_id)
+
+    async def _open(self, offer: TransferOffer) -> None:
         row = await self._host.reserve_row(
             offer.sequence_id, offer.max_total_tokens, offer.num_tokens, offer.priority
         )
@@ -178,7 +187,7 @@ class HandoffReceiver:
             # A source that hears of a cancellation does not try elsewhere.
             end = LeaseState.CANCELLED if exc.code == "cancelled" else LeaseState.ABORTED
             with self._lock:
-                self._table.revoke(lease.offer.transfer_id, end)
+                self._table.revoke(lease, end)
             await self._host.release_row(state.sequence_id)
             raise MigrationFailed(
                 f"{state.sequence_id} could not join: {exc.message}", code=end

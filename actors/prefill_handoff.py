@@ -238,8 +238,12 @@ class PrefillHandoff:
             self._limit.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
 
     async def _abort_and_cancel(self, transfer: OutgoingTransfer) -> None:
-        """Give a transfer up for good; what is, or may be, committed is cancelled over there."""
-        if await transfer.abort() in (LeaseState.COMMITTED, None):
+        """Give a transfer up for good; what is, or may be, committed is cancelled over there.
+
+        But where this process ends: then nobody has given the sequence up.
+        """
+        is_owned = await transfer.abort() in (LeaseState.COMMITTED, None)
+        if is_owned and not self._replica.is_ending:
             self._replica.cancel_at(transfer.peer.name, self._state.sequence_id)
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:

@@ -157,6 +157,11 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._news.set()
 
     @property
+    def is_ending(self) -> bool:
+        """Whether this process is about to end."""
+        return self._is_ending
+
+    @property
     def deepest_spec(self) -> EngineSpec:
         """The engine as deep as it may become."""
         engine = self.spec.engine
@@ -471,14 +476,14 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         logger.info("%s ends: %s", self.name, reason)
         self.mail.close()
         await asyncio.sleep(delay_s)
-        self.engine.stop()
         try:
             async with asyncio.timeout(5.0):
                 await self._close()
                 await self.transport.close()
-                await self.engine.join(2.0)
         except (TimeoutError, QuadrigaError) as exc:
             logger.warning("%s did not close cleanly: %r", self.name, exc)
+        self.engine.stop()  # not before: what is released is released there
+        await self.engine.join(2.0)
         await end_this_actor()
 
     async def _never_ending(self, coroutine: Any) -> None:

@@ -163,6 +163,7 @@ class _Change:
                 if waited_s > MAX_HOLD_S:
                     # Serve what came meanwhile for as long, then try again.
                     await self._host.on_engine(lambda core: core.give_up())
+                    self._held_s += clock.now_s() - began_s
                     await asyncio.sleep(max(0.0, min(waited_s, self._left_s)))
                     began_s = clock.now_s()
                 await asyncio.sleep(LOOK_EVERY_S)

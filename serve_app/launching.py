@@ -59,10 +59,11 @@ class Launcher:
         self._reaper = reaper
         self._rename = rename
 
-    async def launch(self, choice: Choice, name: str) -> None:
+    async def launch(self, choice: Choice, name: str) -> bool:
         """Have a sequence accepted that is called `name`.
 
-        Returns early where it ended, or was lost and got another name, meanwhile.
+        Returns:
+            Whether it was; not where it ended, or was lost and got another name, meanwhile.
 
         "Nobody is ready" is often over in a moment: after a stall of the machine every report is
         old at once although the replicas live. So it is asked again, ever more rarely.
@@ -86,15 +87,15 @@ class Launcher:
                 wait_s = await self._wait(give_up_s, wait_s, exc)
                 continue
             if not choice.is_called(name):
-                return
+                return False
             try:
                 if choice.is_auto:
                     self._take(choice, admission)
                 await self._submit(choice, name, admission.prefill_replica)
-                return
+                return choice.is_called(name)
             except QuadrigaError as exc:
                 if not choice.is_called(name):  # it is on its way elsewhere, or over
-                    return
+                    return False
                 if not isinstance(exc, ReplicaError | Overloaded | Unavailable):
                     raise
                 num_failures += 1
@@ -105,6 +106,7 @@ class Launcher:
                 name = self._rename(choice)
                 if is_rebuild:
                     wait_s = await self._wait(give_up_s, wait_s, exc)
+        return False
 
     def _take(self, choice: Choice, admission: Admission) -> None:
         """Note the model that was chosen, and what the cluster wants to know of the answer."""

@@ -276,7 +276,7 @@ class Road:
     async def _launch(self, session: Session, choice: Choice, name: str) -> None:
         """Admit and submit; a failure ends the choice in that error."""
         try:
-            await self._launcher.launch(choice, name)
+            is_accepted = await self._launcher.launch(choice, name)
         except QuadrigaError as exc:
             if choice.num_rebuilds == 0:
                 self._metrics.refused.labels(exc.code).inc()
@@ -286,7 +286,7 @@ class Road:
             logger.exception("a sequence could not be launched")
             self._fail(session, choice, as_quadriga(exc))
             return
-        if choice.accepted_s is None:
+        if is_accepted and choice.accepted_s is None:
             choice.accepted_s = self._clock.now_s()
             waited_s = choice.accepted_s - session.arrived_s
             self._metrics.of(session.spec.model).queue_time.observe(waited_s)

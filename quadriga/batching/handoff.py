@@ -50,6 +50,7 @@ class Lease:
         heard_s: When the source last gave a sign of life.
         num_storing: Threads writing a part into the row right now.
         checksums: Of the bytes received, by part index.
+        epoch_before: The sequence's epoch when it was last here, once this was committed.
     """
 
     offer: TransferOffer
@@ -60,6 +61,7 @@ class Lease:
     num_storing: int = 0
     parts: dict[int, KVPart] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
+    epoch_before: int | None = None
 
 
 class LeaseTable:
@@ -276,16 +278,24 @@ class LeaseTable:
                 code="incomplete",
             )
         self._end(lease, LeaseState.COMMITTED)
+        lease.epoch_before = self._epochs.get(lease.offer.sequence_id)
         _remember(self._epochs, lease.offer.sequence_id, lease.offer.epoch)
         return lease
 
-    def revoke(self, transfer_id: str, state: LeaseState = LeaseState.ABORTED) -> None:
+    def revoke(self, lease: Lease, state: LeaseState = LeaseState.ABORTED) -> None:
         """Take a commit back: the replica could not make the sequence its own after all.
+
+        Its source may offer it again, under the same epoch.
 
         Args:
             state: What the transfer ended as: ABORTED or CANCELLED.
         """
-        _remember(self._ended, transfer_id, state)
+        sequence_id = lease.offer.sequence_id
+        _remember(self._ended, lease.offer.transfer_id, state)
+        if lease.epoch_before is None:
+            self._epochs.pop(sequence_id, None)
+        else:
+            self._epochs[sequence_id] = lease.epoch_before
 
     def abort(self, transfer_id: str, state: LeaseState = LeaseState.ABORTED) -> Lease | None:
         """End a transfer; repeated, or for one that never was, it does no harm.

@@ -94,13 +94,15 @@ class Preemption:
         row = self._places.rows.get(sequence_id)
         if row is None:
             return False
-        running = self._places.remove(row)
-        self.paused[sequence_id] = PausedSequence(
+        running = self._places.running[row]
+        paused = PausedSequence(
             state=running.state,
-            suspended=self._runner.suspend(row),
+            suspended=self._runner.suspend(row),  # first: it may lack the memory
             waited_at=self._places.exit_of(running.place),
             paused_at_s=self._clock.now_s(),
         )
+        self._places.remove(row)
+        self.paused[sequence_id] = paused
         self.num_pauses += 1
         return True
 

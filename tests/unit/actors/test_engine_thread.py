@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from actors.engine_thread import EngineThread
+from actors.engine_thread import EngineBroken, EngineThread
 from quadriga.errors import InvalidRequest, QuadrigaError, ReplicaError, Unavailable
 
 
@@ -89,6 +89,21 @@ async def test_errors_of_commands_reach_their_callers_alone() -> None:
     assert await engine.call(lambda c: 5) == 5
     assert failures == []
     await end(engine)
+
+
+async def test_a_command_that_leaves_a_mess_is_the_end_of_the_engine() -> None:
+    engine, failures = await start()
+
+    def half(core: Core) -> None:
+        raise EngineBroken("half of it")
+
+    with pytest.raises(EngineBroken, match="half of it"):
+        await engine.call(half)
+    assert await engine.join(5.0)
+    await asyncio.sleep(0)
+    assert "half of it" in str(failures[0])
+    with pytest.raises(Unavailable, match="has failed"):
+        await engine.call(lambda c: None)
 
 
 async def test_a_failing_step_is_the_end_of_the_engine() -> None:

@@ -254,6 +254,31 @@ async def test_a_second_try_waits_until_the_first_ones_row_is_free() -> None:
     assert not host.held
 
 
+async def test_a_second_try_waits_for_a_row_that_was_asked_for_in_vain() -> None:
+    """The engine stands still, the source gives up, and comes back before the engine does."""
+
+    class StandingHost(SlowHost):
+        goes_on = asyncio.Event()
+
+        async def reserve_row(self, sequence_id: str, *_: Any, **__: Any) -> int:
+            await self.goes_on.wait()
+            return await super().reserve_row(sequence_id)
+
+    host = StandingHost()
+    receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
+    first = asyncio.create_task(receiver.reserve(an_offer("t")))
+    await asyncio.sleep(0)
+    assert await receiver.abort("t") is LeaseState.ABORTED
+    with pytest.raises(Overloaded) as refused:
+        await receiver.reserve(an_offer("u"))
+    assert refused.value.code == "busy"
+    host.goes_on.set()
+    with pytest.raises(MigrationFailed):
+        await first
+    await until_taken(receiver, an_offer("u"))
+    assert host.held == {"s"}
+
+
 async def test_a_second_try_waits_for_what_lapsed_with_others() -> None:
     clock = ManualClock()
     host = SlowHost()

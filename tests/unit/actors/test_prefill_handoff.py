@@ -60,6 +60,7 @@ def replica(failure: Exception, ends: list[QuadrigaError]) -> Any:
         wishes=Wishes(),
         line=Line(),
         is_scheduler_away=False,
+        is_ending=False,
         calls=SimpleNamespace(call=place),
         sender=SimpleNamespace(reserve=reserve),
         spec=SimpleNamespace(engine=SimpleNamespace(depth_class=CLASS)),
@@ -288,3 +289,20 @@ async def test_what_is_cancelled_here_is_cancelled_where_it_may_run(
         while not prefill.cancelled:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0)
     assert prefill.cancelled == ["a"]
+
+
+async def test_who_ends_leaves_what_was_committed_to_its_new_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The client still wants it: only this process goes."""
+    prefill = Prefill({"commit": "is_answer_lost"}, deadline_s=20.0)
+    monkeypatch.setattr(handoff_sender, "call", prefill.call)
+    task = asyncio.create_task(prefill.hand_off())
+    await prefill.asked.wait()
+    prefill.replica.is_ending = True
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert prefill.cancelled == []

@@ -244,11 +244,33 @@ def test_a_repeated_commit_is_no_error(table: LeaseTable) -> None:
 
 def test_a_revoked_commit_is_an_aborted_transfer(table: LeaseTable) -> None:
     store(table, part(0))
-    commit(table, 7)
-    table.revoke("t")
+    lease = table.commit("t", epoch=1, num_tokens=10, checksums=[7])
+    assert lease is not None
+    table.revoke(lease)
     assert table.state("t") is LeaseState.ABORTED
     with pytest.raises(MigrationFailed, match="aborted"):
         commit(table, 7)
+
+
+@pytest.mark.parametrize("was_here", [False, True])
+def test_after_a_revoked_commit_the_same_epoch_may_come_again(was_here: bool) -> None:
+    """Its source goes on under the epoch it had, and offers the next one."""
+    table, epoch = LeaseTable(CLASS), 1
+    if was_here:
+        table.open(offer("earlier"), row=3, now_s=0.0)
+        store(table, part(0, transfer_id="earlier"))
+        assert table.commit("earlier", epoch=1, num_tokens=10, checksums=[7]) is not None
+        epoch = 3
+    table.open(offer(epoch=epoch), row=3, now_s=0.0)
+    store(table, part(0))
+    lease = table.commit("t", epoch=epoch, num_tokens=10, checksums=[7])
+    assert lease is not None
+    table.revoke(lease)
+    assert table.check_offer(offer("again", epoch=epoch)) == []
+    if was_here:
+        with pytest.raises(MigrationFailed) as refusal:
+            table.check_offer(offer("stale", epoch=1))
+        assert refusal.value.code == "stale_epoch"
 
 
 def test_another_epoch_cannot_commit(table: LeaseTable) -> None:

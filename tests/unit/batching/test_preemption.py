@@ -71,6 +71,21 @@ def test_the_paused_come_before_newcomers_of_their_rank() -> None:
     assert replica.loop.num_resumes == replica.loop.num_pauses >= 1
 
 
+def test_who_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(rows=1)
+    replica.take("runs", priority=5, max_tokens=30)
+
+    def full(row: int) -> object:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replica.loop._preemption._runner, "suspend", full)
+        with pytest.raises(MemoryError):
+            replica.take("important", priority=0)
+    assert replica.paused == set() and replica.loop.num_running == 1
+    replica.finish()
+
+
 def test_nobody_is_paused_in_vain() -> None:
     replica = Replica(rows=2)
     replica.take("important", prompt=150, max_tokens=5, priority=0)
