@@ -106,8 +106,8 @@ soak: setup ## An hour of random load and harm; nothing may leak
 overload: setup ## Five times the capacity for ten minutes
 	$(BIN)/python -m loadgen overload $(ARGS)
 
-upgrade: setup ## 20 rounds of deployments and SIGTERM, then nodes that leave
-	$(BIN)/python -m loadgen upgrade --node-rounds 4 $(ARGS)
+upgrade: setup ## 20 rounds of deployments and SIGTERM, then 5 nodes that leave (nodes: root, Linux)
+	$(BIN)/python -m loadgen upgrade --node-rounds 5 $(ARGS)
 
 fuzz: setup ## Hostile input, many examples: EXAMPLES=5000
 	QUADRIGA_FUZZ_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest --timeout 3600 \

@@ -307,7 +307,9 @@ class IngressConfig(Section):
     max_ongoing_requests: Count = Field(2048, description="Per ingress replica.")
     default_deadline_s: Seconds = Field(600.0, description="For requests that state none.")
     max_deadline_s: Seconds = Field(
-        3600.0, description="Longest deadline a request may name; upgrades wait as long."
+        3600.0,
+        description="Longest deadline a request may name. An upgrade cuts streams that outlast "
+        "`lifecycle.drain_timeout_s` (the chart: `drainSeconds`).",
     )
     max_body_bytes: int = Field(
         4_000_000, ge=1024, le=1 << 30, description="Of a request; a larger one is answered 413."

@@ -33,7 +33,10 @@ KUBE_FLAGS = {
 HELM_FLAGS = {
     "": {"--namespace": 1},
     "install": {"--create-namespace": 0, "--values": 1, "--set": 1, "--version": 1, "--wait": 0},
-    "upgrade": {"--reuse-values": 0, "--values": 1, "--set": 1, "--version": 1},
+    "upgrade": {
+        **{"--reuse-values": 0, "--reset-then-reuse-values": 0},
+        **{"--values": 1, "--set": 1, "--version": 1},
+    },
     "test": {"--logs": 0},
     "repo": {},
     "rollback": {},
@@ -41,6 +44,7 @@ HELM_FLAGS = {
     "uninstall": {},
     "get": {},
 }
+KEEP_VALUES = {"--reuse-values", "--reset-then-reuse-values"}
 DOCKER_FLAGS = {"build": {"--file": 1, "--target": 1, "--tag": 1}, "push": {}}
 
 
@@ -84,7 +88,7 @@ def helm(words: Sequence[str], shown: Shown) -> None:
     verb, arguments, options = _flags(words, HELM_FLAGS, "helm")
     if verb not in ("install", "upgrade") or arguments[1] != "helm/quadriga":
         return
-    values = dict(shown.values) if ("--reuse-values", "") in options else {}
+    values = dict(shown.values) if KEEP_VALUES & {name for name, _ in options} else {}
     for name, value in options:
         if name == "--values":
             values = merged(values, yaml.safe_load(shown.text(value)))
