@@ -9,6 +9,8 @@ from prometheus_client import Counter, Histogram
 from quadriga.metrics import Family, Registry, render
 from quadriga.types import ClusterView
 
+RECOVERY_RESULTS = ("recovered", "adopted", "failed")
+
 
 class IngressMetrics:
     """What one ingress counts, end to end as its clients see it."""
@@ -37,6 +39,8 @@ class IngressMetrics:
             "gone, or failed.",
             ("result",),
         )
+        for result in RECOVERY_RESULTS:  # at 0: `increase` does not see a series begin at 1
+            self.recoveries.labels(result)
         self.recovery_time = r.histogram(
             "quadriga_recovery_seconds", "Loss of a replica noticed to the sequence's next token."
         )

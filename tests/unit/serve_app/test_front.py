@@ -268,6 +268,12 @@ async def test_a_failing_background_turn_is_tried_again(stand: Stand) -> None:
     assert stand.cluster.heartbeats >= beats
 
 
+async def test_recoveries_are_on_the_page_before_the_first(stand: Stand) -> None:
+    series = parse_exposition((await stand.http.get("/metrics")).text)
+    for result in ("adopted", "failed", "recovered"):
+        assert series[f'quadriga_recoveries_total{{result="{result}",replica="ingress-0"}}'] == 0
+
+
 async def test_metrics_count_what_the_client_saw(stand: Stand) -> None:
     reply = (await stand.complete()).json()
     await stand.complete(temperature=-1)
