@@ -76,16 +76,25 @@ class AutoRouter:
         self._num_served = 0
 
     def choose(
-        self, request: AdmitRequest, snapshots: Sequence[ReplicaSnapshot], now_s: float
+        self,
+        request: AdmitRequest,
+        snapshots: Sequence[ReplicaSnapshot],
+        now_s: float,
+        *,
+        profiles: bool = True,
     ) -> tuple[AdmitRequest, list[ReplicaSnapshot], Way]:
         """The request with its model filled in, and the replicas it may go to.
+
+        Args:
+            snapshots: Of replicas that take work.
+            profiles: It may be part of a profile.
 
         Raises:
             Unavailable: No class has both a prefill and a decode replica.
         """
         route = self.route
         assert route is not None
-        if request.model == AUTO_MODEL and self._has_place(route, now_s):
+        if profiles and request.model == AUTO_MODEL and self._has_place(route, now_s):
             assert route.profile is not None and route.profile_decode is not None
             allowed = {*route.scouts, route.profile_decode}
             on_scouts = [
@@ -95,7 +104,6 @@ class AutoRouter:
                 and (s.info.name in allowed or (not route.scouts and s.info.role is Role.PREFILL))
             ]
             if {s.info.role for s in on_scouts} == {*Role}:
-                self._given.append((now_s, route.profile_decode))
                 chosen = replace(request, model=route.profile.model)
                 return chosen, on_scouts, Way(route.profile_decode, request.needs_depth)
         others = [s for s in snapshots if s.info.name not in route.scouts]
@@ -128,9 +136,7 @@ class AutoRouter:
         layers = {
             s.info.name: min(s.info.depth_class.depth, request.needs_depth)
             for s in snapshots
-            if s.info.role is Role.PREFILL
-            and s.info.depth_class.model == request.model
-            and not s.draining
+            if s.info.role is Role.PREFILL and s.info.depth_class.model == request.model
         }
         most = max(layers.values(), default=0)
         deepest = [s for s in snapshots if layers.get(s.info.name) == most]
@@ -138,8 +144,12 @@ class AutoRouter:
         # Where a scout has no more layers than those that serve, it is left alone.
         return rest + ([s for s in deepest if s in serving] or deepest)
 
-    def admitted(self, request: AdmitRequest, way: Way, admission: Admission) -> Admission:
+    def admitted(
+        self, request: AdmitRequest, way: Way, admission: Admission, now_s: float
+    ) -> Admission:
         """Note a sequence's way; returns the admission with what its ingress must know."""
+        if way.profile is not None:
+            self._given.append((now_s, way.profile))
         if way != Way():
             self._ways[request.sequence_id] = way
             while len(self._ways) > MAX_REMEMBERED:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from actors.auto_routing import AutoRouter, Route
+from actors.auto_routing import AutoRouter, Route, Way
 from actors.batches import BatchedCalls, CallBatcher
 from actors.calls import call
 from actors.lifecycle import end_this_actor, scheduler_name
@@ -24,7 +24,7 @@ from quadriga.policies.ares.amend import Promised
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.ledger import Ledger, Sent
-from quadriga.policies.load import candidates, tokens_wanted
+from quadriga.policies.load import candidates, taking_work, tokens_wanted
 from quadriga.policies.placements import find_placement
 from quadriga.policies.waiting import WaitingBook
 from quadriga.types import (
@@ -110,7 +110,28 @@ class Scheduler(BatchedCalls):
 
     def _admit_auto(self, request: AdmitRequest) -> Admission:
         """As `admit`, where model and depth are chosen by the controller."""
-        chosen, snapshots, way = self._auto.choose(request, self._adjusted(), self._heard_s)
+        now_s = self._heard_s
+        alive = taking_work(
+            self._adjusted(),
+            now_unix_s=self._clock.unix_s(),
+            max_age_s=self._config.scheduler.snapshot_max_age_s,
+        )
+        chosen, snapshots, way = self._auto.choose(request, alive, now_s)
+        if way.profile is not None:
+            try:  # no place is kept for a visitor there: it need not wait for one
+                return self._admit_chosen(request, replace(chosen, visitor=""), snapshots, way)
+            except QuadrigaError as exc:
+                logger.debug("%s cannot be profiled: %s", way.profile, exc)
+            chosen, snapshots, way = self._auto.choose(request, alive, now_s, profiles=False)
+        return self._admit_chosen(request, chosen, snapshots, way)
+
+    def _admit_chosen(
+        self,
+        request: AdmitRequest,
+        chosen: AdmitRequest,
+        snapshots: list[ReplicaSnapshot],
+        way: Way,
+    ) -> Admission:
         self._require_known(chosen.model)
         admission = admit(
             chosen,
@@ -123,7 +144,7 @@ class Scheduler(BatchedCalls):
         )
         self._check_room(chosen, admission, snapshots)
         self._note_admitted(request, admission)
-        return self._auto.admitted(request, way, admission)
+        return self._auto.admitted(request, way, admission, self._heard_s)
 
     def _check_room(
         self, request: AdmitRequest, admission: Admission, snapshots: list[ReplicaSnapshot]

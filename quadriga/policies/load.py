@@ -10,6 +10,13 @@ LOW_WATERMARK = 0.75
 """Where memory is promised by what is used, newcomers are let in up to this share of it."""
 
 
+def taking_work(
+    snapshots: Sequence[ReplicaSnapshot], *, now_unix_s: float, max_age_s: float
+) -> list[ReplicaSnapshot]:
+    """Replicas that were heard of lately and are not draining."""
+    return [s for s in snapshots if not s.draining and now_unix_s - s.taken_unix_s <= max_age_s]
+
+
 def candidates(
     snapshots: Sequence[ReplicaSnapshot],
     *,
@@ -20,13 +27,11 @@ def candidates(
     now_unix_s: float,
     max_age_s: float,
 ) -> list[ReplicaSnapshot]:
-    """Replicas of a role that were heard of lately, are not draining, and fit the class."""
+    """Replicas of a role that take work and fit the class."""
     return [
         s
-        for s in snapshots
+        for s in taking_work(snapshots, now_unix_s=now_unix_s, max_age_s=max_age_s)
         if s.info.role is role
-        and not s.draining
-        and now_unix_s - s.taken_unix_s <= max_age_s
         and (depth_class is None or s.info.depth_class == depth_class)
         and (model is None or s.info.depth_class.model == model)
         and s.info.name not in exclude

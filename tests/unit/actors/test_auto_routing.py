@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from actors.auto_routing import AutoRouter, Route
@@ -60,6 +58,7 @@ def test_a_profile_gets_no_more_requests_than_it_wants() -> None:
     chosen = []
     for i in range(4):
         got, snapshots, way = auto.choose(request(f"r{i}"), FLEET, now_s=0.1 * i)
+        auto.admitted(request(f"r{i}"), way, Admission("p", L12), now_s=0.1 * i)
         chosen.append((got.model, way.profile, sorted(s.info.name for s in snapshots)))
     assert chosen[:2] == [("l", "d2", ["d2", "p1"])] * 2
     assert chosen[2:] == [("s", None, ["d0", "d1", "p0"])] * 2
@@ -70,7 +69,7 @@ def test_a_profile_gets_no_more_requests_than_it_wants() -> None:
 def test_its_way_decides_the_decode_replica() -> None:
     auto = router(profile=L12, profile_decode="d2", places=1)
     first, _, way = auto.choose(request("a"), FLEET, 0.0)
-    admission = auto.admitted(request("a"), way, Admission("p1", L12))
+    admission = auto.admitted(request("a"), way, Admission("p1", L12), 0.0)
     assert first.model == "l" and admission.profile == "d2" and admission.is_scored
     assert groups(auto, "a", L12) == [["d2"]]
     assert groups(auto, "b", L12) == [], "a scout takes nothing else"
@@ -89,7 +88,7 @@ def test_strict_ones_start_where_the_layers_are() -> None:
     fleet = [*FLEET[:4], replica("d3", Role.DECODE, S8)]
     auto = router(scouts=frozenset({"d3"}))
     _, _, way = auto.choose(request("a", needs_depth=8), fleet, 0.0)
-    auto.admitted(request("a", needs_depth=8), way, Admission("p0", S8))
+    auto.admitted(request("a", needs_depth=8), way, Admission("p0", S8), 0.0)
     alive = [s for s in fleet if s.info.role is Role.DECODE]
     strict = auto.groups(PlaceRequest("a", S8, 9, 40), alive)
     assert [[s.info.name for s in g] for g in strict] == [["d3"], ["d0", "d1"]]
@@ -111,7 +110,7 @@ def test_the_first_token_of_strict_ones_comes_from_enough_layers() -> None:
         assert chosen([*serving, p3], model, 254) == {"p3"}
         assert chosen([*serving, p3], model, 4) == {"p2"}, "four are enough"
         assert chosen([*serving, p3], model, 0) == {"p2"}
-        assert chosen([*serving, replace(p3, draining=True)], model, 8) == {"p2"}, "to wait there"
+        assert chosen(serving, model, 8) == {"p2"}, "to wait there"
         p4 = replica("p4", Role.PREFILL, S8)
         assert chosen([*serving, p3, p4], model, 8) == {"p4"}, "no scout where another will do"
 

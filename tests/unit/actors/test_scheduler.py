@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import actors.scheduler
+from actors.auto_routing import Route
 from actors.scheduler import Scheduler
 from quadriga.clock import ManualClock
 from quadriga.config import load_config
 from quadriga.errors import Unavailable, UnknownModel
-from quadriga.types import AUTO_MODEL, AdmitRequest
+from quadriga.types import (
+    AUTO_MODEL,
+    AdmitRequest,
+    DepthClass,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+)
 
 
 def plain(**settings: Any) -> dict[str, Any]:
@@ -73,3 +82,56 @@ async def test_one_that_stood_still_does_not_take_it_for_silence(
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert ended.is_set() is not lives
+
+
+FULL, SMALL = DepthClass("quadriga-s", 8), DepthClass("quadriga-s", 4)
+ROUTE = Route((SMALL,), frozenset({"p1", "d1"}), profile=FULL, profile_decode="d1", places=1)
+
+
+def snapshot(
+    name: str, role: Role, depth_class: DepthClass, age_s: float = 0.0, **load: Any
+) -> ReplicaSnapshot:
+    info = ReplicaInfo(name, role, depth_class, "n", name, 8, 4096)
+    return ReplicaSnapshot(info, time.time() - age_s, **load)
+
+
+async def told(scheduler: Scheduler, *snapshots: ReplicaSnapshot) -> None:
+    await scheduler.report(snapshot("p0", Role.PREFILL, SMALL))
+    await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
+    for one in snapshots:
+        await scheduler.report(one)
+    await scheduler.set_route(ROUTE)
+
+
+@pytest.mark.parametrize(
+    "scouts",
+    [
+        [("p1", Role.PREFILL, {"age_s": 20.0}), ("d1", Role.DECODE, {})],
+        [("p1", Role.PREFILL, {}), ("d1", Role.DECODE, {"draining": True})],
+        [("p1", Role.PREFILL, {"num_waiting": 10_000}), ("d1", Role.DECODE, {})],
+    ],
+    ids=["silent", "draining", "full"],
+)
+async def test_what_no_scout_can_take_is_served(
+    scouts: list[tuple[str, Role, dict[str, Any]]],
+) -> None:
+    scheduler = Scheduler(CHOOSES)
+    await told(scheduler, *(snapshot(name, role, FULL, **load) for name, role, load in scouts))
+    served = await scheduler.admit(replace(request(), visitor="v"))
+    assert (served.prefill_replica, served.profile) == ("p0", None)
+    await told(scheduler, *(snapshot(name, role, FULL) for name, role, _ in scouts))
+    profiled = await scheduler.admit(request("b"))
+    assert (profiled.prefill_replica, profiled.profile) == ("p1", "d1"), "the place is still there"
+
+
+async def test_layers_at_silent_replicas_help_no_strict_one() -> None:
+    scheduler = Scheduler(CHOOSES)
+    strict = replace(request(), needs_depth=8)
+    await told(scheduler, snapshot("p1", Role.PREFILL, FULL))
+    await scheduler.set_route(replace(ROUTE, profile=None))
+    assert (await scheduler.admit(strict)).prefill_replica == "p1"
+    for gone in ({"age_s": 20.0}, {"draining": True}):
+        scheduler = Scheduler(CHOOSES)
+        await told(scheduler, snapshot("p1", Role.PREFILL, FULL, **gone))
+        await scheduler.set_route(replace(ROUTE, profile=None))
+        assert (await scheduler.admit(strict)).prefill_replica == "p0"
