@@ -66,7 +66,7 @@ class AutoRouter:
     """Chooses models at admission and replicas of a fitting depth at placement.
 
     Attributes:
-        route: None while nobody chooses: then nothing here is asked.
+        route: None while nobody chooses: then only `groups` is asked, if depths differ.
     """
 
     def __init__(self) -> None:
@@ -163,11 +163,12 @@ class AutoRouter:
     ) -> list[list[ReplicaSnapshot]]:
         """Decode replicas of the model by depth class, those to be tried first in front.
 
+        Where nobody said which classes serve, that of the prefill replica does.
+
         Args:
             alive: Of the model, at any depth.
         """
-        route = self.route
-        assert route is not None
+        route = self.route or Route(serve=(request.depth_class,))
         way = self._ways.get(request.sequence_id, Way())
         named = [s for s in alive if s.info.name == way.profile]
         if named:

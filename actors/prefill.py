@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from typing import Any
 
+from actors.auto_routing import AutoRouter
 from actors.batches import CallBatcher
 from actors.calls import call
 from actors.forecasting import load_lengths
@@ -139,15 +140,19 @@ class PrefillReplica(Replica[PrefillCore]):
         """Choose by the last loads the scheduler told of; None when none has room."""
         if self._view is None:
             return None
+        any_depth = self.config.helios.enabled
         able = candidates(
             self._view.snapshots,
             role=Role.DECODE,
-            depth_class=request.depth_class,
+            depth_class=None if any_depth else request.depth_class,
+            model=request.depth_class.model,
             exclude=request.exclude,
             now_unix_s=self._view.taken_unix_s,
             max_age_s=self.config.scheduler.snapshot_max_age_s,
         )
-        return self._fallback.choose(request, able)
+        groups = AutoRouter().groups(request, able) if any_depth else [able]
+        chosen = (self._fallback.choose(request, group) for group in groups)
+        return next((name for name in chosen if name is not None), None)
 
     def cancel_at(self, peer: str, sequence_id: str) -> None:
         """Cancel a sequence that a decode replica owns by now."""

@@ -102,6 +102,7 @@ class Scheduler(BatchedCalls):
             now_unix_s=self._clock.unix_s(),
             scheduler=self._config.scheduler,
             prefill=self._config.prefill,
+            any_depth=self._config.helios.enabled,
             checks_queue=request.is_rebuild,
         )
         self._check_room(request, admission, snapshots)
@@ -191,10 +192,11 @@ class Scheduler(BatchedCalls):
     async def place_now(self, request: PlaceRequest) -> str:
         """As `place`, without waiting for room. Raises: Unavailable, Overloaded."""
         self._ledger.begun(request, self._snapshots.get(request.source))
+        any_depth = self._auto.route is not None or self._config.helios.enabled
         alive = candidates(
             self._adjusted(),
             role=Role.DECODE,
-            depth_class=request.depth_class if self._auto.route is None else None,
+            depth_class=None if any_depth else request.depth_class,
             model=request.depth_class.model,
             exclude=request.exclude,
             now_unix_s=self._clock.unix_s(),
@@ -207,7 +209,7 @@ class Scheduler(BatchedCalls):
         if isinstance(self._placement, AresPlacement):
             model = request.depth_class.model
             self._placement.load_only = self._rescheduling.governor.is_distrusted(model)
-        groups = [alive] if self._auto.route is None else self._auto.groups(request, alive)
+        groups = self._auto.groups(request, alive) if any_depth else [alive]
         chosen = (self._placement.choose(request, group) for group in groups)
         name = next((name for name in chosen if name is not None), None)
         if name is None:

@@ -12,14 +12,18 @@ import pytest
 
 import actors.scheduler
 from actors.auto_routing import Route
+from actors.prefill import PrefillReplica
 from actors.scheduler import Scheduler
 from quadriga.clock import ManualClock
 from quadriga.config import load_config
 from quadriga.errors import Unavailable, UnknownModel
+from quadriga.policies.baselines.placement import RoundRobin
 from quadriga.types import (
     AUTO_MODEL,
     AdmitRequest,
+    ClusterView,
     DepthClass,
+    PlaceRequest,
     ReplicaInfo,
     ReplicaSnapshot,
     Role,
@@ -135,3 +139,40 @@ async def test_layers_at_silent_replicas_help_no_strict_one() -> None:
         await told(scheduler, snapshot("p1", Role.PREFILL, FULL, **gone))
         await scheduler.set_route(replace(ROUTE, profile=None))
         assert (await scheduler.admit(strict)).prefill_replica == "p0"
+
+
+PREFILLED = PlaceRequest("a", FULL, 9, 40)
+
+
+async def test_without_a_route_any_depth_of_the_model_will_do() -> None:
+    scheduler = Scheduler(CHOOSES)
+    await scheduler.configure(CHOOSES, ["quadriga-s"], 0.0)
+    await scheduler.report(snapshot("p0", Role.PREFILL, FULL))
+    await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
+    assert (await scheduler.admit(request(model="quadriga-s"))).prefill_replica == "p0"
+    assert await scheduler.place_now(PREFILLED) == "d0"
+    await scheduler.report(snapshot("d1", Role.DECODE, FULL))
+    assert await scheduler.place_now(PREFILLED) == "d1", "the prefill's own class comes first"
+    assert await scheduler.place_now(replace(PREFILLED, exclude=("d1",))) == "d0"
+
+
+async def test_where_nobody_chooses_depths_are_kept_apart() -> None:
+    scheduler = Scheduler(plain())
+    await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
+    with pytest.raises(Unavailable):
+        await scheduler.place_now(PREFILLED)
+
+
+@pytest.mark.parametrize(("config", "second"), [(CHOOSES, "d0"), (plain(), None)])
+def test_without_a_scheduler_it_is_the_same(config: dict[str, Any], second: str | None) -> None:
+    replica: Any = SimpleNamespace(
+        config=load_config(config),
+        _fallback=RoundRobin(),
+        _view=ClusterView(
+            time.time(),
+            [snapshot("d0", Role.DECODE, SMALL), snapshot("d1", Role.DECODE, FULL)],
+        ),
+    )
+    place = PrefillReplica.place_without_scheduler
+    assert [place(replica, PREFILLED) for _ in range(2)] == ["d1", "d1"]
+    assert place(replica, replace(PREFILLED, exclude=("d1",))) == second
