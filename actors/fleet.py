@@ -27,6 +27,9 @@ from quadriga.types import Role
 
 logger = logging.getLogger(__name__)
 
+ADOPTED_SILENCE_S = 30.0
+"""An adopted replica that is placed, and answers nothing for so long, is hung: it answers while its
+weights are loaded, so no more than its process's start may still be under way."""
 STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
@@ -40,7 +43,7 @@ Key = tuple[Role, int]
 class Phase(StrEnum):
     """Where a replica process stands, as the controller sees it."""
 
-    PENDING = "pending"  # no capacity for it yet
+    PENDING = "pending"  # no capacity for it yet, as far as known
     STARTING = "starting"
     READY = "ready"
     RETIRING = "retiring"
@@ -66,6 +69,13 @@ class Member:
     status: ReplicaStatus | None = None
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     is_gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def silent_since_s(self) -> float | None:
+        """When it last answered, or was found placed if it was adopted; None where neither is."""
+        if self.fingerprint is None and self.phase is Phase.STARTING:
+            return self.since_s
+        return self.heard_s
 
 
 class Fleet:
@@ -116,7 +126,7 @@ class Fleet:
 
     def adopt(self, key: Key, name: str, handle: ActorHandle[Any]) -> None:
         """Take over a replica process that an earlier controller started."""
-        self._watch(Member(key, name, handle, self._clock.now_s(), None, phase=Phase.STARTING))
+        self._watch(Member(key, name, handle, self._clock.now_s(), None))
         logger.info("adopted %s", name)
 
     def retire(
@@ -215,8 +225,10 @@ class Fleet:
         status = member.status
         if status is not None and status.error is not None:
             return f"its engine failed: {status.error}"
-        if member.heard_s is not None and now_s - member.heard_s > self._patience_s(silence_s):
-            return f"hung: no answer for {now_s - member.heard_s:.1f} s"
+        since_s = member.silent_since_s
+        limit_s = silence_s if member.heard_s is not None else max(silence_s, ADOPTED_SILENCE_S)
+        if since_s is not None and now_s - since_s > self._patience_s(limit_s):
+            return f"hung: no answer for {now_s - since_s:.1f} s"
         if member.phase is Phase.PENDING and await self._is_placed(member):
             member.phase = Phase.STARTING
             member.since_s = now_s
@@ -236,8 +248,8 @@ class Fleet:
 
     def _patience_s(self, silence_s: float) -> float:
         now_s = self._clock.now_s()
-        heard = [m.heard_s for m in self.members.values() if m.heard_s is not None]
-        return patience_s([now_s - heard_s for heard_s in heard], limit_s=silence_s)
+        since = [s for m in self.members.values() if (s := m.silent_since_s) is not None]
+        return patience_s([now_s - since_s for since_s in since], limit_s=silence_s)
 
     async def _gone(self, member: Member, reason: str) -> None:
         """Take a replica off the book, its process and placement group included."""

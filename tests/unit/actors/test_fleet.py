@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayError
 
 import actors.fleet
-from actors.fleet import Fleet, Member, Phase
+from actors.fleet import ADOPTED_SILENCE_S, Fleet, Member, Phase
 from actors.status import Load, ReplicaStatus
 from quadriga.clock import ManualClock
 from quadriga.config import LifecycleConfig
@@ -124,3 +124,35 @@ async def test_a_place_is_given_back_once_the_control_store_is_there_again(
     async with asyncio.timeout(20):
         await removed.wait()
     assert tried == ["d0"] * 3
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
+    is_placed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits for its place cannot answer, and one that was just placed loads its code."""
+    placed = is_placed
+    state = {True: "CREATED", False: "PENDING"}
+    monkeypatch.setattr(actors.fleet, "groups", lambda: [("d0", state[placed])])
+    monkeypatch.setattr(actors.fleet, "background", lambda coroutine: coroutine.close())
+    clock = ManualClock(1000.0)
+    fleet = Fleet("app", clock, lambda: None, lambda: 0.0)
+    handle: Any = Handle()
+    fleet.adopt((Role.DECODE, 0), "d0", handle)
+    member = fleet.members["d0"]
+
+    async def verdict(after_s: float) -> str | None:
+        clock.advance(after_s)
+        return await fleet._verdict(member, LIMIT_S)
+
+    assert await verdict(LIMIT_S) is None
+    assert await verdict(LIMIT_S) is None
+    late = await verdict(ADOPTED_SILENCE_S)
+    if is_placed:
+        assert late == f"hung: no answer for {LIMIT_S + ADOPTED_SILENCE_S:.1f} s"
+        return
+    assert late is None and member.phase is Phase.PENDING
+    placed = True
+    assert await verdict(1.0) is None
+    assert await verdict(ADOPTED_SILENCE_S - 1.0) is None
+    assert "hung" in (await verdict(2.0) or "")
