@@ -234,7 +234,9 @@ class Controller:
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
             except TimeoutError:
-                pass
+                # While this process stood still, heartbeats may have come that nobody read.
+                late_s = self._clock.now_s() - now_s - pause_s
+                self._heard_s = min(self._clock.now_s(), self._heard_s + max(0.0, late_s))
 
     async def _adopt(self) -> None:
         """Take over the replicas that an earlier controller started; may be repeated."""

@@ -124,6 +124,12 @@ class Mailroom:
         """Note that somebody else heard of some ingress so long ago."""
         self._any_heard_s = max(self._any_heard_s, self._clock.now_s() - age_s)
 
+    def stood_still(self, seconds: float) -> None:
+        """Count a time no silence in which this process could hear nobody."""
+        now_s = self._clock.now_s()
+        self._any_heard_s = min(now_s, self._any_heard_s + seconds)
+        self._heard_s = {i: min(now_s, t + seconds) for i, t in self._heard_s.items()}
+
     def expect(self, ingress_id: str) -> None:
         """A sequence of this ingress arrives: unless the ingress speaks up, it is an orphan."""
         self._heard_s.setdefault(ingress_id, self._clock.now_s())

@@ -182,3 +182,16 @@ async def test_who_drains_does_not_wait_for_those_who_fetch_nothing_more() -> No
         mail.hear("i")
         mail.drop_absent()
     assert not mail.has_pending
+
+
+async def test_who_stood_still_heard_nobody() -> None:
+    """A machine that was frozen for a minute has lost no ingress."""
+    clock = ManualClock()
+    mail = Mailroom("x", clock, 2.0)
+    mail.hear("a")
+    clock.advance(63.0)
+    mail.stood_still(61.0)
+    assert mail.silence_s == 2.0
+    assert mail.silent(longer_than_s=1.0) == {"a": 2.0}
+    mail.stood_still(5.0)
+    assert mail.silence_s == 0.0, "nobody was heard in the future"
