@@ -88,14 +88,19 @@ def trouble_with(before: BaseLine, after: BaseLine) -> list[str]:
         found.append(f"{after.num_actors} actors live, were {before.num_actors}")
     if after.processes != before.processes:
         found.append(f"processes: {dict(after.processes)}, were {dict(before.processes)}")
-    most_fds = Counter[str]()
+    most_fds: dict[str, Holding] = {}
     most_bytes = Counter[str]()
     for kind, one in before.by_pid.values():
-        most_fds[kind] = max(most_fds[kind], one.num_fds)
+        most_fds[kind] = max(most_fds.get(kind, one), one, key=lambda h: h.num_fds)
         most_bytes[kind] = max(most_bytes[kind], one.own_bytes)
     for pid, (kind, one) in after.by_pid.items():
-        if one.num_fds > most_fds[kind] + SLACK_FDS:
-            found.append(f"{kind} {pid} has {one.num_fds} files open, {kind}s had {most_fds[kind]}")
+        most = most_fds.get(kind, one)
+        if one.num_fds > most.num_fds + SLACK_FDS:
+            more = {k: n - most.fds.get(k, 0) for k, n in sorted(one.fds.items())}
+            which = ", ".join(f"{k} {n:+d}" for k, n in more.items() if n)
+            found.append(
+                f"{kind} {pid} has {one.num_fds} files open, {kind}s had {most.num_fds} ({which})"
+            )
         limit = most_bytes[kind] * (1.0 + MEMORY_SLACK) + MEMORY_SLACK_BYTES
         if one.own_bytes > limit:
             found.append(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,33 +27,69 @@ class Holding:
 
     Attributes:
         own_bytes: Resident memory that it does not share with others.
-        num_fds: Open file descriptors.
+        fds: Open file descriptors by what they are: socket, pipe, eventfd, file …
     """
 
     own_bytes: int
-    num_fds: int
+    fds: Mapping[str, int]
+
+    @property
+    def num_fds(self) -> int:
+        return sum(self.fds.values())
 
 
 def holding(pid: int) -> Holding | None:
     """What a process holds; None when it is gone."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        return Holding((resident - shared) * PAGE_BYTES, len(os.listdir(f"/proc/{pid}/fd")))
+        return Holding((resident - shared) * PAGE_BYTES, _fds(pid))
     except OSError:
         return None
 
 
+def _fds(pid: int) -> Mapping[str, int]:
+    kinds = Counter[str]()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            kinds[_kind(os.readlink(f"/proc/{pid}/fd/{name}"))] += 1
+    return kinds
+
+
+def _kind(target: str) -> str:
+    """`socket:[5]` → socket, `anon_inode:[eventfd]` → eventfd, `/a/path` → file."""
+    kind, _, rest = target.partition(":")
+    if target.startswith("/"):
+        return "file"
+    return rest.strip("[]") if kind == "anon_inode" else kind
+
+
 @dataclass(slots=True)
 class Series:
-    """One process's memory over time."""
+    """What one process held over time."""
 
     kind: str
     times_s: list[float] = field(default_factory=list)
     own_bytes: list[int] = field(default_factory=list)
+    num_fds: list[int] = field(default_factory=list)
 
     def add(self, now_s: float, held: Holding) -> None:
         self.times_s.append(now_s)
         self.own_bytes.append(held.own_bytes)
+        self.num_fds.append(held.num_fds)
+
+    def memory_slope(self, settling_share: float, settling_s: float) -> Slope | None:
+        """The line through its memory, without the time in which it settles.
+
+        Args:
+            settling_share: Of its time, at least.
+            settling_s: Seconds, at least.
+        """
+        num_settling = int(settling_share * len(self.times_s))
+        while num_settling < len(self.times_s) and (
+            self.times_s[num_settling] - self.times_s[0] < settling_s
+        ):
+            num_settling += 1
+        return slope(self.times_s[num_settling:], self.own_bytes[num_settling:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from loadgen.robust.baseline import BaseLine, take, trouble_with
 from loadgen.robust.cluster import ClusterHand, hand_on
 from loadgen.robust.harm import MOVES, Harm
 from loadgen.robust.load import MixedLoad
-from loadgen.robust.processes import Series, Slope, holding, slope
+from loadgen.robust.processes import Series, Slope, holding
 from loadgen.runner import now_s
 from loadgen.target import find_target
 
@@ -51,6 +51,8 @@ CALM_S = 3.0
 WARM_UP_EVERY_S = 0.2
 SETTLING_SHARE = 0.5
 """Of a process's time is left out of its line: caches still fill, allocators find their size."""
+SETTLING_S = 300.0
+"""And no less than this of those that were started on the way, which fill up from nothing."""
 MIB = 1 << 20
 
 
@@ -188,8 +190,8 @@ class Soak:
         self._troubles += troubles
         self._say(f"afterwards: {after}")
         for pid, series in self._series.items():
-            skipped = int(SETTLING_SHARE * len(series.times_s))
-            fitted = slope(series.times_s[skipped:], series.own_bytes[skipped:])
+            settling_s = min(SETTLING_S, SETTLING_SHARE * 60.0 * self._args.minutes)
+            fitted = series.memory_slope(SETTLING_SHARE, settling_s)
             if fitted is None:
                 continue
             self._slopes[pid] = fitted
@@ -210,7 +212,9 @@ class Soak:
 
     def table(self) -> Table:
         """Memory by process: first and last, and the line's slope."""
-        made = Table("process", "kind", "seconds", "first MiB", "last MiB", "MiB an hour", "±")
+        made = Table(
+            "process", "kind", "seconds", "files", "first MiB", "last MiB", "MiB an hour", "±"
+        )
         for pid, series in sorted(self._series.items(), key=lambda item: item[1].kind):
             fitted = self._slopes.get(pid)
             if fitted is None:
@@ -219,6 +223,7 @@ class Soak:
                 str(pid),
                 series.kind,
                 f"{series.times_s[-1] - series.times_s[0]:.0f}",
+                f"{series.num_fds[0]} → {series.num_fds[-1]}",
                 f"{series.own_bytes[0] / MIB:.1f}",
                 f"{series.own_bytes[-1] / MIB:.1f}",
                 f"{fitted.per_h / MIB:.1f}",
@@ -272,6 +277,13 @@ class Soak:
                     round(fitted.error / MIB, 1),
                 ]
                 for pid, fitted in self._slopes.items()
+            },
+            "files": {
+                f"{self._series[pid].kind} {pid}": [
+                    self._series[pid].num_fds[0],
+                    self._series[pid].num_fds[-1],
+                ]
+                for pid in self._slopes
             },
             "minutes": self._args.minutes,
             "seed": self._args.seed,

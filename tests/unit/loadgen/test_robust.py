@@ -22,7 +22,7 @@ from loadgen.robust import upgrade_report as upgrade
 from loadgen.robust.baseline import BaseLine, trouble_with
 from loadgen.robust.load import Silence, SlowHttpClient, Tally, silences_of
 from loadgen.robust.overload_report import Found, Phase, Returns, recovered_after_s
-from loadgen.robust.processes import Holding, holding, slope
+from loadgen.robust.processes import Holding, Series, holding, slope
 from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
@@ -61,11 +61,28 @@ def test_a_slope_that_may_be_chance_is_no_leak() -> None:
     assert slope(TIMES[:10], values[:10]) is None
 
 
+def test_a_new_process_may_fill_up_first() -> None:
+    """Seven minutes old, it grew for four of them and stands still since."""
+    young, old = Series("prefill"), Series("prefill")
+    for t in range(0, 430, 5):
+        young.add(float(t), Holding((200 + min(t, 240) // 6) * MIB, {}))
+    for t in range(0, 3600, 5):
+        old.add(float(t), Holding((200 + t // 30) * MIB, {}))
+    settled = young.memory_slope(0.5, 300.0)
+    assert settled is not None and not settled.is_leak(20.0 * MIB)
+    grows = old.memory_slope(0.5, 300.0)
+    assert grows is not None and grows.is_leak(20.0 * MIB)
+    assert young.memory_slope(0.5, 500.0) is None
+
+
 def test_what_a_process_holds() -> None:
+    read_end, write_end = os.pipe()
     mine = holding(os.getpid())
+    os.close(read_end)
+    os.close(write_end)
     assert mine is not None
     assert mine.own_bytes > MIB
-    assert mine.num_fds >= 3
+    assert mine.fds["pipe"] >= 2 and mine.num_fds >= 3
     assert holding(2**22 + 1) is None
 
 
@@ -74,8 +91,8 @@ def base() -> BaseLine:
         num_actors=9,
         processes=Counter(decode=2),
         by_pid={
-            1: ("decode", Holding(100 * MIB, 40)),
-            2: ("decode", Holding(120 * MIB, 42)),
+            1: ("decode", Holding(100 * MIB, {"socket": 40})),
+            2: ("decode", Holding(120 * MIB, {"socket": 42})),
         },
         is_ready=True,
     )
@@ -87,7 +104,9 @@ def changed(**fields: Any) -> BaseLine:
 
 def test_as_before_is_no_trouble() -> None:
     assert trouble_with(base(), base()) == []
-    successor = changed(by_pid={1: base().by_pid[1], 7: ("decode", Holding(121 * MIB, 44))})
+    successor = changed(
+        by_pid={1: base().by_pid[1], 7: ("decode", Holding(121 * MIB, {"socket": 44}))}
+    )
     assert trouble_with(base(), successor) == []
 
 
@@ -99,8 +118,11 @@ def test_as_before_is_no_trouble() -> None:
         (changed(open_books=1), "leases"),
         (changed(num_actors=10), "actors"),
         (changed(processes=Counter(decode=3)), "processes"),
-        (changed(by_pid={1: ("decode", Holding(100 * MIB, 47))}), "files open"),
-        (changed(by_pid={1: ("decode", Holding(200 * MIB, 40))}), "MiB"),
+        (
+            changed(by_pid={1: ("decode", Holding(100 * MIB, {"socket": 45, "pipe": 2}))}),
+            "47 files open, decodes had 42 (pipe +2, socket +3)",
+        ),
+        (changed(by_pid={1: ("decode", Holding(200 * MIB, {"socket": 40}))}), "MiB"),
     ],
 )
 def test_each_thing_left_behind_is_named(after: BaseLine, said: str) -> None:
