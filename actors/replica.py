@@ -22,7 +22,7 @@ from actors.replica_metrics import ReplicaMetrics
 from actors.resizing import Resizing
 from actors.spans import SequenceSpans
 from actors.status import Load, ReplicaStatus
-from actors.tasks import background
+from actors.tasks import background, overslept_s
 from actors.termination import on_sigterm
 from quadriga import tracing
 from quadriga.clock import SystemClock
@@ -410,11 +410,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         request_s = self.config.ingress.orphan_request_s
         pause_s = min(1.0, orphan_s / 4, request_s / 4)
         while not self._is_ending:
-            looked_s = self.clock.now_s()
-            await asyncio.sleep(pause_s)
-            late_s = self.clock.now_s() - looked_s - pause_s
-            if late_s > 0.0:  # what came meanwhile was not read yet
-                self.mail.stood_still(late_s)
+            self.mail.stood_still(await overslept_s(self.clock, pause_s))
             if self.mail.silence_s > orphan_s:
                 await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
                 return

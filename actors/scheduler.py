@@ -13,7 +13,7 @@ from actors.batches import BatchedCalls, CallBatcher
 from actors.calls import call
 from actors.lifecycle import end_this_actor, scheduler_name
 from actors.rescheduling import Rescheduling
-from actors.tasks import background
+from actors.tasks import background, overslept_s
 from actors.termination import die_on_sigterm
 from quadriga.clock import SystemClock
 from quadriga.config import QuadrigaConfig
@@ -361,11 +361,9 @@ class Scheduler(BatchedCalls):
         """Forget replicas that fell silent; end when no ingress was heard of for long."""
         orphan_s = self._config.lifecycle.orphan_timeout_s
         while True:
-            looked_s, pause_s = self._clock.now_s(), min(1.0, orphan_s / 4)
-            await asyncio.sleep(pause_s)
+            late_s = await overslept_s(self._clock, min(1.0, orphan_s / 4))
             now_s = self._clock.now_s()
-            # While this process stood still, heartbeats may have come that nobody read.
-            self._heard_s = min(now_s, self._heard_s + max(0.0, now_s - looked_s - pause_s))
+            self._heard_s = min(now_s, self._heard_s + late_s)
             orphan_s = self._config.lifecycle.orphan_timeout_s
             if now_s - self._heard_s > orphan_s:
                 await self._end(f"no ingress was heard of for {orphan_s:.0f} s")

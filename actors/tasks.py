@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from quadriga.clock import Clock
+
 Result = TypeVar("Result")
 
 _running: set[asyncio.Task[Any]] = set()
@@ -17,3 +19,14 @@ def background(coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
     _running.add(task)
     task.add_done_callback(_running.discard)
     return task
+
+
+async def overslept_s(clock: Clock, pause_s: float) -> float:
+    """Sleep; returns by how much longer than asked.
+
+    While a process stands still it hears nobody: what came then lies there unread, and is no
+    silence of those who sent it.
+    """
+    began_s = clock.now_s()
+    await asyncio.sleep(pause_s)
+    return max(0.0, clock.now_s() - began_s - pause_s)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import actors.scheduler
+import actors.tasks
 from actors.auto_routing import Route
 from actors.prefill import PrefillReplica
 from actors.scheduler import Scheduler
@@ -59,6 +60,16 @@ async def test_where_nobody_chooses_no_model_is_called_so() -> None:
         await scheduler.admit(request())
 
 
+async def test_a_report_that_was_overtaken_says_nothing_new() -> None:
+    """By the replica's own clock, whatever the machines' clocks say."""
+    scheduler = Scheduler(plain())
+    later = snapshot("d0", Role.DECODE, SMALL, age_s=3.0, num_running=2, sent_s=8.0)
+    earlier = snapshot("d0", Role.DECODE, SMALL, age_s=0.0, num_running=5, sent_s=7.0)
+    await scheduler.report(later)
+    await scheduler.report(earlier)
+    assert [s.num_running for s in await scheduler.loads()] == [2]
+
+
 @pytest.mark.parametrize(
     ("turns_s", "lives"), [([1.0] * 60, True), ([1.0] * 62, False), ([1.0, 300.0, 1.0], True)]
 )
@@ -76,9 +87,8 @@ async def test_one_that_stood_still_does_not_take_it_for_silence(
     async def end(*_: Any) -> None:
         ended.set()
 
-    monkeypatch.setattr(
-        actors.scheduler, "asyncio", SimpleNamespace(Event=asyncio.Event, sleep=sleep)
-    )
+    patched = SimpleNamespace(get_running_loop=asyncio.get_running_loop, sleep=sleep)
+    monkeypatch.setattr(actors.tasks, "asyncio", patched)
     monkeypatch.setattr(actors.scheduler, "SystemClock", lambda: clock)
     monkeypatch.setattr(Scheduler, "_end", end)
     Scheduler(plain())
