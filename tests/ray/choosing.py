@@ -165,6 +165,11 @@ def is_served(now: dict[str, Any]) -> bool:
     )
 
 
+def breaches(app: App) -> float:
+    """Tokens below their threshold, of all replicas that run."""
+    return app.metric("quadriga_breaches_total")
+
+
 NUM_KNOWN = 5000
 
 

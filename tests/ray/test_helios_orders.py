@@ -15,6 +15,7 @@ from quadriga.checkpoint import ASSETS
 from quadriga.types import DepthClass
 from tests.ray.apps import App, wait_until
 from tests.ray.choosing import (
+    breaches,
     EASY,
     SURE,
     UNSURE,
@@ -102,10 +103,6 @@ class Damaged:
 
     def __exit__(self, *_: object) -> None:
         self._whole.replace(self._file)
-
-
-def breaches(app: App) -> float:
-    return app.metric("quadriga_breaches_total")
 
 
 @pytest.mark.timeout(300)
