@@ -15,11 +15,11 @@ from quadriga.checkpoint import ASSETS
 from quadriga.types import DepthClass
 from tests.ray.apps import App, wait_until
 from tests.ray.choosing import (
-    breaches,
     EASY,
     SURE,
     UNSURE,
     Door,
+    breaches,
     history,
     holds,
     is_served,
