@@ -44,7 +44,7 @@ from quadriga.catalogue.records import Measured
 from quadriga.policies.helios.candidates import Slo
 
 PARTS = (ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS, LIMITS)
-QUICK_PARTS = (ALONE, FIXED, THRESHOLDS, INTERVALS)
+QUICK_PARTS = (ALONE, FIXED)
 BUNDLED = ("quadriga-s", "quadriga-l")
 REQUESTS, QUICK_REQUESTS = 600, 96
 ROUNDS, QUICK_ROUNDS = 3, 1
@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of that pair, as `profile` wrote it; default: the bundled one's, "
                         "for other pairs nothing on record")  # fmt: skip
     parser.add_argument("--part", nargs="+", choices=PARTS,
-                        help="default: all; with --quick without the batched one and the sweep "
-                        "of changed tokens")  # fmt: skip
+                        help="default: all; with --quick one request at a time, and the fixed "
+                        "memory")  # fmt: skip
     parser.add_argument("--slo", nargs="+", choices=get_args(Slo), default=list(get_args(Slo)),
                         help="the first one is the headline's")  # fmt: skip
     parser.add_argument("--requests", type=whole(16), help=f"in the stream; default: {REQUESTS}")
