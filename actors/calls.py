@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -16,6 +18,9 @@ RAY_FAILED = (RayError, RuntimeError, ValueError, OSError)
 """What Ray raises where its control store is away."""
 
 _handles: dict[str, ActorHandle[Any]] = {}
+_looking = ThreadPoolExecutor(4, thread_name_prefix="look-up")
+"""Threads of their own: where the control store is slow, only look-ups wait for each other."""
+_look_ups: dict[str, Future[ActorHandle[Any]]] = {}
 
 
 def get_actor(name: str) -> ActorHandle[Any]:
@@ -24,16 +29,28 @@ def get_actor(name: str) -> ActorHandle[Any]:
     Blocks on Ray's control store for a few milliseconds at the first use of a name.
 
     Raises:
-        ReplicaDied: There is no such actor.
+        ReplicaDied: There is no such actor; code "unreachable" where the store does not tell.
     """
     handle = _handles.get(name)
     if handle is None:
         try:
             handle = ray.get_actor(name, namespace=NAMESPACE)
-        except (ValueError, RayError) as exc:
+        except ValueError as exc:
             raise ReplicaDied(f"{name} is gone") from exc
+        except RayError as exc:
+            why = f"nobody tells where {name} is: {exc}"
+            raise ReplicaDied(why, code="unreachable") from exc
         _handles[name] = handle
     return handle
+
+
+def _look_up(name: str) -> Future[ActorHandle[Any]]:
+    """Look for a named actor beside the event loop, once for all who ask meanwhile."""
+    found = _look_ups.get(name)
+    if found is None:
+        found = _look_ups[name] = _looking.submit(get_actor, name)
+        found.add_done_callback(lambda _: _look_ups.pop(name, None))
+    return found
 
 
 def remember_handle(name: str, handle: ActorHandle[Any]) -> None:
@@ -64,12 +81,20 @@ async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
 
     Raises:
         QuadrigaError: Whatever the method raised of our own.
-        ReplicaDied: The actor is gone, or its process died under the call.
+        ReplicaDied: The actor is gone, or its process died under the call; code "unreachable" where
+            that is not known.
         ReplicaError: Code "timeout" when no answer came in time; the call may still take effect.
     """
     handle = _handles.get(name)
     if handle is None:
-        handle = await asyncio.to_thread(get_actor, name)
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                handle = await asyncio.shield(asyncio.wrap_future(_look_up(name)))
+        except TimeoutError as exc:
+            why = f"nobody told within {timeout_s:.1f} s where {name} is"
+            raise ReplicaDied(why, code="unreachable") from exc
+        timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
     return await call_handle(name, handle, method, *args, timeout_s=timeout_s)
 
 

@@ -223,7 +223,7 @@ class Controller:
                 background(self._page.keep())
             now_s = self._clock.now_s()
             for actor in self._ingresses.hung(now_s):
-                background(ingress_watch.end(actor))
+                background(ingress_watch.end(self._ingresses, actor, now_s))
             background(ingress_watch.forget_gone(self._ingresses, now_s))
             orphan_s = self._fleet.lifecycle.orphan_timeout_s
             if self._ingress_age_s() > orphan_s:
@@ -247,7 +247,9 @@ class Controller:
                 continue
             try:
                 self._fleet.adopt(place, name, await asyncio.to_thread(get_actor, name))
-            except ReplicaDied:
+            except ReplicaDied as exc:
+                if exc.code == "unreachable":
+                    raise  # it may well live: all this is done again
                 logger.info("%s died before it was adopted", name)
         abandoned = await asyncio.to_thread(abandoned_groups, self._app, set(self._fleet.members))
         for name in abandoned:
@@ -337,6 +339,7 @@ class Controller:
         return min((s for s in limits_s if s is not None), default=None)
 
     async def _configure_scheduler(self, desired: Desired) -> None:
+        began_s = self._clock.now_s()
         try:
             await call(
                 scheduler_name(self._app),
@@ -350,6 +353,9 @@ class Controller:
         except QuadrigaError as exc:
             logger.info("the scheduler was not configured: %s", exc)
             if exc.code == "timeout":
+                # Had this process stood still, the answer might lie there unread.
+                late_s = self._clock.now_s() - began_s - CALL_TIMEOUT_S
+                self._scheduler_heard_s += max(0.0, late_s)
                 await self._restart_hung_scheduler()
                 return
             self._scheduler_heard_s = self._clock.now_s()

@@ -77,6 +77,13 @@ class Member:
             return self.since_s
         return self.heard_s
 
+    def excuse(self, late_s: float) -> None:
+        """We stood still for so long, and may not have read its answer."""
+        if self.heard_s is not None:
+            self.heard_s += late_s
+        elif self.fingerprint is None:
+            self.since_s += late_s
+
 
 class Fleet:
     """Spawns, adopts, watches and retires replicas.
@@ -186,17 +193,20 @@ class Fleet:
         while member.name in self.members:
             interval_s = self.lifecycle.heartbeat_interval_s
             silence_s = silence_limit_s(interval_s)
+            timeout_s = min(silence_s, self.lifecycle.replica_start_timeout_s)
+            began_s = self._clock.now_s()
             try:
                 status: ReplicaStatus = await call_handle(
                     member.name,
                     member.handle,
                     "heartbeat",
                     self._ingress_age_s(),
-                    timeout_s=min(silence_s, self.lifecycle.replica_start_timeout_s),
+                    timeout_s=timeout_s,
                 )
                 self._heard(member, status)
             except QuadrigaError as exc:
                 logger.info("heartbeat of %s: %s", member.name, exc)
+                member.excuse(max(0.0, self._clock.now_s() - began_s - timeout_s))
             reason = await self._verdict(member, silence_s)
             if reason is not None:
                 await self._gone(member, reason)

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
+from actors.calls import RAY_FAILED
 from quadriga.policies.liveness import patience_s
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ class IngressWatch:
     def __init__(self) -> None:
         self._heard_s: dict[str, float] = {}
         self._looked_s: float | None = None
+        self.is_looking = False
+        """Whether Ray is being asked who of the silent is still there."""
 
     def hear(self, actor: str, now_s: float) -> None:
         """A sign of life of the ingress in an actor of Serve's."""
@@ -63,24 +65,36 @@ class IngressWatch:
 
 
 async def forget_gone(watch: IngressWatch, now_s: float) -> None:
-    """Forget who is silent because it was stopped: it says nothing about the others' machine."""
-    for actor in watch.silent(now_s):
-        try:
+    """Forget who is silent because it was stopped: it says nothing about the others' machine.
+
+    Returns at once while an earlier call is still at it.
+    """
+    if watch.is_looking:
+        return
+    watch.is_looking = True
+    try:
+        for actor in watch.silent(now_s):
             if await _find(actor) is None:
                 watch.forget(actor)
-        except RayError as exc:
-            logger.info("%s was not looked for: %s", actor, exc)
+    except RAY_FAILED as exc:
+        logger.info("nobody tells which ingresses are gone: %s", exc)
+    finally:
+        watch.is_looking = False
 
 
-async def end(actor: str) -> None:
-    """End an ingress's process, if it is there: one that was stopped in order is gone already."""
+async def end(watch: IngressWatch, actor: str, now_s: float) -> None:
+    """End an ingress's process, if it is there: one that was stopped in order is gone already.
+
+    Where Ray does not do it, the ingress is watched again, and is soon ended again.
+    """
     try:
         handle = await _find(actor)
         if handle is not None:
             logger.warning("%s hangs; it is ended", actor)
             await asyncio.to_thread(ray.kill, handle, no_restart=True)
-    except RayError as exc:
+    except RAY_FAILED as exc:
         logger.warning("%s was not ended: %s", actor, exc)
+        watch.hear(actor, now_s - SILENCE_S / 2)
 
 
 async def _find(actor: str) -> ActorHandle[Any] | None:

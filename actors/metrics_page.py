@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ray.exceptions import RayError
-
 from actors import kept
+from actors.calls import RAY_FAILED
 from quadriga.clock import Clock
 from quadriga.metrics import MetricsHub
 
@@ -53,7 +52,7 @@ class MetricsPage:
             dump = await asyncio.to_thread(kept.load, self._app, "metrics")
             if dump is not None:
                 self.hub.restore(dump, now_s=self._clock.now_s())
-        except (RayError, RuntimeError, ValueError) as exc:
+        except RAY_FAILED as exc:
             logger.warning("earlier counters are lost: %s", exc)
         finally:
             self.is_restored.set()
@@ -72,7 +71,7 @@ class MetricsPage:
             try:
                 async with asyncio.timeout(KEEP_TIMEOUT_S):
                     await asyncio.to_thread(kept.save, self._app, "metrics", self.hub.dump())
-            except (TimeoutError, RayError, RuntimeError) as exc:
+            except (TimeoutError, *RAY_FAILED) as exc:
                 logger.warning("the counters were not kept: %s", exc)
 
     async def close(self) -> None:

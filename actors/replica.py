@@ -480,7 +480,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             async with asyncio.timeout(5.0):
                 await self._close()
                 await self.transport.close()
-        except (TimeoutError, QuadrigaError) as exc:
+        except Exception as exc:  # a border: whatever it is, this process ends
             logger.warning("%s did not close cleanly: %r", self.name, exc)
         self.engine.stop()  # not before: what is released is released there
         await self.engine.join(2.0)

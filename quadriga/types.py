@@ -2,7 +2,7 @@
 
 Per-token records are slots dataclasses, never pydantic: validation happens once, at the edges.
 Instants that cross a process border are wall-clock seconds (`_unix_s`), but deadlines cross it as
-what is left of them (`Expiring`); everything else that ends in `_s` is a duration.
+how far off they are (`Dated`); everything else that ends in `_s` is a duration.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ class Dated:
     __slots__ = ()
     __match_args__: tuple[str, ...]
     INSTANTS: ClassVar[tuple[str, ...]]
-    """Fields that are Unix times by the clock of the machine that the object is on."""
+    """Fields that are Unix times by the clock of the machine that the object is on; 0 is none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = self.__match_args__
         said, now_unix_s = [getattr(self, name) for name in names], time.time()
-        places = [names.index(name) for name in self.INSTANTS]
+        places = [at for name in self.INSTANTS if said[at := names.index(name)]]
         for at in places:
             said[at] -= now_unix_s
         return _arrived, (type(self), places, said)
@@ -148,7 +148,7 @@ def _arrived(kind: Callable[..., Dated], places: list[int], said: list[Any]) -> 
 
 
 @dataclass(slots=True)
-class SequenceState(Expiring):
+class SequenceState(Dated):
     """All there is to one sequence; its KV cache can be rebuilt from this alone.
 
     A request with `n` choices or several prompts is several sequences of one request id.
@@ -165,13 +165,15 @@ class SequenceState(Expiring):
         ingress_id: Who holds the client's stream.
         epoch: Raised at every change of owner; an owner with an older epoch must not emit.
         num_moves: Live migrations so far.
-        moved_unix_s: When the last one was committed; 0 before the first.
+        moved_unix_s: When the last one was committed, likewise; 0 before the first.
         prediction: Tokens still to come, as last said by a length head.
         predicted_at: Output tokens there were then.
         traceparent: Context of the request's trace; None where it is not traced.
         claim: Who asks with this may take the sequence over from an ingress that is gone; empty
             where nobody may.
     """
+
+    INSTANTS = ("deadline_unix_s", "moved_unix_s")
 
     sequence_id: str
     request_id: str

@@ -144,6 +144,7 @@ class RayCluster:
         """
         beats: list[tuple[str, tuple[str, ...]]] = [(self._controller, (ingress_id, self._actor))]
         beats += [(name, (ingress_id,)) for name in replicas]
+        began_s = time.monotonic()
         results = await asyncio.gather(
             *(
                 self._call(name, "ingress_heartbeat", *who, deadline_s=HEARTBEAT_TIMEOUT_S)
@@ -152,6 +153,8 @@ class RayCluster:
             return_exceptions=True,
         )
         now_s = time.monotonic()
+        # Had this process stood still, the answer might lie there unread.
+        self._controller_heard_s += max(0.0, now_s - began_s - HEARTBEAT_TIMEOUT_S)
         is_silent = isinstance(results[0], ReplicaError) and results[0].code == "timeout"
         if not is_silent:
             self._controller_heard_s = now_s

@@ -158,6 +158,8 @@ class FakeNccl:
         if ndev == 2:
             listener = self._listeners.pop(uid) if rank == 0 else None
             communicator.meet(listener, struct.unpack("<H", uid[:2])[0])
+        else:
+            self._listeners.pop(uid).close()  # nobody else comes
         return communicator
 
     def groupStart(self) -> None:

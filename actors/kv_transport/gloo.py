@@ -7,7 +7,6 @@ ends by its own deadline.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,7 +34,6 @@ class GlooLine:
     """One end of a group of two."""
 
     max_eager_bytes = MAX_EAGER_BYTES
-    max_idle_s = math.inf
 
     def __init__(self, group: Any, rank: int) -> None:
         self._group = group

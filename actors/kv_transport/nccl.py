@@ -30,8 +30,6 @@ OPEN_TIMEOUT_S = 15.0
 """For a pair to form: NCCL looks at the machine's topology first."""
 STAGING_BYTES = 256 << 20
 """Device memory for parts on their way, over all channels; also the largest part."""
-MAX_IDLE_S = 120.0
-"""A pair holds buffers of NCCL's on both GPUs, which are given back when nothing moves."""
 MAX_STUCK_PAIRS = 4
 """Pairs whose calls into NCCL do not even return after an abort: then NCCL is given up."""
 
@@ -114,7 +112,6 @@ class NcclLine:
     """
 
     max_eager_bytes = 0
-    max_idle_s = MAX_IDLE_S
 
     def __init__(self, link: Link, pair: NcclPair, staging: Staging) -> None:
         self._link = link

@@ -16,6 +16,7 @@ import torch
 from actors.kv_transport.line import (
     BROKEN,
     CONNECT_TIMEOUT_S,
+    MAX_IDLE_S,
     PING_INTERVAL_S,
     ChannelOffer,
     Line,
@@ -156,7 +157,7 @@ class SendingChannel:
                 try:
                     job = self._jobs.get(timeout=PING_INTERVAL_S)
                 except queue.Empty:
-                    if time.monotonic() - used_s < line.max_idle_s or not self._rest():
+                    if time.monotonic() - used_s < MAX_IDLE_S or not self._rest():
                         line.send_frame({"kind": "ping"}, CONNECT_TIMEOUT_S)
                         continue
                     job = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.kv_transport import sending
 from actors.kv_transport.line import ChannelOffer
 from actors.kv_transport.pairs import Invite, PairTransport
 from actors.kv_transport.payload import checksum, to_host
@@ -243,6 +245,19 @@ class LinesContract:
         rig.sink.gate.set()
         rig.deliver()
         assert rig.generation() == 2
+
+    def test_an_idle_channel_gives_its_files_back_and_is_made_again(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sending, "PING_INTERVAL_S", 0.05)
+        monkeypatch.setattr(sending, "MAX_IDLE_S", 0.2)
+        counts = []
+        for generation in (1, 2, 3):
+            rig.deliver()
+            assert rig.generation() == generation
+            wait_for(lambda: not any(t.name.startswith("kv-") for t in threading.enumerate()))
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert counts[2] <= counts[1], "the first one may open what all share"
 
     def test_an_abort_in_mid_part_ends_it_and_spares_the_others(self, rig: Rig) -> None:
         rig.deliver()

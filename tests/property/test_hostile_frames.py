@@ -75,7 +75,6 @@ class ScriptedLine:
 
     frames: list[bytes]
     max_eager_bytes: int = 1024
-    max_idle_s: float = 60.0
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     is_closed: bool = False
 

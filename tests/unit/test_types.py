@@ -57,6 +57,15 @@ def test_a_deadline_arrives_as_what_is_left_of_it(
     assert sent.deadline_unix_s == 1005.0
 
 
+def test_the_last_move_was_as_long_ago_on_every_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    said = [pickle.dumps(replace(STATE, moved_unix_s=moved), 5) for moved in (998.0, 0.0)]
+    monkeypatch.setattr(time, "time", lambda: 5000.0)
+    moved, never = (pickle.loads(one).moved_unix_s for one in said)
+    assert moved == pytest.approx(4998.0)
+    assert never == 0.0
+
+
 def test_no_deadline_stays_none() -> None:
     assert pickle.loads(pickle.dumps(replace(STATE, deadline_unix_s=math.inf))).deadline_unix_s == (
         math.inf
@@ -89,7 +98,7 @@ def test_a_report_is_as_old_on_every_clock(monkeypatch: pytest.MonkeyPatch, skew
 def test_all_with_an_instant_that_others_judge_are_known() -> None:
     """Who has one and is sent as it is would be late, or early, by the difference of two clocks."""
     kinds = [k for k in vars(quadriga.types).values() if hasattr(k, "__dataclass_fields__")]
-    judged = {"deadline_unix_s", "taken_unix_s"}
+    judged = {"deadline_unix_s", "taken_unix_s", "moved_unix_s"}
     with_one = [(k, judged & set(k.__dataclass_fields__)) for k in kinds]
     assert sum(bool(names) for _, names in with_one) >= 4
     for kind, names in with_one:

@@ -77,6 +77,27 @@ async def test_it_adopts_once_the_control_store_answers(monkeypatch: pytest.Monk
         await until(lambda: made._desired is not None and made._error is None)
 
 
+async def test_a_replica_that_nobody_finds_now_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its placement group must not be taken for one whose replica is gone: it would die with it."""
+    living = Failing(["app:decode:0:abc"])
+    lost = ReplicaDied("the store is slow", code="unreachable")
+    removed: list[str] = []
+    monkeypatch.setattr(actors.controller, "remove", lambda name, _: removed.append(name))
+    monkeypatch.setattr("actors.fleet.Fleet.tell_scheduler", _nothing)
+    async with controller(
+        monkeypatch,
+        living_replicas=living,
+        get_actor=Failing(None, lost, lost, ReplicaDied("it died")),
+        abandoned_groups=lambda *_: ["app:decode:0:abc"],
+    ) as made:
+        await until(lambda: living.num_calls >= 2)
+        assert removed == []
+        await until(lambda: removed == ["app:decode:0:abc"])
+        await until(lambda: made._desired is not None)
+
+
 async def test_what_cannot_be_served_yet_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The nodes with the GPUs may join later than the controller is back."""
     nothing = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
@@ -181,3 +202,7 @@ async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyError):
             await made._end("stopped")
         assert ended.num_calls == 2
+
+
+async def _nothing(*_: Any) -> None:
+    return

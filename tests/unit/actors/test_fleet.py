@@ -14,6 +14,7 @@ from actors.fleet import ADOPTED_SILENCE_S, Fleet, Member, Phase
 from actors.status import Load, ReplicaStatus
 from quadriga.clock import ManualClock
 from quadriga.config import LifecycleConfig
+from quadriga.errors import ReplicaError
 from quadriga.policies.liveness import STALL_PATIENCE
 from quadriga.types import Role
 
@@ -156,3 +157,34 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     assert await verdict(1.0) is None
     assert await verdict(ADOPTED_SILENCE_S - 1.0) is None
     assert "hung" in (await verdict(2.0) or "")
+
+
+async def test_who_stood_still_blames_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timers are over when it wakes, and the answer that lies there comes too late."""
+    clock, beats = ManualClock(1000.0), 0
+    done = asyncio.Event()
+
+    async def heartbeat(*_: Any, **options: Any) -> ReplicaStatus:
+        nonlocal beats
+        beats += 1
+        if beats == 2:
+            clock.advance(500.0)
+            raise ReplicaError("no answer", code="timeout")
+        if beats == 5:
+            done.set()
+        status: Any = ReplicaStatus(None, True, False, None, Load(), "same")  # type: ignore[arg-type]
+        return status
+
+    monkeypatch.setattr(actors.fleet, "call_handle", heartbeat)
+    fleet = Fleet("app", clock, lambda: None, lambda: 0.0)
+    fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
+    handle: Any = None
+    member = Member((Role.DECODE, 0), "d0", handle, clock.now_s(), "same", Phase.STARTING)
+    fleet._watch(member)
+    try:
+        async with asyncio.timeout(5):
+            await done.wait()
+        assert fleet.members == {"d0": member}
+    finally:
+        for task in member.tasks:
+            task.cancel()

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from actors import ingress_watch
 from actors.ingress_watch import SILENCE_S, IngressWatch
 from quadriga.policies.liveness import STALL_PATIENCE
 
@@ -65,3 +73,39 @@ def test_without_a_name_nobody_is_watched() -> None:
     watch = IngressWatch()
     watch.hear("", 0.0)
     assert [watch.hung(float(s)) for s in range(0, 40)] == [[]] * 40
+
+
+async def test_one_that_ray_did_not_end_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing any more, so nobody else would put it back."""
+    watch, ended = IngressWatch(), []
+    answers: list[Callable[[], Any]] = [_away, object]
+    monkeypatch.setattr(ingress_watch.ray, "get_actor", lambda *_, **__: answers.pop(0)())
+    monkeypatch.setattr(ingress_watch.ray, "kill", lambda *_, **__: ended.append(second))
+    watch.hear("hangs", 0.0)
+    for second in range(30):
+        for actor in watch.hung(float(second)):
+            await ingress_watch.end(watch, actor, float(second))
+    assert ended == [11 + int(SILENCE_S / 2) + 1]
+
+
+async def test_ray_is_asked_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, asked, gate = IngressWatch(), [], asyncio.Event()
+
+    async def find(actor: str) -> object:
+        asked.append(actor)
+        await gate.wait()
+        return object()
+
+    monkeypatch.setattr(ingress_watch, "_find", find)
+    watch.hear("silent", 0.0)
+    looks = [asyncio.create_task(ingress_watch.forget_gone(watch, 6.0 + at)) for at in range(3)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*looks)
+    assert asked == ["silent"]
+    await ingress_watch.forget_gone(watch, 9.0)
+    assert asked == ["silent"] * 2
+
+
+def _away() -> Any:
+    raise RayError("the control store is away")

@@ -272,7 +272,7 @@ def test_an_idle_pair_is_given_up_and_made_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "PING_INTERVAL_S", 0.05)
-    monkeypatch.setattr(nccl_module.NcclLine, "max_idle_s", 0.2)
+    monkeypatch.setattr(sending, "MAX_IDLE_S", 0.2)
     gpus, rig = start()
     rig.deliver()
     wait_for(lambda: rig.generation() == 0)

@@ -1,0 +1,82 @@
+"""Looking up names: a deadline, one look for all who ask, and no death where nobody tells."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from actors import calls
+from quadriga.errors import ReplicaDied
+
+
+class Store:
+    """A control store that answers once its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.asked: list[str] = []
+
+    def get_actor(self, name: str, **_: Any) -> Any:
+        self.asked.append(name)
+        assert self.gate.wait(20.0)
+        return Actor()
+
+
+class Actor:
+    """Answers with its argument."""
+
+    def __init__(self) -> None:
+        self.echo = self
+
+    async def remote(self, said: str) -> str:
+        return said
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    store = Store()
+    monkeypatch.setattr(calls.ray, "get_actor", store.get_actor)
+    monkeypatch.setattr(calls, "_handles", {})
+    yield store
+    store.gate.set()
+
+
+async def test_a_look_up_takes_no_longer_than_the_call_may(store: Store) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(ReplicaDied, match=r"nobody told within 0\.1 s where slow is") as error:
+        await calls.call("slow", "echo", "a", timeout_s=0.1)
+    assert error.value.code == "unreachable"
+    assert time.monotonic() - began_s < 5.0
+
+
+async def test_all_who_ask_share_one_look_up(store: Store) -> None:
+    with pytest.raises(ReplicaDied):
+        await calls.call("one", "echo", "a", timeout_s=0.05)
+    asking = [asyncio.create_task(calls.call("one", "echo", s, timeout_s=20.0)) for s in "bcd"]
+    await asyncio.sleep(0.05)
+    store.gate.set()
+    assert await asyncio.gather(*asking) == ["b", "c", "d"]
+    assert store.asked == ["one"]
+    assert await calls.call("one", "echo", "e", timeout_s=20.0) == "e"
+    assert store.asked == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(ValueError("none"), "replica_died"), (RayError("slow"), "unreachable")]
+)
+def test_only_ray_says_that_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, code: str
+) -> None:
+    def get_actor(*_: Any, **__: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(calls.ray, "get_actor", get_actor)
+    with pytest.raises(ReplicaDied) as error:
+        calls.get_actor("nobody, ever")
+    assert error.value.code == code
