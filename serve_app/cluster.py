@@ -137,13 +137,13 @@ class RayCluster:
         return reply
 
     async def heartbeat(self, ingress_id: str, replicas: Sequence[str]) -> None:
-        """Tell controller and replicas that this ingress lives; the dead ones are passed over.
+        """Tell controller, scheduler and replicas that this ingress lives, passing over the dead.
 
         Nobody but the ingresses watches the controller: one that hangs is restarted, and adopts
         what runs.
         """
         beats: list[tuple[str, tuple[str, ...]]] = [(self._controller, (ingress_id, self._actor))]
-        beats += [(name, (ingress_id,)) for name in replicas]
+        beats += [(name, (ingress_id,)) for name in (self._scheduler, *replicas)]
         began_s = time.monotonic()
         results = await asyncio.gather(
             *(

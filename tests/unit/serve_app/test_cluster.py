@@ -1,0 +1,64 @@
+"""An ingress's heartbeats: who hears them, and when the controller is taken for hung."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from quadriga.errors import ReplicaDied, ReplicaError
+from serve_app.cluster import CONTROLLER_SILENCE_S, RayCluster
+
+
+class Beats(RayCluster):
+    """Notes who is called; each call takes as long as it is told to, by the clock alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr("serve_app.cluster.own_actor", lambda: "")
+        super().__init__("app")
+        self.heard: list[str] = []
+        self.restarted: list[float] = []
+        self.failures: dict[str, Exception] = {}
+        self.takes_s = 0.0
+
+    async def _call(self, name: str, method: str, *args: Any, deadline_s: float = 0.0) -> Any:
+        self.heard.append(name)
+        if name == self._controller:
+            self.now_s += self.takes_s
+        if name in self.failures:
+            raise self.failures[name]
+
+    async def _restart(self, name: str) -> None:
+        self.restarted.append(self.now_s)
+
+
+async def test_all_who_end_without_ingresses_hear_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Beats(monkeypatch)
+    cluster.failures = {"app:decode:0": ReplicaDied("dead"), "app:scheduler": ReplicaDied("dead")}
+    await cluster.heartbeat("me", ["app:prefill:0", "app:decode:0"])
+    assert cluster.heard == ["app:controller", "app:scheduler", "app:prefill:0", "app:decode:0"]
+
+
+async def test_a_silent_controller_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Beats(monkeypatch)
+    cluster.failures = {"app:controller": ReplicaError("no answer", code="timeout")}
+    cluster.takes_s = 3.0
+    for _ in range(8):
+        await cluster.heartbeat("me", [])
+    assert cluster.restarted == [1000.0 + 21.0], f"more than {CONTROLLER_SILENCE_S} s"
+
+
+async def test_an_ingress_that_stood_still_restarts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Beats(monkeypatch)
+    cluster.failures = {"app:controller": ReplicaError("no answer", code="timeout")}
+    cluster.takes_s = 500.0
+    await cluster.heartbeat("me", [])
+    assert cluster.restarted == []
+    cluster.failures, cluster.takes_s = {}, 0.0
+    await cluster.heartbeat("me", [])
+    assert cluster.restarted == []
