@@ -118,8 +118,8 @@ async def _strike_node(rig: Rig, blow: Blow) -> None:
 
 
 async def has_met_nothing(rig: Rig, blow: Blow) -> bool:
-    """Whether of the parts that are to be corrupted none has come yet. Raises: OrderFailed."""
-    if blow.cell.fault is not Fault.CORRUPTION:
+    """Whether none of the parts that it is about has come yet. Raises: OrderFailed."""
+    if blow.cell.fault not in (Fault.STALL, Fault.CORRUPTION):
         return False
     return not await rig.orders.order("do", blow.victim.name, "num_hits")
 

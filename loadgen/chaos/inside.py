@@ -81,16 +81,18 @@ def hold(replica: Any, point: str, folder: str, limit_s: float) -> None:
 
 
 def harm_sending(replica: Any, kind: str, seed: int, seconds: float) -> None:
-    """Let the KV that leaves here stall for a while, or lose a bit in 5 % of its parts."""
+    """Let KV that leaves here stall, from the next part on, or lose a bit in 5 % of its parts."""
     transport = replica.transport
     original = _state.setdefault("send", transport.send)
-    end_s = time.monotonic() + seconds
+    end_s: float | None = None
     hit = _stratified(random.Random(seed))
     _state["hits"] = 0
 
     async def stalled(peer: str, part: Any, kv: Any, *, deadline_s: float) -> None:
         from quadriga.errors import KVTransportError
 
+        nonlocal end_s
+        end_s = end_s or time.monotonic() + seconds
         left_s = end_s - time.monotonic()
         if left_s > 0:
             _state["hits"] += 1
@@ -111,12 +113,14 @@ def harm_sending(replica: Any, kind: str, seed: int, seconds: float) -> None:
 
 
 def harm_receiving(replica: Any, seconds: float) -> None:
-    """Let the KV that arrives here wait for a while before it is stored."""
+    """Let the KV that arrives here wait before it is stored, from the next part on."""
     original = _state.setdefault("write_kv", replica.write_kv)
-    end_s = time.monotonic() + seconds
+    end_s: float | None = None
     _state["hits"] = 0
 
     def write_kv(*args: Any) -> None:
+        nonlocal end_s
+        end_s = end_s or time.monotonic() + seconds
         _state["hits"] += 1
         time.sleep(max(0.0, end_s - time.monotonic()))  # on a thread of the transport's
         original(*args)
