@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -29,7 +30,10 @@ SCHEDULER_TIMEOUT_S = 2.0
 """Who asks it can do without: an answer that comes later is worth less than its waiting."""
 HEARTBEAT_TIMEOUT_S = 3.0
 CONTROLLER_SILENCE_S = 20.0
-"""The controller is restarted when it has answered nothing for this long."""
+"""The controller is restarted when it has answered nothing for this long, though others have."""
+DEAF_S = 15.0
+"""An ingress that nobody has answered for this long ends: its clients go on at another one."""
+PASSED_OVER = (ReplicaError, MemoryError)
 POLL_SLACK_S = 5.0
 HOLDING_TIMEOUT_S = 5.0
 UNREACHABLE = "unreachable"  # code of an error: the connection broke; the process may live
@@ -88,7 +92,7 @@ class RayCluster:
         self._calls = CallBatcher(call)
         self._scheduler = f"{app_name}:scheduler"
         self._controller = f"{app_name}:controller"
-        self._controller_heard_s = time.monotonic()
+        self._controller_heard_s = self._heard_s = time.monotonic()
         self._actor = own_actor()
 
     async def admit(self, request: AdmitRequest) -> Admission:
@@ -140,7 +144,8 @@ class RayCluster:
         """Tell controller, scheduler and replicas that this ingress lives, passing over the dead.
 
         Nobody but the ingresses watches the controller: one that hangs is restarted, and adopts
-        what runs.
+        what runs. An ingress that hears nobody is sick itself, or cut off: without memory, say, it
+        sends, but takes no answer. It blames no one, and its process ends.
         """
         beats: list[tuple[str, tuple[str, ...]]] = [(self._controller, (ingress_id, self._actor))]
         beats += [(name, (ingress_id,)) for name in (self._scheduler, *replicas)]
@@ -153,17 +158,28 @@ class RayCluster:
             return_exceptions=True,
         )
         now_s = time.monotonic()
-        # Had this process stood still, the answer might lie there unread.
-        self._controller_heard_s += max(0.0, now_s - began_s - HEARTBEAT_TIMEOUT_S)
-        is_silent = isinstance(results[0], ReplicaError) and results[0].code == "timeout"
-        if not is_silent:
+        # Had this process stood still, the answers might lie there unread.
+        late_s = max(0.0, now_s - began_s - HEARTBEAT_TIMEOUT_S)
+        self._controller_heard_s += late_s
+        self._heard_s += late_s
+        if all(_is_lost(result) for result in results):
+            if now_s - self._heard_s > DEAF_S:
+                self._end(f"nobody has answered for {now_s - self._heard_s:.0f} s")
+            return
+        self._heard_s = now_s
+        if not _is_lost(results[0]):
             self._controller_heard_s = now_s
         elif now_s - self._controller_heard_s > CONTROLLER_SILENCE_S:
             self._controller_heard_s = now_s
             await self._restart(self._controller)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, ReplicaError):
+            if isinstance(result, BaseException) and not isinstance(result, PASSED_OVER):
                 raise result
+
+    def _end(self, reason: str) -> None:
+        """At once, as there may be nothing left to end in order with; Serve starts another one."""
+        logger.error("this ingress ends: %s", reason)
+        os._exit(1)
 
     async def _restart(self, name: str) -> None:
         from actors.calls import restart
@@ -208,6 +224,13 @@ class RayCluster:
         from actors.calls import call
 
         return await call(name, method, *args, timeout_s=deadline_s)
+
+
+def _is_lost(result: object) -> bool:
+    """Whether a call had no answer that this process could read."""
+    if isinstance(result, ReplicaError):
+        return result.code == "timeout"
+    return isinstance(result, MemoryError)
 
 
 def own_actor() -> str:

@@ -1,4 +1,4 @@
-"""An ingress's heartbeats: who hears them, and when the controller is taken for hung."""
+"""An ingress's heartbeats: who hears them, and who is taken for hung: the controller, or itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ReplicaDied, ReplicaError
-from serve_app.cluster import CONTROLLER_SILENCE_S, RayCluster
+from serve_app.cluster import CONTROLLER_SILENCE_S, DEAF_S, RayCluster
 
 
 class Beats(RayCluster):
@@ -21,6 +21,7 @@ class Beats(RayCluster):
         super().__init__("app")
         self.heard: list[str] = []
         self.restarted: list[float] = []
+        self.ended: list[float] = []
         self.failures: dict[str, Exception] = {}
         self.takes_s = 0.0
 
@@ -33,6 +34,9 @@ class Beats(RayCluster):
 
     async def _restart(self, name: str) -> None:
         self.restarted.append(self.now_s)
+
+    def _end(self, reason: str) -> None:
+        self.ended.append(self.now_s)
 
 
 async def test_all_who_end_without_ingresses_hear_of_this_one(
@@ -51,14 +55,36 @@ async def test_a_silent_controller_is_restarted(monkeypatch: pytest.MonkeyPatch)
     for _ in range(8):
         await cluster.heartbeat("me", [])
     assert cluster.restarted == [1000.0 + 21.0], f"more than {CONTROLLER_SILENCE_S} s"
+    assert cluster.ended == []
+
+
+@pytest.mark.parametrize("lost", [ReplicaError("no answer", code="timeout"), MemoryError()])
+async def test_who_hears_nobody_ends_and_blames_nobody(
+    lost: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory it sends, but takes no answer; it had the controller restarted for that."""
+    cluster = Beats(monkeypatch)
+    cluster.failures = dict.fromkeys(("app:controller", "app:scheduler", "d"), lost)
+    cluster.takes_s = 3.0
+    for _ in range(5):
+        await cluster.heartbeat("me", ["d"])
+    assert cluster.ended == []
+    await cluster.heartbeat("me", ["d"])
+    assert cluster.ended == [1000.0 + 18.0], f"more than {DEAF_S} s"
+    assert cluster.restarted == []
+    del cluster.failures["d"]
+    await cluster.heartbeat("me", ["d"])
+    await cluster.heartbeat("me", ["d"])
+    assert len(cluster.ended) == 1
 
 
 async def test_an_ingress_that_stood_still_restarts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Beats(monkeypatch)
-    cluster.failures = {"app:controller": ReplicaError("no answer", code="timeout")}
+    lost = ReplicaError("no answer", code="timeout")
+    cluster.failures = {"app:controller": lost, "app:scheduler": lost}
     cluster.takes_s = 500.0
     await cluster.heartbeat("me", [])
-    assert cluster.restarted == []
+    assert cluster.restarted == cluster.ended == []
     cluster.failures, cluster.takes_s = {}, 0.0
     await cluster.heartbeat("me", [])
     assert cluster.restarted == []
