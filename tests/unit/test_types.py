@@ -76,7 +76,7 @@ def test_a_copy_is_one_of_its_own() -> None:
     twin = copy.deepcopy(STATE)
     twin.output_ids.append(9)
     assert STATE.output_ids == [7]
-    assert twin.deadline_unix_s == pytest.approx(STATE.deadline_unix_s)
+    assert twin.deadline_unix_s == pytest.approx(STATE.deadline_unix_s, abs=60.0), "the way counts"
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, -6.0, 0.0, 6.0, 3600.0])

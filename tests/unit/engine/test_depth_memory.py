@@ -17,7 +17,7 @@ LAYER_BYTES = 4 * (4 * 256 * 256 + 3 * 256 * 1046)  # 4 MiB
 KV_BYTES = ROWS * TOKENS * 2 * 256 * 4  # of a layer: 4 MiB
 
 MEASURE = """
-import json, sys
+import json, os, sys
 from dataclasses import replace
 from pathlib import Path
 import torch
@@ -60,7 +60,8 @@ seen["early"] = rss()
 for _ in range(40):
     grow(6); grow(12); runner.drop_to(3)
 seen["late"] = rss()
-print(json.dumps(seen))
+print(json.dumps(seen), flush=True)
+os._exit(0)  # PyTorch's threads now and then abort a process that ends in order
 """
 
 
