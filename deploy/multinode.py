@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import subprocess
@@ -28,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -47,6 +46,7 @@ from deploy.multinode_inside import (
     run_command,
     serve_config,
 )
+from quadriga.pipes import read_line
 
 COMMANDS = ("ip", "unshare", "nsenter")
 SUBNET = "10.213.{third}"
@@ -113,7 +113,7 @@ class MultiNode:
         self._log = log
         self._uplink = f"qd{os.getpid()}"
         self._folder: Path | None = None
-        self._outer: subprocess.Popen[str] | None = None
+        self._outer: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> MultiNode:
         try:
@@ -149,10 +149,7 @@ class MultiNode:
 
         Raises: RuntimeError: It cannot be had.
         """
-        line = self._inside("status")
-        if not line:
-            raise RuntimeError(f"the cluster has ended or does not answer\n{self.logs()}")
-        found: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = json.loads(self._inside("status"))
         if "failure" in found:
             raise RuntimeError(found["failure"])
         names = {node.address: node.name for node in self.nodes}
@@ -233,7 +230,6 @@ class MultiNode:
             ["unshare", *UNSHARE, *command],
             stdin=subprocess.PIPE,  # its end is the sign to stop
             stdout=subprocess.PIPE,
-            text=True,
             env=self.environment,
             start_new_session=True,
         )
@@ -262,9 +258,12 @@ class MultiNode:
     def _await_line(self, expected: str) -> None:
         """Raises: RuntimeError: It ended or said something else; with the logs."""
         assert self._outer is not None and self._outer.stdout is not None
-        line = _read_line(self._outer.stdout, START_TIMEOUT_S)
+        try:
+            line = read_line(self._outer.stdout, START_TIMEOUT_S)
+        except (EOFError, TimeoutError) as exc:
+            line = str(exc)
         if line != expected:
-            raise RuntimeError(f"{expected}: {line or 'it ended or took too long'}\n{self.logs()}")
+            raise RuntimeError(f"{expected}: {line}\n{self.logs()}")
 
     def _join_bridge(self) -> None:
         """Give this machine's own network an end of the bridge."""
@@ -299,18 +298,18 @@ class MultiNode:
         return run_command("nsenter", "--target", str(self._outer.pid), "--net", *command)
 
     def _inside(self, verb: str, timeout_s: float = 2 * COMMAND_TIMEOUT_S) -> str:
-        """Have the first process of the namespaces do something, and return what it says."""
+        """Have the first process of the namespaces do something, and return what it says.
+
+        Raises: RuntimeError: It ended or did not answer in time; with the logs.
+        """
         assert self._outer is not None and self._folder is not None
         assert self._outer.stdin is not None and self._outer.stdout is not None
-        self._outer.stdin.write(f"{verb}\n")
+        self._outer.stdin.write(f"{verb}\n".encode())
         self._outer.stdin.flush()
-        return _read_line(self._outer.stdout, timeout_s)
-
-
-def _read_line(pipe: IO[str], timeout_s: float) -> str:
-    """The next line, or nothing when the pipe ends or the time is over."""
-    ready, _, _ = select.select([pipe], [], [], timeout_s)
-    return pipe.readline().strip() if ready else ""
+        try:
+            return read_line(self._outer.stdout, timeout_s)
+        except (EOFError, TimeoutError) as exc:
+            raise RuntimeError(f"{verb}: {exc}\n{self.logs()}") from exc
 
 
 def main(argv: list[str] | None = None) -> int:

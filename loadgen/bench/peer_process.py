@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from loadgen.bench.peers import PROBES
 from loadgen.bench.peers.base import Generation
 from quadriga.errors import ConfigError
+from quadriga.pipes import read_line
 
 PREPARE_TIMEOUT_S = 1200.0
 RUN_TIMEOUT_S = 1200.0
@@ -88,17 +88,15 @@ class PeerProcess:
             stdin.flush()
         except BrokenPipeError as exc:
             raise ConfigError(f"peer {self.name} ended before it was asked") from exc
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
-                raise ConfigError(f"peer {self.name} did not answer within {timeout_s:g} s")
-        # An answer is written at once, so the rest of its line is on its way.
-        line = stdout.readline()
-        if not line:
+        try:
+            line = read_line(stdout, timeout_s)
+        except TimeoutError as exc:
+            raise ConfigError(f"peer {self.name} did not answer within {timeout_s:g} s") from exc
+        except EOFError as exc:
             raise ConfigError(
                 f"peer {self.name} ended with status {self._process.wait(END_TIMEOUT_S)}; "
                 "QUADRIGA_BENCH_VERBOSE=1 shows what it said"
-            )
+            ) from exc
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ConfigError(f"peer {self.name}: {answer['error']}")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from quadriga import pipes
 from quadriga.errors import ConfigError
 
 END_TIMEOUT_S = 30.0
@@ -67,18 +66,13 @@ def read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str:
         ConfigError: It ended, or said nothing in time.
     """
     assert process.stdout is not None
-    deadline_s = time.monotonic() + timeout_s
-    data = b""
-    while not data.endswith(b"\n"):
-        left_s = deadline_s - time.monotonic()
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, left_s))
-        if not ready:
-            raise ConfigError(f"the process said nothing within {timeout_s:g} s")
-        byte = os.read(process.stdout.fileno(), 1)
-        if not byte:
-            raise ConfigError(f"the process ended with status {process.wait(END_TIMEOUT_S)}")
-        data += byte
-    return data.decode().rstrip("\n")
+    try:
+        return pipes.read_line(process.stdout, timeout_s)
+    except EOFError as exc:
+        status = process.wait(END_TIMEOUT_S)
+        raise ConfigError(f"the process ended with status {status}") from exc
+    except TimeoutError as exc:
+        raise ConfigError(str(exc)) from exc
 
 
 def free_port() -> int:
