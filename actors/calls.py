@@ -17,6 +17,8 @@ NAMESPACE = "quadriga"
 RAY_FAILED = (RayError, RuntimeError, ValueError, OSError)
 """What Ray raises where its control store is away."""
 
+LOOK_UP_TIMEOUT_S = 5.0
+
 _handles: dict[str, ActorHandle[Any]] = {}
 _looking = ThreadPoolExecutor(4, thread_name_prefix="look-up")
 """Threads of their own: where the control store is slow, only look-ups wait for each other."""
@@ -53,6 +55,22 @@ def _look_up(name: str) -> Future[ActorHandle[Any]]:
     return found
 
 
+async def find_actor(name: str, timeout_s: float) -> ActorHandle[Any]:
+    """As `get_actor`, with a deadline and beside the event loop.
+
+    Raises:
+        ReplicaDied: Likewise; code "unreachable" also where nobody told in time.
+    """
+    if name in _handles:
+        return _handles[name]
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(asyncio.wrap_future(_look_up(name)))
+    except TimeoutError as exc:
+        why = f"nobody told within {timeout_s:.1f} s where {name} is"
+        raise ReplicaDied(why, code="unreachable") from exc
+
+
 def remember_handle(name: str, handle: ActorHandle[Any]) -> None:
     """Put a handle into the cache that was come by in another way."""
     _handles[name] = handle
@@ -69,7 +87,7 @@ async def restart(name: str) -> None:
     Raises:
         ReplicaError: It is gone for good, or Ray does not do it.
     """
-    handle = await asyncio.to_thread(get_actor, name)
+    handle = await find_actor(name, LOOK_UP_TIMEOUT_S)
     try:
         await asyncio.to_thread(ray.kill, handle, no_restart=False)
     except (RayError, ValueError) as exc:
@@ -85,17 +103,10 @@ async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
             that is not known.
         ReplicaError: Code "timeout" when no answer came in time; the call may still take effect.
     """
-    handle = _handles.get(name)
-    if handle is None:
-        began_s = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                handle = await asyncio.shield(asyncio.wrap_future(_look_up(name)))
-        except TimeoutError as exc:
-            why = f"nobody told within {timeout_s:.1f} s where {name} is"
-            raise ReplicaDied(why, code="unreachable") from exc
-        timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
-    return await call_handle(name, handle, method, *args, timeout_s=timeout_s)
+    began_s = time.monotonic()
+    handle = await find_actor(name, timeout_s)
+    left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
+    return await call_handle(name, handle, method, *args, timeout_s=left_s)
 
 
 async def call_handle(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors import ingress_watch, kept
-from actors.calls import RAY_FAILED, call, get_actor, restart
+from actors.calls import LOOK_UP_TIMEOUT_S, RAY_FAILED, call, find_actor, restart
 from actors.evacuation import LeavingNodes
 from actors.exits_view import exits_view
 from actors.fleet import Fleet, Key, Member, Phase
@@ -36,6 +36,7 @@ from quadriga.config import LoggingConfig, QuadrigaConfig, load_config
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.logs import configure_logging
 from quadriga.pacing import find_profile
+from quadriga.policies.liveness import standstill_s
 from quadriga.resolve import Deployment, Hardware, ReplicaSpec, resolve
 from quadriga.types import AutoReport, Role
 
@@ -234,9 +235,8 @@ class Controller:
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
             except TimeoutError:
-                # While this process stood still, heartbeats may have come that nobody read.
-                late_s = self._clock.now_s() - now_s - pause_s
-                self._heard_s = min(self._clock.now_s(), self._heard_s + max(0.0, late_s))
+                late_s = standstill_s(now_s, self._clock.now_s(), pause_s)
+                self._heard_s = min(self._clock.now_s(), self._heard_s + late_s)
 
     async def _adopt(self) -> None:
         """Take over the replicas that an earlier controller started; may be repeated."""
@@ -246,7 +246,7 @@ class Controller:
             if place is None or name in self._fleet.members:
                 continue
             try:
-                self._fleet.adopt(place, name, await asyncio.to_thread(get_actor, name))
+                self._fleet.adopt(place, name, await find_actor(name, LOOK_UP_TIMEOUT_S))
             except ReplicaDied as exc:
                 if exc.code == "unreachable":
                     raise  # it may well live: all this is done again
@@ -353,9 +353,8 @@ class Controller:
         except QuadrigaError as exc:
             logger.info("the scheduler was not configured: %s", exc)
             if exc.code == "timeout":
-                # Had this process stood still, the answer might lie there unread.
-                late_s = self._clock.now_s() - began_s - CALL_TIMEOUT_S
-                self._scheduler_heard_s += max(0.0, late_s)
+                now_s = self._clock.now_s()
+                self._scheduler_heard_s += standstill_s(began_s, now_s, CALL_TIMEOUT_S)
                 await self._restart_hung_scheduler()
                 return
             self._scheduler_heard_s = self._clock.now_s()

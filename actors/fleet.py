@@ -21,7 +21,7 @@ from actors.tasks import background
 from quadriga.clock import Clock
 from quadriga.config import LifecycleConfig
 from quadriga.errors import QuadrigaError
-from quadriga.policies.liveness import patience_s, silence_limit_s
+from quadriga.policies.liveness import patience_s, silence_limit_s, standstill_s
 from quadriga.resolve import ReplicaSpec
 from quadriga.types import Role
 
@@ -206,7 +206,7 @@ class Fleet:
                 self._heard(member, status)
             except QuadrigaError as exc:
                 logger.info("heartbeat of %s: %s", member.name, exc)
-                member.excuse(max(0.0, self._clock.now_s() - began_s - timeout_s))
+                member.excuse(standstill_s(began_s, self._clock.now_s(), timeout_s))
             reason = await self._verdict(member, silence_s)
             if reason is not None:
                 await self._gone(member, reason)

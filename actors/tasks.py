@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from quadriga.clock import Clock
+from quadriga.policies.liveness import standstill_s
 
 Result = TypeVar("Result")
 
@@ -22,11 +23,7 @@ def background(coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
 
 
 async def overslept_s(clock: Clock, pause_s: float) -> float:
-    """Sleep; returns by how much longer than asked.
-
-    While a process stands still it hears nobody: what came then lies there unread, and is no
-    silence of those who sent it.
-    """
+    """Sleep; returns by how much longer than asked this process stood still."""
     began_s = clock.now_s()
     await asyncio.sleep(pause_s)
-    return max(0.0, clock.now_s() - began_s - pause_s)
+    return standstill_s(began_s, clock.now_s(), pause_s)

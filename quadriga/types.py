@@ -133,13 +133,6 @@ class Dated:
         return _arrived, (type(self), places, said)
 
 
-class Expiring(Dated):
-    """Has a deadline."""
-
-    __slots__ = ()
-    INSTANTS = ("deadline_unix_s",)
-
-
 def _arrived(kind: Callable[..., Dated], places: list[int], said: list[Any]) -> Dated:
     now_unix_s = time.time()
     for at in places:
@@ -165,7 +158,7 @@ class SequenceState(Dated):
         ingress_id: Who holds the client's stream.
         epoch: Raised at every change of owner; an owner with an older epoch must not emit.
         num_moves: Live migrations so far.
-        moved_unix_s: When the last one was committed, likewise; 0 before the first.
+        moved_unix_s: When the last one was committed, by the same clock; 0 before the first.
         prediction: Tokens still to come, as last said by a length head.
         predicted_at: Output tokens there were then.
         traceparent: Context of the request's trace; None where it is not traced.
@@ -574,7 +567,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmitRequest(Expiring):
+class AdmitRequest(Dated):
     """What the scheduler must know to let a sequence in.
 
     Attributes:
@@ -583,6 +576,8 @@ class AdmitRequest(Expiring):
         visitor: Who asks and for what, in one word that is the same when a refused caller comes
             back; empty: nobody would know it again.
     """
+
+    INSTANTS = ("deadline_unix_s",)
 
     sequence_id: str
     model: str

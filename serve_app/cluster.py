@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from quadriga.errors import QuadrigaError, ReplicaError
+from quadriga.policies.liveness import Hearing, Verdict, standstill_s
 from quadriga.types import (
     Admission,
     AdmitRequest,
@@ -29,10 +30,6 @@ CALL_TIMEOUT_S = 10.0
 SCHEDULER_TIMEOUT_S = 2.0
 """Who asks it can do without: an answer that comes later is worth less than its waiting."""
 HEARTBEAT_TIMEOUT_S = 3.0
-CONTROLLER_SILENCE_S = 20.0
-"""The controller is restarted when it has answered nothing for this long, though others have."""
-DEAF_S = 15.0
-"""An ingress that nobody has answered for this long ends: its clients go on at another one."""
 PASSED_OVER = (ReplicaError, MemoryError)
 POLL_SLACK_S = 5.0
 HOLDING_TIMEOUT_S = 5.0
@@ -92,7 +89,7 @@ class RayCluster:
         self._calls = CallBatcher(call)
         self._scheduler = f"{app_name}:scheduler"
         self._controller = f"{app_name}:controller"
-        self._controller_heard_s = self._heard_s = time.monotonic()
+        self._hearing = Hearing(time.monotonic())
         self._actor = own_actor()
 
     async def admit(self, request: AdmitRequest) -> Admission:
@@ -143,9 +140,8 @@ class RayCluster:
     async def heartbeat(self, ingress_id: str, replicas: Sequence[str]) -> None:
         """Tell controller, scheduler and replicas that this ingress lives, passing over the dead.
 
-        Nobody but the ingresses watches the controller: one that hangs is restarted, and adopts
-        what runs. An ingress that hears nobody is sick itself, or cut off: without memory, say, it
-        sends, but takes no answer. It blames no one, and its process ends.
+        A controller that hangs is restarted, and adopts what runs; an ingress that hears nobody
+        ends; see `Hearing`.
         """
         beats: list[tuple[str, tuple[str, ...]]] = [(self._controller, (ingress_id, self._actor))]
         beats += [(name, (ingress_id,)) for name in (self._scheduler, *replicas)]
@@ -158,19 +154,16 @@ class RayCluster:
             return_exceptions=True,
         )
         now_s = time.monotonic()
-        # Had this process stood still, the answers might lie there unread.
-        late_s = max(0.0, now_s - began_s - HEARTBEAT_TIMEOUT_S)
-        self._controller_heard_s += late_s
-        self._heard_s += late_s
-        if all(_is_lost(result) for result in results):
-            if now_s - self._heard_s > DEAF_S:
-                self._end(f"nobody has answered for {now_s - self._heard_s:.0f} s")
-            return
-        self._heard_s = now_s
-        if not _is_lost(results[0]):
-            self._controller_heard_s = now_s
-        elif now_s - self._controller_heard_s > CONTROLLER_SILENCE_S:
-            self._controller_heard_s = now_s
+        answered = [not _is_lost(result) for result in results]
+        verdict = self._hearing.judge(
+            answered[0],
+            any(answered),
+            now_s=now_s,
+            stood_still_s=standstill_s(began_s, now_s, HEARTBEAT_TIMEOUT_S),
+        )
+        if verdict is Verdict.END_ITSELF:
+            self._end("nobody answers it")
+        elif verdict is Verdict.RESTART_CONTROLLER:
             await self._restart(self._controller)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, PASSED_OVER):

@@ -1,14 +1,28 @@
-"""When a replica that does not answer counts as hung."""
+"""When somebody who does not answer counts as hung, and when it is rather the one who asks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 SILENCE_FACTOR = 10.0
 """Heartbeat intervals without an answer before a replica counts as hung."""
 MIN_SILENCE_S = 8.0
 STALL_PATIENCE = 4.0
 """Where the machine or this process is stalled, everybody gets this many times the time."""
+CONTROLLER_SILENCE_S = 20.0
+"""The controller is restarted when it has answered nothing for this long, though others have."""
+DEAF_S = 15.0
+"""An ingress that nobody has answered for this long ends: its clients go on at another one."""
+
+
+def standstill_s(began_s: float, now_s: float, allowed_s: float) -> float:
+    """Return by how much longer than allowed something took that ends in time by itself.
+
+    So long this process stood still and heard nobody: what came then may lie there unread, and is
+    no silence of those who sent it.
+    """
+    return max(0.0, now_s - began_s - allowed_s)
 
 
 def silence_limit_s(heartbeat_interval_s: float) -> float:
@@ -33,3 +47,45 @@ def is_stalled(silences_s: Sequence[float], *, limit_s: float) -> bool:
 def patience_s(silences_s: Sequence[float], *, limit_s: float) -> float:
     """Return how long a silent replica is waited for; longer where it is not the only one."""
     return limit_s * STALL_PATIENCE if is_stalled(silences_s, limit_s=limit_s) else limit_s
+
+
+class Verdict(Enum):
+    """What an ingress does about silence."""
+
+    NONE = auto()
+    RESTART_CONTROLLER = auto()
+    END_ITSELF = auto()
+
+
+class Hearing:
+    """Whom an ingress takes for hung: the controller, or itself.
+
+    Nobody but the ingresses watches the controller. An ingress that hears nobody is sick itself, or
+    cut off (without memory, say, it sends, but takes no answer): it blames no one.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._controller_s = self._anybody_s = now_s
+
+    def judge(
+        self,
+        controller_answered: bool,
+        anybody_answered: bool,
+        *,
+        now_s: float,
+        stood_still_s: float,
+    ) -> Verdict:
+        """Take the outcome of a round of heartbeats, and say what is to be done.
+
+        Args:
+            stood_still_s: Seconds in which this process may have left answers unread.
+        """
+        self._controller_s = now_s if controller_answered else self._controller_s + stood_still_s
+        self._anybody_s = now_s if anybody_answered else self._anybody_s + stood_still_s
+        if not anybody_answered:
+            is_deaf = now_s - self._anybody_s > DEAF_S
+            return Verdict.END_ITSELF if is_deaf else Verdict.NONE
+        if now_s - self._controller_s > CONTROLLER_SILENCE_S:
+            self._controller_s = now_s  # it has so long to come back
+            return Verdict.RESTART_CONTROLLER
+        return Verdict.NONE

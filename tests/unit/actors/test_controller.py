@@ -83,13 +83,18 @@ async def test_a_replica_that_nobody_finds_now_keeps_its_place(
     """Its placement group must not be taken for one whose replica is gone: it would die with it."""
     living = Failing(["app:decode:0:abc"])
     lost = ReplicaDied("the store is slow", code="unreachable")
+    found = Failing(None, lost, lost, ReplicaDied("it died"))
     removed: list[str] = []
+
+    async def find_actor(*_: Any) -> Any:
+        return found()
+
     monkeypatch.setattr(actors.controller, "remove", lambda name, _: removed.append(name))
     monkeypatch.setattr("actors.fleet.Fleet.tell_scheduler", _nothing)
     async with controller(
         monkeypatch,
         living_replicas=living,
-        get_actor=Failing(None, lost, lost, ReplicaDied("it died")),
+        find_actor=find_actor,
         abandoned_groups=lambda *_: ["app:decode:0:abc"],
     ) as made:
         await until(lambda: living.num_calls >= 2)
@@ -159,6 +164,47 @@ async def test_a_scheduler_that_is_gone_for_good_is_made_again(
         await until(lambda: make.num_calls > 1 if is_made else len(asked) > 5)
         assert set(asked) == {"app:scheduler configure"}
         assert bool(make.num_calls) is is_made
+
+
+class Told:
+    """A clock that goes as it is told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def now_s(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("call_takes_s", [2.0, 30.0])
+async def test_a_scheduler_is_blamed_for_its_own_silence_alone(
+    call_takes_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call has two seconds; in what it takes beyond them this process stood still itself."""
+    restarted: list[str] = []
+
+    async def restart(name: str) -> None:
+        restarted.append(name)
+
+    async with controller(monkeypatch, restart=restart) as made:
+        await until(lambda: made._desired is not None)
+        made._is_ending = True
+        made._wake.set()
+        await asyncio.sleep(0.01)
+        clock = Told()
+
+        async def call(*_: Any, **__: Any) -> None:
+            clock.now += call_takes_s
+            raise ReplicaError("no answer", code="timeout")
+
+        monkeypatch.setattr(actors.controller, "call", call)
+        monkeypatch.setattr(made, "_clock", clock)
+        made._scheduler_heard_s = clock.now
+        for _ in range(10):
+            await made._configure_scheduler(made._desired)
+        assert restarted == []
+        await made._configure_scheduler(made._desired)
+        assert restarted == ["app:scheduler"]
 
 
 async def test_an_application_that_ends_makes_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

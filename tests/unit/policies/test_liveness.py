@@ -1,4 +1,4 @@
-"""Telling a hung replica from a stalled machine."""
+"""Telling a hung process from a stalled machine, and from an observer that is sick itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from quadriga.policies.liveness import STALL_PATIENCE, is_stalled, patience_s, silence_limit_s
+from quadriga.policies.liveness import (
+    STALL_PATIENCE,
+    Hearing,
+    Verdict,
+    is_stalled,
+    patience_s,
+    silence_limit_s,
+    standstill_s,
+)
 
 LIMIT_S = 8.0
 
@@ -34,3 +42,45 @@ def test_half_of_them_silent_is_a_stall(silences_s: Sequence[float], stalled: bo
 def test_the_limit_follows_the_heartbeat() -> None:
     assert silence_limit_s(0.1) == 8.0
     assert silence_limit_s(2.0) == 20.0
+
+
+@pytest.mark.parametrize(("now_s", "late_s"), [(12.0, 0.0), (13.0, 0.0), (13.5, 0.5), (99.0, 86.0)])
+def test_what_takes_longer_than_allowed_is_a_standstill(now_s: float, late_s: float) -> None:
+    assert standstill_s(10.0, now_s, 3.0) == late_s
+
+
+def verdicts(*rounds: tuple[float, bool, bool], stood_still_s: float = 0.0) -> list[Verdict]:
+    """Of rounds (when, the controller answered, anybody did) since second 0."""
+    hearing = Hearing(0.0)
+    return [
+        hearing.judge(controller, anybody, now_s=now_s, stood_still_s=stood_still_s)
+        for now_s, controller, anybody in rounds
+    ]
+
+
+NONE, RESTART, END = Verdict.NONE, Verdict.RESTART_CONTROLLER, Verdict.END_ITSELF
+
+
+def test_the_controller_is_restarted_once_in_a_silence() -> None:
+    silent = [(now_s, False, True) for now_s in (10.0, 20.0, 20.1, 30.0, 40.1, 40.2)]
+    assert verdicts(*silent) == [NONE, NONE, RESTART, NONE, NONE, RESTART]
+    assert verdicts((19.0, True, True), (39.0, False, True), (39.1, False, True)) == [
+        NONE,
+        NONE,
+        RESTART,
+    ]
+
+
+def test_who_hears_nobody_ends_and_blames_no_one() -> None:
+    assert verdicts((15.0, False, False), (15.1, False, False)) == [NONE, END]
+    assert verdicts((10.0, False, True), (25.0, False, False), (25.1, False, False)) == [
+        NONE,
+        NONE,
+        END,
+    ]
+
+
+def test_a_standstill_is_nobodys_silence() -> None:
+    late = [(500.0, False, True), (1000.0, False, False)]
+    assert verdicts(*late, stood_still_s=480.0) == [NONE, END]
+    assert verdicts(*late, stood_still_s=490.0) == [NONE, NONE]

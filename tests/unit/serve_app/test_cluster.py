@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ReplicaDied, ReplicaError
-from serve_app.cluster import CONTROLLER_SILENCE_S, DEAF_S, RayCluster
+from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
+from serve_app.cluster import RayCluster
 
 
 class Beats(RayCluster):

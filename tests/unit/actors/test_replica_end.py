@@ -1,0 +1,45 @@
+"""A replica's process ends, whatever fails on the way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import actors.replica
+from actors.mailroom import Mailroom
+from actors.replica import Replica
+from quadriga.clock import SystemClock
+from quadriga.errors import MigrationFailed
+
+
+@pytest.mark.parametrize(
+    "failure", [None, MigrationFailed("the peer is gone"), KeyError("a bug"), OSError("disk full")]
+)
+async def test_it_ends_and_frees_its_engine(
+    failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def step(name: str, raised: Exception | None = None) -> Any:
+        async def run(*_: Any) -> None:
+            done.append(name)
+            if raised is not None:
+                raise raised
+
+        return run
+
+    monkeypatch.setattr(actors.replica, "end_this_actor", step("ended"))
+    replica: Any = SimpleNamespace(
+        name="r",
+        mail=Mailroom("a", SystemClock(), 0.05),
+        _is_ending=False,
+        _close=step("closed", failure),
+        transport=SimpleNamespace(close=step("transport")),
+        engine=SimpleNamespace(stop=lambda: done.append("stopped"), join=step("joined")),
+    )
+    await Replica._end(replica, "told to")
+    assert [s for s in done if s != "transport"] == ["closed", "stopped", "joined", "ended"]
+    await Replica._end(replica, "told again")
+    assert done.count("ended") == 1
