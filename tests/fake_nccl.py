@@ -208,12 +208,17 @@ class Call:
 
 
 class FakeCommunicator:
-    """One rank; bytes go over a socket."""
+    """One rank; bytes go over a socket.
+
+    Attributes:
+        is_alone: Its constructor waits for the other rank.
+    """
 
     def __init__(self, nccl: FakeNccl, rank: int) -> None:
         self.rank = rank
         self.nccl = nccl
         self.is_aborted = threading.Event()
+        self.is_alone = False
         self._socket: socket.socket | None = None
         self._error = 0
 
@@ -223,6 +228,7 @@ class FakeCommunicator:
 
     def meet(self, listener: socket.socket | None, port: int) -> None:
         """Wait for the other rank, as long as it takes."""
+        self.is_alone = True
         while self._socket is None and not self.nccl.is_over.is_set():
             with suppress(OSError):
                 if listener is not None:
@@ -245,6 +251,7 @@ class FakeCommunicator:
         theirs = bytearray(struct.unpack("<I", length)[0])
         self._fill(memoryview(theirs))
         self._socket.setblocking(False)
+        self.is_alone = False
         if bytes(theirs) == mine:
             self.end()
             raise FakeNcclError(5)

@@ -114,7 +114,9 @@ class NcclPair:
         return self._is_aborted.is_set() and not self._is_quiet.is_set() and late
 
     def _transfer(self, verb: str, data: torch.Tensor, deadline_s: float, check: Check) -> None:
-        end = self._end
+        with self._lock:
+            self._check_aborted()
+            end = self._end
         assert end is not None, "open comes first"
         enqueue = end.send if verb == "send" else end.recv
 
@@ -160,11 +162,13 @@ class NcclPair:
 
     def _check_errors(self) -> None:
         with self._lock:  # an abort frees the communicator: not while we look at it
-            if self._is_aborted.is_set():
-                raise RuntimeError("the communicator was aborted")
-            end = self._end
-            if end is not None:
-                named(end.check_async_error)
+            self._check_aborted()
+            if self._end is not None:
+                named(self._end.check_async_error)
+
+    def _check_aborted(self) -> None:
+        if self._is_aborted.is_set():
+            raise RuntimeError("the communicator was aborted")
 
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         """Have a call made on the communicator's thread."""

@@ -47,7 +47,7 @@ Start = Callable[..., tuple[Gpus, Rig]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Makes rigs, and sees afterwards that every communicator was aborted."""
+    """Makes rigs, and sees afterwards that every communicator whose ranks met was aborted."""
     open_rigs = []
     gpus = []
 
@@ -65,7 +65,7 @@ def start() -> Iterator[Start]:
     for side in gpus:
         for nccl in side.nccl.values():
             nccl.is_frozen.clear()
-    wait_for(lambda: all(c.is_aborted.is_set() for c in made))
+    wait_for(lambda: all(c.is_aborted.is_set() for c in made if not c.is_alone))
     for side in gpus:
         for nccl in side.nccl.values():
             nccl.close()
@@ -309,13 +309,14 @@ def test_nccl_that_does_not_return_is_given_up(
     monkeypatch.setattr(nccl_pair, "ABORT_TIMEOUT_S", 0.0)
     gpus, rig = start()
     gpus.nccl["a"].is_frozen.set()
-    for _ in range(MAX_STUCK_PAIRS):
+    refusals = []
+    # Where a thread comes late, the link breaks before there is a pair.
+    while len(refusals) < 5 * MAX_STUCK_PAIRS and NO_ROUTE not in [r.code for r in refusals]:
         with pytest.raises(KVTransportError) as refusal:
             rig.send(rig.make(10)).result(WAIT_S)
-        assert refusal.value.code != NO_ROUTE
-    with pytest.raises(KVTransportError, match="do not return") as refusal:
-        rig.send(rig.make(10)).result(WAIT_S)
-    assert refusal.value.code == NO_ROUTE
+        refusals.append(refusal.value)
+    assert len(refusals) > MAX_STUCK_PAIRS
+    assert f"{MAX_STUCK_PAIRS} NCCL communicators of a do not return" in str(refusals[-1])
     gpus.nccl["a"].is_frozen.clear()
 
 
@@ -379,6 +380,9 @@ def test_what_an_abort_cut_short_is_no_success(pair: Pairs) -> None:
     threading.Timer(0.05, other.abort).start()
     with pytest.raises(RuntimeError, match="aborted"):
         other.receive(torch.empty(100, dtype=torch.uint8), soon(), nothing)
+    with pytest.raises(RuntimeError, match="aborted"):
+        other.receive(torch.empty(100, dtype=torch.uint8), soon(), nothing)
+    assert other.is_quiet(WAIT_S)
     with pytest.raises(RuntimeError, match="aborted"):
         other.receive(torch.empty(100, dtype=torch.uint8), soon(), nothing)
 
