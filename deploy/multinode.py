@@ -145,7 +145,7 @@ class MultiNode:
             self._folder = None
 
     def status(self) -> dict[str, Any]:
-        """Desired and actual state of the service, each replica with its `node`.
+        """Desired and actual state of the service, each replica with its `node` (or None).
 
         Raises: RuntimeError: It cannot be had.
         """
@@ -154,7 +154,8 @@ class MultiNode:
             raise RuntimeError(found["failure"])
         names = {node.address: node.name for node in self.nodes}
         for replica in found["replicas"]:
-            replica["node"] = names[found["addresses"][replica["node_id"]]]
+            address = found["addresses"].get(replica["node_id"])
+            replica["node"] = names.get(address)
         return found
 
     @property
