@@ -15,6 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from actors.calls import RAY_FAILED, call, call_handle, remember_handle
 from actors.evacuation import empty
 from actors.lifecycle import fingerprint, scheduler_name
+from actors.node_reports import NodeReports
 from actors.placement import groups, remove, spawn
 from actors.status import ReplicaStatus
 from actors.tasks import background
@@ -111,6 +112,7 @@ class Fleet:
         self._is_leaving = is_leaving
         self._num_failures: dict[Key, int] = {}
         self._not_before_s: dict[Key, float] = {}
+        self._reports = NodeReports(clock)
         self.num_respawns = 0
 
     def of(self, key: Key) -> list[Member]:
@@ -239,9 +241,12 @@ class Fleet:
         limit_s = silence_s if member.heard_s is not None else max(silence_s, ADOPTED_SILENCE_S)
         if since_s is not None and now_s - since_s > self._patience_s(limit_s):
             return f"hung: no answer for {now_s - since_s:.1f} s"
-        if member.phase is Phase.PENDING and await self._is_placed(member):
-            member.phase = Phase.STARTING
-            member.since_s = now_s
+        if member.phase is Phase.PENDING:
+            if await self._is_placed(member):
+                member.phase = Phase.STARTING
+                member.since_s = now_s
+            else:
+                await self._reports.while_pending(member.since_s)
         start_s = self.lifecycle.replica_start_timeout_s
         if member.phase is Phase.STARTING and now_s - member.since_s > start_s:
             return f"not ready {start_s:.0f} s after it was placed"
