@@ -1,18 +1,72 @@
-"""A progress bar fed by the runner's live counters, cheap enough not to disturb a measurement."""
+"""Progress: of a load, from the live counters of its runner, and of steps done one by one."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from loadgen.runner import Live
 
 REFRESH_S = 0.5
+LINE_EVERY_S = 30.0
+
+
+class Steps:
+    """A bar for steps that are done one by one; where there is no terminal, a line now and then.
+
+    Args:
+        what: The steps' name, in the plural.
+        now_s: The time, in seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        what: str,
+        total: int,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._now_s = now_s
+        self._began_s = self._said_s = now_s()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+        )
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, count: int = 1) -> None:
+        """So many more are done."""
+        self._done += count
+        self._bar.advance(self._task, count)
+        now_s = self._now_s()
+        if self._console.is_terminal or now_s - self._said_s < LINE_EVERY_S:
+            return
+        self._said_s = now_s
+        took = f"{now_s - self._began_s:,.0f} s"
+        self._console.print(f"{self._what}: {self._done} of {self._total}, {took}", highlight=False)
 
 
 @asynccontextmanager

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 
 from loadgen import provenance
 from loadgen.load.traces import read_trace
 from loadgen.options import number, number_from, whole
 from loadgen.paper import ares_report as report
+from loadgen.progress import Steps
 from loadgen.simulated import (
     SimLoad,
     run_policy,
@@ -150,14 +150,13 @@ def _run_all(points: Sequence[Point], workers: int, console: Console) -> list[Ou
     # Simulations run side by side; none of them shall spread over the cores.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # looked at when numpy is imported: by the workers
     with (
-        Progress(console=console, disable=not console.is_terminal) as progress,
+        Steps(console, "simulations", len(points)) as steps,
         context.Pool(workers) as pool,
     ):
-        task = progress.add_task("simulations", total=len(points))
         jobs = [(i, points[i]) for i in order]
         for index, outcome in pool.imap_unordered(_indexed, jobs, chunksize=1):
             done[index] = outcome
-            progress.advance(task)
+            steps.advance()
     return [done[i] for i in range(len(points))]
 
 

@@ -18,13 +18,13 @@ matplotlib.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from loadgen.options import number, whole
 from loadgen.paper.length_contest import BATCHES, MEDIAN, Predictor, averaged, hold, timed
 from loadgen.paper.length_encoder import EncoderSize
 from loadgen.paper.results import publish
+from loadgen.progress import Steps
 from quadriga.batching.calibration import Dummies
 from quadriga.checkpoint import read_checkpoint
 from quadriga.training.checkpoint_io import load_checkpoint
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     train, validation, test = data.split(seed=args.seed)
     samples, count = len(data.remaining), len(data.token_ids)
     console.print(f"{args.checkpoint.name}: {samples:,} samples of {count:,} requests")
-    contest = hold(data, (train, validation, test), sizes, budget_s, args.seed)
+    contest = hold(data, (train, validation, test), sizes, budget_s, args.seed, console.print)
     rows = [_row(p, data, test) for p in contest.everybody]
     intervals = _by_interval(contest.alone, data, test)
     _print(rows, contest.losses, intervals, console)
@@ -84,14 +84,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _collect(checkpoint: Path, requests: int) -> LengthData:
-    columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("requests", total=requests * len(TASKS))
+    with Steps(Console(stderr=True), "requests", requests * len(TASKS)) as steps:
         return collect(
             load_checkpoint(checkpoint),
             build_tokenizer(),
             requests_per_task=requests,
-            advance=lambda done: bar.advance(task, done),
+            advance=steps.advance,
         )
 
 

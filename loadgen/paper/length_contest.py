@@ -75,8 +75,14 @@ def hold(
     sizes: tuple[EncoderSize, ...],
     budget_s: float,
     seed: int,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Contest:
-    """Train what is trained, and ask everybody about the test part."""
+    """Train what is trained, and ask everybody about the test part.
+
+    Args:
+        budget_s: Of training, for each encoder.
+        say: Called with a line for each one that is trained.
+    """
     train, validation, test = parts
     inputs = data.inputs(-1)
     head = train_head_at(data, -1, train, validation, seed=seed)
@@ -85,7 +91,7 @@ def hold(
     latency_s = {n: timed(lambda n=n: apply(head, inputs[:n])) for n in BATCHES}  # type: ignore[misc]
     ours = Predictor("head, averaged", averaged(said[test], data, test), parameters, latency_s)
     alone = Predictor("head, each answer alone", said[test], parameters, latency_s)
-    size, encoder, losses = _best_encoder(data, train, validation, sizes, budget_s, seed)
+    size, encoder, losses = _best_encoder(data, train, validation, sizes, budget_s, seed, say)
     auxiliary, auxiliary_alone = _auxiliary(data, validation, test, size, encoder)
     total = (data.generated + data.remaining)[train].float().mean()
     left = (total - data.generated[test]).clamp(min=0.0)
@@ -105,6 +111,7 @@ def _best_encoder(
     sizes: tuple[EncoderSize, ...],
     budget_s: float,
     seed: int,
+    say: Callable[[str], None],
 ) -> tuple[EncoderSize, LengthEncoder, dict[str, float]]:
     vocab_size = build_tokenizer().get_vocab_size()
     losses: dict[str, float] = {}
@@ -114,6 +121,7 @@ def _best_encoder(
             size, vocab_size, data, train, validation, seed=seed, budget_s=budget_s
         )
         losses[size.name] = loss
+        say(f"encoder {len(losses)} of {len(sizes)}, {size.name}: validation loss {loss:.4f}")
         if best is None or loss < best[0]:
             best = (loss, encoder, size)
     assert best is not None

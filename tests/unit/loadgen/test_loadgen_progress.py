@@ -7,8 +7,9 @@ import io
 
 from rich.console import Console
 
-from loadgen.progress import progress_bar
+from loadgen.progress import Steps, progress_bar
 from loadgen.runner import Live
+from quadriga.clock import ManualClock
 
 
 def show(*, terminal: bool, enabled: bool = True) -> str:
@@ -37,3 +38,23 @@ def test_shows_counters_on_a_terminal() -> None:
 def test_says_nothing_elsewhere() -> None:
     assert show(terminal=False) == ""
     assert show(terminal=True, enabled=False) == ""
+
+
+def steps(*, terminal: bool) -> str:
+    """What is shown of four steps, one every twenty seconds."""
+    out, clock = io.StringIO(), ManualClock(1000.0)
+    console = Console(file=out, force_terminal=terminal, width=100)
+    with Steps(console, "simulations", 4, clock.now_s) as bar:
+        for _ in range(4):
+            clock.advance(20.0)
+            bar.advance()
+    return out.getvalue()
+
+
+def test_steps_are_a_bar_on_a_terminal() -> None:
+    assert "4/4" in steps(terminal=True)
+
+
+def test_steps_are_a_line_now_and_then_elsewhere() -> None:
+    text = steps(terminal=False)
+    assert text == "simulations: 2 of 4, 40 s\nsimulations: 4 of 4, 80 s\n"
