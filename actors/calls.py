@@ -84,9 +84,13 @@ def forget_actor(name: str) -> None:
 async def restart(name: str) -> None:
     """End the process of an actor that hangs; Ray starts a restartable one again.
 
+    The name is looked up anew: where nobody tells, it is rather the caller who is cut off, and what
+    he asks for would be done much later.
+
     Raises:
         ReplicaError: It is gone for good, or Ray does not do it.
     """
+    forget_actor(name)
     handle = await find_actor(name, LOOK_UP_TIMEOUT_S)
     try:
         await asyncio.to_thread(ray.kill, handle, no_restart=False)

@@ -26,8 +26,9 @@ from actors.lifecycle import (
     scheduler_name,
 )
 from actors.lookup import get_scheduler
+from actors.mandate import Mandate
 from actors.metrics_page import MetricsPage
-from actors.placement import abandoned_groups, cluster_hardware, living_replicas, remove
+from actors.placement import cluster_hardware, groups_of, living_replicas, remove
 from actors.tasks import background
 from actors.termination import die_on_sigterm
 from actors.turnover import turn_over
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 CALL_TIMEOUT_S = 2.0
+ADOPT_EVERY_S = 30.0
+"""So often it is looked for replicas and places that are on no book."""
 SCHEDULER_SILENCE_S = 20.0
 """The scheduler is restarted when it has answered nothing for this long."""
 
@@ -79,6 +82,8 @@ class Controller:
         self._metrics = FleetMetrics(app)
         self._scheduler_heard_s = self._clock.now_s()
         self._making_scheduler = asyncio.Lock()
+        self._mandate = Mandate(app)
+        self._acted_s = self._adopted_s = self._clock.now_s()
         self._ingresses = ingress_watch.IngressWatch()
         self._wake = asyncio.Event()
         self._desired: Desired | None = None
@@ -94,6 +99,7 @@ class Controller:
             self._wake.set,
             self._ingress_age_s,
             self._takes_nothing,
+            self._mandate.is_held,
         )
         die_on_sigterm()
         background(self._run())
@@ -202,9 +208,15 @@ class Controller:
         await self._page.restore()
         while not self._is_ending:
             self._wake.clear()
+            if not await self._mandate.is_held():
+                await self._stand_by()
+                continue
+            self._acted_s = self._clock.now_s()
             try:
                 if not self._is_started.is_set():
                     await self._adopt()
+                elif self._acted_s > self._adopted_s + ADOPT_EVERY_S:
+                    await self._adopt_strays()
                 if self._desired is None:
                     await self._restore_desired()
                 try:
@@ -238,12 +250,24 @@ class Controller:
                 late_s = standstill_s(now_s, self._clock.now_s(), pause_s)
                 self._heard_s = min(self._clock.now_s(), self._heard_s + late_s)
 
+    async def _stand_by(self) -> None:
+        """Do nothing for a while, and blame nobody for it: perhaps no word comes in or out."""
+        await asyncio.sleep(TICK_S)
+        now_s = self._clock.now_s()
+        late_s = now_s - self._acted_s
+        self._heard_s = min(now_s, self._heard_s + late_s)
+        self._scheduler_heard_s = min(now_s, self._scheduler_heard_s + late_s)
+        self._acted_s = now_s
+
     async def _adopt(self) -> None:
-        """Take over the replicas that an earlier controller started; may be repeated."""
+        """Take over the replicas that another controller started; may be repeated.
+
+        Raises: QuadrigaError: Nobody tells where one of them is.
+        """
         names = await asyncio.to_thread(living_replicas, self._app)
         for name in names:
             place = parse_replica_name(self._app, name)
-            if place is None or name in self._fleet.members:
+            if place is None or self._fleet.knows(name):
                 continue
             try:
                 self._fleet.adopt(place, name, await find_actor(name, LOOK_UP_TIMEOUT_S))
@@ -251,10 +275,20 @@ class Controller:
                 if exc.code == "unreachable":
                     raise  # it may well live: all this is done again
                 logger.info("%s died before it was adopted", name)
-        abandoned = await asyncio.to_thread(abandoned_groups, self._app, set(self._fleet.members))
-        for name in abandoned:
-            await asyncio.to_thread(remove, name, None)
-            await self._fleet.tell_scheduler(name)
+        for name in await asyncio.to_thread(groups_of, self._app):
+            if not self._fleet.knows(name):
+                logger.warning("%s is gone, and its place is given back", name)
+                await asyncio.to_thread(remove, name, None)
+                await self._fleet.tell_scheduler(name)
+        self._adopted_s = self._clock.now_s()
+
+    async def _adopt_strays(self) -> None:
+        """A controller that ended in the middle of something may have left replicas on no book."""
+        self._adopted_s = self._clock.now_s()
+        try:
+            await self._adopt()
+        except (QuadrigaError, *RAY_FAILED) as exc:
+            logger.info("nobody tells which replicas there are: %s", exc)
 
     async def _restore_desired(self) -> None:
         """Want what an earlier controller was told, or this one at its start.
@@ -353,8 +387,10 @@ class Controller:
         except QuadrigaError as exc:
             logger.info("the scheduler was not configured: %s", exc)
             if exc.code == "timeout":
-                now_s = self._clock.now_s()
-                self._scheduler_heard_s += standstill_s(began_s, now_s, CALL_TIMEOUT_S)
+                late_s = standstill_s(began_s, self._clock.now_s(), CALL_TIMEOUT_S)
+                if not await self._mandate.is_held():
+                    late_s = self._clock.now_s() - began_s
+                self._scheduler_heard_s += late_s
                 await self._restart_hung_scheduler()
                 return
             self._scheduler_heard_s = self._clock.now_s()
@@ -390,6 +426,7 @@ class Controller:
         if self._is_ending:
             return
         self._is_ending = True
+        self._mandate.keep()
         logger.info("the application %s ends: %s", self._app, reason)
         try:
             await self._page.close()  # a value that is still being written would stay behind

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -37,8 +38,14 @@ MAX_BACKOFF_S = 30.0
 HEALTHY_S = 60.0
 REMOVE_PAUSE_S = 1.0
 MAX_REMOVALS = 300
+MAX_DEPARTED = 1000
+"""Names of replicas that are gone are remembered, so many."""
 
 Key = tuple[Role, int]
+
+
+async def _always() -> bool:
+    return True
 
 
 class Phase(StrEnum):
@@ -93,6 +100,7 @@ class Fleet:
         changed: Called when a replica became ready or is gone: time to reconcile.
         ingress_age_s: Seconds since an ingress was heard of; passed on with heartbeats.
         is_leaving: Whether a replica must go soon, and should be given nothing more.
+        is_held: Whether this process may act for the application now; see `Mandate`.
     """
 
     def __init__(
@@ -102,6 +110,7 @@ class Fleet:
         changed: Callable[[], None],
         ingress_age_s: Callable[[], float],
         is_leaving: Callable[[Member], bool] = lambda member: False,
+        is_held: Callable[[], Awaitable[bool]] = _always,
     ) -> None:
         self.members: dict[str, Member] = {}
         self.lifecycle = LifecycleConfig()
@@ -110,6 +119,8 @@ class Fleet:
         self._changed = changed
         self._ingress_age_s = ingress_age_s
         self._is_leaving = is_leaving
+        self._is_held = is_held
+        self._departed: OrderedDict[str, None] = OrderedDict()
         self._num_failures: dict[Key, int] = {}
         self._not_before_s: dict[Key, float] = {}
         self._reports = NodeReports(clock)
@@ -118,6 +129,10 @@ class Fleet:
     def of(self, key: Key) -> list[Member]:
         """Replicas of one place in the desired state that are not on their way out."""
         return [m for m in self.members.values() if m.key == key and m.phase is not Phase.RETIRING]
+
+    def knows(self, name: str) -> bool:
+        """Whether a replica is on the book, or was: it may be ending still."""
+        return name in self.members or name in self._departed
 
     def num_failures(self, key: Key) -> int:
         """Processes of a place that died, one after the other, before one was well for long."""
@@ -208,9 +223,12 @@ class Fleet:
                 self._heard(member, status)
             except QuadrigaError as exc:
                 logger.info("heartbeat of %s: %s", member.name, exc)
-                member.excuse(standstill_s(began_s, self._clock.now_s(), timeout_s))
+                late_s = standstill_s(began_s, self._clock.now_s(), timeout_s)
+                if not await self._is_held():  # nobody hears this process, perhaps
+                    late_s = self._clock.now_s() - began_s
+                member.excuse(late_s)
             reason = await self._verdict(member, silence_s)
-            if reason is not None:
+            if reason is not None and await self._is_held():
                 await self._gone(member, reason)
                 return
             await asyncio.sleep(interval_s if member.phase is Phase.READY else interval_s / 4)
@@ -271,6 +289,9 @@ class Fleet:
         if self.members.pop(member.name, None) is None:
             return
         logger.warning("%s is gone: %s", member.name, reason)
+        self._departed[member.name] = None
+        if len(self._departed) > MAX_DEPARTED:
+            self._departed.popitem(last=False)
         member.is_gone.set()
         for task in member.tasks:
             if task is not asyncio.current_task():
@@ -352,7 +373,11 @@ class Fleet:
                 await self._until_off_the_book(member.name, STOP_GRACE_S)
             except QuadrigaError as exc:
                 logger.info("stop of %s: %s", member.name, exc)
-        await self._gone(member, "stopped")
+        while member.name in self.members:
+            if await self._is_held():
+                await self._gone(member, "stopped")
+                return
+            await asyncio.sleep(REMOVE_PAUSE_S)
 
     async def _until_off_the_book(self, name: str, timeout_s: float) -> None:
         member = self.members.get(name)

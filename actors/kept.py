@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from ray.experimental import internal_kv
 
 from actors.calls import NAMESPACE
 
-What = Literal["desired", "metrics", "history"]
-EVERYTHING: tuple[What, ...] = ("desired", "metrics", "history")
+What = Literal["controller", "desired", "metrics", "history"]
+EVERYTHING: tuple[What, ...] = get_args(What)
 
 
 def save(app: str, what: What, value: bytes) -> None:

@@ -86,12 +86,12 @@ def living_replicas(app: str) -> list[str]:
     ]
 
 
-def abandoned_groups(app: str, living: set[str]) -> list[str]:
-    """Placement groups of this application whose replica is gone."""
+def groups_of(app: str) -> list[str]:
+    """Names of this application's placement groups, removed ones left out."""
     return [
         name
         for name, state in groups()
-        if state != "REMOVED" and name not in living and parse_replica_name(app, name) is not None
+        if state != "REMOVED" and parse_replica_name(app, name) is not None
     ]
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 
+from actors import kept
 from actors.lookup import (
     controller_name,
     ensure_cluster,
@@ -76,15 +77,24 @@ def test_death_of_the_prefill_replica(app: App) -> None:
     app.until_idle()
 
 
-def test_death_of_the_controller(app: App) -> None:
-    """The replicas are adopted, none is doubled, streams do not notice."""
+@pytest.mark.parametrize("cause", ["killed", "superseded"])
+def test_death_of_the_controller(app: App, cause: str) -> None:
+    """The replicas are adopted, none is doubled, streams do not notice.
+
+    One that finds that another one was started ends by itself, and harms nothing that it ran.
+    """
     ingress = app.ingress()
     streams = [ingress.submit([5 + i] * 20, 300) for i in range(4)]
     actors = (controller_name(app.name), scheduler_name(app.name))
     before = {name: pid for name, pid in pids(app.name).items() if name not in actors}
-    dead = kill(app, controller_name(app.name))
+    dead = pids(app.name)[controller_name(app.name)]
+    if cause == "killed":
+        os.kill(dead, signal.SIGKILL)
+    else:
+        kept.save(app.name, "controller", b"another")
     ingress.finish(*streams)
     assert [s.error for s in streams if s.error] == []
+    wait_until(lambda: not is_running(dead), 30.0)
     app.until_ready()
     after = pids(app.name)
     assert after.pop(controller_name(app.name)) != dead

@@ -41,14 +41,15 @@ async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIter
     nothing = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
     usual = {
         "living_replicas": Failing([]),
-        "abandoned_groups": Failing([]),
+        "groups_of": Failing([]),
         "_resolve": Failing(nothing),
         "TICK_S": 0.001,
     }
     for name, part in (usual | parts).items():
         monkeypatch.setattr(actors.controller, name, part)
-    monkeypatch.setattr("actors.kept.load", Failing(None))
-    monkeypatch.setattr("actors.kept.save", Failing(None))
+    kept: dict[str, bytes] = {}
+    monkeypatch.setattr("actors.kept.load", lambda _, what: kept.get(what))
+    monkeypatch.setattr("actors.kept.save", lambda _, what, value: kept.update({what: value}))
 
     async def unheard(*_: Any, **__: Any) -> None:
         return
@@ -95,7 +96,7 @@ async def test_a_replica_that_nobody_finds_now_keeps_its_place(
         monkeypatch,
         living_replicas=living,
         find_actor=find_actor,
-        abandoned_groups=lambda *_: ["app:decode:0:abc"],
+        groups_of=lambda *_: ["app:decode:0:abc"],
     ) as made:
         await until(lambda: living.num_calls >= 2)
         assert removed == []
@@ -205,6 +206,74 @@ async def test_a_scheduler_is_blamed_for_its_own_silence_alone(
         assert restarted == []
         await made._configure_scheduler(made._desired)
         assert restarted == ["app:scheduler"]
+
+
+async def test_who_is_cut_off_does_nothing_and_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it asked Ray for would be done when the link is mended: all would be ended."""
+    acted: list[str] = []
+
+    async def act(*_: Any) -> None:
+        acted.append("something")
+
+    async with controller(monkeypatch) as made:
+        await until(lambda: made._desired is not None)
+        is_held = False
+
+        async def held() -> bool:
+            return is_held
+
+        monkeypatch.setattr(made._mandate, "is_held", held)
+        await asyncio.sleep(0.02)
+        clock = Told()
+        monkeypatch.setattr(made, "_clock", clock)
+        made._acted_s = made._heard_s = made._scheduler_heard_s = clock.now
+        for part in ("_reconcile", "_end", "_adopt", "_configure_scheduler"):
+            monkeypatch.setattr(made, part, act)
+        for _ in range(20):
+            clock.now += 50.0
+            await asyncio.sleep(0.005)
+        await until(lambda: clock.now - made._acted_s < 1.0)
+        assert acted == []
+        assert made._ingress_age_s() < 1.0
+        assert clock.now - made._scheduler_heard_s < 1.0
+        is_held = True
+        await until(lambda: bool(acted))
+
+
+async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another controller may have ended in the middle of something; those that end are let be."""
+    names: list[str] = []
+    groups: list[str] = []
+    found: list[str] = []
+    removed: list[str] = []
+
+    async def find_actor(name: str, timeout_s: float) -> Any:
+        found.append(name)
+        if len(found) == 1:
+            raise ReplicaDied("the store is slow", code="unreachable")
+
+    monkeypatch.setattr(actors.controller, "remove", lambda name, _: removed.append(name))
+    monkeypatch.setattr("actors.fleet.Fleet.tell_scheduler", _nothing)
+    async with controller(
+        monkeypatch,
+        find_actor=find_actor,
+        living_replicas=lambda _: list(names),
+        groups_of=lambda _: list(groups),
+        ADOPT_EVERY_S=0.01,
+    ) as made:
+        await until(lambda: made._desired is not None)
+        adopted: list[str] = []
+        monkeypatch.setattr(made._fleet, "adopt", lambda _, name, __: adopted.append(name))
+        monkeypatch.setattr(made._fleet, "knows", lambda name: name in ["app:decode:1:e", *adopted])
+        groups[:] = ["app:decode:0:abc", "app:decode:1:e", "app:prefill:0:left"]
+        names[:] = ["app:decode:0:abc", "app:decode:1:e", "other:decode:0:x"]
+        await until(lambda: bool(removed))
+        assert found == ["app:decode:0:abc"] * 2
+        assert adopted == ["app:decode:0:abc"]
+        assert set(removed) == {"app:prefill:0:left"}
+        assert made._error is None
 
 
 async def test_an_application_that_ends_makes_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,3 +188,37 @@ async def test_who_stood_still_blames_no_replica(monkeypatch: pytest.MonkeyPatch
     finally:
         for task in member.tasks:
             task.cancel()
+
+
+async def test_who_is_cut_off_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while the link is broken, nor for the silence of that time once it is mended."""
+    clock = ManualClock(1000.0)
+    is_held, beats, gone = False, 0, asyncio.Event()
+
+    async def heartbeat(*_: Any, **options: Any) -> ReplicaStatus:
+        nonlocal is_held, beats
+        beats += 1
+        clock.advance(4.0)
+        is_held = beats > 30
+        raise ReplicaError("no answer", code="timeout")
+
+    async def held() -> bool:
+        return is_held
+
+    async def note_gone(member: Member, reason: str) -> None:
+        assert beats == 33, "two more were within the limit"
+        gone.set()
+
+    monkeypatch.setattr(actors.fleet, "call_handle", heartbeat)
+    fleet = Fleet("app", clock, lambda: None, lambda: 0.0, is_held=held)
+    fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
+    monkeypatch.setattr(fleet, "_gone", note_gone)
+    handle: Any = Handle()
+    member = Member((Role.DECODE, 0), "d0", handle, 1000.0, "same", Phase.READY, clock.now_s())
+    fleet._watch(member)
+    try:
+        async with asyncio.timeout(5):
+            await gone.wait()
+    finally:
+        for task in member.tasks:
+            task.cancel()

@@ -1,0 +1,122 @@
+"""Of two controllers, one behind a link that was broken, only the newer one acts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from ray.exceptions import RayError
+
+from actors import mandate
+from actors.mandate import Mandate
+
+
+class Store:
+    """Ray's, for one value.
+
+    Attributes:
+        gate: While it is closed, nobody is answered.
+        failure: What the next who ask get.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.value: bytes | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.num_asked = 0
+        monkeypatch.setattr("actors.kept.load", self.load)
+        monkeypatch.setattr("actors.kept.save", self.save)
+
+    def load(self, app: str, what: str) -> bytes | None:
+        self.num_asked += 1
+        self._answer()
+        return self.value
+
+    def save(self, app: str, what: str, value: bytes) -> None:
+        self._answer()
+        self.value = value
+
+    def _answer(self) -> None:
+        assert self.gate.wait(20.0)
+        if self.failure is not None:
+            raise self.failure
+
+
+class Watched(Mandate):
+    """Notes that it would end its process."""
+
+    def __init__(self) -> None:
+        super().__init__("app")
+        self.num_ends = 0
+
+    def _end(self) -> None:
+        self.num_ends += 1
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    return Store(monkeypatch)
+
+
+async def test_the_newer_one_holds_it_and_the_older_one_ends(store: Store) -> None:
+    old, new = Watched(), Watched()
+    assert await old.is_held()
+    assert await old.is_held()
+    assert await new.is_held()
+    assert not await old.is_held()
+    assert (old.num_ends, new.num_ends) == (1, 0)
+    assert await new.is_held()
+
+
+async def test_who_is_cut_off_holds_nothing_until_the_store_answers(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One question is under way at most, however often it is asked."""
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 0.02)
+    mine = Watched()
+    assert await mine.is_held()
+    store.gate.clear()
+    asked = store.num_asked
+    assert await asyncio.gather(*(mine.is_held() for _ in range(20))) == [False] * 20
+    assert not await mine.is_held()
+    store.gate.set()
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 20.0)
+    assert await mine.is_held()
+    assert store.num_asked == asked + 1
+    assert mine.num_ends == 0
+
+
+async def test_what_another_one_wrote_meanwhile_is_seen_when_the_link_is_mended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 0.02)
+    old = Watched()
+    assert await old.is_held()
+    store.gate.clear()
+    assert not await old.is_held()
+    store.value = b"another"
+    store.gate.set()
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 20.0)
+    assert not await old.is_held()
+    assert old.num_ends == 1
+
+
+@pytest.mark.parametrize("failure", [RayError("away"), RuntimeError("down"), OSError("reset")])
+async def test_a_store_that_fails_says_nothing(store: Store, failure: Exception) -> None:
+    mine = Watched()
+    store.failure = failure
+    assert not await mine.is_held()
+    assert mine.num_ends == 0
+    store.failure = None
+    assert await mine.is_held()
+
+
+async def test_who_ends_the_application_does_so_without_the_store(store: Store) -> None:
+    mine = Watched()
+    assert await mine.is_held()
+    mine.keep()
+    store.value = None
+    assert await mine.is_held()
+    assert mine.num_ends == 0
