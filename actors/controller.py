@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 CALL_TIMEOUT_S = 2.0
+FORGET_TIMEOUT_S = 10.0
 ADOPT_EVERY_S = 30.0
 """So often it is looked for replicas and places that are on no book."""
 SCHEDULER_SILENCE_S = 20.0
@@ -109,6 +110,9 @@ class Controller:
     async def ensure(self, config: dict[str, Any]) -> None:
         """Set the desired state; the same one again changes nothing.
 
+        Does not return while the application ends: whoever asked hears of the end of this actor,
+        and makes another one.
+
         Raises:
             ConfigError: It cannot be served on this cluster; the state before stays.
         """
@@ -116,12 +120,19 @@ class Controller:
         desired = await asyncio.to_thread(_resolve, config)
         await self._is_started.wait()
         async with self._wanting:
-            if self._desired is None or self._desired.config != desired.config:
-                setup = await asyncio.to_thread(_set_up, self._app, desired)
-                self._choose_by(setup)
-                text = json.dumps(desired.config).encode()
-                await asyncio.to_thread(kept.save, self._app, "desired", text)
-            self._apply(desired)
+            if not self._is_ending:
+                await self._want(desired)
+        if self._is_ending:
+            await asyncio.Event().wait()
+
+    async def _want(self, desired: Desired) -> None:
+        """Raises: ConfigError."""
+        if self._desired is None or self._desired.config != desired.config:
+            setup = await asyncio.to_thread(_set_up, self._app, desired)
+            self._choose_by(setup)
+            text = json.dumps(desired.config).encode()
+            await asyncio.to_thread(kept.save, self._app, "desired", text)
+        self._apply(desired)
 
     async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
         """A sign of life of an ingress; the whole application lives by it.
@@ -208,51 +219,59 @@ class Controller:
         await self._page.restore()
         while not self._is_ending:
             self._wake.clear()
-            if not await self._mandate.is_held():
-                await self._stand_by()
-                continue
-            self._acted_s = self._clock.now_s()
             try:
-                if not self._is_started.is_set():
-                    await self._adopt()
-                elif self._acted_s > self._adopted_s + ADOPT_EVERY_S:
-                    await self._adopt_strays()
-                if self._desired is None:
-                    await self._restore_desired()
-                try:
-                    await self._reconcile()
-                finally:  # the scheduler needs its route whatever fails here
-                    if self._helios is not None:
-                        self._helios.tick()
-                self._error = None
-            except QuadrigaError as exc:
-                if str(exc) != self._error:  # once, not at every turn
-                    logger.error("what is wanted cannot run now: %s", exc)
-                self._error = str(exc)
+                if await self._mandate.is_held():
+                    await self._turn()
+                else:
+                    self._blame_nobody()
             except Exception as exc:  # a border: whatever it is, it is tried again
                 self._error = str(exc)
-                logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
-            if self._page.is_due:
-                background(self._page.keep())
-            now_s = self._clock.now_s()
-            for actor in self._ingresses.hung(now_s):
-                background(ingress_watch.end(self._ingresses, actor, now_s))
-            background(ingress_watch.forget_gone(self._ingresses, now_s))
+                logger.exception("a turn failed; trying again in %.0f s", TICK_S)
             orphan_s = self._fleet.lifecycle.orphan_timeout_s
-            if self._ingress_age_s() > orphan_s:
-                await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
-                return
             pause_s = min(TICK_S, orphan_s / 4, self._fleet.next_due_s() or TICK_S)
+            began_s = self._clock.now_s()
             try:
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
             except TimeoutError:
-                late_s = standstill_s(now_s, self._clock.now_s(), pause_s)
+                late_s = standstill_s(began_s, self._clock.now_s(), pause_s)
                 self._heard_s = min(self._clock.now_s(), self._heard_s + late_s)
 
-    async def _stand_by(self) -> None:
-        """Do nothing for a while, and blame nobody for it: perhaps no word comes in or out."""
-        await asyncio.sleep(TICK_S)
+    async def _turn(self) -> None:
+        """Make the two states equal, as far as that can be, and look after the ingresses."""
+        self._acted_s = self._clock.now_s()
+        try:
+            if not self._is_started.is_set():
+                await self._adopt()
+            elif self._acted_s > self._adopted_s + ADOPT_EVERY_S:
+                await self._adopt_strays()
+            if self._desired is None:
+                await self._restore_desired()
+            try:
+                await self._reconcile()
+            finally:  # the scheduler needs its route whatever fails here
+                if self._helios is not None:
+                    self._helios.tick()
+            self._error = None
+        except QuadrigaError as exc:
+            if str(exc) != self._error:  # once, not at every turn
+                logger.error("what is wanted cannot run now: %s", exc)
+            self._error = str(exc)
+        except Exception as exc:  # a border: ingresses are looked after all the same
+            self._error = str(exc)
+            logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
+        if self._page.is_due:
+            background(self._page.keep())
+        now_s = self._clock.now_s()
+        for actor in self._ingresses.hung(now_s):
+            background(ingress_watch.end(self._ingresses, actor, now_s))
+        background(ingress_watch.forget_gone(self._ingresses, now_s))
+        orphan_s = self._fleet.lifecycle.orphan_timeout_s
+        if self._ingress_age_s() > orphan_s:
+            await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
+
+    def _blame_nobody(self) -> None:
+        """Since the last turn, or this look, perhaps no word came in or out."""
         now_s = self._clock.now_s()
         late_s = now_s - self._acted_s
         self._heard_s = min(now_s, self._heard_s + late_s)
@@ -441,8 +460,10 @@ class Controller:
 
     async def _forget(self) -> None:
         try:
-            await asyncio.to_thread(kept.forget, self._app)
-        except RAY_FAILED as exc:
+            # After whoever stores just now what is wanted.
+            async with asyncio.timeout(FORGET_TIMEOUT_S), self._wanting:
+                await asyncio.to_thread(kept.forget, self._app)
+        except (TimeoutError, *RAY_FAILED) as exc:
             logger.warning("what was kept of %s stays in Ray's store: %s", self._app, exc)
 
 

@@ -204,34 +204,42 @@ class Fleet:
                 await asyncio.sleep(1.0)  # the heartbeats decide
             except RayActorError as exc:
                 await self._gone(member, f"died: {str(exc).splitlines()[0]}")
-                return
+            except Exception:  # a border, as for heartbeats
+                logger.exception("the wait for the end of %s failed", member.name)
+                await asyncio.sleep(1.0)
 
     async def _heartbeat_forever(self, member: Member) -> None:
         while member.name in self.members:
-            interval_s = self.lifecycle.heartbeat_interval_s
-            silence_s = silence_limit_s(interval_s)
-            timeout_s = min(silence_s, self.lifecycle.replica_start_timeout_s)
-            began_s = self._clock.now_s()
             try:
-                status: ReplicaStatus = await call_handle(
-                    member.name,
-                    member.handle,
-                    "heartbeat",
-                    self._ingress_age_s(),
-                    timeout_s=timeout_s,
-                )
-                self._heard(member, status)
-            except QuadrigaError as exc:
-                logger.info("heartbeat of %s: %s", member.name, exc)
-                late_s = standstill_s(began_s, self._clock.now_s(), timeout_s)
-                if not await self._is_held():  # nobody hears this process, perhaps
-                    late_s = self._clock.now_s() - began_s
-                member.excuse(late_s)
-            reason = await self._verdict(member, silence_s)
-            if reason is not None and await self._is_held():
-                await self._gone(member, reason)
-                return
+                await self._heartbeat(member)
+            except Exception:  # a border: whom nobody watches is lost to the cluster
+                logger.exception("a look at %s failed", member.name)
+            interval_s = self.lifecycle.heartbeat_interval_s
             await asyncio.sleep(interval_s if member.phase is Phase.READY else interval_s / 4)
+
+    async def _heartbeat(self, member: Member) -> None:
+        """Ask it how it is, and judge."""
+        silence_s = silence_limit_s(self.lifecycle.heartbeat_interval_s)
+        timeout_s = min(silence_s, self.lifecycle.replica_start_timeout_s)
+        began_s = self._clock.now_s()
+        try:
+            status: ReplicaStatus = await call_handle(
+                member.name,
+                member.handle,
+                "heartbeat",
+                self._ingress_age_s(),
+                timeout_s=timeout_s,
+            )
+            self._heard(member, status)
+        except QuadrigaError as exc:
+            logger.info("heartbeat of %s: %s", member.name, exc)
+            late_s = standstill_s(began_s, self._clock.now_s(), timeout_s)
+            if not await self._is_held():  # nobody hears this process, perhaps
+                late_s = self._clock.now_s() - began_s
+            member.excuse(late_s)
+        reason = await self._verdict(member, silence_s)
+        if reason is not None and await self._is_held():
+            await self._gone(member, reason)
 
     def _heard(self, member: Member, status: ReplicaStatus) -> None:
         now_s = self._clock.now_s()

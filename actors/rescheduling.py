@@ -128,12 +128,12 @@ class Rescheduling:
                 self.look()
                 if is_due and self.governor.is_on:
                     self.tick()
+                if now_s >= push_s + METRICS_EVERY_S:
+                    push_s = now_s
+                    self.metrics.gauges(self.governor)
+                    background(self.metrics.push())
             except Exception:  # a border: nobody awaits this loop, and the next tick may be well
                 logger.exception("a tick of rescheduling failed")
-            if now_s >= push_s + METRICS_EVERY_S:
-                push_s = now_s
-                self.metrics.gauges(self.governor)
-                background(self.metrics.push())
 
     def look(self) -> None:
         """Note for which depth classes forecasts are wanted."""

@@ -242,6 +242,65 @@ async def test_who_is_cut_off_does_nothing_and_blames_nobody(
         await until(lambda: bool(acted))
 
 
+async def test_a_store_that_raises_anything_does_not_end_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with controller(monkeypatch) as made:
+        await until(lambda: made._desired is not None)
+        looks = 0
+
+        async def held() -> bool:
+            nonlocal looks
+            looks += 1
+            raise MemoryError("none left")
+
+        monkeypatch.setattr(made._mandate, "is_held", held)
+        await until(lambda: looks > 3)
+        assert made._error == "none left"
+
+
+async def test_nobody_is_told_yes_by_a_controller_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would be gone a moment later, with nobody left to make another one."""
+    ending = asyncio.Event()
+    forgotten: list[str] = []
+    monkeypatch.setattr("actors.kept.forget", forgotten.append)
+
+    async def end() -> None:
+        return
+
+    monkeypatch.setattr(actors.controller, "end_this_actor", end)
+    async with controller(monkeypatch) as made:
+        await until(lambda: made._desired is not None)
+        saving = asyncio.Event()
+        may_save = asyncio.Event()
+        saved = made._want
+
+        async def want(desired: Desired) -> None:
+            saving.set()
+            await may_save.wait()
+            await saved(desired)
+
+        monkeypatch.setattr(made, "_want", want)
+        monkeypatch.setattr(made._fleet, "stop_all", ending.wait)
+        early = asyncio.create_task(made.ensure(CONFIG))
+        await saving.wait()
+        closing = asyncio.create_task(made._end("no ingress"))
+        await asyncio.sleep(0.01)
+        late = asyncio.create_task(made.ensure(CONFIG))
+        assert forgotten == [], "not before the other one has stored what it wants"
+        may_save.set()
+        await until(lambda: bool(forgotten))
+        ending.set()
+        await closing
+        await asyncio.sleep(0.01)
+        assert not early.done()
+        assert not late.done()
+        for task in (early, late):
+            task.cancel()
+
+
 async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another controller may have ended in the middle of something; those that end are let be."""
     names: list[str] = []

@@ -222,3 +222,40 @@ async def test_who_is_cut_off_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         for task in member.tasks:
             task.cancel()
+
+
+@pytest.mark.parametrize("call", ["heartbeat", "wait_forever"])
+async def test_a_failure_that_nobody_thought_of_ends_no_watch(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whom nobody watches any more is never ready, and never hung."""
+    handle: Any = Handle()
+    handle.is_placed = True
+    asked = 0
+    method: Any = getattr(handle, call)
+
+    class Failing:
+        async def remote(self, *args: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                raise MemoryError("none left")
+            return await method.remote(*args)
+
+    setattr(handle, call, Failing())
+    sleep = asyncio.sleep
+    monkeypatch.setattr(actors.fleet.asyncio, "sleep", lambda _: sleep(0.001))
+    ready = asyncio.Event()
+    fleet = Fleet("app", ManualClock(1000.0), ready.set, lambda: 0.0)
+    member = Member((Role.DECODE, 0), "d0", handle, 1000.0, "same")
+    fleet._watch(member)
+    try:
+        async with asyncio.timeout(5):
+            await ready.wait()
+            while asked < 2:
+                await sleep(0.001)
+        assert member.phase is Phase.READY
+        assert not any(task.done() for task in member.tasks)
+    finally:
+        for task in member.tasks:
+            task.cancel()
