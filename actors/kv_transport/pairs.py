@@ -165,8 +165,11 @@ class PairTransport:
                 raise TimeoutError(f"{peer} was not asked in time") from None
 
         channel = SendingChannel(peer, self._generation, self._lines, invite=invite)
+        try:
+            channel.start()
+        except RuntimeError as exc:  # there is no thread to be had
+            raise KVTransportError(f"no channel to {peer}: {exc}") from exc
         self._sending[peer] = channel
-        channel.start()
         return channel
 
     def _abandon(self, peer: str, transfer_id: str) -> None:
@@ -182,6 +185,11 @@ class PairTransport:
         del self._sending[peer]
         if self._is_closed or not orphans:
             return
-        heir = self._open_channel(peer)
+        try:
+            heir = self._open_channel(peer)
+        except KVTransportError as exc:
+            for job in orphans:
+                job.fail(exc)
+            return
         for job in orphans:
             heir.submit(job)

@@ -76,6 +76,8 @@ class ReceivingChannel:
                 offer.source,
                 first_line(exc),
             )
+        except Exception:  # the border of the thread; the sender finds its line closed
+            logger.exception("the channel from %s failed", offer.source)
         finally:
             if self._line is not None:
                 self._line.close()

@@ -171,10 +171,15 @@ class SendingChannel:
                     self._current = job
                     self._send(line, job)
                     self._current = None
+                    used_s = time.monotonic()
         except QuadrigaError as exc:
             self._failed(type(exc)(exc.message, code=exc.code))
         except BROKEN as exc:
             self._failed(KVTransportError(f"{self._lines.name} to {self._peer}: {first_line(exc)}"))
+        except BaseException as exc:
+            # The border of the thread: what is queued for nobody would run into its deadline.
+            logger.exception("the channel to %s failed", self._peer)
+            self._failed(KVTransportError(f"{self._lines.name} to {self._peer}: {exc!r}"))
         finally:
             if self._line is not None:
                 self._line.close()
