@@ -17,12 +17,13 @@ from typing import Any
 
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError, QuadrigaError, Unavailable
+from quadriga.ports import LOOPBACK, is_free
 from serve_app.arguments import MAX_PORT, ServeParser, port_number
 from serve_app.auth import KEY_VARIABLE, ApiKeys
 from serve_app.environment import haproxy_enabled, prepare_environment
 from serve_app.key_command import key_command
 from serve_app.keys import make_key
-from serve_app.launch import LOOPBACK, Addresses, LocalService, is_free
+from serve_app.launch import Addresses, LocalService
 from serve_app.quiet import QuietOutput
 from serve_app.startup import describe
 from serve_app.tls import DEFAULT_GRPC_PORT, DEFAULT_HTTPS_PORT, Tls, is_loopback

@@ -14,10 +14,11 @@ from quadriga.checkpoint import read_checkpoint
 from quadriga.client import Client
 from quadriga.config import load_config
 from quadriga.errors import ConfigError
+from quadriga.ports import free_port
 from quadriga.training.tasks import TASKS, Example, check, make_example
 from serve_app.arguments import ServeParser
 from serve_app.auth import ApiKeys
-from serve_app.launch import Addresses, LocalService, free_port
+from serve_app.launch import Addresses, LocalService
 from serve_app.quiet import QuietOutput
 
 NUM_TASKS = 40

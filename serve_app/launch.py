@@ -17,6 +17,7 @@ from typing import Any
 from quadriga.checkpoint import read_checkpoint
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import ConfigError, QuadrigaError, ReplicaDied, Unavailable
+from quadriga.ports import LOOPBACK
 from serve_app.admin import check_admin
 from serve_app.auth import ApiKeys
 from serve_app.environment import GRPC_SERVICERS, prepare_environment
@@ -24,7 +25,6 @@ from serve_app.haproxy import GRPC_PORT_VARIABLE, HTTP_PORT_VARIABLE
 from serve_app.ray_errors import LOCAL_REMEDY, explain
 from serve_app.tls import Tls, is_loopback
 
-LOOPBACK = "127.0.0.1"
 DEFAULT_PLAIN_GRPC_PORT = 9000
 OBJECT_STORE_BYTES = 256 << 20
 POLL_INTERVAL_S = 0.2
@@ -107,24 +107,6 @@ def _unverified() -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-def is_free(port: int) -> bool:
-    """Whether nobody listens on a TCP port of loopback now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
 
 
 class LocalService:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.bench.service import Service, started_service
-from loadgen.bench.subprocesses import free_port
 from loadgen.event_loop import run_event_loop
 from loadgen.judge import Judgement
 from loadgen.load.workload import RequestSpec
@@ -26,6 +25,7 @@ from quadriga.checkpoint import read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.metrics import parse_exposition
 from quadriga.pacing import SHORT_FACTOR, find_profile
+from quadriga.ports import free_port
 
 POLICIES: dict[str, tuple[str, ...]] = {
     "off": ("scheduler.ares.mode=off", "scheduler.placement=current_load"),

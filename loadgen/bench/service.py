@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loadgen.bench.subprocesses import free_port, python_process
+from loadgen.bench.subprocesses import python_process
 from loadgen.options import API_KEY_VARIABLE
 from loadgen.runner import now_s
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
+from quadriga.ports import free_port
 
 START_TIMEOUT_S = 300.0
 PROBE_TIMEOUT_S = 5.0

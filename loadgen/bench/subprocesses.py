@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,10 +72,3 @@ def read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str:
         raise ConfigError(f"the process ended with status {status}") from exc
     except TimeoutError as exc:
         raise ConfigError(str(exc)) from exc
-
-
-def free_port() -> int:
-    """Return a TCP port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -22,10 +22,13 @@ part of the test."""
 STALL_S = 8.0
 """Longer than a hand-off may take."""
 CUT_S = 12.0
-"""Longer than it takes to find out that a node is gone."""
+MAX_CUT_S = 45.0
+"""A node is cut off until Ray has found out, between these two."""
 MAX_MOVES = 30
 END_TIMEOUT_S = 12.0
 LOOK_EVERY_S = 0.25
+MEMBER_LOOKS = 3
+"""A node is let go on that is found alive so often."""
 
 
 @dataclass(slots=True)
@@ -129,6 +132,10 @@ async def until_it_may_wake(rig: Rig, blow: Blow) -> None:
     cell = blow.cell
     if cell.fault is Fault.PARTITION:
         await asyncio.sleep(max(0.0, blow.struck_s + CUT_S - now_s()))
+        while now_s() - blow.struck_s < MAX_CUT_S:
+            if not await _is_member(rig, blow.victim.node):
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
         return
     if cell.fault is not Fault.STOP or cell.moment is Moment.BEFORE_FIRST_TOKEN:
         return
@@ -176,18 +183,19 @@ async def _undo_node(rig: Rig, blow: Blow) -> None:
             _signal(pid, signal.SIGCONT)
     # A node that was taken for dead ends its own processes when it hears of it.
     give_up_s = now_s() + END_TIMEOUT_S
+    looks = 0
     while now_s() < give_up_s and await rig.on_nodes("processes", blow.node):
-        if await _is_member(rig, blow.victim.node):
+        await asyncio.sleep(3.0)  # it may be taken for dead just now
+        looks = looks + 1 if await _is_member(rig, blow.victim.node) else 0
+        if looks == MEMBER_LOOKS:
             return
-        await asyncio.sleep(1.0)
     for pid in await rig.on_nodes("processes", blow.node):
         _signal(pid, signal.SIGKILL)
     await rig.on_nodes("start_node", blow.node)
 
 
 async def _is_member(rig: Rig, address: str) -> bool:
-    """Whether Ray counts a node as alive, after it has had time to be told otherwise."""
-    await asyncio.sleep(3.0)
+    """Whether Ray counts a node as alive."""
     try:
         return bool(await rig.orders.order("is_member", address))
     except OrderFailed:

@@ -17,9 +17,10 @@ import pytest_asyncio
 
 from quadriga.client import AsyncClient, Client
 from quadriga.config import load_config
+from quadriga.ports import free_port
 from serve_app.auth import ApiKeys
 from serve_app.environment import prepare_environment
-from serve_app.launch import Addresses, LocalService, free_port
+from serve_app.launch import Addresses, LocalService
 from tests.otlp import Collector
 
 MODEL = "quadriga-s"

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from quadriga.checkpoint import ASSETS
-from serve_app.launch import LOOPBACK, free_port
+from quadriga.ports import LOOPBACK, free_port
 from tests.e2e.observe import wait_until_free
 
 pytestmark = pytest.mark.slow  # a service of its own

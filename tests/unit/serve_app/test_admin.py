@@ -10,10 +10,10 @@ import pytest
 
 from quadriga.config import load_config
 from quadriga.errors import ConfigError
+from quadriga.ports import free_port
 from serve_app.admin import AdminDoor, check_admin, serve_admin
 from serve_app.auth import ApiKeys
 from serve_app.keys import ApiKey, digest
-from serve_app.launch import free_port
 from tests.unit.serve_app.conftest import MakeStand, Stand
 
 KEYS = ApiKeys(

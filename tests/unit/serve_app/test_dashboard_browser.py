@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page, async_playwright, expect
 
+from quadriga.ports import free_port
 from serve_app.admin import serve_admin
 from serve_app.auth import ApiKeys
 from serve_app.keys import ApiKey, digest
-from serve_app.launch import free_port
 from tests.unit.serve_app.conftest import MakeStand
 from tests.unit.serve_app.dashboard_views import busy_view, crowded_view
 

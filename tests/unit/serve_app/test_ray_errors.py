@@ -16,9 +16,9 @@ import pytest
 import ray
 
 from quadriga.errors import ConfigError
+from quadriga.ports import free_port
 from serve_app import ray_errors
 from serve_app.__main__ import main
-from serve_app.launch import free_port
 from serve_app.quiet import QuietOutput
 from serve_app.ray_errors import explain, explain_in_serve_cli
 

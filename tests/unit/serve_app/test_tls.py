@@ -20,12 +20,13 @@ import uvicorn
 
 from quadriga.client import AsyncClient, RetryPolicy
 from quadriga.errors import ConfigError, QuadrigaError, Unauthenticated, Unavailable
+from quadriga.ports import free_port
 from serve_app.auth import ApiKeys
 from serve_app.grpc_door import GrpcDoor
 from serve_app.grpc_wire import add_quadriga_to_server
 from serve_app.haproxy import starter_script
 from serve_app.http import HttpDoor
-from serve_app.launch import Addresses, free_port
+from serve_app.launch import Addresses
 from serve_app.tls import HAPROXY_VARIABLE, Tls
 from tests.certificates import Authority, Pair
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand

@@ -1,0 +1,37 @@
+"""TCP ports for services that are told theirs."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+LOOPBACK = "127.0.0.1"
+PORTS = range(20_000, 32_768)
+"""Neither Linux nor Ray hands these out to whoever asks for any port: one that is free now is still
+free when the service that is told of it comes up."""
+MAX_TRIES = 1000
+
+
+def free_port() -> int:
+    """Return a TCP port of loopback that nobody listens on now.
+
+    Raises:
+        OSError: None was found.
+    """
+    pick = random.SystemRandom()
+    for _ in range(MAX_TRIES):
+        port = pick.choice(PORTS)
+        if is_free(port):
+            return port
+    raise OSError(f"no free port from {PORTS.start} to {PORTS.stop - 1} in {MAX_TRIES} tries")
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a TCP port of loopback now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
