@@ -194,8 +194,9 @@ class Migration:
                     await self._thaw(state, transfer, transfer.offer.epoch + 1)
                     self._conclude("failed", _reason(exc))
                     return
-            except QuadrigaError as exc:
-                logger.info("%s at %s: %s", self.order.sequence_id, transfer.peer.name, exc)
+            except Exception as exc:  # a border: nobody else would take up what rests
+                failure = _as_failure(exc)
+                logger.info("%s at %s: %s", self.order.sequence_id, transfer.peer.name, failure)
             if end is None:
                 self._report("unknown", _reason(reason))
                 if self._replica.is_cancelled(self.order.sequence_id):

@@ -63,7 +63,7 @@ class Line:
     `STARVING_S` is served before all others, so that nobody waits for ever behind the important.
 
     Args:
-        now_s: A steady clock.
+        now_s: A steady clock that goes as the event loop's does.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -82,10 +82,13 @@ class Line:
         place = _Place(priority, next(self._numbers), self._now_s())
         self._waiting.append(place)
         self._call_head()
+        # Starving makes it the head though nobody comes or goes.
+        starving = asyncio.get_running_loop().call_later(STARVING_S, self._call_head)
         try:
             await place.is_called.wait()
             yield
         finally:
+            starving.cancel()
             self._waiting.remove(place)
             self._call_head()
 

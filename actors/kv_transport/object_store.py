@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -15,6 +16,13 @@ from actors.kv_transport.payload import as_array, from_bytes, num_bytes, where_d
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink
 from quadriga.types import KVPart
+
+MAX_PUTS = 4
+"""At once: parts of 256 KiB to 1 MiB, as they mostly are, go through faster up to four and not
+beyond. They share one connection to the store; larger ones are copied by threads of Ray's own."""
+
+_putting = ThreadPoolExecutor(MAX_PUTS, thread_name_prefix="kv-put")
+"""Threads of their own: where the store stalls, only parts for it wait for each other."""
 
 
 class ObjectStoreTransport:
@@ -39,26 +47,30 @@ class ObjectStoreTransport:
         calls = self._calls.setdefault(part.transfer_id, set())
         calls.add(task)
         try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.cancel()
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            raise KVTransportError(
-                f"transfer {part.transfer_id} was aborted", code="aborted"
-            ) from None
+            await asyncio.wait([task], timeout=deadline_s)
+            if not task.done():
+                raise KVTransportError(
+                    f"part {part.index} to {peer} took longer than {deadline_s:.1f} s",
+                    code="timeout",
+                )
+            if task.cancelled():
+                raise KVTransportError(f"transfer {part.transfer_id} was aborted", code="aborted")
+            task.result()
         finally:
+            task.cancel()
             calls.discard(task)
             if not calls:
                 self._calls.pop(part.transfer_id, None)
+            # Its error has this frame, and that the KV: they would wait for the garbage collector.
+            del task
 
     async def _send(self, peer: str, part: KVPart, kv: torch.Tensor, deadline_s: float) -> None:
-        started_s = time.monotonic()
+        """Put a part and have the peer fetch it; `send` breaks it off at the deadline."""
+        began_s = time.monotonic()
         try:
-            ref = await asyncio.to_thread(ray.put, as_array(kv))
-            left_s = deadline_s - (time.monotonic() - started_s)
-            await call(peer, "kv_deliver", self._me, part, [ref], left_s, timeout_s=left_s)
+            ref = await _put(kv)
+            left_s = deadline_s - (time.monotonic() - began_s)
+            await call(peer, "kv_deliver", self._me, part, [ref], left_s, timeout_s=deadline_s)
         except KVTransportError:
             raise
         except QuadrigaError as exc:
@@ -103,3 +115,16 @@ class ObjectStoreTransport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _put(kv: torch.Tensor) -> ray.ObjectRef[Any]:
+    """Put a tensor's bytes into the store.
+
+    Whoever gives up waiting takes along what was not begun; what ends later is freed at once, as
+    nobody has its reference. Raises: RayError.
+    """
+    waiting = [kv]
+    try:
+        return await asyncio.wrap_future(_putting.submit(lambda: ray.put(as_array(waiting.pop()))))
+    finally:
+        waiting.clear()

@@ -83,3 +83,31 @@ async def test_nobody_waits_for_ever_behind_the_important() -> None:
         assert not line.is_free_for(-9)
         for gate in gates.values():
             gate.set()
+
+
+async def test_whoever_starves_is_called_though_nobody_comes_or_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, now_s = asyncio.get_running_loop(), [0.0]
+    monkeypatch.setattr(loop, "time", lambda: now_s[0])
+    line, served = Line(loop.time), []
+    gates = {name: asyncio.Event() for name in ("first", "humble", "important")}
+
+    async def wait(name: str, priority: int) -> None:
+        async with line.turn(priority):
+            served.append(name)
+            await gates[name].wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        for name, priority in (("first", 5), ("humble", 5), ("important", 0)):
+            tasks.create_task(wait(name, priority))
+            await settle()
+        gates["first"].set()
+        now_s[0] = STARVING_S - 0.5
+        await settle()
+        assert served == ["first", "important"]
+        now_s[0] = STARVING_S
+        await settle()
+        assert served[2:] == ["humble"], "beside the important one, for whom there is no room"
+        for gate in gates.values():
+            gate.set()

@@ -567,7 +567,7 @@ async def test_cancelled_at_the_last_moment_it_is_cancelled_over_there(
     replica.on = cancel
     assert (await replica.migrate()).outcome == "moved"
     await asyncio.sleep(0)
-    assert calls == [("destination", "cancel", ["s"])]
+    assert calls == [("destination", "cancel", ["s"], None)]
 
 
 async def test_a_later_cancellation_follows_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,10 +580,10 @@ async def test_a_later_cancellation_follows_it_once(monkeypatch: pytest.MonkeyPa
     replica = Replica()
     replica.take()
     await replica.migrate()
-    replica.migrations.forward(["s", "unknown"])
+    replica.migrations.forward(["s", "unknown"], "ingress")
     replica.migrations.forward(["s"])
     await asyncio.sleep(0)
-    assert calls == [("destination", "cancel", ["s"])]
+    assert calls == [("destination", "cancel", ["s"], "ingress")]
     replica.migrations.moved_away("s", "destination")
     replica.migrations.came_back("s")
     replica.migrations.forward(["s"])
@@ -607,6 +607,22 @@ async def test_a_bug_does_not_leave_a_sequence_at_rest(
     await replica.settled()
     assert not bugs
     assert replica.moves == ["begun", "failed"]
+    assert replica.goes_on()
+
+
+@pytest.mark.parametrize("bug", [MemoryError(), RuntimeError("can't start new thread")])
+async def test_a_bug_while_nobody_knows_is_asked_beyond(
+    bug: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    bugs: list[Any] = [bug]
+    replica = Replica(commit=[ReplicaError("no answer", code="timeout")], settle=bugs)
+    replica.take()
+    assert (await replica.migrate()).outcome == "unknown"
+    await replica.settled()
+    assert replica.transfers[0].num_settles == 2
+    assert type(bug).__name__ in caplog.text
+    assert replica.moves == ["begun", "failed"]
+    assert replica.loop.departures.at_rest == {}
     assert replica.goes_on()
 
 
