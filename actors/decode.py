@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Container, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from actors.decode_core import DecodeCore
 from actors.forecasting import load_lengths
 from actors.migrations import Migrations
 from actors.replica import Replica
-from actors.tasks import background
+from actors.tasks import background, overslept_s
 from quadriga.batching.handoff import LeaseState
 from quadriga.batching.paced_runner import PacedRunner
 from quadriga.batching.rendezvous import StepPhase
@@ -88,8 +87,7 @@ class DecodeReplica(Replica[DecodeCore]):
             MigrationFailed: Cancelled, stale, or not for this replica.
         """
         self.require_taking()
-        if self.is_cancelled(offer.sequence_id):
-            raise MigrationFailed(f"{offer.sequence_id} was cancelled", code="cancelled")
+        self._require_wanted(offer.sequence_id)
         await self.receiver.reserve(offer)
         self.accepted(offer.sequence_id)
         return self.info_record
@@ -190,11 +188,11 @@ class DecodeReplica(Replica[DecodeCore]):
         await self.engine.call(lambda core: core.loop.leave(sequence_id))
 
     async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
-        if self.is_cancelled(state.sequence_id):
-            raise MigrationFailed(f"{state.sequence_id} was cancelled", code="cancelled")
+        self._require_wanted(state.sequence_id)
         self.migrations.came_back(state.sequence_id)
 
         def join(core: DecodeCore) -> None:
+            self._require_wanted(state.sequence_id)  # a cancellation may have been faster
             core.loop.join(state, resume, depth)
             if resume is not None and resume.unacknowledged:
                 # What the source said last comes first, and only now that this replica owns it.
@@ -203,6 +201,11 @@ class DecodeReplica(Replica[DecodeCore]):
 
         self.spans.begin("decode", state)
         await self.engine.call(join)
+
+    def _require_wanted(self, sequence_id: str) -> None:
+        """Raises: MigrationFailed: Code "cancelled"."""
+        if self.is_cancelled(sequence_id):
+            raise MigrationFailed(f"{sequence_id} was cancelled", code="cancelled")
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
         self.engine.require_core().runner.write_kv(row, first_layer, start, kv)
@@ -228,23 +231,30 @@ class DecodeReplica(Replica[DecodeCore]):
 
     # Replica
 
-    async def _cancel(self, sequence_ids: Sequence[str]) -> None:
-        self.migrations.forward(sequence_ids)
-        for sequence_id in sequence_ids:
+    async def _cancel(self, sequence_ids: Sequence[str], ingress_id: str | None) -> None:
+        def leave(core: DecodeCore) -> list[str]:
+            # Here, where sequences are adopted, joined and let go: whose one is cannot change
+            # before it has left, and what is noted as cancelled does not run.
+            running = {state.sequence_id: state.ingress_id for state in core.loop.running}
+            over = [
+                sequence_id
+                for sequence_id in sequence_ids
+                if ingress_id is None or running.get(sequence_id, ingress_id) == ingress_id
+            ]
+            self.note_cancelled(over)
+            # A reserved row belongs to its lease: only running sequences are taken out here.
+            for sequence_id in running.keys() & set(over):
+                core.loop.leave(sequence_id)
+            return over
+
+        over = await self.engine.call(leave)
+        self.migrations.forward(over, ingress_id)
+        for sequence_id in over:
             self.spans.end(sequence_id, "cancelled")
             await self.receiver.cancel(sequence_id)
 
-        def leave(core: DecodeCore) -> None:
-            # A reserved row belongs to its lease: only running sequences are taken out here.
-            running = {state.sequence_id for state in core.loop.running}
-            for sequence_id in running.intersection(sequence_ids):
-                core.loop.leave(sequence_id)
-
-        await self.engine.call(leave)
-
-    async def _held_for(self, ingress_ids: set[str]) -> list[SequenceState]:
-        running = await self.engine.call(lambda core: core.loop.running)
-        return [state for state in running if state.ingress_id in ingress_ids]
+    async def _held(self) -> Collection[SequenceState]:
+        return await self.engine.call(lambda core: core.loop.running)
 
     async def _own(self) -> Container[str]:
         def ids(core: DecodeCore) -> set[str]:
@@ -255,9 +265,9 @@ class DecodeReplica(Replica[DecodeCore]):
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(self.config.transport.lease_s / 4)
+            late_s = await overslept_s(self.clock, self.config.transport.lease_s / 4)
             if self.engine.is_ready:
-                await self.receiver.sweep()
+                await self.receiver.sweep(stood_still_s=late_s)
 
     async def _close(self) -> None:
         if self.engine.is_ready:

@@ -232,10 +232,16 @@ class HandoffReceiver:
         with self._lock:
             return self._table.renew(transfer_id, now_s=self._clock.now_s())
 
-    async def sweep(self) -> int:
-        """Release what lapsed; called every fraction of a lease. Returns how many."""
+    async def sweep(self, *, stood_still_s: float = 0.0) -> int:
+        """Release what lapsed; called every fraction of a lease. Returns how many.
+
+        Args:
+            stood_still_s: So long since the last time nobody was heard here: no silence of theirs.
+        """
+        now_s = self._clock.now_s()
         with self._lock:
-            lapsed = self._table.lapse(now_s=self._clock.now_s())
+            self._table.stood_still(stood_still_s, now_s=now_s)
+            lapsed = self._table.lapse(now_s=now_s)
         for lease in lapsed:
             logger.info("lease of transfer %s lapsed", lease.offer.transfer_id)
             await self._give_back(lease)

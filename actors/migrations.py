@@ -121,16 +121,20 @@ class Migrations:
         """A sequence that was moved away is here again."""
         self._moved.pop(sequence_id, None)
 
-    def forward(self, sequence_ids: Sequence[str]) -> None:
-        """Cancel what was moved away where it went: the ingress may not know of that yet."""
+    def forward(self, sequence_ids: Sequence[str], ingress_id: str | None = None) -> None:
+        """Cancel what was moved away where it went: the ingress may not know of that yet.
+
+        Args:
+            ingress_id: Who cancels; see `Replica.cancel`.
+        """
         for sequence_id in sequence_ids:
             peer = self._moved.pop(sequence_id, None)
             if peer is not None:
-                background(_cancel(peer, sequence_id))
+                background(_cancel(peer, sequence_id, ingress_id))
 
 
-async def _cancel(peer: str, sequence_id: str) -> None:
+async def _cancel(peer: str, sequence_id: str, ingress_id: str | None) -> None:
     try:
-        await call(peer, "cancel", [sequence_id], timeout_s=CANCEL_TIMEOUT_S)
+        await call(peer, "cancel", [sequence_id], ingress_id, timeout_s=CANCEL_TIMEOUT_S)
     except QuadrigaError:
         return  # whoever does not answer is settled by its controller, and by the deadline

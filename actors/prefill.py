@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 from actors.auto_routing import AutoRouter
@@ -84,7 +84,7 @@ class PrefillReplica(Replica[PrefillCore]):
             raise
         self.accepted(state.sequence_id)
         if self.is_cancelled(state.sequence_id):
-            await self._cancel([state.sequence_id])
+            await self._cancel([state.sequence_id], state.ingress_id)
 
     # From the engine thread, on the event loop
 
@@ -154,9 +154,9 @@ class PrefillReplica(Replica[PrefillCore]):
         chosen = (self._fallback.choose(request, group) for group in groups)
         return next((name for name in chosen if name is not None), None)
 
-    def cancel_at(self, peer: str, sequence_id: str) -> None:
-        """Cancel a sequence that a decode replica owns by now."""
-        background(_tell(peer, "cancel", [sequence_id]))
+    def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
+        """Cancel a sequence that a decode replica owns by now; see `cancel`."""
+        background(_tell(peer, "cancel", [sequence_id], ingress_id))
 
     def report_death(self, peer: str) -> None:
         """Tell the scheduler of a decode replica that is gone."""
@@ -193,7 +193,9 @@ class PrefillReplica(Replica[PrefillCore]):
         native = runner if isinstance(runner, NativeRunner) else None
         return PrefillCore(self, runner, load_lengths(runner, self.deepest_spec), native)
 
-    async def _cancel(self, sequence_ids: Sequence[str]) -> None:
+    async def _cancel(self, sequence_ids: Sequence[str], ingress_id: str | None) -> None:
+        # Nobody adopts what is here: only where they went they may be another ingress's by now.
+        self.note_cancelled(sequence_ids)
         for sequence_id in sequence_ids:
             self._states.pop(sequence_id, None)
             self.spans.end(sequence_id, "cancelled")
@@ -203,7 +205,7 @@ class PrefillReplica(Replica[PrefillCore]):
             peer = self._handed_off.pop(sequence_id, None)
             if peer is not None:
                 # The ingress may not know yet where the sequence went.
-                self.cancel_at(peer, sequence_id)
+                self.cancel_at(peer, sequence_id, ingress_id)
 
         def release(core: PrefillCore) -> None:
             for sequence_id in sequence_ids:
@@ -211,8 +213,8 @@ class PrefillReplica(Replica[PrefillCore]):
 
         await self.engine.call(release)
 
-    async def _held_for(self, ingress_ids: set[str]) -> list[SequenceState]:
-        return [state for state in self._states.values() if state.ingress_id in ingress_ids]
+    async def _held(self) -> Collection[SequenceState]:
+        return self._states.values()
 
     async def _own(self) -> Container[str]:
         return self._states.keys()

@@ -247,7 +247,8 @@ class PrefillHandoff:
         """
         is_owned = await transfer.abort() in (LeaseState.COMMITTED, None)
         if is_owned and not self._replica.is_ending:
-            self._replica.cancel_at(transfer.peer.name, self._state.sequence_id)
+            state = self._state
+            self._replica.cancel_at(transfer.peer.name, state.sequence_id, state.ingress_id)
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:
         """Send every range, as they become complete. Returns the bytes sent."""

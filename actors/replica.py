@@ -7,7 +7,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -183,12 +183,16 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Load the engine; on the engine's thread."""
 
     @abstractmethod
-    async def _cancel(self, sequence_ids: Sequence[str]) -> None:
-        """Free everything these sequences hold here, in whatever state they are."""
+    async def _cancel(self, sequence_ids: Sequence[str], ingress_id: str | None) -> None:
+        """Free everything these sequences hold here, in whatever state they are, and note it.
+
+        Args:
+            ingress_id: Of whom; another one's go on. None: of anybody.
+        """
 
     @abstractmethod
-    async def _held_for(self, ingress_ids: set[str]) -> list[SequenceState]:
-        """Sequences held for these ingresses."""
+    async def _held(self) -> Collection[SequenceState]:
+        """Sequences held here, whosever they are."""
 
     @abstractmethod
     async def _own(self) -> Container[str]:
@@ -221,14 +225,17 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """A sign of life of an ingress that has nothing to poll for."""
         self.mail.hear(ingress_id)
 
-    async def cancel(self, sequence_ids: Sequence[str]) -> None:
-        """Free everything these sequences hold; unknown ones are no error."""
-        for sequence_id in sequence_ids:
-            self._cancelled[sequence_id] = None
-        while len(self._cancelled) > MAX_REMEMBERED:
-            self._cancelled.popitem(last=False)
+    async def cancel(self, sequence_ids: Sequence[str], ingress_id: str | None = None) -> None:
+        """Free everything these sequences hold; unknown ones are no error.
+
+        Args:
+            ingress_id: Who cancels: what another ingress has adopted is not its any more, and goes
+                on. None: they end, whosever they are.
+        """
         if self.engine.is_ready:
-            await self._cancel(sequence_ids)
+            await self._cancel(sequence_ids, ingress_id)
+        else:
+            self.note_cancelled(sequence_ids)
 
     async def holding(self, sequence_ids: Sequence[str]) -> list[str]:
         """Those of the sequences that are this replica's own, or on their way out of it.
@@ -311,6 +318,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     def is_cancelled(self, sequence_id: str) -> bool:
         return sequence_id in self._cancelled
+
+    def note_cancelled(self, sequence_ids: Sequence[str]) -> None:
+        """Remember what nobody wants: it may be on its way here."""
+        for sequence_id in sequence_ids:
+            self._cancelled[sequence_id] = None
+        while len(self._cancelled) > MAX_REMEMBERED:
+            self._cancelled.popitem(last=False)
 
     def accepted(self, sequence_id: str) -> None:
         """Tell the scheduler soon that a sequence it sent has arrived and is in the load."""
@@ -427,17 +441,20 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         Args:
             silent: Seconds of silence by ingress.
         """
-        orphans = await self._held_for(set(silent))
-        if orphans:
-            logger.info("cancel %d sequences of silent ingresses %s", len(orphans), list(silent))
-            error = Cancelled("its ingress was silent for too long")
+        held: dict[str, list[SequenceState]] = {}
+        for state in await self._held():
+            held.setdefault(state.ingress_id, []).append(state)
+        error = Cancelled("its ingress was silent for too long")
+        for ingress_id in silent.keys() & held.keys():
+            orphans = held[ingress_id]  # as of now: another ingress may adopt one at any time
+            logger.info("cancel %d sequences of the silent ingress %s", len(orphans), ingress_id)
             self.emit(
                 [
-                    (o.ingress_id, Emission(o.sequence_id, o.epoch, len(o.output_ids), error=error))
+                    (ingress_id, Emission(o.sequence_id, o.epoch, len(o.output_ids), error=error))
                     for o in orphans
                 ]
             )
-            await self.cancel([o.sequence_id for o in orphans])
+            await self.cancel([o.sequence_id for o in orphans], ingress_id)
         for ingress_id in [i for i, age_s in silent.items() if age_s > forget_after_s]:
             self.mail.drop(ingress_id)
 

@@ -41,6 +41,7 @@ class Choice:
         num_rebuilds: How often it was begun anew after a loss.
         num_stalled: How often since its last new token.
         visitor: By what it is known again when it was refused and comes back.
+        is_ours: Its replica knows it for this ingress's; not while it is being adopted.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
         may_begin: Whether it may be begun from its prompt. False where the client has a part of it
             already, and could not tell another answer from the same.
@@ -73,6 +74,7 @@ class Choice:
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self.visitor = ""
+        self.is_ours = True
         self.is_auto = False
         self.may_begin = True
         self.profile: str | None = None
@@ -120,7 +122,7 @@ class Choice:
         self.state.epoch += 1
         self.replica, self.heirs, self.staying = None, {}, set()
         self.heard_s, self.failure, self._early = None, None, []
-        self._has_asked = False
+        self._has_asked, self.is_ours = False, True
         return self.state.sequence_id
 
     def adopt(self, orphan: Orphan) -> None:
@@ -128,6 +130,7 @@ class Choice:
         self.state.sequence_id = orphan.sequence_id  # begun anew, it gets a name of its own
         self.state.epoch = orphan.epoch
         self.replica = orphan.replica
+        self.is_ours = False
 
     def take_gap(self) -> Orphan | None:
         """Who goes on without the tokens before, if those died with their owner; told once."""

@@ -47,7 +47,10 @@ class Cluster(Protocol):
 
     async def submit(self, replica: str, state: SequenceState) -> None: ...
 
-    async def cancel(self, replica: str, sequence_ids: Sequence[str]) -> None: ...
+    async def cancel(
+        self, replica: str, sequence_ids: Sequence[str], ingress_id: str | None
+    ) -> None:
+        """Have sequences freed that are this ingress's; None: whosever they are."""
 
     async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
         """Those of the sequences that the replica has."""
@@ -110,8 +113,10 @@ class RayCluster:
     async def submit(self, replica: str, state: SequenceState) -> None:
         await self._calls.call(replica, "submit", state, timeout_s=CALL_TIMEOUT_S)
 
-    async def cancel(self, replica: str, sequence_ids: Sequence[str]) -> None:
-        await self._call(replica, "cancel", list(sequence_ids))
+    async def cancel(
+        self, replica: str, sequence_ids: Sequence[str], ingress_id: str | None
+    ) -> None:
+        await self._call(replica, "cancel", list(sequence_ids), ingress_id)
 
     async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
         held: list[str] = await self._call(

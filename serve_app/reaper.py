@@ -20,18 +20,24 @@ class Reaper:
     Cancellations free rows and go at once; endings are only book-keeping and wait for company.
     """
 
-    def __init__(self, cluster: Cluster, tasks: Tasks) -> None:
+    def __init__(self, cluster: Cluster, tasks: Tasks, ingress_id: str) -> None:
         self._cluster = cluster
+        self._ingress_id = ingress_id
         self._tasks = tasks
         self._timer: asyncio.TimerHandle | None = None
-        self._to_cancel: dict[str, list[str]] = {}
+        self._to_cancel: dict[tuple[str, str | None], list[str]] = {}
         self._ended: list[str] = []
         self._ended_tokens = 0
         self._work = asyncio.Event()
 
-    def cancel(self, replica: str, sequence_id: str) -> None:
-        """Have `replica` free a sequence."""
-        self._to_cancel.setdefault(replica, []).append(sequence_id)
+    def cancel(self, replica: str, sequence_id: str, *, is_ours: bool = True) -> None:
+        """Have `replica` free a sequence.
+
+        Args:
+            is_ours: But not if another ingress has adopted it meanwhile. Otherwise whosever it is.
+        """
+        owner = self._ingress_id if is_ours else None
+        self._to_cancel.setdefault((replica, owner), []).append(sequence_id)
         self._work.set()
 
     def ended(self, sequence_id: str, tokens: int) -> None:
@@ -59,7 +65,9 @@ class Reaper:
         cancels, self._to_cancel = self._to_cancel, {}
         ended, self._ended = self._ended, []
         tokens, self._ended_tokens = self._ended_tokens, 0
-        calls = [self._cluster.cancel(replica, ids) for replica, ids in cancels.items()]
+        calls = [
+            self._cluster.cancel(replica, ids, owner) for (replica, owner), ids in cancels.items()
+        ]
         if ended:
             calls.append(self._cluster.finished(ended, tokens))
         return calls

@@ -64,7 +64,7 @@ class Road:
         self._doubt_s = config.ingress.poll_timeout_s + DOUBT_SLACK_S
         self._max_age_s = config.scheduler.snapshot_max_age_s
         self._live: dict[str, tuple[Session, Choice]] = {}
-        self.reaper = Reaper(cluster, tasks)
+        self.reaper = Reaper(cluster, tasks, ingress_id)
         self.pumps = Pumps(
             cluster,
             ingress_id,
@@ -113,7 +113,7 @@ class Road:
         for name in choice.holders:
             self.pumps.unwatch(name, sequence_id)
             if cancel:
-                self.reaper.cancel(name, sequence_id)
+                self.reaper.cancel(name, sequence_id, is_ours=choice.is_ours)
         self.reaper.ended(sequence_id, choice.state.num_tokens)
 
     def look_after(self) -> None:
@@ -215,6 +215,11 @@ class Road:
             )
         except QuadrigaError as exc:
             is_there, error = False, ReplicaDied(exc.message, code="orphan_lost")
+        except Exception:  # a border: nobody awaits this task, and the client would hang
+            logger.exception("%s could not be asked for an orphan", orphan.replica)
+            is_there = False
+        if is_there:
+            choice.is_ours = True
         held = self._live.get(orphan.sequence_id)
         if not is_there and held is not None and choice.is_called(orphan.sequence_id):
             self._lose(*held, error)
@@ -301,7 +306,7 @@ class Road:
         for name in choice.holders:
             self.pumps.unwatch(name, old)
         for name in choice.holders.union(others):
-            self.reaper.cancel(name, old)
+            self.reaper.cancel(name, old, is_ours=choice.is_ours)
         self.reaper.ended(old, 0)
         new = choice.rename()
         self._live[new] = self._live.pop(old)

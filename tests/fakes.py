@@ -158,9 +158,12 @@ class FakeCluster:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def cancel(self, replica: str, sequence_ids: Sequence[str]) -> None:
+    async def cancel(
+        self, replica: str, sequence_ids: Sequence[str], ingress_id: str | None
+    ) -> None:
+        others = {s.sequence_id for s in self.submitted if ingress_id not in (None, s.ingress_id)}
         for target in (self.prefill, self.decode):
-            target.held.difference_update(sequence_ids)
+            target.held.difference_update(set(sequence_ids) - others)
         self._replica(replica).cancelled.extend(sequence_ids)
 
     async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:

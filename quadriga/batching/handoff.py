@@ -323,6 +323,11 @@ class LeaseTable:
         """The row of an ended transfer was given back."""
         self._leaving.discard(sequence_id)
 
+    def stood_still(self, seconds: float, *, now_s: float) -> None:
+        """Count a time no silence in which this process could hear nobody."""
+        for lease in self._open.values():
+            lease.heard_s = min(now_s, lease.heard_s + seconds)
+
     def lapse(self, *, now_s: float) -> list[Lease]:
         """End the leases nothing was heard of; returns those whose row is to be released now."""
         silent = [v for v in self._open.values() if now_s - v.heard_s > v.offer.lease_s]

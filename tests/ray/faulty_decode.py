@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ from quadriga.types import (
 )
 from tests.ray.ingress import call
 
+HANG_S = 60.0
+"""Beyond every deadline of the tests."""
+
 FAULTS = [
     "reserve_refused",
     "reserve_fails",
@@ -53,6 +57,7 @@ class FaultyDecode(BatchedCalls):
 
     def __init__(self, name: str, depth_class: DepthClass) -> None:
         self.fault = ""
+        self._has_changed = threading.Event()
         self.calls: Counter[str] = Counter()
         self._info = ReplicaInfo(name, Role.DECODE, depth_class, "", "faulty", 100, 10**6)
         names = ("gloo", "object_store")
@@ -60,6 +65,8 @@ class FaultyDecode(BatchedCalls):
         self._transport = TransportHub("auto", name, self._receiver, lambda _: "127.0.0.1")
 
     async def set_fault(self, fault: str) -> None:
+        self._has_changed.set()  # a part that hangs does so no more
+        self._has_changed = threading.Event()
         self.fault = fault
         self.calls.clear()
 
@@ -118,7 +125,7 @@ class FaultyDecode(BatchedCalls):
         self.calls["abort"] += 1
         return await self._receiver.abort(transfer_id)
 
-    async def cancel(self, sequence_ids: Sequence[str]) -> None:
+    async def cancel(self, sequence_ids: Sequence[str], ingress_id: str | None = None) -> None:
         self.calls["cancel"] += 1
 
     async def poll(self, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
@@ -142,7 +149,7 @@ class FaultyDecode(BatchedCalls):
         if self.fault == "part_fails":
             raise ValueError("disk full, or some such")
         if self.fault == "part_hangs":
-            time.sleep(6.0)  # beyond the hand-off's deadline
+            self._has_changed.wait(HANG_S)
 
 
 def start_faulty(app: str, depth_class: DepthClass) -> tuple[str, Any]:

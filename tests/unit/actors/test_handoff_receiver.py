@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import actors.tasks
+from actors.decode import DecodeReplica
 from actors.handoff_receiver import HandoffReceiver
 from actors.kv_transport.payload import checksum, pack
 from quadriga.batching.handoff import LeaseState
 from quadriga.clock import ManualClock, SystemClock
+from quadriga.config import QuadrigaConfig
 from quadriga.errors import (
     InvariantViolation,
     KVCacheExhausted,
@@ -277,6 +281,36 @@ async def test_a_second_try_waits_for_a_row_that_was_asked_for_in_vain() -> None
         await first
     await until_taken(receiver, an_offer("u"))
     assert host.held == {"s"}
+
+
+@pytest.mark.parametrize(
+    ("turns_s", "num_open"),
+    [([2.5] * 4, 1), ([2.5] * 5, 0), ([60.0, 2.5], 1), ([60.0] + [2.5] * 4, 0)],
+)
+async def test_a_replica_that_stood_still_does_not_take_it_for_silence(
+    turns_s: list[float], num_open: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The renewals of a time in which it read nothing may be there unread."""
+    clock, left = ManualClock(1000.0), list(turns_s)
+    receiver = HandoffReceiver(CLASS, TakingHost(), clock, ["gloo"])
+    await receiver.reserve(replace(an_offer("t"), lease_s=10.0))
+
+    async def sleep(_: float) -> None:
+        if not left:
+            raise asyncio.CancelledError
+        clock.advance(left.pop(0))
+
+    monkeypatch.setattr(actors.tasks, "asyncio", SimpleNamespace(sleep=sleep))
+    replica: Any = SimpleNamespace(
+        clock=clock,
+        config=QuadrigaConfig(),
+        engine=SimpleNamespace(is_ready=True),
+        receiver=receiver,
+    )
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5.0):
+            await DecodeReplica._sweep(replica)
+    assert receiver.num_open == num_open
 
 
 async def test_a_second_try_waits_for_what_lapsed_with_others() -> None:

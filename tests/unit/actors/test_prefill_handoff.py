@@ -177,7 +177,7 @@ class Prefill:
         self.replica.remember_peer = lambda _: None
         self.replica.emit = lambda *_, **__: None
         self.replica.handed_off = lambda _, peer: self.owners.append(peer)
-        self.replica.cancel_at = lambda peer, _: self.cancelled.append(peer)
+        self.replica.cancel_at = lambda peer, *_: self.cancelled.append(peer)
 
     async def hand_off(self) -> None:
         """As after the first token of a prompt of two."""

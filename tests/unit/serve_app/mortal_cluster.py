@@ -175,7 +175,9 @@ class MortalCluster:
         task.add_done_callback(self._tasks.discard)
         await target.answering()
 
-    async def cancel(self, replica: str, sequence_ids: Sequence[str]) -> None:
+    async def cancel(
+        self, replica: str, sequence_ids: Sequence[str], ingress_id: str | None
+    ) -> None:
         target = self.replicas[replica]
         await target.answering()
         target.cancelled.update(sequence_ids)

@@ -26,9 +26,16 @@ HAD = 6
 
 
 @asynccontextmanager
-async def another(stand: Stand, keys: ApiKeys | None = None) -> AsyncIterator[Stand]:
-    """A second ingress over the same cluster; the first one has died without a word."""
-    await stand.desk.tasks.close()
+async def another(
+    stand: Stand, keys: ApiKeys | None = None, *, is_alone: bool = True
+) -> AsyncIterator[Stand]:
+    """A second ingress over the same cluster.
+
+    Args:
+        is_alone: The first one has died without a word.
+    """
+    if is_alone:
+        await stand.desk.tasks.close()
     desk = FrontDesk(
         load_config({}),
         ModelDirectory([MODEL]),
@@ -88,6 +95,63 @@ async def test_an_http_client_resumes_at_another_ingress(
         assert stand.cluster.num_orphan_calls == 1
         page = stand.desk.metrics.registry.snapshot()
         assert b"adopted" in page
+
+
+async def test_an_ingress_that_ends_leaves_alone_what_another_one_has_adopted(
+    make_stand: MakeStand, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's connection broke, and the first ingress lives on for a while."""
+    monkeypatch.setattr("serve_app.road.AUDIT_AFTER_S", 0.1)
+    first = await make_stand(gate=gate, step_s=0.001)
+    headers = {"idempotency-key": "k"}
+    await begin(first, headers, gate)
+    cluster, adopted = first.cluster, asyncio.Event()
+    adopt = cluster.adopt
+
+    async def noticed(*args: Any) -> bool:
+        is_there = await adopt(*args)
+        adopted.set()
+        return is_there
+
+    monkeypatch.setattr(cluster, "adopt", noticed)
+    async with another(first, is_alone=False) as stand:
+        reading = asyncio.ensure_future(
+            stand.http.post(
+                "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
+            )
+        )
+        async with asyncio.timeout(5.0):
+            await adopted.wait()
+        await first.desk.close()
+        assert cluster.decode.cancelled == [cluster.submitted[0].sequence_id], "it tried"
+        gate.set()
+        text = "".join(f["choices"][0]["text"] for f in frames(await reading))
+        assert text == ANSWER[HAD:]
+        assert len(cluster.submitted) == 1, "nothing was computed again"
+        assert cluster.num_held == 0
+
+
+async def test_an_adoption_that_fails_in_any_way_ends_the_request(
+    make_stand: MakeStand, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the replica has heard of it is not known: what runs there is freed."""
+    first = await make_stand(gate=gate, step_s=0.001)
+    headers = {"idempotency-key": "k"}
+    await begin(first, headers, gate)
+
+    async def adopt(*_: Any) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(first.cluster, "adopt", adopt)
+    async with another(first) as stand:
+        async with asyncio.timeout(5.0):
+            reply = await stand.http.post(
+                "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
+            )
+        assert reply.status_code == 404, reply.text
+        async with asyncio.timeout(5.0):
+            while stand.cluster.num_held:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
 
 async def test_an_orphan_that_is_moving_is_asked_for_again(

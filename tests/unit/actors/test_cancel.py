@@ -1,0 +1,154 @@
+"""A replica frees what is cancelled, but not what another ingress has adopted meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors import migrations
+from actors.decode import DecodeReplica
+from actors.migrations import Migrations
+from quadriga.clock import ManualClock
+from quadriga.errors import MigrationFailed
+from quadriga.types import Emission, SamplingParams, SequenceState
+
+GONE, HEIR = "ingress-0", "ingress-1"
+
+
+def a_state(sequence_id: str, ingress_id: str = GONE) -> SequenceState:
+    return SequenceState(
+        sequence_id, "r", "m", [1], SamplingParams(max_tokens=4), ingress_id, 0.0, 1e12
+    )
+
+
+class Engine:
+    """Runs commands at once; `before` runs first, once: another command that was faster."""
+
+    is_ready = True
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.before: Callable[[], object] = lambda: None
+
+    async def call(self, command: Callable[[Any], Any]) -> Any:
+        before, self.before = self.before, lambda: None
+        before()
+        return command(self.core)
+
+    def post(self, callback: Callable[..., object], *args: object) -> None:
+        callback(*args)
+
+
+class Loop:
+    def __init__(self, *running: SequenceState) -> None:
+        self.running = list(running)
+
+    def leave(self, sequence_id: str) -> None:
+        self.running = [s for s in self.running if s.sequence_id != sequence_id]
+
+    def join(self, state: SequenceState, *_: object) -> None:
+        self.running.append(state)
+
+
+class Decode(DecodeReplica):
+    """The rules of one without the process around it."""
+
+    def __init__(self, *running: SequenceState) -> None:
+        self.name = "app:decode:1"
+        self.loop = Loop(*running)
+        self.engine: Any = Engine(SimpleNamespace(loop=self.loop))
+        self.clock: Any = ManualClock()
+        self.migrations = Migrations(self)
+        self.closed_leases: list[str] = []
+        self.receiver: Any = SimpleNamespace(cancel=self._close_lease)
+        self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
+        self.told: list[tuple[str, Emission]] = []
+        self.mail: Any = SimpleNamespace(
+            expect=lambda _: None, put=self.told.extend, drop=lambda _: None
+        )
+        self._cancelled = OrderedDict()
+
+    async def _close_lease(self, sequence_id: str) -> None:
+        self.closed_leases.append(sequence_id)
+
+    def emit(self, emissions: Any, *, wakes: bool = True) -> None:
+        self.told.extend(emissions)
+
+    @property
+    def ids(self) -> list[str]:
+        return [state.sequence_id for state in self.loop.running]
+
+
+async def test_only_the_owner_cancels() -> None:
+    replica = Decode(a_state("a"), a_state("b", HEIR))
+    await replica.cancel(["a", "b", "never-heard-of"], GONE)
+    assert replica.ids == ["b"]
+    assert [s for s in ("a", "b", "never-heard-of") if replica.is_cancelled(s)] == [
+        "a",
+        "never-heard-of",
+    ]
+    assert replica.closed_leases == ["a", "never-heard-of"]
+    await replica.cancel(["b"], HEIR)
+    assert replica.ids == []
+
+
+async def test_nobody_in_particular_cancels_whosever_it_is() -> None:
+    replica = Decode(a_state("a"), a_state("b", HEIR))
+    await replica.cancel(["a", "b"])
+    assert replica.ids == []
+    assert replica.is_cancelled("a")
+    assert replica.is_cancelled("b")
+
+
+@pytest.mark.parametrize("is_adopted_first", [False, True])
+async def test_an_adoption_and_a_cancellation_meet(is_adopted_first: bool) -> None:
+    replica = Decode(a_state("a"))
+    calls = [replica.adopt("a", HEIR), replica.cancel(["a"], GONE)]
+    done = [await call for call in (calls if is_adopted_first else reversed(calls))]
+    assert (True in done) is is_adopted_first
+    assert replica.ids == (["a"] if is_adopted_first else [])
+    assert replica.is_cancelled("a") is not is_adopted_first
+
+
+async def test_what_joins_while_it_is_cancelled_does_not_run() -> None:
+    """The event loop asked before the engine's thread had noted it."""
+    replica = Decode()
+    replica.engine.before = lambda: replica.note_cancelled(["a"])
+    with pytest.raises(MigrationFailed) as failure:
+        await replica.join(a_state("a"), None, 8)
+    assert failure.value.code == "cancelled"
+    assert replica.ids == []
+
+
+async def test_the_canceller_is_named_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    async def call(*args: Any, timeout_s: float) -> None:
+        calls.append(args)
+
+    monkeypatch.setattr(migrations, "call", call)
+    replica = Decode()
+    replica.migrations.moved_away("a", "app:decode:2")
+    await replica.cancel(["a"], GONE)
+    await asyncio.sleep(0)
+    assert calls == [("app:decode:2", "cancel", ["a"], GONE)]
+
+
+async def test_an_orphan_that_is_adopted_at_the_last_moment_goes_on() -> None:
+    replica = Decode(a_state("a"), a_state("b"), a_state("c", HEIR))
+    held = replica._held
+
+    async def and_then() -> Any:
+        found = list(await held())
+        replica.engine.before = lambda: setattr(found[1], "ingress_id", HEIR)
+        return found
+
+    replica._held = and_then  # type: ignore[method-assign]
+    await replica._cancel_orphans({GONE: 61.0}, forget_after_s=600.0)
+    assert replica.ids == ["b", "c"]
+    assert {ingress_id for ingress_id, _ in replica.told} == {GONE}
