@@ -25,9 +25,9 @@ import pytest
 
 from quadriga.client import Client, RetryPolicy
 from quadriga.errors import Overloaded, QuadrigaError, Unauthenticated
+from quadriga.ports import free_port
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.keys import ApiKey, KeyLimits, digest
-from serve_app.launch import free_port
 from serve_app.openapi import OPERATIONS
 from tests.certificates import Authority, Pair
 
@@ -75,7 +75,7 @@ def write_keys(file: Path, *more: ApiKey) -> None:
         ApiKey("plain", digest(PLAIN)),
         ApiKey("slow", digest(SLOW), KeyLimits(requests_per_s=0.01)),
         ApiKey("stuck", digest(STUCK), KeyLimits(requests_per_s=0.01)),
-        ApiKey("paced", digest(PACED), KeyLimits(requests_per_s=1)),
+        ApiKey("paced", digest(PACED), KeyLimits(requests_per_s=0.2)),
         ApiKey("boss", digest(BOSS), is_admin=True),
         *more,
     )
@@ -229,7 +229,7 @@ def test_a_keys_limit_in_both_clients_formats(secured: Secured) -> None:
 
 
 def test_openais_client_waits_as_it_is_told(secured: Secured) -> None:
-    """Two at once are over the limit of one a second; the client's retries make both succeed."""
+    """Two at once are over the limit of one in 5 s; the client's retries make both succeed."""
     refused: list[str] = []
 
     def note(reply: httpx.Response) -> None:
