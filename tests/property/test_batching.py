@@ -125,7 +125,7 @@ lives = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(lives=lives, prefill_rows=st.integers(1, 4), decode_rows=st.integers(1, 5))
 def test_random_lives(
     lives: list[tuple[int, int, int, int | None, int]], prefill_rows: int, decode_rows: int

@@ -180,7 +180,7 @@ def check_tokens(state: SequenceState, life: Life, replica: Replica) -> int:
     changes=st.dictionaries(st.integers(0, 80), st.sampled_from(ALL_ENDS), max_size=12),
     reservation=st.sampled_from(["longest", "used"]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_life(
     policy: str, todo: list[Life], start: int, changes: dict[int, int], reservation: str
 ) -> None:

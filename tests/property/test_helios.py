@@ -247,8 +247,6 @@ class HeliosLife(RuleBasedStateMachine):
 HeliosLife.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestHeliosLife = HeliosLife.TestCase

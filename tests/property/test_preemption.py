@@ -36,7 +36,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(arrivals=ARRIVALS, rows=st.integers(1, 6), pause_every=st.integers(0, 9))
 def test_everybody_ends_with_their_own_words(
     arrivals: list[Arrival], rows: int, pause_every: int

@@ -237,7 +237,7 @@ def check_tokens(
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     lives=st.lists(lives, min_size=1, max_size=20),
     num_rows=st.integers(1, 9),

@@ -136,7 +136,5 @@ class RelayMachine(RuleBasedStateMachine):
         assert memory.batch_bytes <= NUM_ROWS * (CAPACITY + self.release) * token_bytes
 
 
-RelayMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
-)
+RelayMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestRelayRows = RelayMachine.TestCase

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from actors import batches
 from actors.batches import MAX_BATCH, BatchedCalls, CallBatcher
 from quadriga.errors import KVCacheExhausted, ReplicaDied, ReplicaError
 
@@ -73,13 +75,29 @@ async def test_who_waits_for_nobody_travels_alone() -> None:
         await calls.call_alone("a", "double", 4, timeout_s=1)
 
 
-async def test_a_call_alone_leaves_at_once_and_a_close_follower_waits_a_moment() -> None:
+async def test_a_call_alone_leaves_at_once_and_a_close_follower_waits_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batches, "GATHER_S", 3600.0)
     calls, line = batcher()
     assert await calls.call("a", "double", 1, timeout_s=1) == 2
-    second = asyncio.create_task(calls.call("a", "double", 2, timeout_s=1))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    third = asyncio.create_task(calls.call("a", "double", 3, timeout_s=1))
+    moments: list[tuple[float, Callable[[], None]]] = []
+
+    def call_later(delay_s: float, callback: Callable[..., None], *args: Any) -> None:
+        moments.append((delay_s, lambda: callback(*args)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+        second = asyncio.create_task(calls.call("a", "double", 2, timeout_s=1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        third = asyncio.create_task(calls.call("a", "double", 3, timeout_s=1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert line.sizes == [1]
+    ((delay_s, leave),) = moments
+    assert 0 < delay_s <= 3600
+    leave()
     async with asyncio.timeout(20):
         assert (await second, await third) == (4, 6)
     assert line.sizes == [1, 2]

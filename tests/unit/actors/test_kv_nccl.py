@@ -24,6 +24,10 @@ from tests.contract.lines import WAIT_S, Rig, Sink, make_rig, wait_for
 from tests.contract.test_lines import localhost
 from tests.fake_nccl import FakeNccl
 
+LONG_S = 15.0
+"""A part's deadline that nothing here may have to wait for; less than `WAIT_S`."""
+SOON_S = 10.0
+"""Before that deadline, on a machine that stands still for some seconds."""
 STAGING_BYTES = 1 << 20  # 2,048 tokens of a rig's parts
 
 
@@ -77,7 +81,7 @@ def staging(rig: Rig) -> tuple[int, int]:
     return a, b
 
 
-def freeze_in_mid_part(gpus: Gpus, rig: Rig, deadline_s: float = 10.0) -> Future[None]:
+def freeze_in_mid_part(gpus: Gpus, rig: Rig, deadline_s: float = LONG_S) -> Future[None]:
     """A part whose header is accepted, and whose bytes b's GPU does not take."""
     rig.deliver(100)
     accept = rig.sink.accept
@@ -115,13 +119,14 @@ def test_nccl_that_shares_gpus_is_let_try(start: Start, monkeypatch: pytest.Monk
 def test_a_peer_that_hangs_while_the_pair_forms(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_module, "OPEN_TIMEOUT_S", 0.5)
     gpus, rig = start()
-    gpus.nccl["b"].is_frozen.set()
-    started_s = time.monotonic()
-    with pytest.raises(KVTransportError):
-        rig.send(rig.make(100), deadline_s=2.0).result(WAIT_S)
-    assert time.monotonic() - started_s < 2.5
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl_module, "OPEN_TIMEOUT_S", 0.5)
+        gpus.nccl["b"].is_frozen.set()
+        started_s = time.monotonic()
+        with pytest.raises(KVTransportError):
+            rig.send(rig.make(100), deadline_s=LONG_S).result(WAIT_S)
+        assert time.monotonic() - started_s < SOON_S
     gpus.nccl["b"].is_frozen.clear()
     rig.deliver()
     assert rig.generation() == 2
@@ -130,11 +135,11 @@ def test_a_peer_that_hangs_while_the_pair_forms(
 def test_a_peer_that_hangs_in_mid_part(start: Start) -> None:
     """It costs a deadline; memory comes back when the device lets go of it."""
     gpus, rig = start()
-    future = freeze_in_mid_part(gpus, rig, deadline_s=0.5)
+    future = freeze_in_mid_part(gpus, rig, deadline_s=4.0)
     started_s = time.monotonic()
     with pytest.raises(KVTransportError):
         future.result(WAIT_S)
-    assert time.monotonic() - started_s < 1.5
+    assert time.monotonic() - started_s < SOON_S
     gpus.nccl["b"].is_frozen.clear()
     wait_for(lambda: staging(rig) == (0, 0))
     rig.deliver(2000)
@@ -146,13 +151,13 @@ def test_an_abort_reaches_a_peer_whose_gpu_waits(start: Start) -> None:
     gpus, rig = start()
     rig.deliver(100)
     gpus.nccl["a"].is_frozen.set()
-    doomed = rig.send(rig.make(2000, "doomed"))
+    doomed = rig.send(rig.make(2000, "doomed"), deadline_s=LONG_S)
     wait_for(lambda: staging(rig)[1] > 0)
     rig.run(rig.a.abort("b", "doomed"))
     with pytest.raises(KVTransportError) as end:
         doomed.result(WAIT_S)
     assert end.value.code == "aborted"
-    wait_for(lambda: staging(rig) == (0, 0), timeout_s=5.0)  # long before the part's deadline
+    wait_for(lambda: staging(rig) == (0, 0), timeout_s=SOON_S)
     gpus.nccl["a"].is_frozen.clear()
     rig.deliver()
 
@@ -166,7 +171,7 @@ def test_a_peer_that_dies_is_noticed_though_nccl_says_nothing(start: Start) -> N
     line._link.shut()  # as the kernel does when a process ends
     with pytest.raises(KVTransportError):
         future.result(WAIT_S)
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SOON_S
     gpus.nccl["b"].is_frozen.clear()
     rig.deliver()
 
@@ -178,7 +183,7 @@ def test_an_asynchronous_error_ends_the_part_and_the_pair(start: Start) -> None:
     gpus.nccl["a"].communicators[-1].fail(6)
     with pytest.raises(KVTransportError, match="REMOTE"):
         future.result(WAIT_S)
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SOON_S
     gpus.nccl["b"].is_frozen.clear()
     rig.deliver()
     assert rig.generation() == 2
@@ -223,7 +228,7 @@ def test_a_refusal_for_lack_of_memory_leaves_the_line_in_order(start: Start) -> 
     taken = rig.b.staging  # type: ignore[attr-defined]
     taken.take(STAGING_BYTES, time.monotonic())
     with pytest.raises(KVTransportError, match="staging memory") as refusal:
-        rig.send(rig.make(500), deadline_s=0.6).result(WAIT_S)
+        rig.send(rig.make(500), deadline_s=6.0).result(WAIT_S)
     assert refusal.value.code == "timeout"
     taken.give_back(STAGING_BYTES)
     rig.deliver()
@@ -370,7 +375,7 @@ def test_who_waits_for_more_than_comes_waits_until_its_deadline(pair: Pairs) -> 
     started_s = time.monotonic()
     with pytest.raises(TimeoutError, match="take part"):
         other.receive(torch.empty(1001, dtype=torch.uint8), soon(0.2), nothing)
-    assert 0.15 < time.monotonic() - started_s < 1.0
+    assert 0.15 < time.monotonic() - started_s < SOON_S
     assert other.is_quiet(WAIT_S)
 
 

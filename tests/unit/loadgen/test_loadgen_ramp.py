@@ -26,7 +26,7 @@ from loadgen.ramps.levels import Ramp, Rise, Step
 from loadgen.ramps.report import conclusion, write_ramp_plot
 from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of, figures_of
 from loadgen.results import read_results
-from loadgen.runner import Record, RunResult
+from loadgen.runner import Record, RunResult, now_s
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service, make_spec
 
@@ -259,11 +259,20 @@ def test_a_ramp_stops_where_the_slo_breaks(service: Service, tmp_path: Path) -> 
     assert last_s < 10.0  # of 20 s
 
 
-def test_a_closed_ramp_opens_its_places(tmp_path: Path) -> None:
+def test_a_closed_ramp_opens_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> tuple[int, int]:
         async with FakeServer(FakeOptions(step_s=0.002)) as server:
+            begun_s = now_s()
+
+            def until_all_are_busy() -> float:
+                """No step is over before; else it might be before the last places had a turn."""
+                at_s = now_s()
+                return begun_s if server.max_in_flight < 3 and at_s < begun_s + 8.0 else at_s
+
+            monkeypatch.setattr(ramp, "now_s", until_all_are_busy)
             words = ["ramp", "--url", server.url, "--tasks", "5", "--max-tokens", "5"]
             words += ["--concurrency", "1-3", "--steps", "2", "--step-s", "0.5", "--no-plots"]
+            words += ["--settle-s", "0", "--slo-ttft-s", "9", "--slo-tpot-s", "9"]
             words += ["--output", str(tmp_path / "out")]
             return await asyncio.to_thread(main, words), server.max_in_flight
 
@@ -278,6 +287,7 @@ def test_a_closed_ramp_opens_its_places(tmp_path: Path) -> None:
 
 def test_a_service_that_refuses_all_is_not_flooded(service: Service, tmp_path: Path) -> None:
     words = ["--tasks", "3", "--concurrency", "2", "--steps", "1", "--step-s", "0.6", "--no-plots"]
+    words += ["--settle-s", "0"]
     status, lines = run_ramp(service(fault="refuse"), tmp_path, *words, "--warmup", "0")
     assert status == 1  # nothing was served
     assert 2 <= len(of_kind(lines, "request")) <= 2 * 12

@@ -246,7 +246,7 @@ def test_remaining_work() -> None:
     assert remaining_work(replica("a", [10], forecast=None)) == 10
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 900), max_size=10), min_size=1, max_size=6),
     waiting=st.integers(0, 50),

@@ -27,7 +27,8 @@ NAMES = st.sampled_from(sorted({*CompletionBody.model_fields, *ChatBody.model_fi
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(fields=st.dictionaries(NAMES, JSON, max_size=4), chat=st.booleans())
 async def test_no_body_makes_an_internal_error(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import serve_app.front
+import serve_app.pump
 import serve_app.road
 from quadriga.config import load_config
 from quadriga.errors import (
@@ -51,6 +52,8 @@ QUICK = {
 @pytest.fixture(autouse=True)
 def quick_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_app.front, "HOUSEKEEPING_INTERVAL_S", 0.02)
+    # Twice the interval: where this process stands still for longer, no replica was silent.
+    monkeypatch.setattr(serve_app.pump, "MAX_LOOK_GAP_S", 0.04)
     monkeypatch.setattr(serve_app.road, "AUDIT_AFTER_S", 0.3)
     monkeypatch.setattr(serve_app.road, "AUDIT_PAUSE_S", 0.05)
 
@@ -415,7 +418,7 @@ Strikes = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(strikes=Strikes, gap=st.integers(0, 12), num_streams=st.integers(1, 5))
 def test_any_order_of_deaths_and_hangs(
     strikes: list[tuple[int, str, Role, int]], gap: int, num_streams: int
@@ -468,8 +471,8 @@ async def test_rebuilding_ends() -> None:
 
 async def test_the_deadline_ends_a_rebuild() -> None:
     cluster = MortalCluster()
-    async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 500, deadline_s=0.4)
+    async with desk_over(cluster, **{"ingress.rebuild_patience_s": 60.0}) as desk:
+        session = ask(desk, 0, 500, deadline_s=3.5)
         await until(lambda: session.num_output_tokens > 5)
         for replica in cluster.of(Role.PREFILL):
             replica.awake.clear()
@@ -477,7 +480,7 @@ async def test_the_deadline_ends_a_rebuild() -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             await read(session)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10.0
         assert not desk._road.sessions()
         for replica in cluster.of(Role.PREFILL):
             replica.awake.set()

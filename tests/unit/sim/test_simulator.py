@@ -101,7 +101,7 @@ def test_it_equals_the_simulator_that_makes_every_step(policy: str, rules: Memor
     assert (num_moved > 0) == (policy in ("reschedule", "ares", "oracle"))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
     policy=st.sampled_from(POLICY_NAMES),

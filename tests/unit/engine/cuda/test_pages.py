@@ -104,7 +104,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(actions=actions, budget=st.integers(CAPACITY, ROWS * CAPACITY), whole=st.booleans())
 def test_no_page_is_missing_while_tokens_are_promised(
     actions: list[tuple[str, int, int]], budget: int, whole: bool
