@@ -19,12 +19,7 @@ def ray_cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     is_ours = not ray.is_initialized()
     if is_ours:
-        ray.init(
-            num_cpus=4,
-            object_store_memory=128 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-        )
+        _start()
     yield
     if is_ours:
         with warnings.catch_warnings():
@@ -32,3 +27,24 @@ def ray_cluster() -> Iterator[None]:
             warnings.simplefilter("ignore", ResourceWarning)
             ray.shutdown()
             gc.collect()
+
+
+def _start() -> None:
+    """A machine that is very busy may not start a node within the 30 s that Ray gives it."""
+    import ray
+
+    def start() -> None:
+        ray.init(
+            num_cpus=4,
+            object_store_memory=128 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+        )
+
+    try:
+        start()
+    except Exception as exc:
+        if "timed out during startup" not in str(exc):
+            raise
+        ray.shutdown()
+        start()

@@ -30,6 +30,9 @@ from quadriga.types import KVPart
 
 logger = logging.getLogger(__name__)
 
+LATE_S = 0.01
+"""A part that fails so shortly before its deadline failed by it: gloo waits whole milliseconds."""
+
 
 @dataclass(slots=True)
 class Job:
@@ -175,7 +178,11 @@ class SendingChannel:
         except QuadrigaError as exc:
             self._failed(type(exc)(exc.message, code=exc.code))
         except BROKEN as exc:
-            self._failed(KVTransportError(f"{self._lines.name} to {self._peer}: {first_line(exc)}"))
+            # It may be that this thread saw the deadline before the event loop did.
+            job = self._current
+            is_late = job is not None and job.deadline_s - time.monotonic() < LATE_S
+            what = f"{self._lines.name} to {self._peer}: {first_line(exc)}"
+            self._failed(KVTransportError(what, code="timeout" if is_late else None))
         except BaseException as exc:
             # The border of the thread: what is queued for nobody would run into its deadline.
             logger.exception("the channel to %s failed", self._peer)

@@ -126,10 +126,11 @@ class Rig:
         piece = self.make(num_tokens, **options)
         self.send(piece, source=source).result(WAIT_S)
         sink = self.sinks["b" if source == "a" else "a"]
-        part, kv = sink.parts[-1]
+        # By its index: a part that was given up may be stored in between.
+        ((part, kv),) = [(p, kv) for p, kv in sink.parts if p.index == piece[0].index]
         assert part == piece[0]
         assert torch.equal(kv, piece[1].cpu())
-        assert sink.digests[-1] == part.checksum
+        assert part.checksum in sink.digests
 
     def generation(self) -> int:
         """Of the channel from a to b; 0 when there is none."""
@@ -237,11 +238,11 @@ class LinesContract:
     def test_a_slow_peer_costs_a_deadline_and_a_new_channel_follows(self, rig: Rig) -> None:
         rig.deliver()
         rig.sink.gate.clear()
-        started_s = time.monotonic()
+        # That it ends at all while the gate is shut is the deadline's doing: how late it was told
+        # is the machine's, which may stand still.
         with pytest.raises(KVTransportError) as late:
             rig.send(rig.make(5000), deadline_s=0.5).result(WAIT_S)
         assert late.value.code == "timeout"
-        assert time.monotonic() - started_s < 2.0
         rig.sink.gate.set()
         rig.deliver()
         assert rig.generation() == 2
@@ -254,7 +255,8 @@ class LinesContract:
         num_open = 0
         for generation in range(1, 7):
             rig.deliver()
-            assert rig.generation() == generation
+            # By the offers: the channel may be idle again already.
+            assert [o.generation for o in rig.offers] == list(range(1, generation + 1))
             wait_for(lambda: not any(t.name.startswith("kv-") for t in threading.enumerate()))
             if generation == 2:  # the first one may open what all share
                 num_open = len(os.listdir("/proc/self/fd"))
@@ -285,8 +287,10 @@ class LinesContract:
         rig.deliver()
 
     def test_closing_ends_the_threads(self, rig: Rig) -> None:
+        others = set(threading.enumerate())  # an earlier rig's that was given up may yet end
+
         def num_channels() -> int:
-            return sum(t.name.startswith("kv-") for t in threading.enumerate())
+            return sum(t.name.startswith("kv-") for t in set(threading.enumerate()) - others)
 
         rig.deliver()
         rig.deliver(source="b")

@@ -17,7 +17,7 @@ from actors.handoff_sender import HandoffSender, OutgoingTransfer
 from actors.kv_transport.auto import TransportHub
 from actors.kv_transport.gloo_frames import ChannelOffer
 from quadriga.batching.handoff import LeaseState
-from quadriga.clock import SystemClock
+from quadriga.clock import ManualClock
 from quadriga.config import TransportConfig
 from quadriga.errors import KVCacheExhausted, QuadrigaError
 from quadriga.types import (
@@ -64,7 +64,11 @@ def make_kv(seed: int, num_tokens: int) -> torch.Tensor:
 
 
 class Peer(BatchedCalls):
-    """Both ends of hand-offs in one actor, with the calls a replica answers."""
+    """Both ends of hand-offs in one actor, with the calls a replica answers.
+
+    The leases it gives go by a clock of their own, which moves by `advance` alone: how long a
+    process stands still is no concern of theirs. What waits for an answer goes by the machine's.
+    """
 
     BATCHED = frozenset({"reserve", "commit"})
 
@@ -73,7 +77,7 @@ class Peer(BatchedCalls):
         name: str,
         kind: str,
         lease_s: float = 10.0,
-        deadline_s: float = 5.0,
+        deadline_s: float = 20.0,
         gpu: str | None = None,
     ) -> None:
         self._name = name
@@ -82,7 +86,9 @@ class Peer(BatchedCalls):
         self.joined: dict[str, SequenceState] = {}
         # NCCL's own part is a stand-in here; each peer has a GPU to itself, unless one is named.
         self.nccl = FakeNccl(gpu or name) if kind == "nccl" or gpu else None
-        self._receiver = HandoffReceiver(DEPTH_CLASS, self, SystemClock(), (kind,))
+        self._clock = ManualClock()
+        self._renewed: dict[str, asyncio.Event] = {}
+        self._receiver = HandoffReceiver(DEPTH_CLASS, self, self._clock, (kind,))
         self.transport = TransportHub(
             kind,  # type: ignore[arg-type]
             name,
@@ -93,7 +99,7 @@ class Peer(BatchedCalls):
         config = TransportConfig(lease_s=lease_s, deadline_s=deadline_s)
         self._sender = HandoffSender(name, self.transport, CallBatcher(call), config)
         self._transfers: dict[str, OutgoingTransfer] = {}
-        self._is_slow = asyncio.Event()
+        self._is_sending = asyncio.Event()
 
     # The calls of a replica
 
@@ -102,7 +108,10 @@ class Peer(BatchedCalls):
         return ReplicaInfo(self._name, Role.DECODE, DEPTH_CLASS, "node", "incarnation", NUM_ROWS, 0)
 
     async def renew(self, transfer_id: str) -> bool:
-        return self._receiver.renew(transfer_id)
+        is_open = self._receiver.renew(transfer_id)
+        if is_open and transfer_id in self._renewed:
+            self._renewed.pop(transfer_id).set()
+        return is_open
 
     async def commit(
         self,
@@ -159,14 +168,22 @@ class Peer(BatchedCalls):
         return transfer.offer.transfer_id
 
     async def send(
-        self, transfer_id: str, seed: int, spans: Sequence[tuple[int, int, int, int]]
+        self,
+        transfer_id: str,
+        seed: int,
+        spans: Sequence[tuple[int, int, int, int]],
+        deadline_s: float | None = None,
     ) -> None:
-        """Send (first_layer, num_layers, start, stop) pieces of `make_kv(seed)`."""
+        """Send (first_layer, num_layers, start, stop) pieces of `make_kv(seed)`.
+
+        Args:
+            deadline_s: For each piece; None for the peer's own.
+        """
         transfer = self._transfers[transfer_id]
         kv = make_kv(seed, max(stop for *_, stop in spans))
         for first_layer, num_layers, start, stop in spans:
             piece = kv[first_layer : first_layer + num_layers, :, :, start:stop].contiguous()
-            await transfer.send(first_layer, start, piece)
+            await transfer.send(first_layer, start, piece, deadline_s=deadline_s)
 
     async def send_corrupt(self, transfer_id: str, num_tokens: int) -> None:
         """Send all KV as one part, with one byte flipped after its checksum was taken."""
@@ -189,15 +206,18 @@ class Peer(BatchedCalls):
         """Send the same part again and again until it fails; returns the error's class and code."""
         transfer = self._transfers[transfer_id]
         kv = make_kv(1, num_tokens)
-        self._is_slow.set()
+        self._is_sending.set()
         try:
             while True:
                 await transfer.send(0, 0, kv)
         except QuadrigaError as exc:
             return f"{type(exc).__name__}:{exc.code}"
+        finally:
+            self._is_sending.clear()
 
     async def is_sending(self) -> None:
-        await self._is_slow.wait()
+        """Return once `send_forever` is under way."""
+        await self._is_sending.wait()
 
     async def commit_transfer(self, transfer_id: str, num_tokens: int) -> None:
         transfer = self._transfers[transfer_id]
@@ -208,6 +228,15 @@ class Peer(BatchedCalls):
 
     async def stop_renewing(self, transfer_id: str) -> None:
         self._transfers[transfer_id]._renewing.cancel()
+
+    async def next_renewal(self, transfer_id: str) -> None:
+        """Return once the lease of a transfer to here was renewed, after this call."""
+        renewed = self._renewed[transfer_id] = asyncio.Event()
+        await renewed.wait()
+
+    async def advance(self, seconds: float) -> None:
+        """Make the leases given here older."""
+        self._clock.advance(seconds)
 
     async def cancel(self, sequence_id: str) -> None:
         await self._receiver.cancel(sequence_id)

@@ -10,7 +10,7 @@ import ray
 
 from quadriga.errors import KVTransportError
 from tests.contract.peer import Peer, start_peer
-from tests.contract.test_kv_transport import get
+from tests.contract.test_kv_transport import START_TIMEOUT_S, get
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -29,6 +29,11 @@ class DeafPeer(Peer):
         await super().kv_connect(offer)
 
 
+def wait_until_up(*peers: Any) -> None:
+    """A peer that still loads torch does not answer in time."""
+    get([peer.pid.remote() for peer in peers], START_TIMEOUT_S)
+
+
 def test_a_peer_out_of_reach_of_gloo_is_served_by_the_object_store() -> None:
     from actors.calls import NAMESPACE
 
@@ -39,7 +44,8 @@ def test_a_peer_out_of_reach_of_gloo_is_served_by_the_object_store() -> None:
         .options(name=names[1], namespace=NAMESPACE, num_cpus=0, max_concurrency=100)
         .remote(names[1], "auto")
     )
-    get(b.turn_deaf.remote(), 60)
+    wait_until_up(a, b)
+    get(b.turn_deaf.remote())
     for seed in range(2):
         sequence_id = uuid.uuid4().hex
         get(a.move.remote(names[1], sequence_id, seed, 500), 60)
@@ -63,6 +69,7 @@ def start_on(gpu: str, kind: str = "auto") -> tuple[str, Any]:
 def test_nccl_is_taken_between_gpus_and_gloo_on_one() -> None:
     """NCCL does not take two ranks on one GPU: known before it is tried, and once a peer."""
     (_, a), (next_name, next_door), (same_name, same) = (start_on(gpu) for gpu in ("A", "B", "A"))
+    wait_until_up(a, next_door, same)
     for seed in range(2):
         for name, actor in ((next_name, next_door), (same_name, same)):
             sequence_id = uuid.uuid4().hex
@@ -80,6 +87,7 @@ def test_a_peer_without_nccl_is_served_by_gloo() -> None:
     a = start_on("A")[1]
     name = f"auto:{uuid.uuid4().hex[:6]}"
     plain = start_peer(name, "auto")
+    wait_until_up(a, plain)
     sequence_id = uuid.uuid4().hex
     get(a.move.remote(name, sequence_id, 1, 500), 60)
     assert get(plain.holds.remote(sequence_id, 1, 500))

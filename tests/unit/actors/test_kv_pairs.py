@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from actors.kv_transport.gloo import GlooTransport
-from actors.kv_transport.sending import SendingChannel
+from actors.kv_transport.sending import Job, SendingChannel
 from quadriga.errors import KVTransportError
 from tests.contract.lines import WAIT_S, Rig, make_rig
 from tests.contract.test_lines import localhost
@@ -50,6 +53,25 @@ def test_a_thread_that_fails_takes_its_channel_along(
         rig.send(rig.make(10)).result(WAIT_S)
     rig.deliver()
     assert rig.generation() == 2
+
+
+def test_a_deadline_is_one_whoever_sees_it_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channel's thread may, before the event loop does."""
+
+    def late(_: Any, __: Any, job: Job) -> None:
+        time.sleep(max(0.0, job.deadline_s - time.monotonic()))
+        raise RuntimeError("the line says it in its own words")
+
+    original = SendingChannel._send
+    monkeypatch.setattr(SendingChannel, "_send", late)
+    # The loop's own deadline would come later: what is seen is the thread's.
+    monkeypatch.setattr(asyncio, "timeout", lambda seconds: contextlib.nullcontext())
+    with pytest.raises(KVTransportError) as error:
+        rig.send(rig.make(10), deadline_s=0.2).result(WAIT_S)
+    assert error.value.code == "timeout"
+    monkeypatch.undo()
+    assert SendingChannel._send is original
+    rig.deliver()
 
 
 def test_who_waited_behind_a_broken_off_part_hears_that_there_is_no_thread(
