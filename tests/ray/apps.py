@@ -19,6 +19,9 @@ from tests.ray.ingress import Ingress, call
 
 START_TIMEOUT_S = 120.0
 IDLE = (0, 0, 0, 0, 0)
+IDLE_S = 6.0
+"""Longer than a busy machine stands still, shorter than what ends work by itself: a transfer's
+lease of 10 s, the orphan times of requests of 8 s and more, the streams of tests that cancel."""
 
 
 @dataclass
@@ -94,7 +97,7 @@ class App:
         values = parse_exposition(call(controller_name(self.name), "metrics").decode())
         return sum(value for key, value in values.items() if key.split("{")[0] == name)
 
-    def until_idle(self, timeout_s: float = 1.0) -> None:
+    def until_idle(self, timeout_s: float = IDLE_S) -> None:
         """Wait until no replica holds anything: the base line."""
         wait_until(lambda: all(load == IDLE for load in self.loads()), timeout_s, self.loads)
 
@@ -113,11 +116,16 @@ class App:
 def wait_until(
     is_true: Callable[[], bool], timeout_s: float, explain: Callable[[], object] = lambda: ""
 ) -> None:
-    """Wait for something to become the case. Raises: AssertionError when it does not in time."""
+    """Wait for something to become the case. Raises: AssertionError when it does not in time.
+
+    Only a look that begins after that time tells: a slow one shows what was the case long before.
+    """
     give_up = time.monotonic() + timeout_s
+    is_last = False
     while not is_true():
-        assert time.monotonic() < give_up, f"not within {timeout_s} s: {explain()}"
+        assert not is_last, f"not within {timeout_s} s: {explain()}"
         time.sleep(0.02)
+        is_last = time.monotonic() > give_up
 
 
 def pids(app: str) -> dict[str, int]:

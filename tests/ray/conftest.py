@@ -21,7 +21,7 @@ def main_app(ray_cluster: None) -> Iterator[App]:
 @pytest.fixture
 def app(main_app: App) -> App:
     main_app.until_ready()
-    main_app.until_idle(5.0)
+    main_app.until_idle(20.0)
     return main_app
 
 
@@ -36,7 +36,7 @@ def small_app(ray_cluster: None) -> Iterator[App]:
             "decode.pace": "steady-15ms",
             "prefill.max_rows": 3,
             "prefill.max_queued_sequences": 4,
-            "ingress.orphan_request_s": 2.0,
+            "ingress.orphan_request_s": 8.0,
             "lifecycle.orphan_timeout_s": 20.0,
         },
     )
@@ -47,5 +47,5 @@ def small_app(ray_cluster: None) -> Iterator[App]:
 @pytest.fixture
 def full(small_app: App) -> App:
     small_app.until_ready()
-    small_app.until_idle(5.0)
+    small_app.until_idle(20.0)
     return small_app

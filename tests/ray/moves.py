@@ -14,8 +14,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from actors.calls import from_ray
 from actors.lookup import get_actor
 from quadriga.errors import QuadrigaError
+from quadriga.pacing import PaceProfile, find_profile
 from quadriga.types import DepthClass, MigrationCause, MigrationOrder, MigrationReport
+from tests.ray.apps import wait_until
 from tests.ray.ingress import Ingress, Stream, call
+
+UNPACED = PaceProfile("unpaced", 0.0, 0.0, 0.0, "as fast as it goes")
 
 
 def class_of(replica: str) -> DepthClass:
@@ -50,15 +54,32 @@ def open_books(replica: str) -> tuple[int, int]:
     return found
 
 
-def pause(replica: str, sequence_id: str) -> None:
-    """Pause a sequence, and let nobody come back from host memory there."""
+def pause(replica: str, sequence_id: str) -> bool:
+    """Pause a sequence, and let nobody come back from host memory there.
 
-    def fill(core: Any) -> None:
-        core.loop._preemption._resume_one = lambda: False
-        core.loop.pause(sequence_id)
+    Returns:
+        False where it does not run there (any more).
+    """
+
+    def begin(actor: Any) -> None:
+        actor.has_paused = None
+
+        def fill(core: Any) -> None:
+            core.loop._preemption._resume_one = lambda: False
+            actor.has_paused = core.loop.pause(sequence_id)
+
+        actor.engine._inbox.put(fill)
+
+    def has_paused() -> bool | None:
+        found: bool | None = ray.get(
+            actor.__ray_call__.remote(lambda replica: replica.has_paused), timeout=10
+        )
+        return found
 
     actor: Any = get_actor(replica)
-    ray.get(actor.__ray_call__.remote(lambda r: r.engine._inbox.put(fill)), timeout=10)
+    ray.get(actor.__ray_call__.remote(begin), timeout=10)
+    wait_until(lambda: has_paused() is not None, 20.0)
+    return bool(has_paused())
 
 
 def free_memory(replica: str) -> None:
@@ -69,6 +90,17 @@ def free_memory(replica: str) -> None:
 
     actor: Any = get_actor(replica)
     ray.get(actor.__ray_call__.remote(free), timeout=10)
+
+
+def set_pace(replica: str, pace: str | None) -> None:
+    """Change the pace of a paced replica; without one it goes as fast as it can."""
+    profile = UNPACED if pace is None else find_profile(pace)
+
+    def change(actor: Any) -> None:
+        actor.engine.core.runner.profile = profile
+
+    actor: Any = get_actor(replica)
+    ray.get(actor.__ray_call__.remote(change), timeout=10)
 
 
 @dataclass

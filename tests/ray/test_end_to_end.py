@@ -14,6 +14,9 @@ from quadriga.types import AdmitRequest, ClusterView, FinishReason
 from tests.ray.apps import App
 from tests.ray.ingress import Stream, call
 
+NUM_LONG = 1_900
+"""Tokens of a stream that does not end by itself while a test lasts: 28 s at `steady-15ms`."""
+
 
 def prompts(count: int, *, seed: int = 0, longest: int = 120) -> list[list[int]]:
     rng = random.Random(seed)
@@ -104,38 +107,38 @@ def test_cancelling_at_any_moment_frees_everything(app: App) -> None:
     ingress = app.ingress()
     rng = random.Random(7)
     for prompt in prompts(40, seed=8, longest=400):
-        stream = ingress.submit(prompt, 200)
+        stream = ingress.submit(prompt, min(NUM_LONG, 2_000 - len(prompt)))
         pause_until = time.monotonic() + rng.random() * 0.06
         while time.monotonic() < pause_until:
             ingress.poll(0.0)
         ingress.cancel(stream)
-    app.until_idle(1.0)
+    app.until_idle(5.0)
 
 
 def test_cancelling_every_stage_of_a_full_service(full: App) -> None:
     """Two run, others wait for a slot with their rows held, the rest is queued."""
     ingress = full.ingress()
-    streams = [ingress.submit([5] * 50, 400) for _ in range(3)]
+    streams = [ingress.submit([5] * 50, NUM_LONG) for _ in range(3)]
     ingress.until(lambda: all(s.first_token_s is not None for s in streams))
-    streams += [ingress.submit([5] * 50, 400) for _ in range(4)]
+    streams += [ingress.submit([5] * 50, NUM_LONG) for _ in range(4)]
     ingress.until(lambda: sum(s.first_token_s is not None for s in streams) >= 5)
     loads = full.loads()
     assert sum(running for running, *_ in loads) >= 5
     ingress.cancel(*streams)
-    full.until_idle(1.0)
+    full.until_idle()
 
 
 def test_first_tokens_do_not_wait_for_a_slot(full: App) -> None:
     """All decode slots are taken: the first token goes out all the same."""
     ingress = full.ingress()
-    holders = [ingress.submit([5] * 20, 400) for _ in range(2)]
+    holders = [ingress.submit([5] * 20, NUM_LONG) for _ in range(2)]
     ingress.until(lambda: all(len(s.tokens) > 3 for s in holders))
     waiting = ingress.submit([6] * 20, 4)
-    ingress.until(lambda: waiting.first_token_s is not None, 2.0)
+    ingress.until(lambda: waiting.first_token_s is not None, 10.0)
     assert len(waiting.tokens) == 1
     assert not any(s.is_over for s in holders)
     ingress.cancel(holders[0])
-    ingress.finish(waiting, timeout_s=5.0)
+    ingress.finish(waiting, timeout_s=10.0)
     assert len(waiting.token_ids) == 4
     ingress.cancel(holders[1])
     full.until_idle()
@@ -143,10 +146,10 @@ def test_first_tokens_do_not_wait_for_a_slot(full: App) -> None:
 
 def test_a_deadline_ends_the_wait_for_a_slot(full: App) -> None:
     ingress = full.ingress()
-    holders = [ingress.submit([5] * 20, 400) for _ in range(2)]
+    holders = [ingress.submit([5] * 20, NUM_LONG) for _ in range(2)]
     ingress.until(lambda: all(len(s.tokens) > 3 for s in holders))
-    late = ingress.submit([6] * 20, 4, deadline_s=1.0)
-    ingress.finish(late, timeout_s=3.0)
+    late = ingress.submit([6] * 20, 4, deadline_s=5.0)
+    ingress.finish(late, timeout_s=15.0)
     assert isinstance(late.error, DeadlineExceeded)
     assert len(late.tokens) == 1
     ingress.cancel(*holders)
@@ -159,7 +162,7 @@ def test_overload_says_when_to_come_back(full: App) -> None:
 
     def flood() -> None:
         while len(streams) < 40:
-            streams.append(ingress.submit([5] * 50, 400))
+            streams.append(ingress.submit([5] * 50, NUM_LONG))
 
     with pytest.raises(Overloaded) as refusal:
         flood()
@@ -182,7 +185,7 @@ def test_admitted_requests_finish_under_load(full: App) -> None:
     streams = [ingress.submit([5 + i] * 30, 20) for i in range(3)]
     ingress.until(lambda: all(s.first_token_s is not None for s in streams))
     streams += [ingress.submit([8 + i] * 30, 20) for i in range(4)]
-    ingress.finish(*streams, timeout_s=20.0)
+    ingress.finish(*streams)
     assert [len(s.token_ids) for s in streams] == [20] * 7
     assert not any(s.error for s in streams)
     full.until_idle()
@@ -191,20 +194,21 @@ def test_admitted_requests_finish_under_load(full: App) -> None:
 def test_a_pace_is_kept(full: App) -> None:
     """`steady-15ms`: a step of one short sequence takes 15 ms and a little."""
     ingress = full.ingress()
-    stream = ingress.submit([5] * 10, 41)
+    # From before the first token: this process may stand still, and see all of them at once.
+    began_s = time.monotonic()
+    stream = ingress.submit([5] * 10, 81)
     ingress.finish(stream)
-    assert stream.first_token_s is not None
-    took_s = time.monotonic() - stream.first_token_s
-    assert took_s > 40 * 0.015
+    took_s = time.monotonic() - began_s
+    assert took_s > 80 * 0.015
 
 
 def test_requests_of_a_silent_ingress_are_cancelled(full: App) -> None:
-    """Its orphan time is 2 s; the application lives on by another ingress's signs of life."""
+    """Its orphan time is 8 s; the application lives on by another ingress's signs of life."""
     silent = full.ingress()
-    silent.submit([5] * 20, 1500)
-    silent.submit([5] * 20, 1500)
+    silent.submit([5] * 20, NUM_LONG)
+    silent.submit([5] * 20, NUM_LONG)
     other = full.ingress()
-    other.until(lambda: all(load[0] == 0 for load in full.loads()), 8.0)
+    other.until(lambda: all(load[0] == 0 for load in full.loads()), 18.0)
     full.until_idle()
 
 

@@ -21,9 +21,12 @@ from actors.lookup import (
 )
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.metrics import parse_exposition
+from quadriga.policies.liveness import MIN_SILENCE_S
 from quadriga.types import AdmitRequest
 from tests.ray.apps import App, is_running, living_groups, pids, wait_until
 from tests.ray.ingress import call
+
+NUM_LONG = 1_900
 
 
 def kill(app: App, name: str) -> int:
@@ -35,19 +38,21 @@ def kill(app: App, name: str) -> int:
 def test_death_of_a_decode_replica(app: App) -> None:
     """Its streams end in an error, at once; the others go on; a successor comes."""
     ingress = app.ingress()
-    streams = [ingress.submit([5 + i] * 20, 400) for i in range(6)]
+    streams = [ingress.submit([5 + i] * 20, NUM_LONG, deadline_s=120.0) for i in range(6)]
     ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
     victim = streams[0].replica
     doomed = [s for s in streams if s.replica == victim]
     others = [s for s in streams if s.replica != victim]
     assert others, "both replicas must hold streams"
     kill(app, victim)
-    started = time.monotonic()
-    ingress.finish(*doomed, timeout_s=5.0)
-    assert time.monotonic() - started < 3.0
+    # Sooner than anybody's silence would tell.
+    ingress.finish(*doomed, timeout_s=MIN_SILENCE_S)
     assert all(isinstance(s.error, ReplicaDied) for s in doomed)
-    ingress.finish(*others)
-    assert [len(s.token_ids) for s in others] == [400] * len(others)
+    enough = max(len(s.tokens) for s in others) + 200
+    ingress.until(lambda: all(s.is_over or len(s.tokens) >= enough for s in others))
+    assert [s.error for s in others] == [None] * len(others)
+    assert all(s.token_ids for s in others), "without a gap"
+    ingress.cancel(*others)
 
     app.until_ready()
     assert victim not in app.replicas("decode")
@@ -138,7 +143,7 @@ def test_no_counter_falls_when_controller_and_replica_die(app: App) -> None:
             v for k, v in values if k.startswith("quadriga_emitted_tokens_total") and victim in k
         )
 
-    wait_until(lambda: emitted() > 0, 10.0)
+    wait_until(lambda: emitted() > 0, 30.0)
     before = cumulative(app)
     kill(app, controller_name(app.name))
     kill(app, victim)
@@ -166,7 +171,7 @@ def test_death_of_the_scheduler(app: App) -> None:
             forget_actor(scheduler_name(app.name))
             return False
 
-    wait_until(admits, 10.0)
+    wait_until(admits, 30.0)
     assert pids(app.name)[scheduler_name(app.name)] != dead
     after = [ingress.submit([5 + i] * 20, 10) for i in range(4)]
     ingress.finish(*after)
@@ -234,7 +239,7 @@ def test_scheduler_and_controller_end_when_asked_and_come_back(app: App) -> None
     before = pids(app.name)
     for name in actors:
         os.kill(before[name], signal.SIGTERM)
-    wait_until(lambda: not any(is_running(before[name]) for name in actors), 5.0)
+    wait_until(lambda: not any(is_running(before[name]) for name in actors), 30.0)
     app.until_ready()
     after = pids(app.name)
     assert {name for name in after if after[name] != before[name]} == set(actors)

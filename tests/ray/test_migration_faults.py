@@ -6,15 +6,17 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 
-from quadriga.errors import ReplicaDied
+from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.types import FinishReason
 from tests.ray.apps import App, pids, wait_until
 from tests.ray.ingress import Ingress, Stream
-from tests.ray.moves import Mover
+from tests.ray.moves import Mover, set_pace
 from tests.ray.stopping import DESTINATION_POINTS, SOURCE_POINTS, arm, go_on
 
 
@@ -25,7 +27,8 @@ def hard_ones_first(points: tuple[str, ...]) -> list[Any]:
 
 
 PROMPT = list(range(7, 60))
-NUM_OUTPUT = 160
+NUM_OUTPUT = 600  # 9 s: nobody stands still for so long
+PACE = "steady-15ms"
 STOPPED_S = 3.5
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -37,7 +40,7 @@ def fragile(ray_cluster: None) -> Iterator[App]:
         "fragile",
         **{
             "decode_replicas": 3,
-            "decode.pace": "steady-15ms",
+            "decode.pace": PACE,
             "engine.compile": "wait",
             "transport.deadline_s": 4.0,
             "transport.lease_s": 2.0,
@@ -51,10 +54,18 @@ def fragile(ray_cluster: None) -> Iterator[App]:
 
 @pytest.fixture(scope="module")
 def expected(fragile: App) -> list[int]:
+    set_pace_of_all(fragile, None)
     ingress = fragile.ingress()
     stream = ingress.submit(PROMPT, NUM_OUTPUT)
     ingress.finish(stream)
     return stream.token_ids
+
+
+def set_pace_of_all(app: App, pace: str | None) -> None:
+    """Of all decode replicas but those that start or end."""
+    for name in app.replicas("decode"):
+        with suppress(QuadrigaError, RayError):
+            set_pace(name, pace)
 
 
 class Case:
@@ -62,7 +73,8 @@ class Case:
 
     def __init__(self, app: App) -> None:
         app.until_ready()
-        app.until_idle(5.0)
+        app.until_idle()
+        set_pace_of_all(app, PACE)
         self.app = app
         self.ingress: Ingress = app.ingress()
         self.stream: Stream = self.ingress.submit(PROMPT, NUM_OUTPUT)
@@ -73,7 +85,14 @@ class Case:
         self.pids = pids(app.name)
 
     def run(self, victim: str, point: str, signal_number: int) -> None:
-        """Give the order; the victim is stopped for a while, or dead for good."""
+        """Give the order; the victim is stopped for a while, or dead for good.
+
+        Then there is nothing left to wait for: who is left goes as fast as it can.
+        """
+        self._strike(victim, point, signal_number)
+        set_pace_of_all(self.app, None)
+
+    def _strike(self, victim: str, point: str, signal_number: int) -> None:
         arm(victim, point, signal_number)
         self.mover.start(self.stream, self.destination)
         pid = self.pids[victim]
@@ -87,13 +106,13 @@ class Case:
 
     def end(self, expected: list[int]) -> None:
         """The stream ends well and whole, and nothing is left."""
-        self.ingress.finish(self.stream, timeout_s=30.0)
+        self.ingress.finish(self.stream, timeout_s=40.0)
         assert self.stream.error is None
         assert self.stream.finish is FinishReason.LENGTH
         assert self.stream.token_ids == expected
         self.mover.wait()
         self.app.until_ready()
-        wait_until(lambda: bool(self.app.replicas("decode")), 10.0)
+        wait_until(lambda: bool(self.app.replicas("decode")), 20.0)
         self.app.until_idle(10.0)
 
 
@@ -144,7 +163,7 @@ def test_the_source_dies(fragile: App, expected: list[int], point: str) -> None:
         case.end(expected)
         assert case.stream.replica == case.destination
         return
-    case.ingress.finish(case.stream, timeout_s=10.0)
+    case.ingress.finish(case.stream, timeout_s=20.0)
     assert isinstance(case.stream.error, ReplicaDied)
     said = case.stream.token_ids
     assert said == expected[: len(said)]

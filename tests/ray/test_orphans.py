@@ -23,4 +23,4 @@ def test_nothing_is_left_when_no_ingress_is_heard_of(
         # Nobody restarts it: the replicas and the scheduler are on their own.
         ray.kill(get_actor(controller_name(app.name)), no_restart=True)
     wait_until(lambda: not pids(app.name), 30.0, lambda: pids(app.name))
-    wait_until(lambda: not living_groups(app.name), 5.0, lambda: living_groups(app.name))
+    wait_until(lambda: not living_groups(app.name), 30.0, lambda: living_groups(app.name))

@@ -65,7 +65,7 @@ def test_paused_sequences_say_what_they_say_alone(crowded: App) -> None:
     ingress.finish(*crowd, timeout_s=200.0)
     assert_whole(crowd)
     assert [s.token_ids for s in crowd] == [s.token_ids for s in alone]
-    crowded.until_idle(5.0)
+    crowded.until_idle()
     wait_until(lambda: crowded.metric("quadriga_pauses_total") >= 2.0, 10.0)
     names = ("quadriga_pauses_total", "quadriga_resumes_total", "vllm:num_preemptions_total")
     wait_until(lambda: len({crowded.metric(name) for name in names}) == 1, 10.0)
@@ -76,17 +76,22 @@ def test_paused_sequences_say_what_they_say_alone(crowded: App) -> None:
 def test_the_important_do_not_wait_for_the_others(crowded: App) -> None:
     """When the replica is full to its mark, a more important sequence takes somebody's place."""
     ingress = crowded.ingress()
-    others = [
-        ingress.submit(p, 200, priority=5, deadline_s=200.0) for p in prompts(NUM_SEQUENCES, seed=8)
-    ]
-    ingress.until(lambda: sum(len(s.tokens) > 3 for s in others) >= 5)
-    important = ingress.submit([9] * 30, 20, priority=-1)
-    ingress.finish(important, timeout_s=60.0)
-    assert_whole([important])
-    assert sum(s.is_over for s in others) < NUM_SEQUENCES - 3, "it came first"
-    ingress.finish(*others, timeout_s=200.0)
-    assert_whole(others)
-    crowded.until_idle(5.0)
+    for _ in range(4):
+        others = [
+            ingress.submit(p, 200, priority=5, deadline_s=200.0)
+            for p in prompts(NUM_SEQUENCES, seed=8)
+        ]
+        ingress.until(lambda o=others: sum(len(s.tokens) > 3 for s in o) >= 5)  # type: ignore[misc]
+        important = ingress.submit([9] * 30, 20, priority=-1)
+        ingress.finish(important, timeout_s=60.0)
+        assert_whole([important])
+        num_over = sum(s.is_over for s in others)
+        ingress.finish(*others, timeout_s=200.0)
+        assert_whole(others)
+        if num_over < NUM_SEQUENCES - 3:  # else they may have been over before it came
+            break
+    assert num_over < NUM_SEQUENCES - 3, "it came first"
+    crowded.until_idle()
 
 
 @pytest.mark.timeout(300)
@@ -110,4 +115,4 @@ def test_books_that_contradict_themselves_end_the_replica(crowded: App) -> None:
     after = ingress.submit([5] * 20, 10)
     ingress.finish(after)
     assert_whole([after])
-    crowded.until_idle(5.0)
+    crowded.until_idle()

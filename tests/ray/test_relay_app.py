@@ -31,7 +31,7 @@ def test_the_relay_batch_tells_what_it_does(relay: App) -> None:
     ingress.finish(*streams, timeout_s=200.0)
     assert [s.error for s in streams] == [None] * 3
     assert [len(s.token_ids) for s in streams] == [NUM_OUTPUT] * 3
-    relay.until_idle(5.0)
+    relay.until_idle()
     held = sum(n + i for n in (5, 60, 20) for i in range(1, NUM_OUTPUT))  # by rows, all steps
 
     def useful_cells() -> float:
@@ -62,5 +62,5 @@ def test_sequences_of_unmodified_models_move(relay: App) -> None:
     assert [s.token_ids for s in streams] == [s.token_ids for s in alone]
     assert mover.outcomes["moved"] >= 4, mover.reasons
     assert set(mover.outcomes) <= {"moved", "finished", "refused"}, mover.reasons
-    relay.until_idle(5.0)
+    relay.until_idle()
     wait_until(lambda: relay.metric("quadriga_relay_kv_bytes") == 0.0, 20.0)

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from actors.lookup import forget_actor, get_actor, scheduler_name
+from actors.lookup import ensure_cluster, forget_actor, get_actor, scheduler_name
 from quadriga.errors import QuadrigaError
 from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.types import FinishReason
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Ingress, call
-from tests.ray.moves import free_memory, pause
+from tests.ray.moves import free_memory, pause, set_pace
 
+PACE = "ares-qwen7b-4090d-short"
 NUM_SEQUENCES = 6
-NUM_OUTPUT = 700
+NUM_OUTPUT = 1_200
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def growing(ray_cluster: None, recording: Path) -> Iterator[App]:
         "growing",
         **{
             "decode_replicas": 1,
-            "decode.pace": "ares-qwen7b-4090d-short",
+            "decode.pace": PACE,
             "engine.max_model_len": 1280,
             "scheduler.ares.mode": "ares",
             "scheduler.ares.interval_s": 0.5,
@@ -55,6 +56,12 @@ def view(app: App) -> dict[str, Any]:
     return found
 
 
+def outcome(decision: dict[str, Any]) -> str | None:
+    """What came of it; None while it is under way."""
+    report = decision["report"]
+    return None if report is None else report["outcome"]
+
+
 def moved(app: App) -> int:
     count: int = view(app).get("outcomes", {}).get("moved", 0)
     return count
@@ -69,20 +76,24 @@ def test_sequences_move_to_a_replica_that_came_later(growing: App, recording: Pa
     ]
     ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
     assert {s.replica for s in streams} == set(growing.replicas("decode"))
-    growing.ensure(decode_replicas=2)
-    ingress.until(lambda: moved(growing) >= 1, 60.0)
-    decision = view(growing)["recent"][0]
+    growing.config |= {"decode_replicas": 2}
+    ensure_cluster(growing.config)  # and go on polling while the other one starts
+    ingress.until(lambda: moved(growing) >= 1, 90.0)
+    decision = next(d for d in view(growing)["recent"] if outcome(d) == "moved")
     assert decision["cause"] == "balance" and decision["remaining_tokens"] > 0
-    assert decision["report"]["outcome"] == "moved"
     ray_kill(scheduler_name(growing.name))
     ingress.until(lambda: bool(view(growing)), 30.0)
+    for name in growing.replicas("decode"):  # it has served its purpose
+        set_pace(name, None)
     ingress.finish(*streams, timeout_s=200.0)
     assert [s.error for s in streams] == [None] * NUM_SEQUENCES
     assert {s.finish for s in streams} == {FinishReason.LENGTH}
     assert all(len(s.token_ids) == NUM_OUTPUT for s in streams)
     assert len({s.replica for s in streams}) == 2
-    growing.until_idle(5.0)
-    wait_until(lambda: growing.metric("quadriga_migrations_ordered_total") >= 1.0, 10.0)
+    for name in growing.replicas("decode"):
+        set_pace(name, PACE)
+    growing.until_idle()
+    wait_until(lambda: growing.metric("quadriga_migrations_ordered_total") >= 1.0, 20.0)
     ticks = list(read_ticks(recording))
     assert sum(len(tick.orders) for tick in ticks) >= 1
     assert replay(ticks) == [], "what was decided live is decided again from the recording"
@@ -101,7 +112,7 @@ def test_real_answers_are_predicted_and_placed_by_their_length(growing: App) -> 
     ingress.finish(*streams, timeout_s=120.0)
     assert [s.error for s in streams] == [None] * len(streams)
     assert all(s.token_ids for s in streams)
-    growing.until_idle(5.0)
+    growing.until_idle()
     decode = [r for r in view(growing)["replicas"] if r["role"] == "decode"]
     assert sorted(r["name"] for r in decode) == sorted(before), "nothing was restarted for it"
     assert all(r["forecast"] and r["has_predictions"] for r in decode)
@@ -113,26 +124,35 @@ def test_who_stands_in_host_memory_is_moved_where_there_is_room(growing: App) ->
     ingress = growing.ingress()
     for _ in range(5):
         decisions = paused_and_moved(growing, ingress)
-        if decisions != [("balance", "moved")]:  # it was on its way before it was paused
+        # It may have been on its way before it was paused, or over; and it may move on later.
+        if decisions and decisions[0] != ("balance", "moved"):
             break
-    assert decisions == [("memory", "moved")]
-    growing.until_idle(5.0)
+    assert decisions[:1] == [("memory", "moved")], decisions
+    growing.until_idle()
 
 
 def paused_and_moved(growing: App, ingress: Ingress) -> list[tuple[str, str]]:
-    """Pause one of four, wait until it is elsewhere; what the scheduler did with it, and why."""
+    """Pause one of four, wait until it is elsewhere; what the scheduler did with it, and why.
+
+    Nothing where it could not be paused.
+    """
     streams = [ingress.submit([7 + i] * 10, 300, deadline_s=100.0) for i in range(4)]
     ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
     standing = streams[0]
     source = standing.replica
-    pause(source, standing.state.sequence_id)
-    ingress.until(lambda: standing.replica != source, 30.0)
+    is_paused = pause(source, standing.state.sequence_id)
+    ingress.until(lambda: not is_paused or standing.replica != source, 30.0)
     free_memory(source)
     ingress.finish(*streams, timeout_s=60.0)
     assert [s.error for s in streams] == [None] * len(streams)
     assert all(len(s.token_ids) == 300 for s in streams)
-    mine = [d for d in view(growing)["recent"] if d["sequence_id"] == standing.state.sequence_id]
-    return [(d["cause"], d["report"]["outcome"]) for d in mine]
+
+    def mine() -> list[dict[str, Any]]:
+        recent = view(growing)["recent"]
+        return [d for d in recent if d["sequence_id"] == standing.state.sequence_id]
+
+    wait_until(lambda: all(outcome(d) for d in mine()), 30.0, mine)
+    return [(d["cause"], outcome(d) or "") for d in mine()] if is_paused else []
 
 
 def ray_kill(name: str) -> None:
