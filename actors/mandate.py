@@ -44,6 +44,8 @@ class Mandate:
             return True
         if self._asking is None or self._asking.done():
             self._asking = background(self._ask())
+            # Whoever waited for it may be gone; its failure is news to nobody else.
+            self._asking.add_done_callback(lambda t: t.cancelled() or t.exception())
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
                 holder = await asyncio.shield(self._asking)
