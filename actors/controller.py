@@ -299,7 +299,6 @@ class Controller:
                 logger.warning("%s is gone, and its place is given back", name)
                 await asyncio.to_thread(remove, name, None)
                 await self._fleet.tell_scheduler(name)
-        self._adopted_s = self._clock.now_s()
 
     async def _adopt_strays(self) -> None:
         """A controller that ended in the middle of something may have left replicas on no book."""
@@ -407,10 +406,14 @@ class Controller:
             logger.info("the scheduler was not configured: %s", exc)
             if exc.code == "timeout":
                 late_s = standstill_s(began_s, self._clock.now_s(), CALL_TIMEOUT_S)
-                if not await self._mandate.is_held():
-                    late_s = self._clock.now_s() - began_s
-                self._scheduler_heard_s += late_s
-                await self._restart_hung_scheduler()
+                is_held = await self._mandate.is_held()
+                now_s = self._clock.now_s()
+                if not is_held:
+                    late_s = now_s - began_s
+                # Several calls may have been late by the same standstill.
+                self._scheduler_heard_s = min(now_s, self._scheduler_heard_s + late_s)
+                if is_held:
+                    await self._restart_hung_scheduler()
                 return
             self._scheduler_heard_s = self._clock.now_s()
             if isinstance(exc, ReplicaDied) and exc.code != "unreachable":

@@ -10,8 +10,7 @@ What it keeps of NCCL, because the transport must live with it:
   which only `check_async_error` tells;
 - calls inside `groupStart` … `groupEnd` are launched together and progress together; a rank may
   send to itself only so;
-- `abort` from another thread ends what is under way, which then looks done; a communicator that was
-  not aborted is destroyed when collected, and that is counted, as it may hang.
+- `abort` from another thread ends what is under way, which then looks done.
 """
 
 from __future__ import annotations
@@ -124,7 +123,6 @@ class FakeNccl:
         is_network: Whether a dead peer is noticed.
         is_frozen: While set, this side's streams and calls do not move on: a process that hangs.
         communicators: All that were made, for tests to look at.
-        num_unaborted: Communicators that were collected without an abort.
     """
 
     NCCL_UINT8 = 1
@@ -136,7 +134,6 @@ class FakeNccl:
         self.is_frozen = threading.Event()
         self.is_over = threading.Event()
         self.communicators: list[FakeCommunicator] = []
-        self.num_unaborted = 0
         self._listeners: dict[bytes, socket.socket] = {}
         self._group = threading.local()
 
@@ -222,10 +219,6 @@ class FakeCommunicator:
         self._socket: socket.socket | None = None
         self._error = 0
 
-    def __del__(self) -> None:
-        if not self.is_aborted.is_set() and not self.nccl.is_over.is_set():
-            self.nccl.num_unaborted += 1
-
     def meet(self, listener: socket.socket | None, port: int) -> None:
         """Wait for the other rank, as long as it takes."""
         self.is_alone = True
@@ -288,7 +281,8 @@ class FakeCommunicator:
         self._error = status
 
     def abort(self) -> None:
-        assert not self.is_aborted.is_set(), "aborted twice"
+        # What was ended with its process may be aborted then: a reaper was late.
+        assert not self.is_aborted.is_set() or self.nccl.is_over.is_set(), "aborted twice"
         self.end()
 
     def end(self) -> None:
