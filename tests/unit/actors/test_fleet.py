@@ -261,3 +261,31 @@ async def test_a_failure_that_nobody_thought_of_ends_no_watch(
     finally:
         for task in member.tasks:
             task.cancel()
+
+
+async def test_who_is_cut_off_ends_nobody_whatever_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even one whose engine has failed: another controller may have replaced it by now."""
+    is_held, gone = False, []
+
+    async def held() -> bool:
+        return is_held
+
+    async def note_gone(member: Member, reason: str) -> None:
+        gone.append(reason)
+
+    async def heartbeat(*_: Any, **__: Any) -> ReplicaStatus:
+        info: Any = None
+        return ReplicaStatus(info, True, False, ReplicaError("broken"), Load(), "same")
+
+    monkeypatch.setattr(actors.fleet, "call_handle", heartbeat)
+    fleet = Fleet("app", ManualClock(1000.0), lambda: None, lambda: 0.0, is_held=held)
+    monkeypatch.setattr(fleet, "_gone", note_gone)
+    handle: Any = Handle()
+    member = Member((Role.DECODE, 0), "d0", handle, 1000.0, "same", Phase.READY, 1000.0)
+    await fleet._heartbeat(member)
+    assert gone == []
+    is_held = True
+    await fleet._heartbeat(member)
+    assert gone == ["its engine failed: broken"]
