@@ -11,6 +11,8 @@ from ray.exceptions import RayError
 from actors import mandate
 from actors.mandate import Mandate
 
+PATIENCE_S = 20.0
+
 
 class Store:
     """Ray's, for one value.
@@ -57,6 +59,7 @@ class Watched(Mandate):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", PATIENCE_S)
     return Store(monkeypatch)
 
 
@@ -74,15 +77,15 @@ async def test_who_is_cut_off_holds_nothing_until_the_store_answers(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One question is under way at most, however often it is asked."""
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 0.02)
     mine = Watched()
     assert await mine.is_held()
     store.gate.clear()
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 0.02)
     asked = store.num_asked
     assert await asyncio.gather(*(mine.is_held() for _ in range(20))) == [False] * 20
     assert not await mine.is_held()
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", PATIENCE_S)
     store.gate.set()
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 20.0)
     assert await mine.is_held()
     assert store.num_asked == asked + 1
     assert mine.num_ends == 0
@@ -91,14 +94,14 @@ async def test_who_is_cut_off_holds_nothing_until_the_store_answers(
 async def test_what_another_one_wrote_meanwhile_is_seen_when_the_link_is_mended(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 0.02)
     old = Watched()
     assert await old.is_held()
     store.gate.clear()
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 0.02)
     assert not await old.is_held()
     store.value = b"another"
+    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", PATIENCE_S)
     store.gate.set()
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 20.0)
     assert not await old.is_held()
     assert old.num_ends == 1
 
