@@ -304,9 +304,13 @@ async def test_nobody_is_told_yes_by_a_controller_that_ends(
 async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another controller may have ended in the middle of something; those that end are let be."""
     names: list[str] = []
-    groups: list[str] = []
+    groups: list[str] = []  # as they are where the names are looked up
     found: list[str] = []
     removed: list[str] = []
+
+    def living_replicas(app: str) -> list[str]:
+        groups[:] = [*names, "app:prefill:0:left"] if names else []
+        return list(names)
 
     async def find_actor(name: str, timeout_s: float) -> Any:
         found.append(name)
@@ -318,15 +322,14 @@ async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.Monke
     async with controller(
         monkeypatch,
         find_actor=find_actor,
-        living_replicas=lambda _: list(names),
-        groups_of=lambda _: list(groups),
+        living_replicas=living_replicas,
+        groups_of=lambda _: [g for g in groups if g.startswith("app:")],
         ADOPT_EVERY_S=0.01,
     ) as made:
         await until(lambda: made._desired is not None)
         adopted: list[str] = []
         monkeypatch.setattr(made._fleet, "adopt", lambda _, name, __: adopted.append(name))
         monkeypatch.setattr(made._fleet, "knows", lambda name: name in ["app:decode:1:e", *adopted])
-        groups[:] = ["app:decode:0:abc", "app:decode:1:e", "app:prefill:0:left"]
         names[:] = ["app:decode:0:abc", "app:decode:1:e", "other:decode:0:x"]
         await until(lambda: bool(removed))
         assert found == ["app:decode:0:abc"] * 2

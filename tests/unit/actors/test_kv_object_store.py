@@ -20,6 +20,8 @@ from actors.kv_transport.object_store import MAX_PUTS, ObjectStoreTransport
 from quadriga.errors import KVTransportError, ReplicaError
 from quadriga.types import KVPart
 
+PATIENCE_S = 20.0
+
 
 class Ref:
     """A reference to an object in the store, which is freed with the last of them."""
@@ -101,7 +103,7 @@ class Sender:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - threads do it
             await asyncio.sleep(0.005)
 
@@ -109,14 +111,14 @@ async def until(condition: Any) -> None:
 async def test_a_part_is_put_and_told_of(store: Store) -> None:
     store.gate.set()
     sender = Sender()
-    assert await sender.send(5.0) == ""
+    assert await sender.send(PATIENCE_S) == ""
     assert store.num_delivered == 1
     await until(lambda: (sender.num_kept, store.num_kept) == (0, 0))
 
 
 async def test_a_store_that_stalls_takes_no_longer_than_a_part_may(store: Store) -> None:
     sender, began_s = Sender(), time.monotonic()
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(PATIENCE_S / 2):
         assert await sender.send(0.2) == "timeout"
         assert await asyncio.to_thread(lambda: 1) == 1, "nor do others wait for it"
     assert time.monotonic() - began_s >= 0.2
@@ -124,29 +126,32 @@ async def test_a_store_that_stalls_takes_no_longer_than_a_part_may(store: Store)
     await until(lambda: store.refs)
     await until(lambda: (sender.num_kept, store.num_kept) == (0, 0))
     assert store.num_delivered == 0, "the peer is not told what nobody waits for"
-    assert await sender.send(5.0) == "", "and the next part goes"
+    assert await sender.send(PATIENCE_S) == "", "and the next part goes"
 
 
 async def test_what_a_stalled_store_has_not_begun_it_does_not_keep(store: Store) -> None:
     sender = Sender()
-    sending = [asyncio.create_task(sender.send(0.2)) for _ in range(3 * MAX_PUTS)]
-    async with asyncio.timeout(2.0):
-        assert set(await asyncio.gather(*sending)) == {"timeout"}
-    sending.clear()
+    reading = [asyncio.create_task(sender.send(PATIENCE_S)) for _ in range(MAX_PUTS)]
+    await until(lambda: store.num_asked == MAX_PUTS)
+    waiting = [asyncio.create_task(sender.send(0.2)) for _ in range(2 * MAX_PUTS)]
+    assert set(await asyncio.gather(*waiting)) == {"timeout"}
+    waiting.clear()
     assert store.num_asked == MAX_PUTS
     assert sender.num_kept == MAX_PUTS, "only what it is reading"
     store.gate.set()
-    assert await sender.send(5.0) == ""
+    assert set(await asyncio.gather(*reading)) == {""}
+    reading.clear()
+    assert await sender.send(PATIENCE_S) == ""
     await until(lambda: (sender.num_kept, store.num_kept) == (0, 0))
     assert store.num_asked == MAX_PUTS + 1
 
 
 async def test_who_gives_up_a_transfer_does_not_wait_for_the_store(store: Store) -> None:
     sender = Sender()
-    sending = asyncio.create_task(sender.send(20.0))
+    sending = asyncio.create_task(sender.send(PATIENCE_S))
     await until(lambda: store.num_asked)
     await sender.transport.abort("peer", "t")
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(PATIENCE_S / 2):
         assert await sending == "aborted"
     del sending
     store.gate.set()
@@ -162,6 +167,6 @@ async def test_a_part_that_failed_leaves_nothing(store: Store, where: str) -> No
     else:
         store.failure = ReplicaError("the peer has a bug")
     sender = Sender()
-    assert await sender.send(5.0) == KVTransportError.default_code
+    assert await sender.send(PATIENCE_S) == KVTransportError.default_code
     store.put_failure = store.failure = None
     await until(lambda: (sender.num_kept, store.num_kept) == (0, 0))

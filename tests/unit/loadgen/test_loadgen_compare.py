@@ -388,7 +388,7 @@ def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_runs_of_the_command_are_compared(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, step_s in (("fast", 0.001), ("slow", 0.008)):
+    for name, step_s in (("fast", 0.001), ("slow", 0.02)):
         url, _ = service(step_s=step_s)
         words = ["run", "--url", url, "--tasks", "40", "--max-tokens", "8", "--no-plots"]
         assert main([*words, "--output", str(tmp_path / name)]) == 0

@@ -263,7 +263,7 @@ async def test_a_hung_replica_that_wakes_does_no_harm() -> None:
         sleeper = owner(cluster, session)
         sleeper.awake.clear()
         await until(lambda: session.choices[0].num_rebuilds == 1)
-        await until(lambda: owner(cluster, session) is not sleeper)
+        await until(lambda: session.choices[0].replica not in (None, sleeper.name))
         sleeper.awake.set()
         await all_well(desk, cluster, [session])
         await until(lambda: not sleeper.own)
