@@ -6,63 +6,45 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from actors import ingress_watch, kept
-from actors.calls import LOOK_UP_TIMEOUT_S, RAY_FAILED, call, find_actor, restart
+from actors.calls import LOOK_UP_TIMEOUT_S, RAY_FAILED, find_actor
+from actors.desired import Desired, resolve_here, set_up_choice
 from actors.evacuation import LeavingNodes
 from actors.exits_view import exits_view
 from actors.fleet import Fleet, Key, Member, Phase
 from actors.fleet_metrics import FleetMetrics
 from actors.helios import HeliosControl
-from actors.helios_setup import HeliosSetup, set_up
+from actors.helios_setup import HeliosSetup
 from actors.lifecycle import (
     controller_name,
     end_this_actor,
     fingerprint,
     new_replica_name,
     parse_replica_name,
-    scheduler_name,
 )
-from actors.lookup import get_scheduler
 from actors.mandate import Mandate
 from actors.metrics_page import MetricsPage
-from actors.placement import cluster_hardware, groups_of, living_replicas, remove
+from actors.placement import groups_of, living_replicas, remove
+from actors.scheduler_watch import SchedulerWatch
 from actors.tasks import background
 from actors.termination import die_on_sigterm
 from actors.turnover import turn_over
 from quadriga.clock import SystemClock
-from quadriga.config import LoggingConfig, QuadrigaConfig, load_config
+from quadriga.config import LoggingConfig
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.logs import configure_logging
-from quadriga.pacing import find_profile
 from quadriga.policies.liveness import standstill_s
-from quadriga.resolve import Deployment, Hardware, ReplicaSpec, resolve
-from quadriga.types import AutoReport, Role
+from quadriga.resolve import ReplicaSpec
+from quadriga.types import AutoReport
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-CALL_TIMEOUT_S = 2.0
 FORGET_TIMEOUT_S = 10.0
 ADOPT_EVERY_S = 30.0
 """So often it is looked for replicas and places that are on no book."""
-SCHEDULER_SILENCE_S = 20.0
-"""The scheduler is restarted when it has answered nothing for this long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Desired:
-    """What shall run: the configuration and a specification for every place."""
-
-    config: dict[str, Any]
-    deployment: Deployment
-    places: Mapping[Key, ReplicaSpec]
-
-    @property
-    def models(self) -> list[str]:
-        return [c.id for c in self.deployment.checkpoints]
 
 
 class Controller:
@@ -81,9 +63,8 @@ class Controller:
         self._heard_s = self._clock.now_s()
         self._page = MetricsPage(app, self._clock)
         self._metrics = FleetMetrics(app)
-        self._scheduler_heard_s = self._clock.now_s()
-        self._making_scheduler = asyncio.Lock()
         self._mandate = Mandate(app)
+        self._scheduler = SchedulerWatch(app, self._clock, self._mandate.is_held)
         self._acted_s = self._adopted_s = self._clock.now_s()
         self._ingresses = ingress_watch.IngressWatch()
         self._wake = asyncio.Event()
@@ -117,7 +98,7 @@ class Controller:
             ConfigError: It cannot be served on this cluster; the state before stays.
         """
         self._heard_s = self._clock.now_s()
-        desired = await asyncio.to_thread(_resolve, config)
+        desired = await asyncio.to_thread(resolve_here, config)
         await self._is_started.wait()
         async with self._wanting:
             if not self._is_ending:
@@ -128,7 +109,7 @@ class Controller:
     async def _want(self, desired: Desired) -> None:
         """Raises: ConfigError."""
         if self._desired is None or self._desired.config != desired.config:
-            setup = await asyncio.to_thread(_set_up, self._app, desired)
+            setup = await asyncio.to_thread(set_up_choice, self._app, desired)
             self._choose_by(setup)
             text = json.dumps(desired.config).encode()
             await asyncio.to_thread(kept.save, self._app, "desired", text)
@@ -275,7 +256,7 @@ class Controller:
         now_s = self._clock.now_s()
         late_s = now_s - self._acted_s
         self._heard_s = min(now_s, self._heard_s + late_s)
-        self._scheduler_heard_s = min(now_s, self._scheduler_heard_s + late_s)
+        self._scheduler.excuse(late_s)
         self._acted_s = now_s
 
     async def _adopt(self) -> None:
@@ -321,8 +302,8 @@ class Controller:
             try:
                 saved = await asyncio.to_thread(kept.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
-                desired = await asyncio.to_thread(_resolve, config)
-                self._choose_by(await asyncio.to_thread(_set_up, self._app, desired))
+                desired = await asyncio.to_thread(resolve_here, config)
+                self._choose_by(await asyncio.to_thread(set_up_choice, self._app, desired))
                 self._apply(desired)
             finally:
                 self._is_started.set()
@@ -350,7 +331,8 @@ class Controller:
         desired = self._desired
         if desired is None:
             return
-        background(self._configure_scheduler(desired))
+        age_s = self._ingress_age_s()
+        background(self._scheduler.configure(desired.config, desired.models, age_s))
         background(self._leaving.look())
         places = self._places(desired)
         for key, spec in places.items():
@@ -390,57 +372,6 @@ class Controller:
         limits_s = (status.leave_s, self._leaving.left_s(status.info.node_id))
         return min((s for s in limits_s if s is not None), default=None)
 
-    async def _configure_scheduler(self, desired: Desired) -> None:
-        began_s = self._clock.now_s()
-        try:
-            await call(
-                scheduler_name(self._app),
-                "configure",
-                desired.config,
-                desired.models,
-                self._ingress_age_s(),
-                timeout_s=CALL_TIMEOUT_S,
-            )
-            self._scheduler_heard_s = self._clock.now_s()
-        except QuadrigaError as exc:
-            logger.info("the scheduler was not configured: %s", exc)
-            if exc.code == "timeout":
-                late_s = standstill_s(began_s, self._clock.now_s(), CALL_TIMEOUT_S)
-                is_held = await self._mandate.is_held()
-                now_s = self._clock.now_s()
-                if not is_held:
-                    late_s = now_s - began_s
-                # Several calls may have been late by the same standstill.
-                self._scheduler_heard_s = min(now_s, self._scheduler_heard_s + late_s)
-                if is_held:
-                    await self._restart_hung_scheduler()
-                return
-            self._scheduler_heard_s = self._clock.now_s()
-            if isinstance(exc, ReplicaDied) and exc.code != "unreachable":
-                await self._make_scheduler(desired)
-
-    async def _make_scheduler(self, desired: Desired) -> None:
-        """Start one where there is none; Ray starts one that died anew, but none that ended."""
-        if self._is_ending or self._making_scheduler.locked():
-            return
-        async with self._making_scheduler:
-            try:
-                await asyncio.to_thread(get_scheduler, self._app, desired.config)
-            except RAY_FAILED as exc:
-                logger.warning("the scheduler was not started: %s", exc)
-
-    async def _restart_hung_scheduler(self) -> None:
-        now_s = self._clock.now_s()
-        silence_s = now_s - self._scheduler_heard_s
-        if silence_s <= SCHEDULER_SILENCE_S:
-            return
-        self._scheduler_heard_s = now_s
-        logger.warning("the scheduler hangs: no answer for %.1f s; it is restarted", silence_s)
-        try:
-            await restart(scheduler_name(self._app))
-        except QuadrigaError as exc:
-            logger.warning("%s", exc)
-
     def _ingress_age_s(self) -> float:
         return self._clock.now_s() - self._heard_s
 
@@ -449,15 +380,13 @@ class Controller:
             return
         self._is_ending = True
         self._mandate.keep()
+        self._scheduler.retire()
         logger.info("the application %s ends: %s", self._app, reason)
         try:
             await self._page.close()  # a value that is still being written would stay behind
             await self._forget()
             await self._fleet.stop_all()
-            try:
-                await call(scheduler_name(self._app), "stop", timeout_s=CALL_TIMEOUT_S)
-            except QuadrigaError as exc:
-                logger.info("the scheduler was not stopped: %s", exc)
+            await self._scheduler.stop()
         finally:  # nobody would end it later
             await end_this_actor()
 
@@ -468,29 +397,3 @@ class Controller:
                 await asyncio.to_thread(kept.forget, self._app)
         except (TimeoutError, *RAY_FAILED) as exc:
             logger.warning("what was kept of %s stays in Ray's store: %s", self._app, exc)
-
-
-def _set_up(app: str, desired: Desired) -> HeliosSetup | None:
-    """Prepare the choice of models, where it is wanted; blocks. Raises: ConfigError."""
-    config = desired.deployment.config
-    if not config.helios.enabled:
-        return None
-    return set_up(app, config, cluster_hardware(), desired.places)
-
-
-def _resolve(config: dict[str, Any]) -> Desired:
-    return _resolve_on(config, cluster_hardware())
-
-
-def _resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
-    """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError."""
-    loaded: QuadrigaConfig = load_config(config)
-    if loaded.decode.pace is not None:
-        find_profile(loaded.decode.pace)
-    deployment = resolve(loaded, hardware)
-    ordinals = dict.fromkeys(Role, 0)
-    places: dict[Key, ReplicaSpec] = {}
-    for spec in deployment.replicas:
-        places[(spec.role, ordinals[spec.role])] = spec
-        ordinals[spec.role] += 1
-    return Desired(loaded.model_dump(mode="json", exclude={"auth"}), deployment, places)

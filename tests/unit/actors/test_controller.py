@@ -12,9 +12,10 @@ import pytest
 from ray.exceptions import RayError
 
 import actors.controller
-from actors.controller import Controller, Desired
+from actors.controller import Controller
+from actors.desired import Desired
 from quadriga.config import load_config
-from quadriga.errors import ConfigError, QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.errors import ConfigError, ReplicaDied
 from quadriga.resolve import Deployment
 
 CONFIG = load_config({}).model_dump(mode="json")
@@ -42,7 +43,7 @@ async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIter
     usual = {
         "living_replicas": Failing([]),
         "groups_of": Failing([]),
-        "_resolve": Failing(nothing),
+        "resolve_here": Failing(nothing),
         "TICK_S": 0.001,
     }
     for name, part in (usual | parts).items():
@@ -54,7 +55,7 @@ async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIter
     async def unheard(*_: Any, **__: Any) -> None:
         return
 
-    monkeypatch.setattr(actors.controller, "call", unheard)
+    monkeypatch.setattr("actors.scheduler_watch.call", unheard)
     monkeypatch.setattr("actors.evacuation.LeavingNodes.look", unheard)
     made = Controller("app", CONFIG)
     try:
@@ -108,7 +109,7 @@ async def test_what_cannot_be_served_yet_is_tried_again(monkeypatch: pytest.Monk
     """The nodes with the GPUs may join later than the controller is back."""
     nothing = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
     missing = [ConfigError("the cluster has no GPU")] * 3
-    async with controller(monkeypatch, _resolve=Failing(nothing, *missing)) as made:
+    async with controller(monkeypatch, resolve_here=Failing(nothing, *missing)) as made:
         await until(lambda: made._error == "the cluster has no GPU")
         await until(lambda: made._desired is nothing)
         await until(lambda: made._error is None)
@@ -141,32 +142,6 @@ async def test_a_route_is_sent_whatever_fails(monkeypatch: pytest.MonkeyPatch) -
         assert made._error == "'a bug'"
 
 
-@pytest.mark.parametrize(
-    ("failure", "is_made"),
-    [
-        (ReplicaDied("it died"), True),
-        (ReplicaDied("away for now", code="unreachable"), False),
-        (ReplicaError("it hangs", code="timeout"), False),
-    ],
-)
-async def test_a_scheduler_that_is_gone_for_good_is_made_again(
-    failure: QuadrigaError, is_made: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray starts one that died anew, but none that ended itself."""
-    make = Failing(None, RayError("the control store is away"))
-    asked: list[str] = []
-
-    async def call(name: str, method: str, *_: Any, **__: Any) -> None:
-        asked.append(f"{name} {method}")
-        raise failure
-
-    async with controller(monkeypatch, get_scheduler=make):
-        monkeypatch.setattr(actors.controller, "call", call)
-        await until(lambda: make.num_calls > 1 if is_made else len(asked) > 5)
-        assert set(asked) == {"app:scheduler configure"}
-        assert bool(make.num_calls) is is_made
-
-
 class Told:
     """A clock that goes as it is told."""
 
@@ -175,37 +150,6 @@ class Told:
 
     def now_s(self) -> float:
         return self.now
-
-
-@pytest.mark.parametrize("call_takes_s", [2.0, 30.0])
-async def test_a_scheduler_is_blamed_for_its_own_silence_alone(
-    call_takes_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call has two seconds; in what it takes beyond them this process stood still itself."""
-    restarted: list[str] = []
-
-    async def restart(name: str) -> None:
-        restarted.append(name)
-
-    async with controller(monkeypatch, restart=restart) as made:
-        await until(lambda: made._desired is not None)
-        made._is_ending = True
-        made._wake.set()
-        await asyncio.sleep(0.01)
-        clock = Told()
-
-        async def call(*_: Any, **__: Any) -> None:
-            clock.now += call_takes_s
-            raise ReplicaError("no answer", code="timeout")
-
-        monkeypatch.setattr(actors.controller, "call", call)
-        monkeypatch.setattr(made, "_clock", clock)
-        made._scheduler_heard_s = clock.now
-        for _ in range(10):
-            await made._configure_scheduler(made._desired)
-        assert restarted == []
-        await made._configure_scheduler(made._desired)
-        assert restarted == ["app:scheduler"]
 
 
 async def test_who_is_cut_off_does_nothing_and_blames_nobody(
@@ -228,8 +172,9 @@ async def test_who_is_cut_off_does_nothing_and_blames_nobody(
         await asyncio.sleep(0.02)
         clock = Told()
         monkeypatch.setattr(made, "_clock", clock)
-        made._acted_s = made._heard_s = made._scheduler_heard_s = clock.now
-        for part in ("_reconcile", "_end", "_adopt", "_configure_scheduler"):
+        monkeypatch.setattr(made._scheduler, "_clock", clock)
+        made._acted_s = made._heard_s = made._scheduler._heard_s = clock.now
+        for part in ("_reconcile", "_end", "_adopt"):
             monkeypatch.setattr(made, part, act)
         for _ in range(20):
             clock.now += 50.0
@@ -237,7 +182,7 @@ async def test_who_is_cut_off_does_nothing_and_blames_nobody(
         await until(lambda: clock.now - made._acted_s < 1.0)
         assert acted == []
         assert made._ingress_age_s() < 1.0
-        assert clock.now - made._scheduler_heard_s < 1.0
+        assert made._scheduler.silence_s < 1.0
         is_held = True
         await until(lambda: bool(acted))
 
@@ -338,22 +283,6 @@ async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.Monke
         assert made._error is None
 
 
-async def test_an_application_that_ends_makes_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = Failing(None)
-
-    async def call(*_: Any, **__: Any) -> None:
-        raise ReplicaDied("it was stopped")
-
-    never = Failing(None, *[ConfigError("nothing runs by itself here")] * 10_000)
-    async with controller(monkeypatch, get_scheduler=make, _resolve=never) as made:
-        monkeypatch.setattr(actors.controller, "call", call)
-        made._is_ending = True
-        await made._configure_scheduler(
-            Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
-        )
-        assert make.num_calls == 0
-
-
 async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = Failing(None)
 
@@ -371,7 +300,7 @@ async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         async def call(_: str, method: str, *__: Any, **___: Any) -> None:
             told.append(method)
 
-        monkeypatch.setattr(actors.controller, "call", call)
+        monkeypatch.setattr("actors.scheduler_watch.call", call)
         await made._end("stopped")
         assert "stop" in told and ended.num_calls == 1, "the scheduler is stopped all the same"
     async with controller(monkeypatch) as made:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.controller import _resolve_on
+from actors.desired import resolve_on
 from actors.lifecycle import fingerprint, new_replica_name, parse_replica_name
 from quadriga.errors import ConfigError
 from quadriga.resolve import Hardware
@@ -30,7 +30,7 @@ def test_other_names_are_none_of_ours(name: str) -> None:
 
 
 def test_places_follow_the_pools() -> None:
-    desired = _resolve_on({"model": "quadriga-s", "decode_replicas": 3}, HARDWARE)
+    desired = resolve_on({"model": "quadriga-s", "decode_replicas": 3}, HARDWARE)
     assert list(desired.places) == [
         (Role.PREFILL, 0),
         (Role.DECODE, 0),
@@ -43,13 +43,13 @@ def test_places_follow_the_pools() -> None:
 
 def test_only_what_a_replica_cannot_change_makes_it_outdated() -> None:
     base = {"model": "quadriga-s"}
-    desired = _resolve_on(base, HARDWARE)
+    desired = resolve_on(base, HARDWARE)
     spec = desired.places[(Role.DECODE, 0)]
     same = fingerprint(spec, desired.config)
     assert fingerprint(replace(spec, num_cpus=0.5), desired.config) == same
 
     def changed(**settings: object) -> str:
-        other = _resolve_on(base | settings, HARDWARE)
+        other = resolve_on(base | settings, HARDWARE)
         return fingerprint(other.places[(Role.DECODE, 0)], other.config)
 
     assert changed(decode_replicas=5) == same
@@ -64,4 +64,4 @@ def test_only_what_a_replica_cannot_change_makes_it_outdated() -> None:
 
 def test_an_unknown_pace_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"decode\.pace"):
-        _resolve_on({"model": "quadriga-s", "decode.pace": "warp"}, HARDWARE)
+        resolve_on({"model": "quadriga-s", "decode.pace": "warp"}, HARDWARE)

@@ -1,0 +1,55 @@
+"""What shall run: the configuration, resolved on what the cluster has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.fleet import Key
+from actors.helios_setup import HeliosSetup, set_up
+from actors.placement import cluster_hardware
+from quadriga.config import load_config
+from quadriga.pacing import find_profile
+from quadriga.resolve import Deployment, Hardware, ReplicaSpec, resolve
+from quadriga.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What shall run: the configuration and a specification for every place."""
+
+    config: dict[str, Any]
+    deployment: Deployment
+    places: Mapping[Key, ReplicaSpec]
+
+    @property
+    def models(self) -> list[str]:
+        return [c.id for c in self.deployment.checkpoints]
+
+
+def resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
+    """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError."""
+    loaded = load_config(config)
+    if loaded.decode.pace is not None:
+        find_profile(loaded.decode.pace)
+    deployment = resolve(loaded, hardware)
+    ordinals = dict.fromkeys(Role, 0)
+    places: dict[Key, ReplicaSpec] = {}
+    for spec in deployment.replicas:
+        places[(spec.role, ordinals[spec.role])] = spec
+        ordinals[spec.role] += 1
+    return Desired(loaded.model_dump(mode="json", exclude={"auth"}), deployment, places)
+
+
+def resolve_here(config: dict[str, Any]) -> Desired:
+    """The same, on what this cluster has now; blocks. Raises: ConfigError."""
+    return resolve_on(config, cluster_hardware())
+
+
+def set_up_choice(app: str, desired: Desired) -> HeliosSetup | None:
+    """Prepare the choice of models, where it is wanted; blocks. Raises: ConfigError."""
+    config = desired.deployment.config
+    if not config.helios.enabled:
+        return None
+    return set_up(app, config, cluster_hardware(), desired.places)

@@ -1,0 +1,128 @@
+"""One scheduler, which is blamed for nobody's silence but its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from actors import scheduler_watch
+from actors.scheduler_watch import CALL_TIMEOUT_S, SILENCE_S, SchedulerWatch
+from quadriga.clock import ManualClock
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
+
+LATE = ReplicaError("no answer", code="timeout")
+
+
+class World:
+    """A scheduler as its watch meets it.
+
+    Attributes:
+        failure: What whoever calls it gets.
+        call_takes_s: Until then.
+        make_failure: What whoever starts one gets.
+        did: Everything that was asked of Ray.
+        is_held: Whether the controller may act.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = ManualClock(1000.0)
+        self.failure: QuadrigaError | None = None
+        self.call_takes_s = 0.0
+        self.make_failure: Exception | None = None
+        self.did: list[str] = []
+        self.is_held = True
+        monkeypatch.setattr(scheduler_watch, "call", self._call)
+        monkeypatch.setattr(scheduler_watch, "restart", self._restart)
+        monkeypatch.setattr(scheduler_watch, "get_scheduler", self._make)
+        self.watch = SchedulerWatch("app", self.clock, self._may_act)
+
+    async def configure(self, times: int = 1) -> None:
+        for _ in range(times):
+            await self.watch.configure({"a": 1}, ["m"], 0.5)
+
+    async def _call(self, name: str, method: str, *args: Any, timeout_s: float) -> None:
+        assert name == "app:scheduler" and timeout_s == CALL_TIMEOUT_S
+        assert args == (({"a": 1}, ["m"], 0.5) if method == "configure" else ())
+        self.clock.advance(self.call_takes_s)
+        if self.failure is not None:
+            raise self.failure
+
+    async def _restart(self, name: str) -> None:
+        self.did.append(f"restart {name}")
+
+    def _make(self, app: str, config: dict[str, Any]) -> None:
+        self.did.append(f"make {app} {config}")
+        if self.make_failure is not None:
+            raise self.make_failure
+
+    async def _may_act(self) -> bool:
+        return self.is_held
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+async def test_one_that_answers_is_let_be(world: World) -> None:
+    world.call_takes_s = 1.0
+    await world.configure(times=100)
+    await world.watch.stop()
+    assert world.did == []
+
+
+async def test_one_that_is_gone_for_good_is_made_again(world: World) -> None:
+    """Ray starts one that died anew, but none that ended itself."""
+    world.failure = ReplicaDied("it died")
+    world.make_failure = RayError("the control store is away")
+    await world.configure(times=2)
+    assert world.did == ["make app {'a': 1}"] * 2
+
+
+async def test_one_that_is_away_for_now_is_not_made(world: World) -> None:
+    world.failure = ReplicaDied("away for now", code="unreachable")
+    world.call_takes_s = CALL_TIMEOUT_S
+    await world.configure(times=100)
+    assert world.did == []
+
+
+async def test_an_application_that_ends_makes_none(world: World) -> None:
+    world.failure = ReplicaDied("it was stopped")
+    world.watch.retire()
+    await world.configure()
+    await world.watch.stop()
+    assert world.did == []
+
+
+@pytest.mark.parametrize("call_takes_s", [CALL_TIMEOUT_S, 15 * CALL_TIMEOUT_S])
+async def test_it_is_blamed_for_its_own_silence_alone(world: World, call_takes_s: float) -> None:
+    """A call has two seconds; in what it takes beyond them this process stood still itself."""
+    world.failure = LATE
+    world.call_takes_s = call_takes_s
+    await world.configure(times=int(SILENCE_S / CALL_TIMEOUT_S))
+    assert world.did == []
+    await world.configure()
+    assert world.did == ["restart app:scheduler"]
+    await world.configure()
+    assert len(world.did) == 1, "it has as long again to come back"
+
+
+async def test_who_may_not_act_blames_nobody(world: World) -> None:
+    world.failure = LATE
+    world.call_takes_s = CALL_TIMEOUT_S
+    world.is_held = False
+    await world.configure(times=100)
+    world.is_held = True
+    await world.configure(times=int(SILENCE_S / CALL_TIMEOUT_S))
+    assert world.did == []
+
+
+async def test_excuses_end_at_now(world: World) -> None:
+    world.failure = LATE
+    world.call_takes_s = CALL_TIMEOUT_S
+    world.watch.excuse(1e6)
+    assert world.watch.silence_s == 0.0
+    await world.configure(times=int(SILENCE_S / CALL_TIMEOUT_S) + 1)
+    assert world.did == ["restart app:scheduler"]
