@@ -181,9 +181,9 @@ class FakeNccl:
     def close(self) -> None:
         """End all that waits, and the sockets."""
         self.is_over.set()
-        for listener in self._listeners.values():
+        for listener in list(self._listeners.values()):  # whom nobody waits for any more takes one
             listener.close()
-        for communicator in self.communicators:
+        for communicator in list(self.communicators):
             communicator.end()
 
 
