@@ -21,7 +21,7 @@ MAX_PUTS = 4
 """At once: parts of 256 KiB to 1 MiB, as they mostly are, go through faster up to four and not
 beyond. They share one connection to the store; larger ones are copied by threads of Ray's own."""
 
-_putting = ThreadPoolExecutor(MAX_PUTS, thread_name_prefix="kv-put")
+_putting = ThreadPoolExecutor(MAX_PUTS, thread_name_prefix="put-kv")
 """Threads of their own: where the store stalls, only parts for it wait for each other."""
 
 
