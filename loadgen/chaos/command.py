@@ -10,15 +10,16 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 
 from loadgen.chaos.cells import MATRIX, QUICK, QUICK_NEW, Cell, Fault, Moment, Stage, Victim
+from loadgen.chaos.ledger import Ledger
 from loadgen.chaos.load import clients_of, make_streams
-from loadgen.chaos.report import not_run, summary, table, write_json
+from loadgen.chaos.report import not_run, summary, table
 from loadgen.chaos.rig import Rig, started_rig
 from loadgen.chaos.strike import Trials
 from loadgen.chaos.verdicts import CellResult
@@ -61,7 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(0),
         help="begin no cell after this long; what is skipped has failed",
     )
-    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--json", type=Path, help="all results; written after every run")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the file of --json: only the runs that it lacks",
+    )
     parser.add_argument("--logs", type=Path, help="keep the services' output in this folder")
     add_setting_argument(parser)
 
@@ -81,19 +87,37 @@ def run(args: argparse.Namespace) -> int:
         results = _possible_here(results, console)
     check_service(args.model, args.set)
     args.runs = args.runs or (1 if args.quick else 3)
+    ledger = _ledger(args, cells)
+    if ledger is not None and args.resume:
+        ledger.resume(results)
+
+    def keep() -> None:
+        if ledger is not None:
+            ledger.write(results, seconds=time.monotonic() - began_s)
+
+    keep()
     with tempfile.TemporaryDirectory(prefix="quadriga-chaos-") as scratch:
         folder = args.logs or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         until_s = None if args.budget_s is None else began_s + args.budget_s
-        asyncio.run(Campaign(args, folder, console, until_s).run(results))
+        asyncio.run(Campaign(args, folder, console, until_s, keep).run(results))
+    keep()
     console.print(table(results))
     if any(cell.why_not is not None for cell in cells):
         console.print(not_run(cells))
     seconds = time.monotonic() - began_s
-    if args.json is not None:
-        write_json(args.json, results, cells, seconds=seconds, seed=args.seed)
     print(summary(results, seconds=seconds))
     return 0 if all(r.is_ok for r in results) else 1
+
+
+def _ledger(args: argparse.Namespace, cells: Sequence[Cell]) -> Ledger | None:
+    """Raises: ConfigError."""
+    if args.json is None:
+        if args.resume:
+            raise ConfigError("--resume: needs the file of --json", param="resume")
+        return None
+    alike = ("model", "streams", "max_tokens", "seed", "set")
+    return Ledger(args.json, {name: getattr(args, name) for name in alike}, cells)
 
 
 def choose(
@@ -160,22 +184,32 @@ class Campaign:
 
     Args:
         until_s: Begin no run after this, `time.monotonic`.
+        keep: Called after each run.
     """
 
     def __init__(
-        self, args: argparse.Namespace, folder: Path, console: Console, until_s: float | None
+        self,
+        args: argparse.Namespace,
+        folder: Path,
+        console: Console,
+        until_s: float | None,
+        keep: Callable[[], None],
     ) -> None:
         self._args = args
         self._folder = folder
         self._console = console
         self._until_s = until_s
+        self._keep = keep
         self._rng = random.Random(args.seed)
         self._references: dict[int | None, list[list[int]]] = {}
 
     async def run(self, results: Sequence[CellResult]) -> None:
         """Run every cell so often; what cannot be run has failed, and says why."""
         order = list(Stage)
-        by_stage = sorted(results, key=lambda r: order.index(r.cell.stage))
+        lacking = [r for r in results if r.done < self._args.runs]
+        if num_done := sum(r.done for r in results):  # other choices than those made before
+            self._rng.seed(f"{self._args.seed} after {num_done}")
+        by_stage = sorted(lacking, key=lambda r: order.index(r.cell.stage))
         for stage, group in groupby(by_stage, key=lambda r: r.cell.stage):
             mine = list(group)
             if self._is_late():
@@ -189,7 +223,10 @@ class Campaign:
                 self._console.print(f"{stage}: {exc.message}")
                 for result in mine:
                     if not result.runs:
-                        result.not_restored.append(exc.message)
+                        result.not_struck.append(exc.message)
+        for result in lacking:
+            if result.done < self._args.runs and not result.troubles:
+                result.not_struck.append(f"no time was left after {result.done} runs")
 
     async def _run_on(self, rig: Rig, results: Sequence[CellResult]) -> None:
         depth = LIMITED_DEPTH if rig.is_choosing else None
@@ -205,7 +242,7 @@ class Campaign:
             wanted = self._references[depth]
             trials = Trials(rig, clients, specs, wanted, self._rng, rig.census())
             for result in results:
-                for _ in range(self._args.runs):
+                for _ in range(self._args.runs - result.done):
                     if self._is_late():
                         break
                     began_s = time.monotonic()
@@ -214,6 +251,7 @@ class Campaign:
                     except Exception as exc:  # the border: the other cells are still to be run
                         logger.exception("%s was not run to its end", result.cell)
                         result.not_restored.append(f"not run to its end: {exc!r}")
+                    self._keep()
                     self._console.print(_line(result, time.monotonic() - began_s), style="dim")
 
     def _is_late(self) -> bool:
@@ -221,5 +259,5 @@ class Campaign:
 
 
 def _line(result: CellResult, seconds: float) -> str:
-    state = "ok" if result.is_ok else "FAILED " + "; ".join(result.not_restored + result.faults[:6])
+    state = "ok" if result.is_ok else "FAILED " + "; ".join(result.troubles + result.faults[:6])
     return f"{result.cell}: {result.rebuilt} rebuilt, {seconds:.0f} s, {state}"

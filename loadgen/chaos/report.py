@@ -1,30 +1,27 @@
-"""The table, the file and the last line: what every cell gave, and why others were not run."""
+"""The table and the last line: what every cell gave, and why others were not run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from loadgen import provenance
 from loadgen.chaos.cells import Cell
 from loadgen.chaos.verdicts import CellResult
 
-COUNTS = ("runs", "streams", "waiting", "rebuilt", "lost", "duplicated", "differing", "hung")
+SHOWN = ("runs", "streams", "waiting", "rebuilt", "lost", "duplicated", "differing", "hung")
 
 
 def table(results: Sequence[CellResult]) -> Table:
     """Cell, runs, and how many streams were lost, duplicated, differing or hung."""
-    made = Table("cell", *COUNTS)
+    made = Table("cell", *SHOWN)
     for name in ("recovery P50 s", "P99 s", "whole again"):
         made.add_column(name)
     for r in results:
         made.add_row(
             str(r.cell),
-            *(str(getattr(r, name)) for name in COUNTS),
+            *(str(getattr(r, name)) for name in SHOWN),
             *(_seconds(r.percentile_s(share)) for share in (0.5, 0.99)),
             "no" if r.not_restored else "yes",
         )
@@ -64,43 +61,3 @@ def summary(results: Sequence[CellResult], *, seconds: float) -> str:
             "seconds": round(seconds, 1),
         }
     )
-
-
-def write_json(
-    path: Path,
-    results: Sequence[CellResult],
-    cells: Sequence[Cell],
-    *,
-    seconds: float,
-    seed: int,
-) -> None:
-    """Write all there is to know of a run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = {
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions("ray", "torch", "grpcio"),
-        "seed": seed,
-        "seconds": round(seconds, 1),
-        "cells": [_row(r) for r in results],
-        "not_run": {str(c): c.why_not for c in cells if c.why_not is not None},
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-def _row(result: CellResult) -> dict[str, Any]:
-    cell = result.cell
-    row: dict[str, Any] = {
-        "fault": cell.fault.value,
-        "moment": cell.moment.value,
-        "victim": cell.victim.value,
-        "stage": cell.stage.value,
-    }
-    row |= {name: getattr(result, name) for name in COUNTS}
-    row |= {f"recovery_p{share:g}_s": result.percentile_s(share / 100) for share in (50, 99)}
-    return row | {
-        "recovery_s": [round(t, 3) for t in result.recovery_s],
-        "is_ok": result.is_ok,
-        "not_restored": result.not_restored,
-        "faults": result.faults,
-    }

@@ -57,22 +57,26 @@ class Trials:
         A blow before the first token that came after the last stream's is judged, and struck again.
         """
         for _ in range(MAX_ATTEMPTS):
-            waited, troubles = result.waiting, len(result.not_restored)
+            waited, missed = result.waiting, len(result.not_struck)
+            failures = len(result.not_restored)
             await self._run_once(result)
-            is_met = result.cell.moment is not Moment.BEFORE_FIRST_TOKEN or result.waiting > waited
-            if is_met or len(result.not_restored) > troubles:
+            if len(result.not_struck) > missed:
                 return
-        result.not_restored.append("not struck: every stream had its first token by then")
+            is_met = result.cell.moment is not Moment.BEFORE_FIRST_TOKEN or result.waiting > waited
+            if is_met or len(result.not_restored) > failures:
+                result.done += 1
+                return
+        result.not_struck.append("every stream had its first token by then")
 
     async def _run_once(self, result: CellResult) -> None:
         trouble = await self._until_whole()
         if trouble:  # an earlier cell was felt late
-            result.not_restored.append(f"not struck: {trouble}")
+            result.not_struck.append(trouble)
             return
         try:
             await self._struck(result)
         except (NotReached, OrderFailed) as exc:
-            result.not_restored.append(f"not struck: {exc}")
+            result.not_struck.append(str(exc))
         trouble = await self._until_whole()
         if not trouble and result.cell.moment is Moment.RESIZE:
             trouble = await make_deep(self.rig)

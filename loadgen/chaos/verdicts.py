@@ -17,6 +17,7 @@ class CellResult:
     """One cell over all its runs.
 
     Attributes:
+        done: Runs that went as they should: the harm came when it was to come.
         streams: How many were under way.
         waiting: How many of them had no token yet when the blow was struck.
         rebuilt: How many of them were begun anew.
@@ -24,6 +25,7 @@ class CellResult:
         duplicated: Got a token twice.
         differing: Said something else than the undisturbed run.
         hung: Did not end in time.
+        not_struck: Why no harm was done in a run, or too late.
         not_restored: Why the service was not itself again afterwards.
         recovery_s: Longest silence of each stream that was begun anew.
         faults: The first few in words.
@@ -31,6 +33,7 @@ class CellResult:
 
     cell: Cell
     runs: int = 0
+    done: int = 0
     streams: int = 0
     waiting: int = 0
     rebuilt: int = 0
@@ -38,14 +41,20 @@ class CellResult:
     duplicated: int = 0
     differing: int = 0
     hung: int = 0
+    not_struck: list[str] = field(default_factory=list)
     not_restored: list[str] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @property
     def is_ok(self) -> bool:
-        bad = self.lost + self.duplicated + self.differing + self.hung + len(self.not_restored)
-        return self.runs > 0 and bad == 0
+        bad = self.lost + self.duplicated + self.differing + self.hung
+        return self.runs > 0 and bad == 0 and not self.troubles
+
+    @property
+    def troubles(self) -> list[str]:
+        """What was wrong with runs rather than with streams."""
+        return [f"not struck: {reason}" for reason in self.not_struck] + self.not_restored
 
     def add(
         self, answers: Sequence[Answer], reference: Sequence[list[int]], *, struck_s: float
