@@ -15,7 +15,7 @@ from quadriga.batching.paced_runner import PacedRunner
 from quadriga.batching.rendezvous import StepPhase
 from quadriga.engine import load_runner
 from quadriga.engine_spec import EngineSpec
-from quadriga.errors import MigrationFailed
+from quadriga.errors import MigrationFailed, TakenOver
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.pacing import find_profile
 from quadriga.resolve import ReplicaSpec
@@ -136,6 +136,8 @@ class DecodeReplica(Replica[DecodeCore]):
     async def adopt(self, sequence_id: str, ingress_id: str) -> bool:
         """Tell another ingress of a sequence from now on, and first all that it has said so far.
 
+        The one before hears that it was taken over.
+
         Returns:
             Whether it runs here; one that is on its way elsewhere does not.
         """
@@ -145,14 +147,18 @@ class DecodeReplica(Replica[DecodeCore]):
             state = next((s for s in core.loop.running if s.sequence_id == sequence_id), None)
             if state is None or sequence_id in self.leaving():
                 return False
-            state.ingress_id = ingress_id
+            before, state.ingress_id = state.ingress_id, ingress_id
             said = Emission(
                 sequence_id,
                 state.epoch,
                 token_ids=list(state.output_ids),
                 exit_layers=list(state.exit_layers),
             )
-            self.post(self.mail.put, [(ingress_id, said)])
+            news = [(ingress_id, said)]
+            if before != ingress_id:  # it may live, and some client may wait there
+                error = TakenOver("the request was resumed elsewhere, and goes on there")
+                news.append((before, Emission(sequence_id, state.epoch, error=error)))
+            self.post(self.mail.put, news)
             return True
 
         return await self.engine.call(adopt)

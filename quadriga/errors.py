@@ -17,6 +17,7 @@
     ├── Unavailable               503  UNAVAILABLE          no capacity, starting or draining
     ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
     ├── Cancelled                 499  CANCELLED
+    ├── TakenOver                 409  ABORTED              it goes on at another ingress
     ├── ReplicaError              500  UNAVAILABLE
     │   ├── ReplicaDied           500  UNAVAILABLE
     │   ├── MigrationFailed       500  UNAVAILABLE
@@ -210,6 +211,15 @@ class Cancelled(QuadrigaError):
     http_status = 499
     grpc_code = "CANCELLED"
     default_code = "cancelled"
+
+
+class TakenOver(QuadrigaError):
+    """The client, or another one with its key, resumed the request elsewhere."""
+
+    http_status = 409
+    grpc_code = "ABORTED"
+    openai_type = "invalid_request_error"
+    default_code = "taken_over"
 
 
 class ReplicaError(QuadrigaError):

@@ -20,6 +20,7 @@ from quadriga.errors import (
     Overloaded,
     QuadrigaError,
     RequestTimeout,
+    TakenOver,
     Unauthenticated,
     Unavailable,
     UnknownModel,
@@ -52,7 +53,7 @@ Errors = tuple[type[QuadrigaError], ...]
 _ALWAYS: Errors = (HeadersTooLarge, InvariantViolation)
 _KEYED: Errors = (*_ALWAYS, Unauthenticated, Overloaded)
 _POSTED: Errors = (*_KEYED, InvalidRequest, UnknownModel, RequestTimeout, BodyTooLarge)
-_GENERATED: Errors = (*_POSTED, Unavailable, DeadlineExceeded)
+_GENERATED: Errors = (*_POSTED, Unavailable, DeadlineExceeded, TakenOver)
 HEADER_TEXTS = {
     "retry-after": "Seconds after which a retry may succeed.",
     "retry-after-ms": "The same in milliseconds.",

@@ -14,6 +14,7 @@ from quadriga.errors import (
     Overloaded,
     QuadrigaError,
     RequestTimeout,
+    TakenOver,
     Unauthenticated,
     Unavailable,
     UnknownModel,
@@ -107,5 +108,6 @@ ERRORS: dict[type[QuadrigaError], str] = {
     HeadersTooLarge: "the request has 140 headers, above the limit of 100",
     InvariantViolation: "an internal error (KeyError); see the server's log",
     Unavailable: "no replica is ready",
+    TakenOver: "the request was resumed elsewhere, and goes on there",
     DeadlineExceeded: "the request was not done within its deadline of 5 s",
 }

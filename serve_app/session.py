@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from quadriga.errors import Cancelled, NotFound, QuadrigaError
+from quadriga.errors import Cancelled, NotFound, QuadrigaError, TakenOver
 from quadriga.tracing import Span
 from quadriga.types import FinishReason, TokenLogprob, token_digest
 from serve_app.choice import Choice
@@ -71,6 +71,11 @@ class Session:
     @property
     def failed(self) -> bool:
         return self.error is not None or any(c.error is not None for c in self.choices)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another ingress has taken over some of it."""
+        return any(isinstance(choice.error, TakenOver) for choice in self.choices)
 
     def end(self, now_s: float) -> None:
         """Nothing will be added any more."""

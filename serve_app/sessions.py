@@ -30,7 +30,7 @@ class SessionStore:
             self._by_key[session.key] = session
 
     def find(self, key: tuple[str, str], fingerprint: bytes) -> Session | None:
-        """Return the session under this key, or None.
+        """Return the session under this key; None too where another ingress has taken it over.
 
         Raises: InvalidRequest when the key belongs to a different request.
         """
@@ -41,7 +41,7 @@ class SessionStore:
                 param="idempotency-key",
                 code="idempotency_key_reused",
             )
-        return session
+        return None if session is None or session.is_elsewhere else session
 
     def get(self, key: tuple[str, str]) -> Session | None:
         return self._by_key.get(key)

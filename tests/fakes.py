@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.errors import QuadrigaError, ReplicaDied, TakenOver
 from quadriga.metrics import MetricsHub
 from quadriga.types import (
     Admission,
@@ -184,7 +184,11 @@ class FakeCluster:
         if sequence_id not in self._replica(replica).held or self.loses_orphans:
             return False
         state = next(s for s in self.submitted if s.sequence_id == sequence_id)
-        state.ingress_id = ingress_id
+        before, state.ingress_id = state.ingress_id, ingress_id
+        if before != ingress_id:
+            gone = self._emission(state, 0, [], moves=1)
+            gone.error = TakenOver("resumed elsewhere")
+            self._replica(replica).put(before, gone)
         said = self._emission(state, 0, self.script[: self.num_said[sequence_id]], moves=1)
         self._replica(replica).put(ingress_id, said)
         return True

@@ -18,6 +18,7 @@ from quadriga.errors import (
     Overloaded,
     QuadrigaError,
     ReplicaError,
+    TakenOver,
     Unauthenticated,
     Unavailable,
 )
@@ -30,6 +31,7 @@ _BY_STATUS: dict[str, type[QuadrigaError]] = {
     "RESOURCE_EXHAUSTED": Overloaded,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,
+    "ABORTED": TakenOver,
     "UNAVAILABLE": Unavailable,
 }
 

@@ -14,7 +14,7 @@ from actors import migrations
 from actors.decode import DecodeReplica
 from actors.migrations import Migrations
 from quadriga.clock import ManualClock
-from quadriga.errors import MigrationFailed
+from quadriga.errors import MigrationFailed, TakenOver
 from quadriga.types import Emission, SamplingParams, SequenceState
 
 GONE, HEIR = "ingress-0", "ingress-1"
@@ -113,6 +113,17 @@ async def test_an_adoption_and_a_cancellation_meet(is_adopted_first: bool) -> No
     assert (True in done) is is_adopted_first
     assert replica.ids == (["a"] if is_adopted_first else [])
     assert replica.is_cancelled("a") is not is_adopted_first
+
+
+async def test_who_had_it_before_hears_of_an_adoption() -> None:
+    replica = Decode(a_state("a"))
+    assert await replica.adopt("a", HEIR)
+    (heir, said), (gone, news) = replica.told
+    assert (heir, said.error, said.token_ids) == (HEIR, None, [])
+    assert (gone, news.sequence_id, news.token_ids) == (GONE, "a", [])
+    assert isinstance(news.error, TakenOver)
+    assert await replica.adopt("a", HEIR)
+    assert [(to, e.error) for to, e in replica.told[2:]] == [(HEIR, None)], "it takes its own again"
 
 
 async def test_what_joins_while_it_is_cancelled_does_not_run() -> None:

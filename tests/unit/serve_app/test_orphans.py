@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from quadriga.config import load_config
-from quadriga.types import Orphan, token_digest
+from quadriga.types import Orphan, PollReply, token_digest
 from serve_app.auth import ApiKeys
 from serve_app.front import FrontDesk
 from serve_app.grpc_door import GrpcDoor
@@ -97,16 +97,54 @@ async def test_an_http_client_resumes_at_another_ingress(
         assert b"adopted" in page
 
 
+async def test_who_waits_where_it_was_is_told_and_may_come_back(
+    make_stand: MakeStand, gate: asyncio.Event
+) -> None:
+    """Two connections follow one request, at two ingresses that both live."""
+    first = await make_stand(gate=gate, step_s=0.001)
+    headers = {"idempotency-key": "k"}
+    resumed = headers | {"x-resume-index": str(HAD)}
+    await begin(first, headers, gate)
+
+    def follow(stand: Stand) -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(
+            stand.http.post("/v1/completions", json=BODY, headers=resumed, timeout=30)
+        )
+
+    async with asyncio.timeout(20.0), another(first, is_alone=False) as second:
+        here = follow(first)
+        while not any(s.readers for s in first.desk.sessions._by_key.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        there = follow(second)
+        assert '"code": "taken_over"' in (await here).text
+        assert not there.done()
+        again = follow(first)  # it is not told again what became of it then
+        assert '"code": "taken_over"' in (await there).text
+        gate.set()
+        text = "".join(f["choices"][0]["text"] for f in frames(await again))
+        assert text == ANSWER[HAD:]
+        assert len(first.cluster.submitted) == 1, "nothing was computed again"
+
+
 async def test_an_ingress_that_ends_leaves_alone_what_another_one_has_adopted(
     make_stand: MakeStand, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client's connection broke, and the first ingress lives on for a while."""
+    """The client's connection broke; the first ingress lives on for a while, and hears nothing."""
     monkeypatch.setattr("serve_app.road.AUDIT_AFTER_S", 0.1)
     first = await make_stand(gate=gate, step_s=0.001)
     headers = {"idempotency-key": "k"}
-    await begin(first, headers, gate)
     cluster, adopted = first.cluster, asyncio.Event()
-    adopt = cluster.adopt
+    poll, adopt, is_deaf = cluster.poll, cluster.adopt, False
+
+    async def fetched(replica: str, ingress_id: str, *args: Any) -> PollReply:
+        reply = await poll(replica, ingress_id, *args)
+        if is_deaf and ingress_id != "ingress-1":
+            await asyncio.Event().wait()
+        return reply
+
+    monkeypatch.setattr(cluster, "poll", fetched)
+    await begin(first, headers, gate)
+    is_deaf = True
 
     async def noticed(*args: Any) -> bool:
         is_there = await adopt(*args)
