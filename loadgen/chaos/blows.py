@@ -74,9 +74,18 @@ async def strike(rig: Rig, cell: Cell, victim: Process, scene: Scene, rng: rando
         await rig.orders.order("do", victim.name, "fill_logs")
     elif cell.moment is not Moment.BEFORE_FIRST_TOKEN:
         await _harm_transport(rig, cell, victim.name, rng)
-        if cell.moment is Moment.COPY:
-            await _move_until_hit(rig, scene, victim.name)
+        await again(rig, blow, scene)
     return blow
+
+
+async def again(rig: Rig, blow: Blow, scene: Scene) -> None:
+    """Have things move that the fault may meet, where nothing moves by itself.
+
+    Raises: OrderFailed.
+    """
+    cell = blow.cell
+    if cell.fault in (Fault.STALL, Fault.CORRUPTION) and cell.moment is Moment.COPY:
+        await _move_until_hit(rig, scene, blow.victim.name)
 
 
 async def _harm_transport(rig: Rig, cell: Cell, name: str, rng: random.Random) -> None:

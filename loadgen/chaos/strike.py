@@ -106,7 +106,9 @@ class Trials:
                 answers = await sending
                 most = MAX_WAVES * len(self.specs)
                 while await blows.has_met_nothing(rig, blow) and len(answers) < most:
-                    answers += await self._send(cell)
+                    sending = self._send(cell)
+                    await blows.again(rig, blow, scene)
+                    answers += await sending
                 result.add(answers, self.reference, struck_s=blow.struck_s)
                 await blows.until_it_may_wake(rig, blow)
         except (NotReached, OrderFailed):
@@ -115,9 +117,7 @@ class Trials:
             raise
         finally:
             if blow is not None:
-                trouble = await _undo(rig, blow)
-                if trouble:
-                    result.not_restored.append(trouble)
+                await _undo(rig, blow, result)
 
     def _send(self, cell: Cell) -> asyncio.Task[list[Answer]]:
         is_resumed = cell.victim is Victim.INGRESS or self.rig.nodes is not None
@@ -164,8 +164,11 @@ class Trials:
         return "" if state["is_ready"] else f"the controller says: {state['replicas']}"
 
 
-async def _undo(rig: Rig, blow: blows.Blow) -> str:
+async def _undo(rig: Rig, blow: blows.Blow, result: CellResult) -> None:
     try:
-        return await blows.undo(rig, blow)
+        missed = await blows.undo(rig, blow)
     except (OrderFailed, RuntimeError) as exc:
-        return f"not undone: {exc}"
+        result.not_restored.append(f"not undone: {exc}")
+        return
+    if missed:
+        result.not_struck.append(missed)
