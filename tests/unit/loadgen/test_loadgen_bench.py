@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,13 +85,22 @@ def test_cpu_time_of_children_is_counted() -> None:
         child.communicate(b"\n", timeout=20)
 
 
-def test_process_is_ended_with_its_children() -> None:
-    code = "import signal, subprocess; signal.signal(signal.SIGINT, lambda *_: exit(0)); "
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["SIGINT", "SIGTERM"])
+def asked_by(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """With what a child is asked to end; SIGINT would not be heard by a background job's."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield signal.SIGTERM if request.param is signal.SIG_IGN else signal.SIGINT
+    signal.signal(signal.SIGINT, before)
+
+
+def test_process_is_ended_with_its_children(asked_by: signal.Signals) -> None:
+    code = "import signal, subprocess\n"
+    code += "for s in (2, 15): signal.signal(s, lambda number, _: exit(number))\n"
     code += "p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); signal.pause()"
     with python_process(["-c", code]) as process:
         grandchild = int(read_line(process, 20))
         assert Path(f"/proc/{grandchild}").exists()
-    assert process.returncode == 0
+    assert process.returncode == asked_by
 
     def is_gone() -> bool:
         try:
