@@ -15,13 +15,11 @@ from actors.lifecycle import scheduler_name
 from actors.lookup import get_scheduler
 from quadriga.clock import Clock
 from quadriga.errors import QuadrigaError, ReplicaDied
-from quadriga.policies.liveness import standstill_s
+from quadriga.policies.liveness import SCHEDULER_SILENCE_S, standstill_s
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
-SILENCE_S = 20.0
-"""The scheduler is restarted when it has answered nothing for this long."""
 
 
 class SchedulerWatch:
@@ -96,7 +94,7 @@ class SchedulerWatch:
         # Several calls may have been late by the same standstill: `excuse` ends at now.
         self.excuse(late_s)
         silence_s = self.silence_s
-        if silence_s <= SILENCE_S:
+        if silence_s <= SCHEDULER_SILENCE_S:
             return
         self._heard_s = self._clock.now_s()
         logger.warning("the scheduler hangs: no answer for %.1f s; it is restarted", silence_s)

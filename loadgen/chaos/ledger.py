@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from loadgen import provenance
 from loadgen.chaos.cells import Cell
 from loadgen.chaos.verdicts import CellResult
+from quadriga.catalogue.files import write_atomically
 from quadriga.errors import ConfigError
 
 FIELDS = [f.name for f in fields(CellResult) if f.name != "cell"]
@@ -76,10 +76,7 @@ class Ledger:
             "cells": list(self._rows.values()),
             "not_run": self._not_run,
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self._path.with_name(self._path.name + ".new")
-        fresh.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        os.replace(fresh, self._path)
+        write_atomically(self._path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def _machine() -> dict[str, Any]:

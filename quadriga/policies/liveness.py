@@ -12,6 +12,8 @@ STALL_PATIENCE = 4.0
 """Where the machine or this process is stalled, everybody gets this many times the time."""
 CONTROLLER_SILENCE_S = 20.0
 """The controller is restarted when it has answered nothing for this long, though others have."""
+SCHEDULER_SILENCE_S = 20.0
+"""The scheduler is restarted by the controller when it has answered nothing for this long."""
 DEAF_S = 15.0
 """An ingress that nobody has answered for this long ends: its clients go on at another one."""
 

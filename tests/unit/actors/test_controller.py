@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 import actors.controller
 from actors.controller import Controller
 from actors.desired import Desired
+from quadriga.clock import ManualClock
 from quadriga.config import load_config
 from quadriga.errors import ConfigError, ReplicaDied
 from quadriga.resolve import Deployment
@@ -142,16 +143,6 @@ async def test_a_route_is_sent_whatever_fails(monkeypatch: pytest.MonkeyPatch) -
         assert made._error == "'a bug'"
 
 
-class Told:
-    """A clock that goes as it is told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def now_s(self) -> float:
-        return self.now
-
-
 async def test_who_is_cut_off_does_nothing_and_blames_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,16 +161,16 @@ async def test_who_is_cut_off_does_nothing_and_blames_nobody(
 
         monkeypatch.setattr(made._mandate, "is_held", held)
         await asyncio.sleep(0.02)
-        clock = Told()
+        clock = ManualClock(1000.0)
         monkeypatch.setattr(made, "_clock", clock)
         monkeypatch.setattr(made._scheduler, "_clock", clock)
-        made._acted_s = made._heard_s = made._scheduler._heard_s = clock.now
+        made._acted_s = made._heard_s = made._scheduler._heard_s = clock.now_s()
         for part in ("_reconcile", "_end", "_adopt"):
             monkeypatch.setattr(made, part, act)
         for _ in range(20):
-            clock.now += 50.0
+            clock.advance(50.0)
             await asyncio.sleep(0.005)
-        await until(lambda: clock.now - made._acted_s < 1.0)
+        await until(lambda: clock.now_s() - made._acted_s < 1.0)
         assert acted == []
         assert made._ingress_age_s() < 1.0
         assert made._scheduler.silence_s < 1.0

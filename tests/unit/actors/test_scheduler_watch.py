@@ -8,9 +8,10 @@ import pytest
 from ray.exceptions import RayError
 
 from actors import scheduler_watch
-from actors.scheduler_watch import CALL_TIMEOUT_S, SILENCE_S, SchedulerWatch
+from actors.scheduler_watch import CALL_TIMEOUT_S, SchedulerWatch
 from quadriga.clock import ManualClock
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.policies.liveness import SCHEDULER_SILENCE_S as SILENCE_S
 
 LATE = ReplicaError("no answer", code="timeout")
 

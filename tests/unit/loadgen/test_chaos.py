@@ -95,7 +95,8 @@ def test_a_blow_that_came_too_late_is_struck_again(
     monkeypatch.setattr(strike.Trials, "_run_once", run_once)
     trials = strike.Trials(None, None, [], [], random.Random(0), Counter())  # type: ignore[arg-type]
     asyncio.run(trials.run(result))
-    assert (result.runs, result.is_ok) == (runs, is_ok)
+    assert (result.runs, result.done, result.is_ok) == (runs, int(is_ok), is_ok)
+    assert bool(result.not_struck) is not is_ok
 
 
 def test_recovery_is_the_longest_silence_after_the_blow() -> None:
