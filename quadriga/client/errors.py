@@ -18,7 +18,6 @@ from quadriga.errors import (
     Overloaded,
     QuadrigaError,
     ReplicaError,
-    TakenOver,
     Unauthenticated,
     Unavailable,
 )
@@ -31,7 +30,6 @@ _BY_STATUS: dict[str, type[QuadrigaError]] = {
     "RESOURCE_EXHAUSTED": Overloaded,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,
-    "ABORTED": TakenOver,
     "UNAVAILABLE": Unavailable,
 }
 

@@ -294,6 +294,15 @@ async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("actors.scheduler_watch.call", call)
         await made._end("stopped")
         assert "stop" in told and ended.num_calls == 1, "the scheduler is stopped all the same"
+        make = Failing(None)
+
+        async def gone(*_: Any, **__: Any) -> None:
+            raise ReplicaDied("it was stopped")
+
+        monkeypatch.setattr("actors.scheduler_watch.call", gone)
+        monkeypatch.setattr("actors.scheduler_watch.get_scheduler", make)
+        await made._scheduler.configure(CONFIG, [], 0.0)
+        assert make.num_calls == 0, "who ends makes no scheduler"
     async with controller(monkeypatch) as made:
         monkeypatch.setattr(made._fleet, "stop_all", fail)
         with pytest.raises(KeyError):

@@ -8,15 +8,19 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from loadgen.bench.process_cpu import service_processes
-from loadgen.chaos import strike
+from loadgen.chaos import blows, moments, strike
 from loadgen.chaos.cells import QUICK, Cell, Fault, Moment, Victim
 from loadgen.chaos.load import Answer, make_streams
 from loadgen.chaos.report import summary
+from loadgen.chaos.rig import Process
 from loadgen.chaos.verdicts import CellResult
 from loadgen.checker import Verdict
 from loadgen.checker.verdict import Choice, FaultKind, Write
@@ -97,6 +101,54 @@ def test_a_blow_that_came_too_late_is_struck_again(
     asyncio.run(trials.run(result))
     assert (result.runs, result.done, result.is_ok) == (runs, int(is_ok), is_ok)
     assert bool(result.not_struck) is not is_ok
+
+
+@pytest.mark.parametrize("missed", ["", "the fault has met no part of any KV"])
+def test_things_move_until_the_fault_meets_one(
+    missed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, scene = CellResult(Cell(Fault.CORRUPTION, Moment.COPY, Victim.SOURCE)), moments.Scene()
+    meets = [True, True, False]
+    again: list[moments.Scene] = []
+
+    @asynccontextmanager
+    async def reached(*_: Any) -> AsyncIterator[moments.Scene]:
+        yield scene
+
+    def gives(value: Any) -> Any:
+        async def call(*_: Any, **__: Any) -> Any:
+            return value
+
+        return call
+
+    async def has_met_nothing(*_: Any) -> bool:
+        return meets.pop(0)
+
+    async def move(_: Any, __: Any, where: moments.Scene) -> None:
+        again.append(where)
+
+    blow = blows.Blow(result.cell, Process("decode", "d", 1, "n"))
+    for name, part in {
+        "prepare": gives(None),
+        "strike": gives(blow),
+        "has_met_nothing": has_met_nothing,
+        "again": move,
+        "until_it_may_wake": gives(None),
+        "undo": gives(missed),
+    }.items():
+        monkeypatch.setattr(blows, name, part)
+    monkeypatch.setattr(strike, "reached", reached)
+    monkeypatch.setattr(strike, "victim", gives(None))
+    monkeypatch.setattr(strike.Trials, "_until_whole", gives(""))
+    clients: Any = SimpleNamespace(send_all=lambda *_, **__: gives([answer()])())
+    rig: Any = SimpleNamespace(nodes=None)
+    one = answer().spec
+    trials = strike.Trials(rig, clients, [one], [WANTED], random.Random(0), Counter())
+    asyncio.run(trials.run(result))
+    assert again == [scene, scene]
+    assert (result.streams, result.not_restored) == (3, [])
+    assert result.not_struck == ([missed] if missed else [])
+    assert (result.done, result.is_ok) == (int(not missed), not missed)
 
 
 def test_recovery_is_the_longest_silence_after_the_blow() -> None:

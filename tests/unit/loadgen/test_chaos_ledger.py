@@ -27,11 +27,14 @@ class Service:
     Attributes:
         ran: The cells in the order of their runs.
         script: What becomes of the next runs; "ok" when it is empty.
+        path: Of the file; `kept` has what was in it when each run began.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[str] = []
         self.script: list[str] = []
+        self.path: Path | None = None
+        self.kept: list[int] = []
         self.service, self.is_choosing = None, False
         monkeypatch.setattr(command, "started_rig", self._started)
         monkeypatch.setattr(command, "clients_of", self._started)
@@ -50,6 +53,8 @@ class Service:
 
     async def _run(self, result: CellResult) -> None:
         self.ran.append(str(result.cell))
+        if self.path is not None:
+            self.kept.append(sum(row["done"] for row in rows(self.path).values()))
         self._happen(result, self.script.pop(0) if self.script else "ok")
 
     def _happen(self, result: CellResult, what: str) -> None:
@@ -147,7 +152,13 @@ def test_a_broken_file_is_named(
     assert "chaos.json cannot be gone on with" in capsys.readouterr().err
 
 
-def test_each_run_is_in_the_file_at_once(tmp_path: Path) -> None:
+def test_each_run_is_in_the_file_before_the_next(service: Service, tmp_path: Path) -> None:
+    service.path = tmp_path / "chaos.json"
+    assert call(service.path, cells=(CELL, OTHER)) == 0
+    assert service.kept == [0, 1, 2, 3]
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
     result = CellResult(MATRIX[0], runs=1, done=1)
     ledger = Ledger(path, {"seed": 0}, MATRIX)
