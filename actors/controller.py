@@ -85,6 +85,7 @@ class Controller:
         )
         die_on_sigterm()
         background(self._run())
+        background(self._page.sample_forever())
 
     # RPC
 
@@ -166,6 +167,7 @@ class Controller:
         return {
             "fleet": await self.status(),
             "exits": exits_view(self._page.hub),
+            "load_history": self._page.history.columns(now_unix_s=self._clock.unix_s()),
             "helios": await self.history(),
         }
 

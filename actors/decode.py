@@ -9,6 +9,7 @@ from actors.decode_core import DecodeCore
 from actors.forecasting import load_lengths
 from actors.migrations import Migrations
 from actors.replica import Replica
+from actors.status import Load
 from actors.tasks import background, overslept_s
 from quadriga.batching.handoff import LeaseState
 from quadriga.batching.paced_runner import PacedRunner
@@ -89,7 +90,6 @@ class DecodeReplica(Replica[DecodeCore]):
         self.require_taking()
         self._require_wanted(offer.sequence_id)
         await self.receiver.reserve(offer)
-        self.accepted(offer.sequence_id)
         return self.info_record
 
     async def renew(self, transfer_id: str) -> bool:
@@ -185,10 +185,12 @@ class DecodeReplica(Replica[DecodeCore]):
     async def reserve_row(
         self, sequence_id: str, max_total_tokens: int, num_tokens: int, priority: int
     ) -> int:
-        slot = await self.engine.call(
-            lambda core: core.loop.reserve(sequence_id, max_total_tokens, num_tokens, priority)
-        )
-        return slot.row
+        def reserve(core: DecodeCore) -> int:
+            slot = core.loop.reserve(sequence_id, max_total_tokens, num_tokens, priority)
+            self.arrived(sequence_id)
+            return slot.row
+
+        return await self.engine.call(reserve)
 
     async def release_row(self, sequence_id: str) -> None:
         await self.engine.call(lambda core: core.loop.leave(sequence_id))
@@ -222,8 +224,8 @@ class DecodeReplica(Replica[DecodeCore]):
         """Sequences on their way to other replicas; from any thread."""
         return self.migrations.under_way
 
-    def _snapshot(self) -> ReplicaSnapshot:
-        snapshot = super()._snapshot()
+    def _snapshot_of(self, load: Load, loaded_s: float) -> ReplicaSnapshot:
+        snapshot = super()._snapshot_of(load, loaded_s)
         forecasting = self.engine.require_core().forecasting
         forecasting.is_wanted = self.wishes.forecast
         snapshot.forecast = forecasting.forecast()

@@ -16,7 +16,7 @@ from quadriga.batching.rendezvous import StepPhase
 from quadriga.batching.slots import SlotTable
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.errors import ConfigError
-from quadriga.exits import ExitCounters
+from quadriga.exits import ExitCounters, ExitUse
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.types import Emission, RelayMemory
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quadriga.engine.skipped_kv import SkippedKVStore
 
 LOOK_EVERY_S = 0.5
-"""Between two looks at the relay batch's memory."""
+"""Between two looks at what takes more than a few additions."""
 
 
 class DecodeCore:
@@ -91,6 +91,8 @@ class DecodeCore:
         self._relay = relay
         self._relay_memory: RelayMemory | None = None
         self._looked_s = 0.0
+        self._exit_uses: dict[int, ExitUse] = {}
+        self._exits_looked_s = -LOOK_EVERY_S
         self._began_s = 0.0
         self._pass_s = Ewma(0.2)
         self._leaks = Leaks()
@@ -181,6 +183,7 @@ class DecodeCore:
     def publish(self) -> None:
         loop = self.loop
         self.forecasting.look(loop)
+        self._look_at_exits()
         if self._is_watched:
             self._look_at_strict()
         self._replica.publish_load(
@@ -188,12 +191,14 @@ class DecodeCore:
                 num_running=loop.num_running,
                 num_waiting=loop.num_reserved + loop.num_paused,
                 used_tokens=loop.used_tokens,
+                prompt_tokens=loop.prompt_tokens,
                 reserved_tokens=loop.slots.reserved_tokens,
                 tokens_per_s=loop.tokens_per_s,
                 step_time_s=loop.step_time_s,
                 steps=replace(loop.meter.totals),
                 exits=self._exit_counters(),
                 num_at_exits=tuple(loop.num_waiting_at_exits),
+                exit_uses=self._exit_uses,
                 num_paused=loop.num_paused,
                 paused_bytes=loop.paused_tokens * self._bytes_per_token,
                 num_pauses=loop.num_pauses,
@@ -204,6 +209,20 @@ class DecodeCore:
                 parked=self._parked,
             )
         )
+
+    def _look_at_exits(self) -> None:
+        """Note which exits are in use; what ran last is remembered while nothing runs."""
+        now_s = self._replica.clock.now_s()
+        spec = self._replica.spec.engine
+        if now_s - self._exits_looked_s < LOOK_EVERY_S or spec.runner != "native":
+            return  # the relay batch has no exits
+        if self.loop.num_running:  # an idle look must not put the next one off
+            self._exits_looked_s = now_s
+        before = {k: use for k, use in self._exit_uses.items() if use not in ("not_loaded", "off")}
+        uses = self.loop.exit_uses(spec.checkpoint.exits.layers)
+        self._exit_uses = {
+            layer: before.get(layer, use) if use == "idle" else use for layer, use in uses.items()
+        }
 
     def _relay_figures(self) -> RelayMemory | None:
         """What the relay batch holds; looked at now and then, as it takes a lock and a sum."""

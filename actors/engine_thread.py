@@ -123,6 +123,10 @@ class EngineThread(Generic[Core]):
         self._inbox.put(run)
         return await future
 
+    def wake(self) -> None:
+        """Let an idle thread look again whether there is work."""
+        self._inbox.put(_nothing)
+
     def stop(self) -> None:
         """Let the thread end after its step; commands still waiting fail."""
         self._is_stopping = True
@@ -178,6 +182,10 @@ class EngineThread(Generic[Core]):
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             logger.info("the event loop is closed; %r is dropped", callback)
+
+
+def _nothing(core: object) -> None:
+    """A command that changes nothing."""
 
 
 def _set_result(future: asyncio.Future[Result], result: Result) -> None:

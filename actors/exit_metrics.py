@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from quadriga.exits import ExitCounters
+from quadriga.exits import ExitCounters, ExitUse
 from quadriga.metrics import Registry
 
 _TOTALS = {
@@ -43,9 +43,26 @@ class ExitMetrics:
             "Time saved by splits since the start, as forecast and as measured.",
             ["kind"],
         )
+        self._use = registry.gauge(
+            "quadriga_exit_use",
+            "1 for what is true of an exit now: tested, or why not (not_worth_it, "
+            "full_depth_asked, not_loaded, off, idle).",
+            ["layer", "use"],
+        )
+        self._uses: dict[int, ExitUse] = {}
         self._waiting = registry.gauge(
             "quadriga_waiting_at_exit", "Tokens that wait at an exit now.", ["exit"]
         )
+
+    def used(self, uses: Mapping[int, ExitUse]) -> None:
+        """Export which exits are in use, and why the others are not."""
+        for layer, use in uses.items():
+            before = self._uses.get(layer)
+            if before != use:
+                if before is not None:
+                    self._use.labels(layer=str(layer), use=before).set(0)
+                self._use.labels(layer=str(layer), use=use).set(1)
+        self._uses = dict(uses)
 
     def update(self, now: ExitCounters, num_at_exits: Sequence[int]) -> None:
         """Export what has happened since the last call."""

@@ -14,14 +14,23 @@ COUNTERS = {
 
 
 def exits_view(hub: MetricsHub) -> dict[str, dict[str, Any]]:
-    """Return, by replica: {tokens: {layers run: tokens}, and each of `COUNTERS`}.
+    """Return, by replica: {tokens: {layers run: tokens}, each of `COUNTERS`, and uses}.
 
-    Cumulative since each replica's start; whoever shows it takes differences.
+    Counts are cumulative since each replica's start; whoever shows them takes differences. `uses`
+    is {layers run: `ExitUse`}, of all exits of the model.
     """
+    tokens = hub.values("quadriga_exit_tokens_total")
+    uses = hub.values("quadriga_exit_use")
     found: dict[str, dict[str, Any]] = {}
-    for source, series in hub.values("quadriga_exit_tokens_total").items():
-        tokens = {dict(labels)["layer"]: value for labels, value in series.items()}
-        found[source] = {"tokens": dict(sorted(tokens.items(), key=lambda kv: int(kv[0])))}
+    for source in tokens | uses:
+        ran = {dict(labels)["layer"]: n for labels, n in tokens.get(source, {}).items()}
+        now = [dict(labels) for labels, is_true in uses.get(source, {}).items() if is_true]
+        found[source] = {
+            "tokens": dict(sorted(ran.items(), key=lambda kv: int(kv[0]))),
+            "uses": {
+                use["layer"]: use["use"] for use in sorted(now, key=lambda u: int(u["layer"]))
+            },
+        }
     for field, name in COUNTERS.items():
         counted = hub.values(name)
         for source, view in found.items():

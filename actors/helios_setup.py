@@ -65,11 +65,12 @@ def set_up(
         _device(decode),
         context_tokens=decode.row_capacity_tokens,
         table=_load_history(app, config),
+        cache_dir=config.engine.cache_dir,
     )
     specs: dict[tuple[Role, DepthClass], ReplicaSpec] = {}
     for model in started.picked.candidates:
         for depth in model.exit_depths:
-            for spec in _specs_at(config, hardware, str(model.path), depth):
+            for spec in _specs_at(config, hardware, model.source, depth):
                 like = next(s for (role, _), s in places.items() if role is spec.role)
                 specs[spec.role, DepthClass(model.id, depth)] = replace(
                     spec,

@@ -8,7 +8,7 @@ from ray.experimental import internal_kv
 
 from actors.calls import NAMESPACE
 
-What = Literal["controller", "desired", "metrics", "history"]
+What = Literal["controller", "desired", "metrics", "load_history", "history"]
 EVERYTHING: tuple[What, ...] = get_args(What)
 
 

@@ -1,4 +1,4 @@
-"""All processes' counters on one page, and the copy of it that outlives the controller."""
+"""All processes' counters and their last ten minutes, and the copy that outlives the controller."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from actors import kept
 from actors.calls import RAY_FAILED
 from quadriga.clock import Clock
+from quadriga.load_history import INTERVAL_S, LoadHistory
 from quadriga.metrics import MetricsHub
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,13 @@ class MetricsPage:
 
     Attributes:
         hub: The figures.
+        history: Speed and latencies of the last ten minutes, sampled by `sample_forever`.
         is_restored: What an earlier controller kept is among them, or is lost.
     """
 
     def __init__(self, app: str, clock: Clock) -> None:
         self.hub = MetricsHub()
+        self.history = LoadHistory()
         self.is_restored = asyncio.Event()
         self._app = app
         self._clock = clock
@@ -46,12 +49,27 @@ class MetricsPage:
         await self.keep()
         return page
 
+    async def sample_forever(self) -> None:
+        """Sample the history at every interval's end, once what was kept is restored."""
+        await self.is_restored.wait()
+        while not self._is_over:
+            await asyncio.sleep(INTERVAL_S - self._clock.unix_s() % INTERVAL_S)
+            try:
+                self.history.sample(
+                    self.hub, now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s()
+                )
+            except Exception:  # a border: nobody awaits this loop, and the next sample may be well
+                logger.exception("the load history was not sampled")
+
     async def restore(self) -> None:
         """Take up what an earlier controller kept."""
         try:
             dump = await asyncio.to_thread(kept.load, self._app, "metrics")
             if dump is not None:
                 self.hub.restore(dump, now_s=self._clock.now_s())
+            dump = await asyncio.to_thread(kept.load, self._app, "load_history")
+            if dump is not None:
+                self.history.restore(dump)
         except RAY_FAILED as exc:
             logger.warning("earlier counters are lost: %s", exc)
         finally:
@@ -63,7 +81,7 @@ class MetricsPage:
         return self._clock.now_s() - self._kept_s > KEEP_EVERY_S
 
     async def keep(self) -> None:
-        """Store all counters for a successor of this process, one writer at a time."""
+        """Store counters and history for a successor of this process, one writer at a time."""
         async with self._keeping:
             if self._is_over:
                 return
@@ -71,6 +89,9 @@ class MetricsPage:
             try:
                 async with asyncio.timeout(KEEP_TIMEOUT_S):
                     await asyncio.to_thread(kept.save, self._app, "metrics", self.hub.dump())
+                    await asyncio.to_thread(
+                        kept.save, self._app, "load_history", self.history.dump()
+                    )
             except (TimeoutError, *RAY_FAILED) as exc:
                 logger.warning("the counters were not kept: %s", exc)
 

@@ -21,7 +21,7 @@ from actors.tasks import background
 from quadriga.engine import load_runner
 from quadriga.errors import DeadlineExceeded, QuadrigaError
 from quadriga.interfaces import KVSink
-from quadriga.policies.baselines.placement import RoundRobin
+from quadriga.policies.least_work import LeastWorkWithoutReports
 from quadriga.policies.load import candidates
 from quadriga.resolve import ReplicaSpec
 from quadriga.types import (
@@ -38,7 +38,12 @@ TELL_TIMEOUT_S = 5.0
 
 
 class PrefillReplica(Replica[PrefillCore]):
-    """Ray actor; see `Replica` for the calls that both roles answer."""
+    """Ray actor; see `Replica` for the calls that both roles answer.
+
+    Attributes:
+        placed: Sequences that hold a row here and one at a decode replica. The event loop changes
+            it; the engine's thread reads how many they are.
+    """
 
     BATCHED = frozenset({"submit"})
 
@@ -50,14 +55,14 @@ class PrefillReplica(Replica[PrefillCore]):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, SequenceState] = {}
         self._handed_off: OrderedDict[str, str] = OrderedDict()
+        self.placed: set[str] = set()
         super().__init__(name, spec, config)
         self.calls = CallBatcher(call)
         self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         self.line = Line()
         self._view: ClusterView | None = None
         self.is_scheduler_away = False
-        # In turn: nobody counts what others place while the scheduler is away.
-        self._fallback = RoundRobin()
+        self._fallback = LeastWorkWithoutReports()
         background(self._never_ending(self._keep_view()))
 
     # RPC
@@ -76,13 +81,17 @@ class PrefillReplica(Replica[PrefillCore]):
         self.mail.expect(state.ingress_id)
         self._states[state.sequence_id] = state
         self.spans.begin("prefill", state)
+
+        def queue(core: PrefillCore) -> None:
+            core.loop.submit(state)
+            self.arrived(state.sequence_id)
+
         try:
-            await self.engine.call(lambda core: core.loop.submit(state))
+            await self.engine.call(queue)
         except QuadrigaError as exc:
             self._states.pop(state.sequence_id, None)
             self.spans.end(state.sequence_id, exc.code)
             raise
-        self.accepted(state.sequence_id)
         if self.is_cancelled(state.sequence_id):
             await self._cancel([state.sequence_id], state.ingress_id)
 
@@ -129,6 +138,12 @@ class PrefillReplica(Replica[PrefillCore]):
         emission = Emission(state.sequence_id, state.epoch, len(state.output_ids), error=error)
         self.emit([(state.ingress_id, emission)])
 
+    def has_place(self, sequence_id: str) -> None:
+        """A decode replica has promised a row to a sequence: another prompt may be begun."""
+        self.placed.add(sequence_id)
+        if self.load.num_waiting:
+            self.engine.wake()
+
     def handed_off(self, sequence_id: str, peer: str) -> None:
         """The decode replica owns the sequence from here on."""
         self._states.pop(sequence_id, None)
@@ -151,7 +166,14 @@ class PrefillReplica(Replica[PrefillCore]):
             max_age_s=self.config.scheduler.snapshot_max_age_s,
         )
         groups = AutoRouter().groups(request, able) if any_depth else [able]
-        chosen = (self._fallback.choose(request, group) for group in groups)
+        num_placing = sum(
+            s.info.role is Role.PREFILL and s.info.depth_class.model == request.depth_class.model
+            for s in self._view.snapshots
+        )
+        chosen = (
+            self._fallback.choose(request, group, num_placing=max(1, num_placing))
+            for group in groups
+        )
         return next((name for name in chosen if name is not None), None)
 
     def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
@@ -170,6 +192,7 @@ class PrefillReplica(Replica[PrefillCore]):
             await asyncio.sleep(interval_s)
             try:
                 self._view = await call(scheduler, "directory", timeout_s=max(interval_s, 1.0))
+                self._fallback.renewed()
                 self.is_scheduler_away = False
             except QuadrigaError as exc:
                 self.is_scheduler_away = True

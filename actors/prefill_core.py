@@ -66,6 +66,8 @@ class PrefillCore:
             layer_groups=settings.layer_groups,
             clock=replica.clock,
             full_depth=spec.checkpoint.num_layers if self._is_watched else 0,
+            max_unplaced=settings.max_rows,
+            num_placed=replica.placed.__len__,
         )
 
         self._idle_check = IdleCheck(self._check, replica.clock)

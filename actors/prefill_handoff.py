@@ -158,6 +158,7 @@ class PrefillHandoff:
             self._trace("", error.code)
         finally:
             self._feed.close()
+            self._replica.placed.discard(sequence_id)  # first: a row that is free is nobody's
             if self._replica.engine.is_ready:
                 await asyncio.shield(
                     self._replica.engine.call(lambda core: core.release(sequence_id))
@@ -196,6 +197,7 @@ class PrefillHandoff:
                     return peer
                 if end is LeaseState.CANCELLED:
                     raise Cancelled(f"{self._state.sequence_id} was cancelled") from exc
+                replica.placed.discard(self._state.sequence_id)
                 self._note_failure(peer, exc)
                 if end is None:
                     # It must not run twice under one name. Its ingress begins it anew under
@@ -314,6 +316,7 @@ class PrefillHandoff:
                 refused.append(peer)
                 continue
             replica.remember_peer(transfer.peer)
+            replica.has_place(state.sequence_id)
             moved = Emission(state.sequence_id, state.epoch, len(state.output_ids), moved_to=peer)
             # Before the first token, which is on its way, this is not worth a reply of its own.
             replica.emit([(state.ingress_id, moved)], wakes=self._prompt_done_s > 0.0)

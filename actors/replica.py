@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -110,6 +111,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._peer_nodes: OrderedDict[str, str] = OrderedDict()
+        self._load_lock = threading.Lock()  # load, its time and `_accepted` belong together
+        self._arrived: list[str] = []  # of the engine's thread: since the last load was published
         self._accepted: list[str] = []
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._news = asyncio.Event()
@@ -326,10 +329,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         while len(self._cancelled) > MAX_REMEMBERED:
             self._cancelled.popitem(last=False)
 
-    def accepted(self, sequence_id: str) -> None:
-        """Tell the scheduler soon that a sequence it sent has arrived and is in the load."""
-        self._accepted.append(sequence_id)
-        self._news.set()
+    def arrived(self, sequence_id: str) -> None:
+        """Note that a sequence the scheduler sent is here; called on the engine's thread.
+
+        The next published load contains the sequence, and the scheduler hears of both in one
+        report: it counts the sequence once at every moment.
+        """
+        self._arrived.append(sequence_id)
 
     def require_taking(self) -> None:
         """Raises: Unavailable while draining, ending or not yet loaded."""
@@ -348,9 +354,12 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Called on the engine thread after every round."""
         # A sequence that leaves the queue for a row makes room in the queue: admission looks at it.
         has_room = load.num_held < self.load.num_held or load.num_waiting < self.load.num_waiting
-        is_news = has_room or not self._has_load
-        self.load = load
-        self._loaded_s = self.clock.now_s()
+        is_news = has_room or bool(self._arrived) or not self._has_load
+        with self._load_lock:
+            self.load = load
+            self._loaded_s = self.clock.now_s()
+            self._accepted += self._arrived
+        self._arrived.clear()
         self._has_load = True
         if is_news:
             self.post(self._news.set)
@@ -370,7 +379,12 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         return "127.0.0.1" if is_local else self._node_ip
 
     def _snapshot(self) -> ReplicaSnapshot:
-        load = self.load
+        with self._load_lock:
+            load, loaded_s = self.load, self._loaded_s
+        return self._snapshot_of(load, loaded_s)
+
+    def _snapshot_of(self, load: Load, loaded_s: float) -> ReplicaSnapshot:
+        """The report of a load that was published at `loaded_s`."""
         return ReplicaSnapshot(
             info=self.info_record,
             taken_unix_s=self.clock.unix_s(),
@@ -378,6 +392,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_waiting=load.num_waiting,
             waiting_tokens=load.waiting_tokens,
             used_tokens=load.used_tokens,
+            prompt_tokens=load.prompt_tokens,
             reserved_tokens=load.reserved_tokens,
             tokens_per_s=load.tokens_per_s,
             step_time_s=load.step_time_s,
@@ -385,7 +400,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_paused=load.num_paused,
             least_priority=load.least_priority,
             sent_s=self.clock.now_s(),
-            loaded_s=self._loaded_s,
+            loaded_s=loaded_s,
         )
 
     async def _report_forever(self) -> None:
@@ -403,19 +418,22 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self._news.clear()
 
     async def _report(self, timeout_s: float) -> None:
-        accepted, self._accepted = self._accepted[-MAX_REMEMBERED:], []
+        with self._load_lock:
+            load, loaded_s = self.load, self._loaded_s
+            accepted, self._accepted = self._accepted[-MAX_REMEMBERED:], []
         scheduler = scheduler_name(self.config.name)
         try:
             self.wishes = await call(
                 scheduler,
                 "report",
-                self._snapshot(),
+                self._snapshot_of(load, loaded_s),
                 accepted,
                 self._take_outcomes(),
                 timeout_s=timeout_s,
             )
         except QuadrigaError as exc:
-            self._accepted = accepted + self._accepted
+            with self._load_lock:
+                self._accepted = accepted + self._accepted
             logger.info("report to %s failed: %s", scheduler, exc)
 
     async def _watch_ingresses(self) -> None:

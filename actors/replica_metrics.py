@@ -151,6 +151,7 @@ class ReplicaMetrics:
         self._fallbacks.set(num_fallbacks)
         if load.exits is not None:
             self._exits.update(load.exits, load.num_at_exits)
+            self._exits.used(load.exit_uses)
         self._pauses.update(load.num_paused, load.paused_bytes, load.num_pauses, load.num_resumes)
         if load.relay is not None:
             if self._relay is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from quadriga.batching.step_totals import StepTotals
 from quadriga.errors import QuadrigaError
-from quadriga.exits import ExitCounters
+from quadriga.exits import ExitCounters, ExitUse
 from quadriga.types import RelayMemory, ReplicaInfo
 
 
@@ -26,6 +26,7 @@ class Load:
     Attributes:
         strict_depth: Layers that the strict sequences here may need; 0 where there are none. At a
             prefill replica: only of those that wait until the layers are loaded.
+        exit_uses: Decode only: whether the model's exits are in use, by layers run before them.
         parked: Strict sequences that can go no further here; looked at now and then.
     """
 
@@ -33,12 +34,14 @@ class Load:
     num_waiting: int = 0
     waiting_tokens: int = 0
     used_tokens: int = 0
+    prompt_tokens: int = 0
     reserved_tokens: int = 0
     tokens_per_s: float = 0.0
     step_time_s: float = 0.0
     steps: StepTotals = field(default_factory=StepTotals)
     exits: ExitCounters | None = None
     num_at_exits: tuple[int, ...] = ()
+    exit_uses: dict[int, ExitUse] = field(default_factory=dict)
     num_paused: int = 0
     paused_bytes: int = 0
     num_pauses: int = 0

@@ -18,6 +18,7 @@ POOLS = "pools"
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 NAMES = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}
 PATTERNS = {  # regular expressions of the model, in words
+    "cors_origins": "each `*` or `scheme://host[:port]`",
     "name": "lower-case letters, digits and `-`, at most 47",
     "labels": "at most 16, as Ray labels",
 }
@@ -38,6 +39,8 @@ ENVIRONMENT = {
     "QUADRIGA_API_KEYS": "key lines as in `auth.api_keys`, added to them",
     "QUADRIGA_ADMIN_PORT": "`admin.port` where the settings name none; 0: none. Only for "
     "`python -m serve_app` and `make serve`, which else take 8001 if it is free",
+    "QUADRIGA_LOG_FORMAT": "how Serve's proxies log, `text` or `json`: `python -m serve_app` and "
+    "the chart set it to `logging.format`",
     "QUADRIGA_HOST": "`--host` of `python -m serve_app`: 127.0.0.1",
     "QUADRIGA_HTTP_PORT": "its `--http-port`, and Serve's own port behind HAProxy: 8000",
     "QUADRIGA_GRPC_PORT": "its `--grpc-port`, and Serve's own port behind HAProxy: 9000",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
+import select
 import signal
 import sys
 import threading
@@ -21,6 +23,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1  # the checker or a comparison failed
 EXIT_USAGE = 2
 EXIT_TERMINATED = 128 + signal.SIGTERM
+EXIT_UNREAD = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,13 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 # What stands for a value in a help, by the name of its type.
-_METAVARS = {"Path": "PATH", "whole_number": "N", "real_number": "X"}
+_METAVARS = {
+    "Path": "PATH",
+    "file_to_write": "FILE",
+    "folder_to_write": "DIR",
+    "whole_number": "N",
+    "real_number": "X",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,7 +117,37 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run one command and return its exit status.
+
+    Where nobody reads the output to its end, as in `| head`, the command ends without a word.
+    """
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        return EXIT_UNREAD
+    return status
+
+
+def _is_unread() -> bool:
+    """Whether standard output is what broke; if so, what is left to write goes nowhere."""
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # no file
+        return False
+    look = select.poll()
+    look.register(output, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in look.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
+    return True
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage())

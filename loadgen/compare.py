@@ -24,8 +24,8 @@ from loadgen.comparison.runs import (
 )
 from loadgen.metrics import Slo
 from loadgen.options import number, number_from, whole
+from loadgen.output import folder_to_write, output_folder
 from loadgen.results import read_results
-from loadgen.stage import output_folder
 from quadriga.errors import ConfigError
 
 EXIT_OK, EXIT_WORSE = 0, 1
@@ -83,7 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit with 1 when any figure of B is worse beyond noise",
     )
-    parser.add_argument("--output", metavar="FOLDER", help="default: results/loadgen/compare-TIME")
+    parser.add_argument(
+        "--output",
+        type=folder_to_write,
+        metavar="FOLDER",
+        help="default: results/loadgen/compare-TIME",
+    )
     parser.add_argument("--no-plots", action="store_true", help="write figures only")
 
 
@@ -105,22 +110,22 @@ def run(args: argparse.Namespace) -> int:
     margin = default if args.margin is None else args.margin
     method = Method(margin / 100, args.confidence, args.draws, args.seed)
     console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
-    compared = track(
-        compare(a, b, slo, method, same_load=not reasons),
-        "figures",
-        total=num_figures(a, b, slo),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    rows = [row for row in compared if row is not None]
-    if not rows:
-        raise ConfigError("not comparable: no figure that all runs have", param="runs")
-    print_comparison(console, (a, b), rows, reasons, args.confidence)
     with output_folder(args.output, "compare-") as folder:
+        compared = track(
+            compare(a, b, slo, method, same_load=not reasons),
+            "figures",
+            total=num_figures(a, b, slo),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        rows = [row for row in compared if row is not None]
+        if not rows:
+            raise ConfigError("not comparable: no figure that all runs have", param="runs")
         _write(folder, (a, b), rows, reasons, slo, method)
         if not args.no_plots:
             write_compare_plots(folder, (a, b), rows)
+        print_comparison(console, (a, b), rows, reasons, args.confidence)
         console.print(f"results: {folder}")
     is_worse = any(row.verdict == "worse" for row in rows)
     return EXIT_WORSE if args.fail_if_worse and is_worse else EXIT_OK

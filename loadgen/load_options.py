@@ -23,6 +23,7 @@ from loadgen.options import (
     span,
     whole,
 )
+from loadgen.output import folder_to_write
 
 MAX_WARM_UP = 10_000
 MAX_RETRIES = 1_000
@@ -216,7 +217,12 @@ def add_measurement_arguments(parser: argparse.ArgumentParser) -> argparse._Argu
         default=True,
         help="afterwards, compare each text with /detokenize of its token ids",
     )
-    measure.add_argument("--output", metavar="FOLDER", help="default: results/loadgen/TIME")
+    measure.add_argument(
+        "--output",
+        type=folder_to_write,
+        metavar="FOLDER",
+        help="default: results/loadgen/TIME",
+    )
     measure.add_argument("--no-plots", action="store_true", help="write figures only")
     measure.add_argument("--no-progress", action="store_true", help="show no progress bar")
     return measure

@@ -136,7 +136,7 @@ def check_service(model: str, settings: Sequence[str]) -> None:
     given = dict(text.split("=", 1) for text in settings)
     config = load_config({"model": model} | given)
     for pool in config.pools:
-        read_checkpoint(pool.model)
+        read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
 
 
 def count_or_path(text: str) -> int | Path:

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +25,7 @@ from rich.table import Table
 from loadgen import provenance
 from loadgen.bench.subprocesses import END_TIMEOUT_S, python_process, read_line
 from loadgen.options import number, whole
+from loadgen.output import file_to_write
 from loadgen.profile_depth import AtExit, Job
 from quadriga.catalogue.energy import DEFAULT_WATTS
 from quadriga.catalogue.files import read_catalogue, require_one_tokenizer, write_catalogue
@@ -43,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
         "models", nargs="*", metavar="MODEL",
-        help="bundled id, checkpoint folder or hub id; default: all of --catalogue",
+        help="bundled id, folder, GGUF file or hub id; default: all of --catalogue",
     )  # fmt: skip
     parser.add_argument("--catalogue", help="YAML or folder; default: the bundled family")
     parser.add_argument(
-        "--output", type=Path, default=Path("catalogue.yaml"), help="catalogue to write"
+        "--output", type=file_to_write, default="catalogue.yaml", help="catalogue to write"
     )
     parser.add_argument(
         "--batches", nargs="+", type=whole(1, 1024), help="of the timed steps; default: 1 4 8 32"
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         for name, model, depths in jobs:
             with tempfile.TemporaryDirectory(prefix="quadriga-profile-") as folder:
                 base = Job(
-                    model=name if name == model.id else str(model.path),
+                    model=model.source,
                     depth=0,
                     batches=batches,
                     examples=examples,
@@ -129,11 +129,9 @@ def _models(args: argparse.Namespace) -> list[tuple[str, CatalogueModel]]:
     """(name as the catalogue shall say it, model). Raises: ConfigError."""
     if not args.models:
         catalogue = read_catalogue(args.catalogue)
-        found = [(m.id if args.catalogue is None else str(m.path), m) for m in catalogue.models]
+        found = [(m.id if args.catalogue is None else m.source, m) for m in catalogue.models]
     else:
-        found = [
-            (str(Path(n).resolve()) if Path(n).is_dir() else n, inspect(n)) for n in args.models
-        ]
+        found = [(model.source, model) for model in map(inspect, args.models)]
         require_one_tokenizer([m for _, m in found], named_in="MODEL")
     return found
 

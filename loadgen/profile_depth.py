@@ -24,6 +24,7 @@ from quadriga.catalogue.records import DepthRecord
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.engine_spec import EngineSpec
 from quadriga.exits import NO_EXITS
+from quadriga.files import cache_folder
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.types import SamplingParams, SequenceState, TokenLogprob
 
@@ -175,7 +176,7 @@ def spec_of(checkpoint: Checkpoint, job: Job) -> EngineSpec:
         dtype="float32",
         threads=job.threads,
         compile="wait",
-        cache_dir=Path("~/.cache/quadriga").expanduser(),
+        cache_dir=cache_folder(),
         num_rows=rows,
         row_capacity_tokens=length,
         kv_capacity_tokens=rows * length,

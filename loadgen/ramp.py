@@ -23,13 +23,14 @@ from loadgen.load_options import (
 )
 from loadgen.metrics import Slo, summarise
 from loadgen.options import add_service_arguments, number, number_from, number_span, whole
+from loadgen.output import output_folder
 from loadgen.plots import write_plots
 from loadgen.progress import progress_bar
 from loadgen.ramps.levels import Ramp, check_concurrency
 from loadgen.ramps.report import one_line, print_ramp, write_ramp_plot
 from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
-from loadgen.stage import Stage, open_stage, output_folder, print_failures
+from loadgen.stage import Stage, open_stage, print_failures
 from quadriga.errors import ConfigError
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
@@ -120,10 +121,10 @@ def run(args: argparse.Namespace) -> int:
     with output_folder(args.output, "ramp-") as folder:
         result, figures = run_event_loop(lambda: drive(args, ramp, process, goal, console, folder))
         title = f"{describe(args)} over {args.transport}"
-        print_ramp(console, figures, ramp, goal, title)
         if not args.no_plots:
             write_plots(folder, result, title)
             write_ramp_plot(folder, figures, ramp, goal, title)
+        print_ramp(console, figures, ramp, goal, title)
         print_failures(console, result)
         console.print(f"results: {folder}")
     if result.was_interrupted:

@@ -14,10 +14,11 @@ from loadgen.load.arrivals import Arrivals, parse_arrivals
 from loadgen.load.scenario import describe
 from loadgen.load_options import add_arguments
 from loadgen.metrics import Slo, Summary, summarise
+from loadgen.output import output_folder
 from loadgen.plots import write_plots
 from loadgen.progress import progress_bar
 from loadgen.runner import Live, RunOptions, RunResult, run_load
-from loadgen.stage import open_stage, output_folder, print_failures
+from loadgen.stage import open_stage, print_failures
 
 __all__ = ["add_arguments", "run"]
 
@@ -32,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     with output_folder(args.output) as folder:
         result, summary = run_event_loop(lambda: _run(args, arrivals, console, folder))
         title = f"{describe(args)} over {args.transport}"
-        report.print_summary(console, summary, title)
         if not args.no_plots:
             write_plots(folder, result, title)
+        report.print_summary(console, summary, title)
         print_failures(console, result)
         console.print(f"results: {folder}")
     if result.was_interrupted:

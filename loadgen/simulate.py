@@ -8,57 +8,83 @@ profile.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import math
+import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from loadgen import provenance
+from loadgen import sim_report as report
+from loadgen.figures import figures, for_json
 from loadgen.load.arrivals import FORMS
 from loadgen.load.lengths import WORKLOADS
 from loadgen.load.traces import read_trace
 from loadgen.options import number, number_from, whole
+from loadgen.output import add_out_argument, file_to_write
+from loadgen.sim_capacity import Probe, find_capacity, is_hopeless
 from loadgen.sim_plots import write_run_plot
-from loadgen.simulated import SimLoad, run_policy, standard_slo, summary_of, synthetic_load
+from loadgen.sim_report import COMPLETE, Outcome
+from loadgen.simulated import SimLoad, make_simulation, standard_slo, summary_of, synthetic_load
 from loadgen.simulated import trace_load as load_of_trace
 from quadriga.errors import ConfigError
 from quadriga.sim.config import Failure, SimConfig
-from quadriga.sim.policies import POLICY_NAMES
+from quadriga.sim.policies import POLICY_NAMES, make_policy
 from quadriga.sim.profiles import PROFILES, find_profile
 from quadriga.sim.recorder import Recorder
 from quadriga.sim.records import MEMORY_RULES
-from quadriga.sim.results import Run, Slo, Summary
+from quadriga.sim.results import UNFINISHED, Slo
 
+EXIT_OK, EXIT_FAILED = 0, 1
+REPORT_WIDTH = 120
+DEFAULT_DURATION_S = 2000.0
+DEFAULT_SHARE = 0.99
+MAX_TIME_S = 1e8
+MIN_BANDWIDTH_GBIT = 1e-3
 _GBIT = 1e9 / 8
+_MAX_NAME_CHARS = 80
+_EXAMPLES = """examples:
+  python -m loadgen simulate --trace azure.csv.gz --policy current_load ares --decode 6
+  python -m loadgen simulate --lengths sharegpt --arrivals poisson:0.17
+  python -m loadgen simulate --trace azure.csv.gz --find-capacity"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    parser.epilog = _EXAMPLES
     load = parser.add_argument_group("load")
     source = load.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--trace", type=Path, help="CSV(.gz) of [arrival_s,]input_tokens,output_tokens"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="CSV, plain or gzip, of [arrival_s,]input_tokens,output_tokens",
     )
     source.add_argument("--lengths", choices=sorted(WORKLOADS), help="lengths made up after ARES")
     load.add_argument("--arrivals", help=f"{FORMS}; default: trace, or poisson:0.15 for --lengths")
-    load.add_argument("--limit", type=whole(1), help="use the first N rows of the trace")
+    load.add_argument("--limit", type=whole(1), help="use the first N rows of the --trace")
     load.add_argument(
-        "--duration-s", type=number(0), default=2000.0, help="of arrivals, for --lengths"
+        "--duration-s",
+        type=number(0),
+        help=f"of arrivals, for --lengths; default: {DEFAULT_DURATION_S:g}",
     )
     load.add_argument("--scale", type=number(0), default=1.0, help="factor of the arrival rate")
     load.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument(
         "--policy",
+        nargs="+",
         choices=POLICY_NAMES,
-        default="ares",
-        help="placement and moves; oracle: ares that knows the lengths",
+        default=["ares"],
+        help="placement and moves, one run each; oracle: ares that knows the lengths",
     )
     cluster.add_argument("--decode", type=whole(1, 4096), default=3, help="decode replicas")
     cluster.add_argument("--prefill", type=whole(1, 4096), default=1, help="prefill replicas")
@@ -75,13 +101,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what becomes of sequences when KV memory is full",
     )
     cluster.add_argument(
-        "--bandwidth-gbit", type=number(0), help="between replicas, Gbit/s; default: the profile's"
+        "--bandwidth-gbit",
+        type=number_from(MIN_BANDWIDTH_GBIT, 1e9),
+        help="between replicas, Gbit/s; default: the profile's",
     )
     cluster.add_argument(
         "--report-every-s",
         type=number_from(0, 1e9),
         default=0.0,
-        help="age of what placement by current load looks at; 0: the present",
+        help="age of what placement without forecasts looks at; 0: the present",
     )
     cluster.add_argument(
         "--stop-and-copy", action="store_true", help="migrate without pre-copy, as ARES does"
@@ -104,21 +132,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judge.add_argument(
         "--warm-up-s", type=number_from(0, 1e9), default=0.0, help="arrivals not counted"
     )
-    judge.add_argument("--record", type=Path, help="write every scheduling decision, for replays")
     judge.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results/simulate"),
-        metavar="DIR",
-        help="folder for figures",
+        "--find-capacity",
+        nargs="?",
+        type=number(0, 1),
+        const=DEFAULT_SHARE,
+        metavar="SHARE",
+        help="instead of one run, search the largest rate at which this share of the requests is "
+        f"good; {DEFAULT_SHARE:g} where none is given",
     )
+    judge.add_argument(
+        "--record",
+        type=file_to_write,
+        metavar="FILE",
+        help="write every scheduling decision, for replays",
+    )
+    add_out_argument(parser, "results/simulate")
     judge.add_argument("--no-plots", action="store_true", help="write figures only")
     judge.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate; prints a table and one JSON line, writes requests and a plot."""
-    load = _load(args)
+    """Simulate under each policy: a table, one JSON line a run, raw figures and a plot.
+
+    What a run had when it was broken off is written down, too.
+    """
+    _check(args)
+    load = _load(args, 1.0)
     config = SimConfig(
         profile=find_profile(args.profile),
         num_decode=args.decode,
@@ -127,41 +167,32 @@ def run(args: argparse.Namespace) -> int:
         bandwidth_bytes_per_s=args.bandwidth_gbit and args.bandwidth_gbit * _GBIT,
         memory=MEMORY_RULES[args.on_full],
         precopy=not args.stop_and_copy,
-        report_every_s=max(0.0, args.report_every_s),
+        report_every_s=args.report_every_s,
         failures=tuple(args.fail),
     )
+    if not (load.arrivals_s >= args.warm_up_s).any():
+        raise ConfigError(
+            f"--warm-up-s: {args.warm_up_s:g} leaves no request: the last arrives at "
+            f"{load.arrivals_s[-1]:g} s",
+            param="warm-up-s",
+        )
     standard = standard_slo(config)
     slo = Slo(args.slo_ttft_s or standard.ttft_s, args.slo_tpot_s or standard.tpot_s)
-    console = Console()
-    started_s = time.perf_counter()
-    result = _simulate(args, load, config, console)
-    wall_s = time.perf_counter() - started_s
-    summary = summary_of(result, load, slo, from_s=args.warm_up_s)
-    _print(console, args, load, slo, summary, result, wall_s)
+    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     args.out.mkdir(parents=True, exist_ok=True)
-    stem = f"{load.name}-{args.policy}-{args.decode}d"
-    (args.out / f"{stem}.json").write_text(json.dumps(_raw(load, result)), encoding="utf-8")
-    if not args.no_plots:
-        write_run_plot(args.out / f"{stem}.png", result, load, slo, f"{load.name}, {args.policy}")
-    line = {
-        "experiment": "simulate",
-        "headline": {
-            "wall_s": round(wall_s, 3),
-            "goodput": _rounded(summary.goodput),
-            "p99_tpot_s": _rounded(summary.tpot_p99_s),
-        },
-        "summary": {k: _rounded(v) for k, v in asdict(summary).items()},
-        "config": {
-            "load": load.name, "rate": _rounded(load.rate), "requests": len(load),
-            "policy": args.policy, "decode": args.decode, "prefill": args.prefill,
-            "profile": args.profile, "on_full": args.on_full, "scale": args.scale,
-            "seed": args.seed, "slo_ttft_s": slo.ttft_s, "slo_tpot_s": _rounded(slo.tpot_s),
-        },
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-    }  # fmt: skip
-    print(json.dumps(line))
-    return 0
+    if args.find_capacity is not None:
+        return _find_capacity(args, load, config, slo, console)
+    outcomes = []
+    for policy in dict.fromkeys(args.policy):
+        outcome = _simulate(args, policy, load, config, slo, console)
+        _write(args, outcome, load, slo)
+        outcomes.append(outcome)
+    report.print_outcomes(console, outcomes, slo, _title(args, load))
+    for outcome in outcomes:
+        summary = figures(asdict(outcome.summary))
+        _print_line(args, load, slo, outcome.policy, report.headline(outcome), summary=summary)
+    is_complete = all(outcome.ended == COMPLETE for outcome in outcomes)
+    return EXIT_OK if is_complete else EXIT_FAILED
 
 
 def parse_failure(text: str) -> Failure:
@@ -171,16 +202,44 @@ def parse_failure(text: str) -> Failure:
         failure = Failure(float(at_s), int(replica), float(down_s))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not AT_S:REPLICA:DOWN_S") from None
-    if not (0 <= failure.at_s < math.inf and 0 < failure.down_s < math.inf):
-        raise argparse.ArgumentTypeError(f"{text!r}: times must be finite and not negative")
+    if not (0 <= failure.at_s <= MAX_TIME_S and 0 < failure.down_s <= MAX_TIME_S):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: times of AT_S:REPLICA:DOWN_S must lie in 0..{MAX_TIME_S:g} s"
+        )
     return failure
 
 
-def _load(args: argparse.Namespace) -> SimLoad:
+def _check(args: argparse.Namespace) -> None:
+    """Raises: ConfigError for an option that would be ignored, or that contradicts another."""
+    source = "trace" if args.trace is not None else "lengths"
+    for name, wanted in (("limit", "trace"), ("duration_s", "lengths")):
+        if source != wanted and getattr(args, name) is not None:
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option}: not for --{source}, but for --{wanted}; leave it out", param=option
+            )
+    if args.record is None:
+        return
+    if len(set(args.policy)) > 1 or args.find_capacity is not None:
+        raise ConfigError(
+            "--record: takes the decisions of one run; give one --policy and no --find-capacity",
+            param="record",
+        )
+    if make_policy(args.policy[0]).rescheduler is None:
+        raise ConfigError(
+            f"--record: {args.policy[0]} moves nothing, so there are no decisions to record; use "
+            "reschedule, ares or oracle",
+            param="record",
+        )
+
+
+def _load(args: argparse.Namespace, factor: float) -> SimLoad:
+    """The load of the options, `factor` times as fast."""
+    scale = args.scale * factor
     if args.trace is not None:
         trace = read_trace(args.trace, limit=args.limit)
         arrivals = args.arrivals or "trace"
-        return load_of_trace(trace, arrivals=arrivals, scale=args.scale, seed=args.seed)
+        return load_of_trace(trace, arrivals=arrivals, scale=scale, seed=args.seed)
     process, _, rate = (args.arrivals or "poisson:0.15").partition(":")
     if process != "poisson":
         raise ConfigError("--arrivals: made-up lengths arrive by poisson:RATE", param="arrivals")
@@ -190,15 +249,24 @@ def _load(args: argparse.Namespace) -> SimLoad:
         raise ConfigError(f"--arrivals: {rate!r} is not a rate", param="arrivals") from None
     if not 0.0 < per_s < 1e6:
         raise ConfigError(f"--arrivals: {rate!r} must lie in 0..1e6", param="arrivals")
-    return synthetic_load(
-        args.lengths, rate=per_s * args.scale, duration_s=args.duration_s, seed=args.seed
-    )
+    duration_s = args.duration_s or DEFAULT_DURATION_S
+    return synthetic_load(args.lengths, rate=per_s * scale, duration_s=duration_s, seed=args.seed)
 
 
-def _simulate(args: argparse.Namespace, load: SimLoad, config: SimConfig, console: Console) -> Run:
-    recorder = None
-    if args.record is not None:
-        recorder = Recorder(args.record, config, args.policy)
+def _simulate(
+    args: argparse.Namespace,
+    policy: str,
+    load: SimLoad,
+    config: SimConfig,
+    slo: Slo,
+    console: Console,
+) -> Outcome:
+    """Run one policy; a run that is broken off has what came of it until then.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: The run was interrupted; what it had is written.
+    """
+    recorder = None if args.record is None else Recorder(args.record, config, policy)
     shows = console.is_terminal and not args.no_progress
     progress = Progress(
         TextColumn("{task.description}"),
@@ -209,83 +277,174 @@ def _simulate(args: argparse.Namespace, load: SimLoad, config: SimConfig, consol
         console=console,
         disable=not shows,
     )
+    task = progress.add_task(policy, total=len(load), at="")
+
+    def on_tick(now_s: float, num_open: int) -> None:
+        progress.update(task, completed=len(load) - num_open, at=f"{now_s:,.0f} s")
+
+    simulation = make_simulation(
+        policy,
+        load,
+        config,
+        on_tick=on_tick if shows else None,
+        on_decision=None if recorder is None else recorder.decided,
+    )
+    started_s = time.perf_counter()
+
+    def outcome(ended: str) -> Outcome:
+        summary = summary_of(simulation.result, load, slo, from_s=args.warm_up_s)
+        return Outcome(policy, simulation.result, summary, ended, time.perf_counter() - started_s)
+
     try:
         with progress:
-            task = progress.add_task("requests", total=len(load), at="")
-
-            def on_tick(now_s: float, num_open: int) -> None:
-                progress.update(task, completed=len(load) - num_open, at=f"{now_s:,.0f} s")
-
-            return run_policy(
-                args.policy,
-                load,
-                config,
-                on_tick=on_tick if shows else None,
-                on_decision=None if recorder is None else recorder.decided,
-            )
+            simulation.run()
+        return outcome(COMPLETE)
+    except (KeyboardInterrupt, SystemExit):
+        _say_kept(policy, _write(args, outcome("interrupted"), load, slo))
+        raise
+    except Exception as exc:  # a fault of the simulator: other policies' runs are not lost for it
+        traceback.print_exc()
+        broken = outcome(f"{type(exc).__name__}: {exc}")
+        _say_kept(policy, _path(args, load, slo, policy, broken.ended))
+        return broken
     finally:
         if recorder is not None:
             recorder.close()
 
 
-def _print(
-    console: Console,
+def _say_kept(policy: str, path: Path) -> None:
+    print(f"{policy}: the run was broken off; what it had is in {path}", file=sys.stderr)
+
+
+def _config(args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str) -> dict[str, Any]:
+    """All options that decide a run's figures."""
+    return {
+        "load": load.name, "load_sha256": load.fingerprint(), "rate": for_json(load.rate),
+        "requests": len(load), "arrivals": args.arrivals, "limit": args.limit,
+        "duration_s": args.duration_s, "scale": args.scale, "seed": args.seed, "policy": policy,
+        "decode": args.decode, "prefill": args.prefill, "profile": args.profile,
+        "on_full": args.on_full, "bandwidth_gbit": args.bandwidth_gbit,
+        "report_every_s": args.report_every_s, "stop_and_copy": args.stop_and_copy,
+        "fail": [[f.at_s, f.replica, f.down_s] for f in args.fail],
+        "warm_up_s": args.warm_up_s, "slo_ttft_s": slo.ttft_s, "slo_tpot_s": for_json(slo.tpot_s),
+    }  # fmt: skip
+
+
+def _path(
+    args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str, ended: str = COMPLETE
+) -> Path:
+    """The file of a run: no two runs with different options have the same."""
+    config = json.dumps(_config(args, load, slo, policy), sort_keys=True)
+    digest = hashlib.sha256(config.encode()).hexdigest()[:8]
+    name = f"{load.name[:_MAX_NAME_CHARS]}-{policy}-{args.decode}d-x{args.scale:g}-s{args.seed}"
+    part = "" if ended == COMPLETE else ".partial"
+    return Path(args.out / f"{name}-{digest}{part}.json")
+
+
+def _write(args: argparse.Namespace, outcome: Outcome, load: SimLoad, slo: Slo) -> Path:
+    """Write a run's raw figures, and its plot where it is complete."""
+    path = _path(args, load, slo, outcome.policy, outcome.ended)
+    config = _config(args, load, slo, outcome.policy)
+    text = json.dumps(report.raw(outcome, load, config), allow_nan=False)
+    path.write_text(text, encoding="utf-8")
+    if not args.no_plots and outcome.ended == COMPLETE:
+        title = f"{load.name}, {outcome.policy}"
+        write_run_plot(path.with_suffix(".png"), outcome.run, load, slo, title)
+    return path
+
+
+def _title(args: argparse.Namespace, load: SimLoad) -> str:
+    span = f"in {load.arrivals_s[-1]:,.0f} s, {load.rate:.3g}/s" if load.rate > 0 else "at once"
+    return (
+        f"{load.name}: {len(load):,} requests {span}; {args.prefill} prefill + {args.decode} "
+        f"decode × {args.profile} (simulated)"
+    )
+
+
+def _print_line(
     args: argparse.Namespace,
     load: SimLoad,
     slo: Slo,
-    summary: Summary,
-    result: Run,
-    wall_s: float,
+    policy: str,
+    headline: dict[str, Any],
+    **more: Any,
 ) -> None:
-    table = Table(
-        title=f"{load.name}: {len(load):,} requests at {load.rate:.3g}/s under {args.policy}, "
-        f"{args.prefill} + {args.decode} × {args.profile} (simulated)"
-    )
-    table.add_column("")
-    table.add_column("value", justify="right")
-    rows = (
-        ("goodput", f"{summary.goodput:.4f} requests/s"),
-        ("SLO", f"TTFT ≤ {slo.ttft_s:g} s, TPOT ≤ {1e3 * slo.tpot_s:.1f} ms"),
-        ("throughput", f"{summary.throughput:.4f} requests/s"),
-        ("", f"{summary.tokens_per_s:,.0f} tokens/s"),
-        ("TTFT P99", f"{summary.ttft_p99_s:.2f} s"),
-        ("TPOT mean / P50 / P99", " / ".join(
-            f"{1e3 * v:.2f}" for v in (summary.tpot_mean_s, summary.tpot_p50_s, summary.tpot_p99_s)
-        ) + " ms"),
-        ("inter-token gap P99", f"{1e3 * summary.gap_p99_s:.2f} ms"),
-        ("variance of step times", f"{summary.variance_ms2:.3f} ms²"),
-        ("fullest memory", f"{summary.most_used:.0%}"),
-        ("out of memory", f"{summary.num_full} preemptions"),
-        ("migrations", f"{summary.num_migrations}, given up {result.num_cancelled}, "
-         f"stall P99 {1e3 * summary.stall_p99_s:.1f} ms"),
-        ("failed", f"{summary.num_failed} of {summary.num_requests}"),
-        ("simulated / wall", f"{result.end_s:,.0f} s / {wall_s:.1f} s"),
-    )  # fmt: skip
-    for name, value in rows:
-        table.add_row(name, value)
-    console.print(table)
-
-
-def _raw(load: SimLoad, result: Run) -> dict[str, Any]:
-    """Per-request times, and the samples: all that the figures derive from."""
-
-    def column(values: Any) -> list[float | None]:
-        return [None if math.isnan(v) else round(v, 6) for v in values.tolist()]
-
-    return {
-        "arrival_s": column(load.arrivals_s),
-        "input_tokens": load.input_tokens.tolist(),
-        "output_tokens": load.output_tokens.tolist(),
-        "first_token_s": column(result.first_token_s),
-        "finished_s": column(result.finished_s),
-        "preempted": result.preempted.tolist(),
-        "failures": result.failures,
-        "samples": [asdict(s) for s in result.samples],
-        "migrations": [asdict(m) for m in result.migrations],
+    line = {
+        "experiment": "simulate",
+        "headline": headline,
+        **more,
+        "config": _config(args, load, slo, policy),
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
     }
+    print(json.dumps(line, allow_nan=False))
 
 
-def _rounded(value: float) -> float | None:
-    if isinstance(value, int):
-        return value
-    return None if math.isnan(value) else float(f"{value:.6g}")
+def _find_capacity(
+    args: argparse.Namespace, load: SimLoad, config: SimConfig, slo: Slo, console: Console
+) -> int:
+    """Search each policy's largest rate; prints every run of the search, and what it found."""
+    if not load.rate > 0.0:
+        raise ConfigError(
+            "--find-capacity: all requests arrive at once, so there is no rate to change",
+            param="find-capacity",
+        )
+    share = args.find_capacity
+    conclusions = []
+    for policy in dict.fromkeys(args.policy):
+        probe = partial(_probe, args, policy, load, config, slo, share, _printer(console))
+        found = find_capacity(probe)
+        path = _path(args, load, slo, policy).with_suffix(".capacity.json")
+        document = {
+            "share": share,
+            "kept": found.kept and figures(asdict(found.kept)),
+            "broken": found.broken and figures(asdict(found.broken)),
+            "probes": [figures(asdict(one)) for one in found.probes],
+        }
+        config_line = {"config": _config(args, load, slo, policy)}
+        path.write_text(json.dumps(document | config_line, allow_nan=False), encoding="utf-8")
+        conclusions.append((policy, found, document))
+    for policy, found, _ in conclusions:
+        sentence = report.conclusion(policy, found, share)
+        console.print(sentence, style="bold", markup=False, highlight=False)
+    for policy, found, document in conclusions:
+        headline = {
+            "largest_rate": None if found.kept is None else for_json(found.kept.rate),
+            "next_rate": None if found.broken is None else for_json(found.broken.rate),
+            "good_share": share,
+        }
+        _print_line(args, load, slo, policy, headline, capacity=document)
+    return EXIT_OK
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    return partial(console.print, markup=False, highlight=False)
+
+
+def _probe(
+    args: argparse.Namespace,
+    policy: str,
+    load: SimLoad,
+    config: SimConfig,
+    slo: Slo,
+    share: float,
+    say: Callable[[str], None],
+    factor: float,
+) -> Probe:
+    """Simulate the load at a factor of its rate, until the share cannot be met any more."""
+    load = load.faster(factor) if args.trace is not None else _load(args, factor)
+    warm_up_s = args.warm_up_s / factor if args.trace is not None else args.warm_up_s
+    stop = is_hopeless(load, slo, share, from_s=warm_up_s)
+    run = make_simulation(policy, load, config, stop=stop).run()
+    summary = summary_of(run, load, slo, from_s=warm_up_s)
+    is_cut = stop(run.end_s, run)
+    failures = {r: n for r, n in summary.failures.items() if r != UNFINISHED}
+    probe = Probe(
+        factor=factor,
+        rate=load.rate,
+        good_share=None if is_cut else summary.good_share,
+        is_kept=not is_cut and summary.good_share >= share - 1e-9,
+        failures=failures,
+    )
+    say(report.probe_line(policy, probe))
+    return probe

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +23,6 @@ from loadgen.wire.client_http import HttpClient, parse_url
 from loadgen.wire.clients import open_client
 from quadriga.errors import ConfigError
 
-RESULTS_FOLDER = Path("results/loadgen")
 MAX_FAILURES_SHOWN = 5
 WARM_UP_REFUSALS = 3
 
@@ -112,30 +108,6 @@ async def _warm_up(stage: Stage) -> None:
         if record.verdict.faults:
             faults = "; ".join(map(str, record.verdict.faults[:3]))
             raise ConfigError(f"warm-up request {record.spec.index} failed: {faults}")
-
-
-@contextmanager
-def output_folder(wanted: str | None, name: str = "") -> Iterator[Path]:
-    """Yield the folder for results, made before anything is measured.
-
-    One that was not there before is removed again where nothing came into it.
-
-    Raises:
-        ConfigError: It cannot be made.
-    """
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = Path(wanted) if wanted else RESULTS_FOLDER / f"{name}{stamp}-{os.getpid()}"
-    was_there = folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(f"--output: {folder}: {exc}", param="output") from exc
-    try:
-        yield folder
-    finally:
-        if not was_there:
-            with suppress(OSError):  # there is something in it
-                folder.rmdir()
 
 
 def print_failures(console: Console, result: RunResult) -> None:

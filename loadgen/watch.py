@@ -1,4 +1,4 @@
-"""`python -m loadgen watch`: replicas, load, forecast and moves of a running service, live.
+"""`python -m loadgen watch`: replicas, load, exits, forecast and moves of a service, live.
 
 Reads `/cluster` on the service's admin port (`admin.port`), once a second, and changes nothing.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,16 @@ from rich.text import Text
 
 from loadgen.options import api_key, number, whole
 from loadgen.runner import now_s
+from loadgen.watch_exits import exits_table
+from loadgen.watch_table import plain_table
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
 
 REQUEST_TIMEOUT_S = 5.0
-BAR_CELLS = 14
+EXITS_SPAN_S = 10.0
+WIDE_COLUMNS = 110
+"""From this width on all that is known of a replica or a move is shown."""
+BAR_CELLS, NARROW_BAR_CELLS = 14, 6
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SOON_S, VERY_SOON_S = 60.0, 15.0
 OUTCOME_STYLES = {"moved": "green", "finished": "dim", "refused": "yellow", "failed": "red"}
@@ -45,16 +51,26 @@ def run(args: argparse.Namespace) -> int:
         parse_url(args.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=api_key(args)
     )
     console = Console()
+    past: deque[dict[str, Any]] = deque()
+
+    def look() -> RenderableType:
+        view = _fetch(client, args.url)
+        past.append(view)
+        while len(past) > 1 and view["at_unix_s"] - past[0]["at_unix_s"] > EXITS_SPAN_S:
+            past.popleft()
+        before = past[0] if len(past) > 1 else None
+        return frame(view, moves=args.moves, width=console.width, before=before)
+
     if args.once:
-        console.print(frame(_fetch(client, args.url), moves=args.moves))
+        console.print(look())
         return 0
-    shown: RenderableType = frame(_fetch(client, args.url), moves=args.moves)
+    shown = look()
     with Live(shown, console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             live.update(shown, refresh=True)
             time.sleep(args.interval_s)
             try:
-                shown = frame(_fetch(client, args.url), moves=args.moves)
+                shown = look()
             except ConfigError as exc:  # the service may come back
                 shown = Group(Text(exc.message, style="red"), shown)
 
@@ -73,17 +89,33 @@ def _fetch(client: HttpClient, url: str) -> dict[str, Any]:
     return view
 
 
-def frame(view: dict[str, Any], *, moves: int) -> Group:
-    """Return what is shown of a view."""
+def frame(
+    view: dict[str, Any], *, moves: int, width: int, before: dict[str, Any] | None = None
+) -> Group:
+    """Return what is shown of a view.
+
+    Args:
+        moves: The most recent moves shown.
+        width: Columns of the terminal.
+        before: An earlier view; exits are counted since then, else since the start.
+    """
     replicas = view.get("replicas", [])
+    is_wide = width >= WIDE_COLUMNS
     parts: list[RenderableType] = [_head(view)]
     decode = [r for r in replicas if r["role"] == "decode"]
-    parts += [_decode_table(decode)] if decode else [Text("no decode replica has reported")]
+    if not decode:
+        parts.append(Text("no decode replica has reported"))
+    for depth_class in sorted({r["depth_class"] for r in decode}):
+        members = [r for r in decode if r["depth_class"] == depth_class]
+        parts.append(_decode_table(depth_class, members, is_wide=is_wide))
     prefill = [r for r in replicas if r["role"] == "prefill"]
     if prefill:
         parts.append(_prefill_table(prefill))
+    exits = exits_table(view, before)
+    if exits is not None:
+        parts.append(exits)
     if view.get("recent"):
-        parts.append(_moves_table(view["recent"][-moves:], view["at_unix_s"]))
+        parts.append(_moves_table(view["recent"][-moves:], view["at_unix_s"], is_wide=is_wide))
     return Group(*parts)
 
 
@@ -107,41 +139,46 @@ def _head(view: dict[str, Any]) -> Text:
     return text
 
 
-def _decode_table(replicas: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="decode", title_justify="left", expand=True)
-    for name in ("replica", "class"):
-        table.add_column(name, no_wrap=True)
-    for name in ("running", "paused", "KV", "step ms", "tokens/s"):
+def _decode_table(depth_class: str, replicas: Sequence[dict[str, Any]], *, is_wide: bool) -> Table:
+    """The decode replicas of one class; columns that would be empty in all rows are left out."""
+    points = next((r["forecast"] for r in replicas if r["forecast"]), None)
+    has_paused = any(r["num_paused"] for r in replicas)
+    table = plain_table(f"decode {depth_class}")
+    table.add_column("replica", no_wrap=True)
+    numbers = ["running", *["paused"] * has_paused, "KV", "step ms", "tokens/s"]
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("KV ahead", no_wrap=True)
-    table.add_column("step ahead", no_wrap=True)
-    table.add_column("full in", justify="right", no_wrap=True)
+    if points:
+        for name in ["KV ahead", *["step ahead"] * is_wide]:
+            table.add_column(name, no_wrap=True)
+        table.add_column("full in", justify="right", no_wrap=True)
     slowest = max((p["step_s"] for r in replicas for p in r["forecast"]), default=0.0)
     for r in replicas:
-        points = r["forecast"]
         capacity = r["kv_capacity_tokens"]
-        full = r["seconds_to_full"]
-        table.add_row(
-            _short(r["name"]) + (" draining" if r["is_draining"] else ""),
-            r["depth_class"],
+        cells: list[RenderableType] = [
+            _short(r["name"]) + ("*" if r["is_draining"] else ""),
             f"{r['num_running']}+{r['num_waiting'] - r['num_paused']}/{r['num_slots']}",
-            str(r["num_paused"]),
-            _bar(r["used_tokens"] / capacity),
+            *[str(r["num_paused"])] * has_paused,
+            _bar(r["used_tokens"] / capacity, BAR_CELLS if is_wide else NARROW_BAR_CELLS),
             f"{1e3 * r['step_s']:.1f}",
             f"{r['tokens_per_s']:.0f}",
-            _spark([p["tokens"] / capacity for p in points]),
-            _spark([p["step_s"] / slowest if slowest else 0.0 for p in points]),
-            _full_in(full) if points else Text("–"),
-        )
-    if points := next((r["forecast"] for r in replicas if r["forecast"]), None):
+        ]
+        if points:
+            steps = [p["step_s"] / slowest if slowest else 0.0 for p in r["forecast"]]
+            cells.append(_spark([p["tokens"] / capacity for p in r["forecast"]]))
+            cells += [_spark(steps)] * is_wide
+            cells.append(_full_in(r["seconds_to_full"]) if r["forecast"] else Text("–"))
+        table.add_row(*cells)
+    notes = ["* draining"] if any(r["is_draining"] for r in replicas) else []
+    if points:
         ahead = ", ".join(f"{p['ahead_s']:.2g}" for p in points)
-        table.caption = f"ahead: {ahead} s"
-        table.caption_justify = "right"
+        notes.append(f"ahead: {ahead} s")
+    table.caption, table.caption_justify = "; ".join(notes), "left"
     return table
 
 
 def _prefill_table(replicas: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="prefill", title_justify="left", expand=True)
+    table = plain_table("prefill")
     table.add_column("replica", no_wrap=True)
     table.add_column("class", no_wrap=True)
     for name in ("running", "waiting", "tokens/s"):
@@ -157,27 +194,30 @@ def _prefill_table(replicas: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _moves_table(recent: Sequence[dict[str, Any]], at_unix_s: float) -> Table:
-    table = Table(title="moves, the newest first", title_justify="left", expand=True)
+def _moves_table(recent: Sequence[dict[str, Any]], at_unix_s: float, *, is_wide: bool) -> Table:
+    table = plain_table("moves, the newest first")
     for name in ("ago", "sequence", "from", "to", "why"):
         table.add_column(name, no_wrap=True)
-    for name in ("tokens", "to come", "gain", "stall ms"):
+    for name in ("tokens", "to come", "gain", "stall ms") if is_wide else ():
         table.add_column(name, justify="right")
     table.add_column("came to")
     for move in reversed(recent):
         report = move["report"]
         outcome = "under way" if report is None else report["outcome"]
         reason = "" if report is None or not report["reason"] else f" ({report['reason']})"
+        figures = (
+            str(move["num_tokens"]),
+            f"{move['remaining_tokens']:.0f}" if move["remaining_tokens"] else "–",
+            f"{move['gain']:.0%}",
+            "–" if report is None else f"{1e3 * report['stall_s']:.0f}",
+        )
         table.add_row(
             f"{max(0.0, at_unix_s - move['at_unix_s']):.0f} s",
             _short(move["sequence_id"]),
             _short(move["source"]),
             _short(move["destination"]),
             move["cause"],
-            str(move["num_tokens"]),
-            f"{move['remaining_tokens']:.0f}" if move["remaining_tokens"] else "–",
-            f"{move['gain']:.0%}",
-            "–" if report is None else f"{1e3 * report['stall_s']:.0f}",
+            *(figures if is_wide else ()),
             Text(outcome + reason, style=OUTCOME_STYLES.get(outcome, "cyan")),
         )
     return table
@@ -189,12 +229,12 @@ def _short(name: str) -> str:
     return f"{parts[-3]} {parts[-2]}" if len(parts) == 4 else name[-12:]
 
 
-def _bar(share: float) -> Text:
+def _bar(share: float, num_cells: int) -> Text:
     share = min(max(share, 0.0), 1.0)
-    cells = round(share * BAR_CELLS)
+    cells = round(share * num_cells)
     style = "red" if share > 0.9 else "yellow" if share > 0.75 else "green"
     return Text("█" * cells, style=style) + Text(
-        "░" * (BAR_CELLS - cells) + f" {share:4.0%}", style="dim"
+        "░" * (num_cells - cells) + f" {share:4.0%}", style="dim"
     )
 
 

@@ -1,22 +1,25 @@
 """Find a model's checkpoint and read its facts, without torch and without opening the weights.
 
 A model is named by a bundled id (`quadriga-s`, `quadriga-l`), by a directory in Hugging Face
-format, or by a hub id; clients know it by the name of its folder.
+format, by a GGUF file, or by a hub id; clients know it by the name of its folder, or of its file
+without `.gguf`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga.exits import ExitSpec, read_exits
 from quadriga.families import read_facts
+from quadriga.files import cache_folder
 from quadriga.json_files import GARBLED, read_object
 
 ASSETS = Path(__file__).parent / "assets"
+GGUF_SUFFIX = ".gguf"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
 
 
@@ -36,12 +39,14 @@ class Checkpoint:
     """Facts of one checkpoint directory, as its JSON files state them.
 
     Attributes:
-        id: What clients call it: the folder's name.
+        id: What clients call it.
+        path: The directory, on the node that read it.
         architecture: Hugging Face class name, e.g. `LlamaForCausalLM`.
         exits: What `exits.json` says; no exits where there is no such file.
         max_model_len: Most positions the model was made for.
         fingerprint: Hash of config and weight index; equal fingerprints have interchangeable KV.
         sampling: What its `generation_config.json` recommends.
+        source: By what any node finds it: an absolute path, or a name.
     """
 
     id: str
@@ -57,6 +62,7 @@ class Checkpoint:
     exits: ExitSpec
     fingerprint: str
     sampling: SamplingDefaults = SamplingDefaults()
+    source: str = ""
 
     def kv_bytes_per_token(self, depth: int, bytes_per_value: int) -> int:
         """Bytes of KV cache one token takes in the first `depth` layers."""
@@ -68,26 +74,32 @@ def bundled_models() -> list[str]:
     return sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
 
 
-def locate(model: str) -> Path:
-    """Return the directory of `model`, downloading it when it is a hub id.
+def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
+    """Return the directory of `model`: downloaded where it is a hub id, converted if a GGUF file.
+
+    Args:
+        cache_dir: `engine.cache_dir`, where converted files are kept.
 
     Raises:
-        ConfigError: It is none of bundled id, checkpoint directory, or reachable hub id.
+        ConfigError: It is none of bundled id, checkpoint directory, GGUF file, or reachable hub id.
     """
     if (ASSETS / model / "config.json").is_file():
         return ASSETS / model
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"model: {model!r} has no config.json; give a Hugging Face checkpoint directory",
-                param="model",
-            )
+            files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+            remedy = f"name its file: {files[0]}" if files else "give a Hugging Face checkpoint"
+            raise ConfigError(f"model: {model!r} has no config.json; {remedy}", param="model")
         return path.resolve()
-    if "/" not in model or model.startswith((".", "/", "~")):
+    if path.is_file():
+        from quadriga.gguf import converted_folder
+
+        return converted_folder(path.resolve(), cache_folder(cache_dir))
+    if "/" not in model or model.startswith((".", "/", "~")) or path.suffix == GGUF_SUFFIX:
         raise ConfigError(
             f"model: {model!r} is neither bundled ({', '.join(bundled_models())}) "
-            "nor a directory here, nor a hub id (org/name)",
+            "nor a directory or GGUF file here, nor a hub id (org/name)",
             param="model",
         )
     from huggingface_hub import snapshot_download
@@ -101,13 +113,18 @@ def locate(model: str) -> Path:
         ) from exc
 
 
-def read_checkpoint(model: str, *, model_id: str | None = None) -> Checkpoint:
+def read_checkpoint(
+    model: str, *, model_id: str | None = None, cache_dir: str | Path | None = None
+) -> Checkpoint:
     """Locate `model` and read its facts.
 
+    Args:
+        cache_dir: See `locate`.
+
     Raises:
-        ConfigError: The checkpoint is missing or its JSON files are not usable.
+        ConfigError: The checkpoint is missing or its files are not usable.
     """
-    path = locate(model)
+    path = locate(model, cache_dir=cache_dir)
     config = read_object(path / "config.json")
     generation = _generation_config(path)
     try:
@@ -119,7 +136,7 @@ def read_checkpoint(model: str, *, model_id: str | None = None) -> Checkpoint:
             f"model: {path / 'config.json'} lacks or garbles the field {exc}", param="model"
         ) from exc
     return Checkpoint(
-        id=model_id or _folder_name(model, path),
+        id=model_id or _public_name(model, path),
         path=path,
         architecture=architecture,
         num_layers=facts.num_layers,
@@ -132,12 +149,43 @@ def read_checkpoint(model: str, *, model_id: str | None = None) -> Checkpoint:
         exits=read_exits(path, facts.num_layers),
         fingerprint=_fingerprint(path),
         sampling=_sampling(path, generation),
+        source=_source(model),
     )
 
 
-def _folder_name(model: str, path: Path) -> str:
-    is_hub_snapshot = path.parent.name == "snapshots"
-    return model.rsplit("/", 1)[-1] if is_hub_snapshot else path.name
+def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
+    """Return a checkpoint that another node read, as it lies here.
+
+    A folder that the nodes share is at the same place; a GGUF file is converted on each node.
+
+    Raises:
+        ConfigError: This node does not have it, or has another one under its name.
+    """
+    if (checkpoint.path / "config.json").is_file():
+        return checkpoint
+    found = read_checkpoint(checkpoint.source, model_id=checkpoint.id, cache_dir=cache_dir)
+    if found.fingerprint != checkpoint.fingerprint:
+        raise ConfigError(
+            f"model: {checkpoint.source} on this node is another model than where the service was "
+            "started; put the same file on every node",
+            param="model",
+        )
+    return replace(checkpoint, path=found.path)
+
+
+def _source(model: str) -> str:
+    path = Path(model).expanduser()
+    is_bundled = (ASSETS / model / "config.json").is_file()
+    return str(path.resolve()) if path.exists() and not is_bundled else model
+
+
+def _public_name(model: str, path: Path) -> str:
+    if path.parent.name == "snapshots":
+        return model.rsplit("/", 1)[-1]
+    source = Path(model).expanduser()
+    if source.is_file():
+        return source.name.removesuffix(GGUF_SUFFIX)
+    return path.name
 
 
 def _generation_config(path: Path) -> dict[str, Any]:

@@ -7,9 +7,10 @@ Everything is frozen, unknown keys are refused, and every field states its unit 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quadriga.errors import ConfigError
 
@@ -26,6 +27,7 @@ LabelKey = Annotated[
 LabelValue = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", max_length=63)
 ]
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*]+)$")]
 NodeLabels = Annotated[dict[LabelKey, LabelValue], Field(max_length=16)]
 
 
@@ -66,7 +68,9 @@ class ExitsConfig(Section):
 class PoolConfig(Section):
     """Replicas of one model at one depth."""
 
-    model: str = Field("quadriga-s", description="Bundled id, checkpoint directory, or hub id.")
+    model: str = Field(
+        "quadriga-s", description="Bundled id, checkpoint directory, GGUF file, or hub id."
+    )
     depth: int | None = Field(None, ge=1, description="Layers to load; null loads all.")
     runner: Literal["auto", "native", "baton"] = Field(
         "auto",
@@ -102,7 +106,9 @@ class EngineConfig(Section):
         "compiled steps in when they are ready; wait: compile before serving; off: stay eager.",
     )
     cache_dir: str | None = Field(
-        None, description="Where compiled steps are kept; null: ~/.cache/quadriga."
+        None,
+        description="Where compiled kernels and converted GGUF files are kept; null: "
+        "$XDG_CACHE_HOME/quadriga, which without that variable is ~/.cache/quadriga.",
     )
     max_model_len: Auto | Annotated[int, Field(ge=1, le=1 << 30)] = Field(
         "auto", description="Most tokens of one sequence; auto: what the checkpoint allows."
@@ -133,11 +139,21 @@ class EngineConfig(Section):
     )
 
 
+ROWS_PER_UNPLACED = 4
+"""KV rows of a prefill replica for each sequence that may be without a place at a decode replica.
+The others are for sequences whose KV is being sent: what that takes must not hold up prompts."""
+
+
 class PrefillConfig(Section):
     """The prefill replicas' queue and chunking."""
 
     chunk_tokens: Count = Field(256, description="Most prompt tokens in one forward pass.")
-    max_rows: Count = Field(16, description="Sequences in prefill or hand-off at once.")
+    max_rows: Count = Field(
+        16,
+        description="Sequences in prefill, or after it, without a place at a decode replica; "
+        "with so many no further prompt is begun. There are four KV rows for each, as sequences "
+        "whose KV is being sent keep theirs.",
+    )
     max_queued_sequences: Count = Field(
         512, description="That wait at one prefill replica; where all are full: 429."
     )
@@ -146,6 +162,11 @@ class PrefillConfig(Section):
         0.5, description="Similar lengths are grouped, but nobody waits longer than this for it."
     )
     layer_groups: Count = Field(4, description="KV is sent in this many layer groups.")
+
+    @property
+    def num_rows(self) -> int:
+        """KV rows of a prefill replica."""
+        return ROWS_PER_UNPLACED * self.max_rows
 
 
 class DecodeConfig(Section):
@@ -179,14 +200,17 @@ class AresConfig(Section):
     )
     interval_s: Seconds = Field(1.0, description="Between two decisions.")
     theta: float = Field(
-        0.15,
+        0.05,
         ge=0,
         le=1,
         description="A replica above (1 + theta) times the mean load gives, below (1 - theta) "
         "takes.",
     )
     decay: float = Field(
-        0.8, ge=0, le=1, description="Weight of a horizon point over that of the one before it."
+        0.8,
+        ge=0,
+        le=1,
+        description="Weight of a token to come over that of one a point of the horizon nearer.",
     )
     min_gain: float = Field(
         0.05,
@@ -263,14 +287,19 @@ class AresConfig(Section):
     )
 
 
+PlacementKind = Literal["least_work", "least_requests", "current_load", "round_robin", "ares"]
+
+
 class SchedulerConfig(Section):
     """Admission, placement and rescheduling."""
 
-    placement: Literal["current_load", "round_robin", "ares"] = Field(
-        "current_load",
-        description="Where a prefilled sequence decodes. current_load: the fewest KV tokens; ares: "
+    placement: PlacementKind = Field(
+        "least_work",
+        description="Where a prefilled sequence decodes. least_work: the fewest tokens to be "
+        "expected: of each sequence there its prompt, and an answer of average length; ares: "
         "where its forecast hurts balance and memory least (it is placed once its prompt is "
-        "computed, as only then its length can be predicted).",
+        "computed, as only then its length can be predicted). The others are baselines: the "
+        "fewest sequences, the fewest KV tokens (a fast replica looks full), each in turn.",
     )
     ares: AresConfig = AresConfig()
     snapshot_interval_s: Seconds = Field(1.0, description="Between two load reports of a replica.")
@@ -304,7 +333,11 @@ class IngressConfig(Section):
     """The front door."""
 
     replicas: int = Field(1, ge=1, le=256, description="Processes that hold clients' connections.")
-    max_ongoing_requests: Count = Field(2048, description="Per ingress replica.")
+    max_ongoing_requests: Count = Field(
+        2048,
+        description="Choices being answered at once per ingress replica; a request of 20 prompts "
+        "counts as 20. More are answered 429.",
+    )
     default_deadline_s: Seconds = Field(600.0, description="For requests that state none.")
     max_deadline_s: Seconds = Field(
         3600.0,
@@ -321,7 +354,17 @@ class IngressConfig(Section):
         32_768, ge=1024, le=1 << 20, description="All names and values of one request."
     )
     body_timeout_s: Seconds = Field(30.0, description="A request's body must be here by then.")
-    max_choices: Count = Field(16, description="Largest `n`, and most prompts in one request.")
+    max_n: Count = Field(16, description="Largest `n`: choices for one prompt.")
+    max_prompts: Count = Field(256, description="Prompts in one completion request.")
+    max_choices: Count = Field(
+        512, description="Choices in one request in all: its prompts times `n`."
+    )
+    cors_origins: tuple[Origin, ...] = Field(
+        (),
+        max_length=64,
+        description="Web pages of these origins (`https://app.example`; `*`: all) may call the API "
+        "from a browser; none by default. Also as one text, with commas between.",
+    )
     max_logprobs: int = Field(20, ge=0, le=100, description="Alternatives shown for a token.")
     max_stop_strings: int = Field(16, ge=0, le=64, description="In one request.")
     max_stop_length: Count = Field(256, description="Characters in one stop string.")
@@ -358,6 +401,14 @@ class IngressConfig(Section):
     orphan_request_s: Seconds = Field(
         30.0, description="Requests whose ingress is silent for this long are cancelled."
     )
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: Any) -> Any:
+        """A command line has no form for lists."""
+        if not isinstance(value, str):
+            return value
+        return [origin for part in value.split(",") if (origin := part.strip())]
 
 
 class AuthConfig(Section):
@@ -414,7 +465,8 @@ class LifecycleConfig(Section):
     drain_timeout_s: Seconds = Field(
         60.0,
         description="What a retiring replica still holds by then is rebuilt at another; streams "
-        "that an ingress still has by then, when it is exchanged or the service stops, are cut.",
+        "that an ingress still has by then, when it is exchanged or the service stops, end in an "
+        "error.",
     )
 
 
@@ -594,6 +646,19 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
             shown = repr(error["input"])[:80]
             lines.append(f"{field}: {error['msg']} (got {shown})")
         raise ConfigError("; ".join(lines), param=lines[0].split(":", 1)[0]) from exc
+
+
+def setting_names(model: type[BaseModel] | None = None, prefix: str = "") -> Iterator[str]:
+    """Every key of a section and those in it, as a command line writes them; of all by default."""
+    if model is None:
+        yield from setting_names(PoolConfig)
+        model = QuadrigaConfig
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from setting_names(inner, f"{prefix}{name}.")
+        elif name != "pools":
+            yield f"{prefix}{name}"
 
 
 def _similar(place: tuple[int | str, ...]) -> str:

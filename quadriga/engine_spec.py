@@ -40,6 +40,8 @@ class EngineSpec:
         host_copies: KV read from a row is copied to host memory; else it stays on the device.
         keep_tokens: Per sequence, hidden states that a replica of partial depth keeps, so that
             layers loaded later need not run its tokens again.
+        shared_in: Registry through which the processes of this machine read weights from one copy
+            in memory; None: a copy of its own.
         gpu_memory_share: Lower `kv_capacity_tokens` at load to what, with the weights, fits into
             this share of the GPU's memory; None: hold exactly that many, or refuse to start.
     """
@@ -65,6 +67,7 @@ class EngineSpec:
     kv_memory_bytes: int | None = None
     keep_tokens: int = 256
     host_copies: bool = True
+    shared_in: Path | None = None
 
     @property
     def depth_class(self) -> DepthClass:

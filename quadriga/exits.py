@@ -17,6 +17,14 @@ ExitKind = Literal["shared", "norm", "head"]
 Criterion = Literal["margin", "top"]
 ExitPolicy = Literal["bounded", "strict"]
 SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
+ExitUse = Literal["tested", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"]
+"""Whether tokens may leave at an exit of a replica now, and if not, why.
+
+`tested`: those that are sure enough leave. `not_worth_it`: the rebatching policy expects more
+tokens/s without it. `full_depth_asked`: every running request asks for threshold 1. `not_loaded`:
+it is not above the layers that are loaded. `off`: the configuration uses no exits. `idle`: nothing
+has run yet.
+"""
 
 EXITS_FILE = "exits.json"
 EXITS_WEIGHTS = "exits.safetensors"

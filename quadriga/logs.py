@@ -96,6 +96,11 @@ def configure_logging(
         logging.getLogger(name).setLevel(level.upper())
 
 
+def is_configured() -> bool:
+    """Whether `configure_logging` was called in this process."""
+    return any(isinstance(handler, _OurHandler) for handler in logging.getLogger().handlers)
+
+
 def _visible(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.config import ExitsConfig, PoolConfig, QuadrigaConfig
@@ -12,6 +11,7 @@ from quadriga.engine_spec import DTYPE_BYTES, Device, Dtype, EngineSpec, Runner
 from quadriga.errors import ConfigError
 from quadriga.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS, ExitSpec, SkippedKV
 from quadriga.families import NATIVE_ARCHITECTURES
+from quadriga.files import cache_folder
 from quadriga.types import Role
 
 __all__ = [
@@ -88,17 +88,17 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     replicas: list[ReplicaSpec] = []
     num_replicas = sum(p.prefill_replicas + p.decode_replicas for p in config.pools)
     for index, pool in enumerate(config.pools):
-        checkpoint = read_checkpoint(pool.model)
+        checkpoint = read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
         checkpoint = replace(checkpoint, exits=configured_exits(pool.exits, index, checkpoint))
         known = checkpoints.setdefault(checkpoint.id, checkpoint)
         if known.path != checkpoint.path:
             raise ConfigError(
                 f"pools.{index}.model: two checkpoints are called {checkpoint.id!r} "
-                f"({known.path}, {checkpoint.path}); rename one folder",
+                f"({known.path}, {checkpoint.path}); rename one of them",
                 param=f"pools.{index}.model",
             )
         for role, count, rows, labels in (
-            (Role.PREFILL, pool.prefill_replicas, config.prefill.max_rows, pool.prefill_labels),
+            (Role.PREFILL, pool.prefill_replicas, config.prefill.num_rows, pool.prefill_labels),
             (Role.DECODE, pool.decode_replicas, config.decode.max_slots, pool.decode_labels),
         ):
             engine = _engine_spec(config, pool, index, role, checkpoint, device, rows)
@@ -150,7 +150,7 @@ def _engine_spec(
         # Its batch is dense: a short row takes as much as the longest beside it.
         num_rows = capacity // max_len
         capacity = num_rows * max_len
-    cache_dir = Path(engine.cache_dir or "~/.cache/quadriga").expanduser()
+    cache_dir = cache_folder(engine.cache_dir)
     return EngineSpec(
         checkpoint=checkpoint,
         depth=depth,
@@ -172,6 +172,7 @@ def _engine_spec(
         attention=engine.attention,
         gpu_memory_share=engine.gpu_memory_share if fits_to_gpu else None,
         host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl")),
+        shared_in=cache_dir / "shared" if device == "cpu" else None,
     )
 
 

@@ -393,25 +393,31 @@ class LengthOutcome:
 class LoadForecast:
     """What a decode replica expects of its sequences, packed; part of its snapshot.
 
-    Little-endian float32 throughout. The columns of `rows` and the grid are those of
-    `quadriga.policies.ares.forecast`; one row is 96 bytes, and there are never more rows than the
+    Little-endian float32 throughout. The columns of `rows` and the points are those of
+    `quadriga.policies.ares.forecast`; one row is 28 bytes, and there are never more rows than the
     replica has slots plus sequences reserved or paused.
 
     Attributes:
         grid_s: Horizon points, seconds from now; the first is now (0.0). One grid a depth class.
         sequence_ids: [num_rows]; the sequences the replica holds, is promised, or has paused.
         rows: [num_rows, forecast.NUM_COLUMNS].
-        load_s: [num_points]; what the sequences add to a step, at each point.
-        tokens: [num_points]; KV tokens they hold, at each point.
+        running, context: [num_points] each; sequences that still run when each has gained
+            `forecast.TOKENS_AHEAD` tokens, and their KV tokens then. Loads are made of these, and
+            do not depend on how fast the replica is.
+        load_s: [num_points]; what the sequences add to a step here, at each point of the grid.
+        tokens: [num_points]; KV tokens they hold, at each point of the grid.
         base_s: What a step costs without sequences.
         has_predictions: False where no length head is at hand: only the first point means much.
-        per_sequence_s, per_token_s: What one more sequence, and one more KV token, add to a step.
+        per_sequence_s, per_token_s: What one more sequence, and one more KV token, add to a step,
+            as measured here.
         bytes_per_token: KV of one token; what moving it costs.
     """
 
     grid_s: tuple[float, ...]
     sequence_ids: tuple[str, ...]
     rows: bytes
+    running: bytes
+    context: bytes
     load_s: bytes
     tokens: bytes
     base_s: float
@@ -520,6 +526,7 @@ class ReplicaSnapshot(Dated):
         num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode).
         waiting_tokens: Prompt tokens in the prefill queue.
         used_tokens: Tokens whose KV is held.
+        prompt_tokens: Prompt tokens of all sequences held (decode).
         reserved_tokens: Tokens promised to the sequences held; see `Reservation`.
         tokens_per_s: Recent rate: prefilled (prefill) or emitted (decode).
         step_time_s: EWMA of the decode step, or seconds per prefill chunk.
@@ -550,6 +557,7 @@ class ReplicaSnapshot(Dated):
     least_priority: int | None = None
     sent_s: float = 0.0
     loaded_s: float = 0.0
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import threading
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quadriga.config import QuadrigaConfig, load_config
-from quadriga.errors import ConfigError, QuadrigaError, Unavailable
+from quadriga.config import QuadrigaConfig, load_config, setting_names
+from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.ports import LOOPBACK, is_free
 from serve_app.arguments import MAX_PORT, ServeParser, port_number
 from serve_app.auth import KEY_VARIABLE, ApiKeys
 from serve_app.environment import haproxy_enabled, prepare_environment
 from serve_app.key_command import key_command
 from serve_app.keys import make_key
-from serve_app.launch import Addresses, LocalService
-from serve_app.quiet import QuietOutput
+from serve_app.launch import Addresses
+from serve_app.local_run import Running, leave, run_local
 from serve_app.startup import describe
 from serve_app.tls import DEFAULT_GRPC_PORT, DEFAULT_HTTPS_PORT, Tls, is_loopback
 
@@ -38,7 +34,6 @@ _EXAMPLES = """examples:
 
 environment: QUADRIGA_HOST, QUADRIGA_HTTP_PORT, QUADRIGA_GRPC_PORT and QUADRIGA_ADMIN_PORT (metrics
 and live page; 8001, 0: none) change the defaults; QUADRIGA_API_KEY is a key for clients."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,12 +42,13 @@ def main(argv: list[str] | None = None) -> int:
     if given[:1] == ["keys"]:
         return key_command(given[1:])
     try:
-        options = _parser().parse_args(given)
+        options = _parser().parse_with_settings(given, setting_names())
         addresses = _addresses(options)
         addresses.check()
         addresses.to_environment()
         prepare_environment(haproxy=options.haproxy)
-        config = load_config(_admin_port(_arguments(options.config, options.settings)))
+        arguments, note = _with_admin_port(_arguments(options.config, options.settings))
+        config = load_config(arguments)
         keys = ApiKeys.load(config.auth)
         if not keys.digests and not is_loopback(options.host):
             raise ConfigError(
@@ -65,62 +61,38 @@ def main(argv: list[str] | None = None) -> int:
             key, path = _own_key()
             keys = ApiKeys.of([key], is_http_open=True)
             hint = f"key: in {path}"
-        return _serve(config, keys, addresses, hint)
+        return _serve(config, keys, addresses, hint, note)
     except QuadrigaError as exc:
         print(f"quadriga: {exc.message}", file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
 
 
-def _serve(config: QuadrigaConfig, keys: ApiKeys, addresses: Addresses, key_hint: str) -> int:
+def _serve(
+    config: QuadrigaConfig, keys: ApiKeys, addresses: Addresses, key_hint: str, admin_note: str
+) -> int:
     """Serve until a signal comes; only our own lines reach the terminal.
 
-    Raises: ConfigError, Unavailable: It cannot be started.
+    Raises: ConfigError, Unavailable: It cannot be started, or Ray ended.
     """
-    began_s = time.monotonic()
 
-    with QuietOutput() as output:
+    def work(running: Running) -> int:
+        text = describe(
+            running.service.status(),
+            http_url=addresses.http_url,
+            needs_key=not keys.is_http_open,
+            grpc_address=addresses.grpc_target,
+            key_hint=key_hint,
+        )
+        text += admin_note or _admin_line(config)
+        logs = f"Logs are in {running.output.path.parent}"
+        running.console.say(f"{text}\n{logs}\nCtrl-C stops everything.")
+        running.wait()
 
-        def progress(line: str) -> None:
-            say(f"  {time.monotonic() - began_s:4.0f} s  {line}")
-
-        say = partial(print, file=output.terminal, flush=True)
-        say(f"starting {', '.join(pool.model for pool in config.pools)} …")
-        service = LocalService(config, keys, addresses, progress=progress)
-        stopped = threading.Event()
-        earlier = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        try:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-            service.start()
-            for number in STOP_SIGNALS:  # only now: Ray installs its own
-                signal.signal(number, lambda *_: stopped.set())
-            output.move_to(service.log_folder())
-            text = describe(
-                service.status(),
-                http_url=addresses.http_url,
-                needs_key=not keys.is_http_open,
-                grpc_address=addresses.grpc_target,
-                key_hint=key_hint,
-            )
-            if config.admin.port is not None:
-                admin_url = f"http://{config.admin.host}:{config.admin.port}"
-                text += f"\n  live {admin_url}/dashboard, metrics {admin_url}/metrics\n"
-            say(f"{text}\nLogs are in {output.path.parent}\nCtrl-C stops everything.")
-            stopped.wait()
-        except (KeyboardInterrupt, SystemExit):  # a signal during the start; Ray's own handler
-            pass
-        except Unavailable as exc:
-            raise Unavailable(f"{exc.message} (log: {output.path})") from exc
-        finally:
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-            service.stop()
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
-        say("stopped")
-    return 0
+    print(f"starting {', '.join(pool.model for pool in config.pools)} …", flush=True)
+    return run_local(config, keys, addresses, work)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> ServeParser:
     parser = ServeParser(
         prog="python -m serve_app",
         usage="%(prog)s [options] [key=value ...]\n       %(prog)s keys --help",
@@ -141,8 +113,9 @@ def _parser() -> argparse.ArgumentParser:
         "--host", default=host, help="address to listen at; off loopback it needs API keys"
     )
     http_port = _port("QUADRIGA_HTTP_PORT", 8000)
-    _add_port(parser, "--http-port", http_port, "OpenAI's API, /health, /docs")
-    _add_port(parser, "--grpc-port", _port("QUADRIGA_GRPC_PORT", 9000), "gRPC, on every interface")
+    _add_port(parser, http_port, "OpenAI's API, /health, /docs", "--http-port", "--port")
+    grpc_port = _port("QUADRIGA_GRPC_PORT", 9000)
+    _add_port(parser, grpc_port, "gRPC, on every interface", "--grpc-port")
     parser.add_argument("--no-grpc", action="store_true", help="HTTP only")
     parser.add_argument("--haproxy", action="store_true", help="HAProxy instead of Serve's proxy")
     tls = parser.add_argument_group("TLS", "certificate and key in PEM; then only TLS is spoken")
@@ -154,13 +127,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="ask clients for a certificate of this CA",
     )
-    _add_port(tls, "--https-port", DEFAULT_HTTPS_PORT, "HTTPS")
-    _add_port(tls, "--grpc-tls-port", DEFAULT_GRPC_PORT, "gRPC over TLS")
+    _add_port(tls, DEFAULT_HTTPS_PORT, "HTTPS", "--https-port")
+    _add_port(tls, DEFAULT_GRPC_PORT, "gRPC over TLS", "--grpc-tls-port")
     return parser
 
 
-def _add_port(group: argparse._ActionsContainer, option: str, default: int, what: str) -> None:
-    group.add_argument(option, type=port_number, default=default, metavar="PORT", help=what)
+def _add_port(group: argparse._ActionsContainer, default: int, what: str, *options: str) -> None:
+    group.add_argument(*options, type=port_number, default=default, metavar="PORT", help=what)
 
 
 def _addresses(options: argparse.Namespace) -> Addresses:
@@ -186,21 +159,40 @@ def _addresses(options: argparse.Namespace) -> Addresses:
     )
 
 
-def _admin_port(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The settings with the admin port on, unless they say otherwise or another service has it."""
+def _with_admin_port(arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The settings with the admin port on, unless they say otherwise or another service has it.
+
+    Returns:
+        The settings, and what the banner says of a port that is taken.
+    """
     named = isinstance(arguments.get("admin"), dict) and "port" in arguments["admin"]
     if named or "admin.port" in arguments:
-        return arguments
+        return arguments, ""
     if ADMIN_PORT_VARIABLE in os.environ:
-        return arguments | {"admin.port": _port(ADMIN_PORT_VARIABLE, 0) or None}
-    return arguments | {"admin.port": DEFAULT_ADMIN_PORT if is_free(DEFAULT_ADMIN_PORT) else None}
+        return arguments | {"admin.port": _port(ADMIN_PORT_VARIABLE, 0, least=0) or None}, ""
+    if is_free(DEFAULT_ADMIN_PORT):
+        return arguments | {"admin.port": DEFAULT_ADMIN_PORT}, ""
+    return arguments | {"admin.port": None}, (
+        f"\n  no live page and metrics: port {DEFAULT_ADMIN_PORT} is taken by another process; "
+        "admin.port=PORT chooses another\n"
+    )
 
 
-def _port(variable: str, default: int) -> int:
+def _admin_line(config: QuadrigaConfig) -> str:
+    """The banner's line about the admin port; empty where it is off."""
+    if config.admin.port is None:
+        return ""
+    url = f"http://{config.admin.host}:{config.admin.port}"
+    return f"\n  live {url}/dashboard, metrics {url}/metrics\n"
+
+
+def _port(variable: str, default: int, *, least: int = 1) -> int:
     """Raises: ConfigError when the variable holds no port."""
     text = os.environ.get(variable, str(default))
-    if not (text.isdecimal() and int(text) <= MAX_PORT):
-        raise ConfigError(f"{variable}: {text!r} is no port (0 to {MAX_PORT})", param=variable)
+    if not (text.isdecimal() and least <= int(text) <= MAX_PORT):
+        raise ConfigError(
+            f"{variable}: {text!r} is no port ({least} to {MAX_PORT})", param=variable
+        )
     return int(text)
 
 
@@ -246,4 +238,4 @@ def _own_key() -> tuple[str, Path]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -21,10 +21,10 @@ from quadriga.config import AdminConfig
 from quadriga.errors import ConfigError, Forbidden
 from serve_app.auth import ApiKeys
 from serve_app.dashboard_pages import dashboard_pages
-from serve_app.doorman import GuardedProtocol
 from serve_app.front import FrontDesk
 from serve_app.http import Endpoint, Handler, answer_metrics, routing_error
 from serve_app.http_call import Call
+from serve_app.http_protocol import LimitedHttpProtocol
 from serve_app.tls import is_loopback
 
 logger = logging.getLogger("quadriga.admin")
@@ -128,7 +128,7 @@ async def serve_admin(desk: FrontDesk) -> None:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                http=GuardedProtocol,
+                http=LimitedHttpProtocol,
                 limit_concurrency=MAX_CONNECTIONS,
                 timeout_keep_alive=KEEP_ALIVE_S,
             )

@@ -14,6 +14,7 @@ from serve_app.ingress import Ingress
 from serve_app.ray_errors import explain_in_serve_cli
 
 AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+INGRESS = "Ingress"
 SERVE_SLACK = 1024
 """Calls that are not generations yet, or at all: `serve_app.room` bounds those that may last."""
 HEALTH_PERIOD_S = 3.0
@@ -40,7 +41,7 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
         announces: The ingress prints what runs where once it is ready.
     """
     options: dict[str, Any] = {
-        "name": "Ingress",
+        "name": INGRESS,
         "num_replicas": config.ingress.replicas,
         # The desk refuses with 429 at its limit; Serve must not make anyone wait before that.
         "max_ongoing_requests": config.ingress.max_ongoing_requests + SERVE_SLACK,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from quadriga.errors import InvalidRequest
+from serve_app.openai_schema import Body
+from serve_app.unsupported import refuse_unsupported
 
 SHOWN_CHARS = 60
 SHOWN_ERRORS = 3
 MAX_FIELDS = 256
 """Of a body, those that are ignored included."""
 
-BodyModel = TypeVar("BodyModel", bound=BaseModel)
+BodyModel = TypeVar("BodyModel", bound=Body)
 
 
 def shown(value: object) -> str:
@@ -29,14 +31,15 @@ def _shown_container(value: list[Any] | dict[Any, Any]) -> str:
 def parse_body(model: type[BodyModel], data: object) -> BodyModel:
     """Validate a decoded JSON value against a body model.
 
-    Raises: InvalidRequest naming the first fields at fault, their values and limits.
+    Raises: InvalidRequest naming the first fields at fault, their values and limits, or a field
+        that is not supported.
     """
     if not isinstance(data, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {shown(data)}")
     if len(data) > MAX_FIELDS:
         raise InvalidRequest(f"the body has {len(data)} fields, above the limit of {MAX_FIELDS}")
     try:
-        return model.model_validate(data)
+        body = model.model_validate(data)
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_context=False)
         lines = []
@@ -45,6 +48,8 @@ def parse_body(model: type[BodyModel], data: object) -> BodyModel:
             lines.append(f"{_field_name(error['loc'])}: {error['msg']}{got}")
         more = f"; and {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
         raise InvalidRequest("; ".join(lines) + more, param=_field_name(errors[0]["loc"])) from exc
+    refuse_unsupported(body.model_extra or {}, body.unsupported)
+    return body
 
 
 def _field_name(location: tuple[int | str, ...]) -> str:
@@ -54,5 +59,6 @@ def _field_name(location: tuple[int | str, ...]) -> str:
     return ".".join(known) or "body"
 
 
-def ignored_fields(body: BaseModel) -> tuple[str, ...]:
-    return tuple(sorted((body.model_extra or {}).keys()))
+def ignored_fields(body: Body) -> tuple[str, ...]:
+    """Fields that mean nothing here; not those that are known and ask for nothing."""
+    return tuple(sorted((body.model_extra or {}).keys() - body.unsupported.keys()))

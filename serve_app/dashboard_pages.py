@@ -19,10 +19,12 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
 ]
 FILES = {
+    "/": ("index.html", b"text/html; charset=utf-8"),
     "/dashboard": ("index.html", b"text/html; charset=utf-8"),
     "/dashboard/page.css": ("page.css", b"text/css; charset=utf-8"),
-    "/dashboard/view.js": ("view.js", b"text/javascript; charset=utf-8"),
-    "/dashboard/page.js": ("page.js", b"text/javascript; charset=utf-8"),
+} | {
+    f"/dashboard/{name}": (name, b"text/javascript; charset=utf-8")
+    for name in ("view.js", "exits.js", "charts.js", "draw.js", "page.js")
 }
 
 

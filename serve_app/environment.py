@@ -11,6 +11,8 @@ MAX_GRPC_MESSAGE_BYTES = 64 << 20
 """Of one message, unpacked. `ingress.max_body_bytes` is the limit with a message of its own."""
 
 HTTP_GUARD = "serve_app.doorman.guard"
+LOG_FORMAT_VARIABLE = "QUADRIGA_LOG_FORMAT"
+"""For Serve's proxies, which know no configuration of ours."""
 GRPC_SERVICERS = (
     "serve_app.grpc_wire.add_quadriga_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
 
 from quadriga.errors import InvariantViolation, QuadrigaError
 
@@ -49,3 +51,33 @@ def error_headers(exc: QuadrigaError) -> list[tuple[bytes, bytes]]:
     else:
         headers.append((b"x-should-retry", b"false"))
     return headers
+
+
+def error_response(exc: QuadrigaError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """An error answer's headers, content type and length included, and its body."""
+    body = error_json(exc)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *error_headers(exc),
+    ]
+    return headers, body
+
+
+async def send_error(
+    send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
+    exc: QuadrigaError,
+    more_headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    status: int | None = None,
+) -> None:
+    """Send a whole error answer over ASGI.
+
+    Args:
+        status: Instead of the error's own.
+    """
+    headers, body = error_response(exc)
+    headers.extend(more_headers)
+    status = exc.http_status if status is None else status
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from quadriga import tracing
 from quadriga.clock import Clock, SystemClock
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import (
@@ -34,6 +36,7 @@ from serve_app.choice import Choice
 from serve_app.claims import claims, visitors
 from serve_app.cluster import Cluster
 from serve_app.gate import Gate, Ticket
+from serve_app.http_server_metrics import HTTP_SERVER
 from serve_app.keys import ANONYMOUS, ApiKey
 from serve_app.metrics import IngressMetrics, view_gauges
 from serve_app.models import ModelDirectory, ServedModel
@@ -59,6 +62,8 @@ HOUSEKEEPING_INTERVAL_S = 0.5
 METRICS_INTERVAL_S = 1.0
 KEY_FILE_INTERVAL_S = 2.0
 FAREWELL_TIMEOUT_S = 5.0
+DRAIN_RETRY_S = 1.0
+"""Behind a load balancer another service answers at once."""
 REPORT_INTERVAL_S = 1.0
 ORPHAN_PAUSE_S = 0.5
 """A sequence that moves is at neither replica for a moment: who misses one asks once more."""
@@ -111,7 +116,10 @@ class FrontDesk:
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
         self._tickets: dict[Session, Ticket] = {}
         self._num_open = 0
-        self._is_draining = False
+        self._num_open_choices = 0
+        self._num_answering = 0
+        self._refuses_new = False
+        self._cut_at_s: float | None = None
         self._viewing = asyncio.Lock()
         self._view: dict[str, Any] | None = None
         self._viewed_s = 0.0
@@ -126,21 +134,53 @@ class FrontDesk:
         self.tasks.repeat(self._end_what_is_lost, HOUSEKEEPING_INTERVAL_S)
         self.tasks.repeat(self._send_heartbeats, beat_s)
         self.tasks.repeat(self._push_metrics, METRICS_INTERVAL_S)
+        HTTP_SERVER.is_pushed = True
         self.tasks.repeat(self.gate.reload, KEY_FILE_INTERVAL_S)
         if self._reports is not None:
             self.tasks.repeat(self._reports.send, REPORT_INTERVAL_S)
 
+    def drain(self, within_s: float, *, refuses_new: bool = True) -> int:
+        """Let the open requests end within `within_s` seconds, then end the rest in an error.
+
+        May be called again: a later call can bring the end forward, but not put it off.
+
+        Args:
+            refuses_new: Answer new requests with 503. Without it they are taken for as long as a
+                router that does not know of the drain yet sends some.
+
+        Returns:
+            The number of requests that are open or still being answered.
+        """
+        self._refuses_new = self._refuses_new or refuses_new
+        cut_at_s = self.clock.now_s() + max(0.0, within_s)
+        if self._cut_at_s is None or cut_at_s < self._cut_at_s:
+            self._cut_at_s = cut_at_s
+        self._cut_if_due()
+        return max(self._num_open, self._num_answering)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._cut_at_s is not None
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While an answer is being written to a client: its session may be over before that."""
+        self._num_answering += 1
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+
     async def close(self) -> None:
         """Cancel every request and stop all tasks."""
-        self._is_draining = True
-        for session in self._road.sessions():
-            self.abort(session, Unavailable("the service is shutting down", retry_after_s=1.0))
+        self.drain(0.0)
         try:
             await asyncio.wait_for(self._road.reaper.flush(), FAREWELL_TIMEOUT_S)
         except (TimeoutError, QuadrigaError):
             logger.warning("could not tell every replica about the shutdown")
         await self.tasks.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(tracing.flush)
 
     # What the doors call.
 
@@ -210,7 +250,7 @@ class FrontDesk:
             Overloaded: At the limit of open requests, or the caller's own (KeyLimitReached).
             Unavailable: While draining.
         """
-        self._check_room()
+        self._check_room(len(spec.prompts) * spec.n)
         session = Session(
             spec,
             [],
@@ -234,6 +274,7 @@ class FrontDesk:
         loop = asyncio.get_running_loop()
         session.deadline_timer = loop.call_later(left_s, self._time_out, session)
         self._num_open += 1
+        self._num_open_choices += len(session.choices)
         self.metrics.open_requests.inc()
         self.metrics.of(spec.model).prompt_tokens.inc(session.num_prompt_tokens)
         if key is not None:
@@ -341,9 +382,17 @@ class FrontDesk:
 
     def check_ready(self) -> None:
         """Raises: Unavailable while draining, or while nobody can serve."""
-        if self._is_draining:
-            raise Unavailable("the service is draining", retry_after_s=1.0)
+        self._check_takes_new()
         self._watch.check_ready()
+
+    def load(self) -> dict[str, int]:
+        """Requests open at this ingress; sequences running and waiting in the whole cluster."""
+        snapshots = self._watch.view.snapshots
+        return {
+            "server_load": self._num_open,
+            "num_running": sum(s.num_running for s in snapshots),
+            "num_waiting": sum(s.num_waiting for s in snapshots),
+        }
 
     async def metrics_page(self) -> bytes:
         """The whole cluster's metrics, own ones as of now. Raises: QuadrigaError."""
@@ -370,14 +419,22 @@ class FrontDesk:
 
     # The ends of requests.
 
-    def _check_room(self) -> None:
-        if self._is_draining:
-            raise Unavailable("the service is draining", retry_after_s=1.0)
+    def _check_takes_new(self) -> None:
+        if self._refuses_new:
+            raise Unavailable(
+                "the service is shutting down and takes no new requests; retry shortly",
+                retry_after_s=DRAIN_RETRY_S,
+            )
+
+    def _check_room(self, num_choices: int) -> None:
+        self._check_takes_new()
         limit = self.config.ingress.max_ongoing_requests
-        if self._num_open >= limit:
+        # A request with more choices than the limit is let in where nothing else is open.
+        if self._num_open_choices and self._num_open_choices + num_choices > limit:
             self.metrics.refused.labels("ingress_full").inc()
             raise Overloaded(
-                f"this ingress holds its limit of {limit} requests; retry shortly",
+                f"this ingress answers {self._num_open_choices} choices, {num_choices} more are "
+                f"above its limit of {limit}; retry shortly",
                 retry_after_s=1.0,
             )
 
@@ -435,6 +492,7 @@ class FrontDesk:
         if session.deadline_timer is not None:
             session.deadline_timer.cancel()
         self._num_open -= 1
+        self._num_open_choices -= len(session.choices)
         self.metrics.open_requests.dec()
         self.metrics.of(session.spec.model).e2e.observe(ended_s - session.arrived_s)
         self._tell(session, ticket.key_name, ended_s)
@@ -456,10 +514,22 @@ class FrontDesk:
         )
         self.abort(session, error)
 
+    def _cut_if_due(self) -> None:
+        """End the open requests in an error once the drain's time is up."""
+        if self._cut_at_s is None or self.clock.now_s() < self._cut_at_s:
+            return
+        for session in self._road.sessions():
+            error = Unavailable(
+                "the service is shutting down and the request was not done in time; retry shortly",
+                retry_after_s=DRAIN_RETRY_S,
+            )
+            self.abort(session, error)
+
     # Background turns.
 
     async def _end_what_is_lost(self) -> None:
-        """Find what was lost in silence, and end requests that nobody came back for."""
+        """Find what was lost in silence, and end requests whose time is up."""
+        self._cut_if_due()
         self._road.look_after()
         for session in self.sessions.expire(self.clock.now_s()):
             self.abort(session, Cancelled("nobody came back for the request"))
@@ -470,4 +540,8 @@ class FrontDesk:
 
     async def _push_metrics(self) -> None:
         self.metrics.pushes.inc()
-        await self._cluster.push_metrics(self.ingress_id, self.metrics.registry.snapshot())
+        registries = [self.metrics.registry]
+        if HTTP_SERVER.is_used:
+            registries.append(HTTP_SERVER.registry)
+        for registry in registries:
+            await self._cluster.push_metrics(registry.source, registry.snapshot())

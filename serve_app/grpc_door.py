@@ -40,7 +40,7 @@ from serve_app.room import MAX_WATCHES, Room
 from serve_app.session import Delta, Reader, Session
 from serve_app.sessions import check_key
 from serve_app.spec import GenerateSpec
-from serve_app.validation import chat_spec, completion_spec
+from serve_app.validation import chat_spec, completion_spec, largest_n
 
 logger = logging.getLogger("quadriga.grpc")
 
@@ -71,13 +71,15 @@ class GrpcDoor:
         code = Cancelled.grpc_code  # unless it is said how it ended
         try:
             session, reader = await self._begin(data, context)
-            while deltas := await reader.read():
-                yield pb.GenerateResponse(
-                    request_id=session.spec.request_id,
-                    model=session.spec.model,
-                    choices=[wire.delta_message(session, delta) for delta in deltas],
-                    usage=wire.usage_message(session) if session.done and _at_end(deltas) else None,
-                )
+            with self._desk.answering():
+                while deltas := await reader.read():
+                    at_end = session.done and _at_end(deltas)
+                    yield pb.GenerateResponse(
+                        request_id=session.spec.request_id,
+                        model=session.spec.model,
+                        choices=[wire.delta_message(session, delta) for delta in deltas],
+                        usage=wire.usage_message(session) if at_end else None,
+                    )
             code = OK
         except Exception as exc:  # the border, as in `serve_app.http.Endpoint`
             error = self._failed(exc, context)
@@ -96,8 +98,9 @@ class GrpcDoor:
         code = Cancelled.grpc_code  # unless it is said how it ended
         try:
             session, reader = await self._begin(data, context)
-            while await reader.read():
-                pass
+            with self._desk.answering():
+                while await reader.read():
+                    pass
             code = OK
             return pb.GenerateOnceResponse(
                 request_id=session.spec.request_id,
@@ -158,13 +161,17 @@ class GrpcDoor:
         return kinds(status=kinds.SERVING)
 
     async def watch(self, service: str) -> AsyncGenerator[Any, None]:
-        """grpc.health.v1: the state, and every other one after it; once where too many watch."""
+        """grpc.health.v1: the state, and every other one after it, until the ingress drains.
+
+        Serve waits for a watch like for any other call. Where too many watch, the state is said
+        once.
+        """
         answer = self.health(service)
         yield answer
         if self._watches.is_full:
             return
         with self._watches.taken():
-            while True:
+            while not self._desk.is_draining:
                 await asyncio.sleep(HEALTH_WATCH_INTERVAL_S)
                 last, answer = answer, self.health(service)
                 if answer != last:
@@ -207,7 +214,7 @@ class GrpcDoor:
 
     async def _spec(self, request: Any) -> GenerateSpec:
         # What is far too long is refused before it is made a list of.
-        _check_counts(request, self._limits.max_choices)
+        _check_counts(request, largest_n(self._limits))
         model = self._desk.models.find(request.model or AUTO_MODEL)
         check_length(len(request.prompt_token_ids.ids), model, "prompt")
         fields = wire.generation_fields(request)
@@ -249,15 +256,15 @@ class GrpcDoor:
         self._desk.metrics.requests.labels("grpc", code).inc()
 
 
-def _check_counts(request: Any, max_choices: int) -> None:
+def _check_counts(request: Any, max_n: int) -> None:
     """Raises: InvalidRequest where a list is longer than it may ever be."""
     for field, items, most in (
         ("messages", request.chat.messages, MAX_MESSAGES),
         ("stop", request.stop, MAX_STOPS_READ),
         ("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ("logit_bias", request.logit_bias, MAX_LOGIT_BIAS),
-        ("resume_from", request.resume_from, max_choices),
-        ("resume_digest", request.resume_digest, max_choices),
+        ("resume_from", request.resume_from, max_n),
+        ("resume_digest", request.resume_digest, max_n),
     ):
         if len(items) > most:
             raise InvalidRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -23,10 +24,13 @@ from quadriga.errors import (
 )
 from quadriga.metrics import CONTENT_TYPE
 from serve_app.bodies import parse_body
+from serve_app.cors import cors_middleware
+from serve_app.docs_pages import docs_pages
 from serve_app.errors import as_quadriga, error_headers, error_json
 from serve_app.front import FrontDesk
 from serve_app.http_call import Call, Receive, Scope, Send
 from serve_app.http_generation import HttpGeneration
+from serve_app.http_server_metrics import HTTP_SERVER
 from serve_app.json_body import parse_json
 from serve_app.openai_schema import (
     DetokenizeBody,
@@ -42,6 +46,17 @@ Handler = Callable[[Call], Awaitable[None]]
 TOKENIZE_CONTEXTS = 16
 """Texts that are only tokenised may be so many times as long as the model takes."""
 CLIENT_GONE = Cancelled.http_status
+TITLE = "Quadriga"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("quadriga")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"
+
+
+VERSION = _version()
 
 
 class Endpoint:
@@ -66,9 +81,11 @@ class Endpoint:
         except Exception as exc:  # the border: whatever it is, the client gets the documented form
             error = as_quadriga(exc)
             if error is not exc:
-                logger.exception("unexpected failure in %s", call.path)
+                logger.exception("unexpected failure in %s", call.route)
             if call.status:
                 raise
+            if error.http_status >= 500:
+                HTTP_SERVER.log_error(error.http_status, f"{call.route}: {error.message}")
             if isinstance(error, Cancelled):
                 call.status = error.http_status  # nobody is there to read an answer
             else:
@@ -94,11 +111,21 @@ class HttpDoor:
             yield
             await self._desk.close()
 
-        app = FastAPI(title="Quadriga", docs_url="/docs", redoc_url=None, lifespan=lifespan)
+        app = FastAPI(
+            title=TITLE,
+            docs_url=None,
+            redoc_url=None,
+            lifespan=lifespan,
+            middleware=cors_middleware(self._limits.cors_origins),
+        )
         generation = HttpGeneration(self._desk)
         for method, path, handler in (
             ("GET", "/health", self.health),
+            ("GET", "/ping", self.ping),
+            ("POST", "/ping", self.ping),
             ("GET", "/live", self.live),
+            ("GET", "/version", self.version),
+            ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{model:path}", self.model),
@@ -106,6 +133,7 @@ class HttpDoor:
             ("POST", "/v1/chat/completions", generation.chat),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
+            *(("GET", path, page) for path, page in docs_pages(TITLE)),
         ):
             endpoint = Endpoint(self._desk, handler)
             app.router.routes.append(Route(path, endpoint, methods=[method]))
@@ -120,8 +148,20 @@ class HttpDoor:
         self._desk.check_ready()
         await call.answer_json({"status": "ok", "models": self._desk.models.ids()})
 
+    async def ping(self, call: Call) -> None:
+        """As `/health`, under the name and with the empty answer that SageMaker asks for."""
+        self._desk.check_ready()
+        await call.answer(b"", content_type=b"text/plain")
+
     async def live(self, call: Call) -> None:
         await call.answer_json({"status": "alive"})
+
+    async def version(self, call: Call) -> None:
+        await call.answer_json({"version": VERSION})
+
+    async def load(self, call: Call) -> None:
+        self._check_caller(call)
+        await call.answer_json(self._desk.load())
 
     async def metrics(self, call: Call) -> None:
         self._check_caller(call, admin=True)

@@ -15,7 +15,7 @@ from quadriga.errors import (
     QuadrigaError,
     RequestTimeout,
 )
-from serve_app.errors import error_headers, error_json
+from serve_app.errors import send_error
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -46,6 +46,11 @@ class Call:
     @property
     def path(self) -> str:
         return str(self.scope["path"])
+
+    @property
+    def route(self) -> str:
+        """Method and path, as far as a log or an error needs them."""
+        return f"{self.scope['method']} {self.path}"[:200]
 
     def check_headers(self, max_headers: int, max_bytes: int) -> None:
         """Raises: HeadersTooLarge."""
@@ -119,7 +124,8 @@ class Call:
         await self.answer(json.dumps(value).encode(), headers=headers)
 
     async def answer_error(self, exc: QuadrigaError) -> None:
-        await self.answer(error_json(exc), status=exc.http_status, headers=error_headers(exc))
+        self.status = exc.http_status
+        await send_error(self._send, exc)
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

@@ -94,12 +94,13 @@ class HttpGeneration:
                 token_ids=bool(body.return_token_ids),
             )
             headers = self._warning_headers(spec)
-            if body.stream:
-                await self._stream(call, reader, renderer, headers)
-            else:
-                while await reader.read():
-                    pass
-                await call.answer(json.dumps(renderer.whole()).encode(), headers=headers)
+            with self._desk.answering():
+                if body.stream:
+                    await self._stream(call, reader, renderer, headers)
+                else:
+                    while await reader.read():
+                        pass
+                    await call.answer(json.dumps(renderer.whole()).encode(), headers=headers)
         finally:
             watcher.cancel()
             reader.close()

@@ -21,8 +21,13 @@ from serve_app.front import FrontDesk
 from serve_app.grpc_door import GrpcDoor
 from serve_app.http import HttpDoor
 from serve_app.models import ModelDirectory
+from serve_app.serve_replica import stop_timeout_s
 from serve_app.startup import announce_when_ready
 from serve_app.tls import grpc_tls_port
+
+LOOK_INTERVAL_S = 0.5
+CUT_MARGIN_S = 2.0
+"""Serve kills a replica at its time limit: streams are ended in an error so long before."""
 
 
 class Ingress:
@@ -58,12 +63,33 @@ class Ingress:
         # Started here and not by a request: Ray cancels with a request what the request started.
         self._desk.start()
         self._desk.tasks.spawn(serve_admin(self._desk))
+        self._desk.tasks.repeat(self._follow_serve, LOOK_INTERVAL_S)
         settle()
         if announces and serve.get_replica_context().rank.rank == 0:
             self._desk.tasks.spawn(announce_when_ready(loaded, needs_key=not keys.is_http_open))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return HttpDoor(self._desk).application()
+
+    async def drain(self, within_s: float) -> int:
+        """Refuse new requests and end the open ones, in an error after `within_s` seconds.
+
+        Whoever stops the service calls it before Serve does anything: once Serve stops an
+        application, its proxy answers 404.
+
+        Returns:
+            The number of requests that are open or still being answered.
+        """
+        return self._desk.drain(within_s)
+
+    async def _follow_serve(self) -> None:
+        """End open requests in an error before Serve, which was asked to stop us, cuts them.
+
+        New ones are taken: a router that does not know yet that this replica ends sends some.
+        """
+        timeout_s = stop_timeout_s()
+        if timeout_s is not None:
+            self._desk.drain(timeout_s - min(CUT_MARGIN_S, timeout_s / 2), refuses_new=False)
 
     # gRPC: Serve calls these by the name of the method.
 

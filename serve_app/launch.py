@@ -1,4 +1,4 @@
-"""Start the whole service on this machine, and stop it again without a trace."""
+"""The whole service on this machine, from its start to its end."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from typing import Any
 
 from quadriga.checkpoint import read_checkpoint
 from quadriga.config import QuadrigaConfig
-from quadriga.errors import ConfigError, QuadrigaError, ReplicaDied, Unavailable
+from quadriga.errors import ConfigError, QuadrigaError, Unavailable
 from quadriga.ports import LOOPBACK
 from serve_app.admin import check_admin
 from serve_app.auth import ApiKeys
-from serve_app.environment import GRPC_SERVICERS, prepare_environment
+from serve_app.environment import GRPC_SERVICERS, LOG_FORMAT_VARIABLE, prepare_environment
 from serve_app.haproxy import GRPC_PORT_VARIABLE, HTTP_PORT_VARIABLE
+from serve_app.local_stop import Drain, LocalStop
 from serve_app.ray_errors import LOCAL_REMEDY, explain
+from serve_app.ray_processes import RayProcesses
 from serve_app.tls import Tls, is_loopback
 
 DEFAULT_PLAIN_GRPC_PORT = 9000
 OBJECT_STORE_BYTES = 256 << 20
 POLL_INTERVAL_S = 0.2
-STOP_TIMEOUT_S = 20.0
+STATUS_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,18 @@ def _unverified() -> ssl.SSLContext:
     return context
 
 
+def find_models(config: QuadrigaConfig) -> None:
+    """Look for every model, fetching and converting what this machine does not have yet.
+
+    Raises:
+        ConfigError: One cannot be found, or cannot be served.
+    """
+    for pool in config.pools:
+        read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
+
+
 class LocalService:
-    """Ray, Serve and the application on this machine; a context manager.
+    """Ray, Serve and the application on this machine, once.
 
     Args:
         keys: gRPC starts only where this holds a key.
@@ -132,6 +144,8 @@ class LocalService:
         self._progress = progress
         self._keys = keys
         self._ray_options = ray_options
+        self._processes = RayProcesses()
+        self._is_serving = False
 
     def start(self) -> None:
         """Start everything and return once all replicas serve.
@@ -140,16 +154,17 @@ class LocalService:
             ConfigError: The configuration cannot be served here, or a port is taken.
             Unavailable: Ray or Serve did not start, or the replicas were not ready in time.
         """
-        for pool in self.config.pools:
-            read_checkpoint(pool.model)  # what cannot be found is said before Ray is started
+        find_models(self.config)  # what cannot be found is said before Ray is started
         self.addresses.check()
         check_admin(self.config.admin, self._keys)
         self._check_ports()
         self.addresses.to_environment()
+        os.environ[LOG_FORMAT_VARIABLE] = self.config.logging.format
         prepare_environment()
         self._start_ray()
         self._progress("Ray is up")
         self._start_serve()
+        self._is_serving = True
         self._progress("front door is up")
         self._await_ready()
 
@@ -194,7 +209,8 @@ class LocalService:
         }
         began_s = time.monotonic()
         try:
-            ray.init("local", **(options | self._ray_options))
+            with self._processes.starting():
+                ray.init("local", **(options | self._ray_options))
         except Exception as exc:  # a border: Ray has no common base for what fails here
             waited_s = time.monotonic() - began_s
             raise explain(
@@ -247,54 +263,33 @@ class LocalService:
         from actors.lookup import get_actor
 
         controller: Any = get_actor(controller_name(self.config.name))
-        status: dict[str, Any] = ray.get(controller.status.remote(), timeout=STOP_TIMEOUT_S)
+        status: dict[str, Any] = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
         return status
 
-    def stop(self) -> None:
-        """End actors, Serve and Ray; never raises, never hangs."""
-        import ray
-        from ray import serve
+    def stop(
+        self,
+        report: Callable[[Drain], None] = lambda drain: None,
+        is_hurried: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Let requests end, then end actors, Serve and Ray in order; never raises, never hangs.
 
-        from actors.lifecycle import controller_name
-        from actors.lookup import get_actor
+        Args:
+            report: Called with the state of the drain, several times a second, by another thread.
+            is_hurried: Asked several times a second whether to end the requests in an error now
+                and wait for nothing any more.
 
-        if not ray.is_initialized():
-            return
-        try:
-            controller: Any = get_actor(controller_name(self.config.name))
-            self._drain()
-            ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
-            self._await_gone(controller_name(self.config.name))
-        except ReplicaDied:
-            pass  # there is no controller, so there are no actors
-        except (QuadrigaError, ray.exceptions.RayError, RuntimeError) as exc:
-            self._progress(f"the actors did not stop in order: {exc}")
-        finally:
-            serve.shutdown()  # type: ignore[no-untyped-call]
-            ray.shutdown()
+        Returns:
+            Whether all ended in order. Otherwise Ray's processes were killed, and what Ray runs
+            in this one may hang: it should end by `os._exit`.
+        """
+        if not self._processes.has_started:
+            return True
+        stop = LocalStop(self.config, self._processes, self._progress, drains=self._is_serving)
+        return stop.run(report, is_hurried)
 
-    def _drain(self) -> None:
-        """Take nothing new, and wait for what is under way, within the drain deadline."""
-        from ray import serve
-
-        give_up_s = time.monotonic() + self.config.lifecycle.drain_timeout_s + STOP_TIMEOUT_S
-        serve.delete(self.config.name, _blocking=False)
-        while self.config.name in serve.status().applications:
-            if time.monotonic() > give_up_s:
-                self._progress("the front door did not drain in time")
-                return
-            time.sleep(POLL_INTERVAL_S)
-
-    def __enter__(self) -> LocalService:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def lost_process(self) -> str:
+        """Name of a process of Ray's that is gone and without which nothing works; else empty."""
+        return self._processes.ended()
 
     def _await_ready(self) -> None:
         deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
@@ -321,16 +316,3 @@ class LocalService:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False
-
-    def _await_gone(self, actor: str) -> None:
-        import ray
-
-        from actors.lookup import NAMESPACE
-
-        deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            try:
-                ray.get_actor(actor, namespace=NAMESPACE)
-            except ValueError:
-                return
-            time.sleep(POLL_INTERVAL_S)

@@ -17,6 +17,7 @@ from actors.replica_metrics import ReplicaMetrics
 from actors.resize_metrics import ResizeMetrics
 from actors.scheduler_metrics import SchedulerMetrics
 from quadriga.metrics import Declared, Registry
+from serve_app.http_server_metrics import HttpServerMetrics
 from serve_app.metrics import VIEW_GAUGES, VIEW_LABELS, IngressMetrics
 
 HUB_LABEL = "replica"
@@ -31,6 +32,9 @@ def catalogue() -> dict[str, list[Declared]]:
     ResizeMetrics(lazy)
     pushed = {
         "Ingress: what clients experience": IngressMetrics("ingress").registry,
+        "HTTP servers: connections, and what never reached the application": (
+            HttpServerMetrics().registry
+        ),
         "Replicas: engine, exits, memory, hand-offs": ReplicaMetrics("replica", "m").registry,
         "Decode replicas: forecasts, migrations, depth, relay batch": lazy,
         "Scheduler: rescheduling": SchedulerMetrics("app").registry,

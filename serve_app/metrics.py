@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter, Histogram
 
-from quadriga.metrics import Family, Registry, render
+from quadriga.metrics import FINE_LATENCY_BUCKETS_S, LATENCY_BUCKETS_S, Family, Registry, render
 from quadriga.types import ClusterView
 
 RECOVERY_RESULTS = ("recovered", "adopted", "failed")
@@ -48,10 +48,13 @@ class IngressMetrics:
             "vllm:request_success_total", "Sequences ended well.", ("model_name", "finished_reason")
         )
         label = ("model_name",)
-        self._by_model: dict[str, Counter | Histogram] = {
-            field: (r.counter if name.endswith("_total") else r.histogram)(name, text, label)
-            for field, (name, text) in _MODEL_FAMILIES.items()
-        }
+        self._by_model: dict[str, Counter | Histogram] = {}
+        for field, (name, text) in _MODEL_FAMILIES.items():
+            if name.endswith("_total"):
+                self._by_model[field] = r.counter(name, text, label)
+            else:
+                buckets = FINE_LATENCY_BUCKETS_S if field in _FINE else LATENCY_BUCKETS_S
+                self._by_model[field] = r.histogram(name, text, label, buckets)
         self._series: dict[str, ModelSeries] = {}
 
     def of(self, model: str) -> ModelSeries:
@@ -98,6 +101,9 @@ _MODEL_FAMILIES = {
     "decode_time": ("vllm:request_decode_time_seconds", "First token to last."),
 }
 
+
+_FINE = frozenset({"ttft", "inter_token", "per_output_token"})
+"""What objectives are about, and the live page draws."""
 
 VIEW_LABELS = ("depth", "model_name", "replica", "role")
 VIEW_GAUGES = {

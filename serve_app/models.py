@@ -54,7 +54,7 @@ class ModelDirectory:
     def load(cls, config: QuadrigaConfig) -> ModelDirectory:
         models: dict[str, ServedModel] = {}
         for index, pool in enumerate(config.pools):
-            checkpoint = read_checkpoint(pool.model)
+            checkpoint = read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
             depth = pool.depth or checkpoint.num_layers
             if checkpoint.id in models:
                 known = models[checkpoint.id]

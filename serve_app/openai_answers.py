@@ -30,6 +30,20 @@ class Alive(Answer):
     status: Literal["alive"] = Field(description="The process answers.")
 
 
+class Version(Answer):
+    """GET /version."""
+
+    version: str = Field(description="Of Quadriga.")
+
+
+class Load(Answer):
+    """GET /load."""
+
+    server_load: int = Field(description="Requests being answered by the ingress that was asked.")
+    num_running: int = Field(description="Sequences in the batches of all replicas.")
+    num_waiting: int = Field(description="Sequences queued at all replicas.")
+
+
 class ModelCard(Answer):
     """One model."""
 

@@ -7,10 +7,14 @@ Every bound that depends on the deployment (context length, `n`, stop lists) is 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
+
+from serve_app.unsupported import CHAT, COMPLETIONS, MESSAGE, TOKENIZE, UnsupportedField
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -34,7 +38,6 @@ _TOKENS: dict[str, Any] = {
     "minItems": 1,
     "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
 }
-_NO_TOOLS: dict[str, Any] = {"enum": [None, "none", "auto"]}
 
 
 def _bounded_bias(bias: Any) -> Any:
@@ -53,6 +56,17 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = {}
+    """Fields that are refused unless their value asks for nothing."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        tree = handler.resolve_ref_schema(handler(core_schema))
+        fields = {name: field.schema for name, field in cls.unsupported.items()}
+        tree.setdefault("properties", {}).update(fields)
+        return tree
 
 
 class StreamOptions(Body):
@@ -60,12 +74,6 @@ class StreamOptions(Body):
 
     include_usage: bool | None = Field(None, description="One last chunk with the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
-
-
-class ResponseFormat(Body):
-    """The form of the answer."""
-
-    type: str = Field(description='Only "text".', json_schema_extra={"enum": ["text"]})
 
 
 class GenerationFields(Body):
@@ -142,7 +150,6 @@ class GenerationFields(Body):
         None, ge=1, le=INT32_MAX, description="Answer 504 when not done by then."
     )
     user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
-    response_format: ResponseFormat | None = Field(None, description='Only `{"type": "text"}`.')
     exit_threshold: float | None = Field(
         None, ge=0, le=1, description="Confidence from which a token leaves early; 1: never."
     )
@@ -161,6 +168,8 @@ class GenerationFields(Body):
 class CompletionBody(GenerationFields):
     """POST /v1/completions."""
 
+    unsupported = COMPLETIONS
+
     prompt: Any = Field(
         description="A string, a list of strings, token ids, or a list of lists of token ids.",
         json_schema_extra={
@@ -177,9 +186,6 @@ class CompletionBody(GenerationFields):
         None, ge=0, le=INT32_MAX, description="Alternatives to report per token."
     )
     best_of: int | None = Field(None, ge=1, le=INT32_MAX, description="Must equal `n`.")
-    suffix: str | None = Field(
-        None, description="Not supported: null or empty.", json_schema_extra={"maxLength": 0}
-    )
 
 
 class ContentPart(Body):
@@ -195,6 +201,8 @@ class ContentPart(Body):
 
 class ChatMessage(Body):
     """One turn of a conversation."""
+
+    unsupported = MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
         description="Who speaks; `developer` is read as `system`."
@@ -231,6 +239,8 @@ Messages = Annotated[
 class ChatBody(GenerationFields):
     """POST /v1/chat/completions."""
 
+    unsupported = CHAT
+
     messages: Messages = Field(
         description=f"The conversation so far; {MAX_PARTS:,} content parts at most."
     )
@@ -241,28 +251,12 @@ class ChatBody(GenerationFields):
     top_logprobs: int | None = Field(
         None, ge=0, le=INT32_MAX, description="Alternatives per token; needs `logprobs: true`."
     )
-    tools: list[Any] | None = Field(
-        None, description="Not supported: null or empty.", json_schema_extra={"maxItems": 0}
-    )
-    tool_choice: Any = Field(
-        None, description='Only null, "none" or "auto".', json_schema_extra=_NO_TOOLS
-    )
-    functions: list[Any] | None = Field(
-        None, description="Not supported: null or empty.", json_schema_extra={"maxItems": 0}
-    )
-    function_call: Any = Field(
-        None, description='Only null, "none" or "auto".', json_schema_extra=_NO_TOOLS
-    )
-    modalities: Annotated[list[str], Field(fail_fast=True)] | None = Field(
-        None,
-        description='Only ["text"].',
-        json_schema_extra={"items": {"enum": ["text"]}, "maxItems": 1},
-    )
-    audio: Any = Field(None, description="Not supported: null.", json_schema_extra={"type": "null"})
 
 
 class TokenizeBody(Body):
     """POST /tokenize: give `prompt` or `messages`."""
+
+    unsupported = TOKENIZE
 
     model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
     prompt: str | None = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,9 +37,11 @@ from serve_app.openai_answers import (
     CompletionChunk,
     DetokenizeAnswer,
     Health,
+    Load,
     ModelCard,
     ModelList,
     TokenizeAnswer,
+    Version,
 )
 from serve_app.openai_schema import (
     ChatBody,
@@ -47,6 +50,7 @@ from serve_app.openai_schema import (
     ErrorBody,
     TokenizeBody,
 )
+from serve_app.validation import largest_n
 
 Errors = tuple[type[QuadrigaError], ...]
 
@@ -95,6 +99,24 @@ OPERATIONS = (
     ),
     Operation(
         "get", "/live", "200 while the process lives.", "operation", Alive, _ALWAYS, examples.ALIVE
+    ),
+    *(
+        Operation(
+            method,
+            "/ping",
+            "As /health, with an empty answer; SageMaker's name for it.",
+            "operation",
+            "text/plain",
+            (*_ALWAYS, Unavailable),
+            "",
+        )
+        for method in ("get", "post")
+    ),
+    Operation(
+        "get", "/version", "Which version runs.", "operation", Version, _ALWAYS, examples.VERSION
+    ),
+    Operation(
+        "get", "/load", "How much there is to do now.", "operation", Load, _KEYED, examples.LOAD
     ),
     Operation(
         "get",
@@ -350,7 +372,7 @@ def _state_limits(schemas: dict[str, Any], limits: IngressConfig) -> None:
     for body in (CompletionBody, ChatBody):
         fields = schemas[body.__name__]["properties"]
         for name, bound in (
-            ("n", limits.max_choices),
+            ("n", largest_n(limits)),
             ("logprobs", limits.max_logprobs),
             ("top_logprobs", limits.max_logprobs),
             ("deadline_ms", int(limits.max_deadline_s * 1000)),
@@ -362,6 +384,11 @@ def _state_limits(schemas: dict[str, Any], limits: IngressConfig) -> None:
             variant |= {"maxItems": limits.max_stop_strings, "items": {"type": "string"} | text}
         for variant in _variants(fields, "stop", "string"):
             variant |= text
+    completion = schemas["CompletionBody"]["properties"]
+    completion["prompt"] = deepcopy(completion["prompt"])  # pydantic hands out the model's own
+    for form in completion["prompt"]["anyOf"]:
+        if form["type"] == "array" and form["items"]["type"] != "integer":
+            form["maxItems"] = limits.max_prompts
     for variant in _variants(schemas["ChatBody"]["properties"], "max_tokens", "integer"):
         variant["minimum"] = 1
 

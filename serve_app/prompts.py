@@ -11,9 +11,12 @@ from serve_app.bodies import shown
 from serve_app.models import ServedModel
 from serve_app.openai_schema import ChatMessage
 from serve_app.spec import Prompt
+from serve_app.unsupported import refuse_unsupported
 
 SLICE_TOKENS = 65_536
 """Some milliseconds' worth of looking at token ids."""
+PROMPTS_AT_ONCE = 8
+"""Short prompts of one request are read between two turns of the event loop."""
 
 
 class Encode(Protocol):
@@ -27,14 +30,11 @@ class Encode(Protocol):
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates want them: text content, `developer` as `system`.
 
-    Raises: InvalidRequest for a part that is not text.
+    Raises: InvalidRequest for a part that is not text, and for what is not supported.
     """
     plain: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
-        extra = message.model_extra or {}
-        if extra.get("tool_calls") or extra.get("function_call"):
-            field = f"messages.{i}.tool_calls"
-            raise InvalidRequest(f"{field}: tools are not supported", param=field)
+        refuse_unsupported(message.model_extra or {}, message.unsupported, f"messages.{i}.")
         content = message.content
         if isinstance(content, list):
             texts = []
@@ -68,17 +68,25 @@ async def read_prompts(
     else:
         what = "is empty" if value == [] else f"must be text or token ids, got {shown(value)}"
         raise InvalidRequest(f"prompt: {what}", param="prompt")
-    if len(items) * n > limits.max_choices:
+    if len(items) > limits.max_prompts:
         raise InvalidRequest(
-            f"prompt: {len(items)} prompts with n = {n} make {len(items) * n} choices; "
-            f"the limit is {limits.max_choices}",
+            f"prompt: {len(items)} prompts, above the limit of {limits.max_prompts}; "
+            "send them in several requests",
             param="prompt",
         )
-    prompts = []
+    if len(items) * n > limits.max_choices:
+        raise InvalidRequest(
+            f"prompt: {len(items)} prompts with n = {n} make {len(items) * n} choices, above the "
+            f"limit of {limits.max_choices}; lower n or send fewer prompts",
+            param="prompt",
+        )
+    prompts: list[Prompt] = []
     for name, item in zip(names, items, strict=True):
         if type(item) is not type(items[0]):
             raise InvalidRequest(f"{name}: prompts must all be of one kind", param=name)
         prompts.append(await _one_prompt(item, name, model, encode, echo=echo))
+        if len(prompts) % PROMPTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return tuple(prompts)
 
 

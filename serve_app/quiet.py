@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 LOG_NAME = "serve_app.log"
 
@@ -19,7 +20,8 @@ class QuietOutput:
 
     Attributes:
         path: The file; it stays unless it is empty.
-        terminal: What standard output was before.
+        terminal: What standard output was before. Writing to it never fails: where the terminal
+            was closed, or the reader of a pipe is gone, the service still ends in order.
     """
 
     terminal: TextIO
@@ -33,7 +35,8 @@ class QuietOutput:
         descriptor, name = tempfile.mkstemp(prefix="quadriga-", suffix=".log")
         self.path = Path(name)
         self._saved = (os.dup(1), os.dup(2))
-        self.terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+        raw = io.BufferedWriter(_Unfailing(os.dup(1), "w"))
+        self.terminal = io.TextIOWrapper(raw, encoding="utf-8", line_buffering=True)
         self._turn_to(descriptor)
         return self
 
@@ -62,3 +65,13 @@ class QuietOutput:
         for target in (1, 2):
             os.dup2(descriptor, target)
         os.close(descriptor)
+
+
+class _Unfailing(io.FileIO):
+    """A file that drops what cannot be written."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes

@@ -28,11 +28,6 @@ def read_sampling(
 
     Raises: InvalidRequest.
     """
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequest(
-            f"response_format: only 'text' is supported, got {shown(body.response_format.type)}",
-            param="response_format",
-        )
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(

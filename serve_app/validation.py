@@ -32,8 +32,6 @@ async def completion_spec(
 
     Raises: InvalidRequest, ContextTooLong.
     """
-    if body.suffix:
-        raise InvalidRequest("suffix: not supported by this server", param="suffix")
     n = _choices(body.n, limits)
     if body.best_of is not None and body.best_of != n:
         raise InvalidRequest(
@@ -74,7 +72,6 @@ async def chat_spec(
 
     Raises: InvalidRequest, ContextTooLong.
     """
-    _refuse_tools(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
     num_logprobs = None
@@ -99,21 +96,15 @@ async def chat_spec(
     return _spec(body, model, limits, request_id, now_unix_s, prompts, n, sampling, False)
 
 
-def _refuse_tools(body: ChatBody) -> None:
-    for field in ("tools", "functions", "audio"):
-        if getattr(body, field):
-            raise InvalidRequest(f"{field}: not supported by this server", param=field)
-    for field in ("tool_choice", "function_call"):
-        if getattr(body, field) not in (None, "none", "auto"):
-            raise InvalidRequest(f"{field}: tools are not supported", param=field)
-    if body.modalities not in (None, [], ["text"]):
-        raise InvalidRequest('modalities: only ["text"] is supported', param="modalities")
-
-
 def _choices(n: int | None, limits: IngressConfig) -> int:
-    if n is not None and n > limits.max_choices:
-        raise InvalidRequest(f"n: {n} is above the limit of {limits.max_choices}", param="n")
+    if n is not None and n > largest_n(limits):
+        raise InvalidRequest(f"n: {n} is above the limit of {largest_n(limits)}", param="n")
     return n or 1
+
+
+def largest_n(limits: IngressConfig) -> int:
+    """The most choices that one prompt may have."""
+    return min(limits.max_n, limits.max_choices)
 
 
 def _logprobs(wanted: int | None, limits: IngressConfig, field: str) -> int | None:

@@ -36,7 +36,7 @@ REFERENCE = "transformers"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
-        "--checkpoint", default="quadriga-l", help="bundled id, checkpoint directory, or hub id"
+        "--checkpoint", default="quadriga-l", help="bundled id, folder, GGUF file, or hub id"
     )
     parser.add_argument(
         "--workload", nargs="+", type=Path, default=[], metavar="FILE", help="JSON workload files"

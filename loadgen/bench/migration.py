@@ -125,7 +125,9 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
+    parser.add_argument(
+        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
+    )
     parser.add_argument("--sequences", type=whole(2), default=12, help="streams at once")
     parser.add_argument("--moves", type=whole(1), default=60, help="at each pace")
     parser.add_argument("--prompt", type=whole(1), default=60, help="tokens of a prompt")

@@ -11,12 +11,12 @@ from loadgen.bench.workloads import Request, Workload
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
+from quadriga.files import cache_folder
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.types import SamplingParams, SequenceState
 
 PREFILL_TOKENS = 512
 """Prompt tokens in one forward pass, at most; a longer prompt is chunked."""
-DEFAULT_CACHE_DIR = "~/.cache/quadriga"
 
 
 class QuadrigaPeer:
@@ -60,7 +60,7 @@ def engine_spec(
         dtype="float32",
         threads=threads,
         compile="wait",
-        cache_dir=Path(DEFAULT_CACHE_DIR).expanduser(),
+        cache_dir=cache_folder(),
         num_rows=num_rows,
         row_capacity_tokens=row_capacity_tokens,
         kv_capacity_tokens=num_rows * row_capacity_tokens,

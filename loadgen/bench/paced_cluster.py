@@ -28,9 +28,11 @@ from quadriga.pacing import SHORT_FACTOR, find_profile
 from quadriga.ports import free_port
 
 POLICIES: dict[str, tuple[str, ...]] = {
-    "off": ("scheduler.ares.mode=off", "scheduler.placement=current_load"),
+    "off": ("scheduler.ares.mode=off", "scheduler.placement=least_work"),
+    "least-requests": ("scheduler.ares.mode=off", "scheduler.placement=least_requests"),
+    "current-load": ("scheduler.ares.mode=off", "scheduler.placement=current_load"),
     "load": ("scheduler.ares.mode=load", "scheduler.placement=current_load"),
-    "ares": ("scheduler.ares.mode=ares", "scheduler.placement=current_load"),
+    "ares": ("scheduler.ares.mode=ares", "scheduler.placement=least_work"),
     "ares-placement": ("scheduler.ares.mode=ares", "scheduler.placement=ares"),
 }
 PROFILE = "ares-qwen7b-4090d-short"

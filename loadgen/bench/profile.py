@@ -41,7 +41,9 @@ class Fit:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--model", default="quadriga-l", help="bundled id, directory, or hub id")
+    parser.add_argument(
+        "--model", default="quadriga-l", help="bundled id, folder, GGUF file, or hub id"
+    )
     parser.add_argument("--repeats", type=whole(1), default=5, help="of each timing")
 
 

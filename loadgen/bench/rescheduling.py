@@ -5,9 +5,11 @@ used, and answers of very different lengths that nobody knows beforehand: task p
 model ends by itself. The same requests at the same times go to each policy in turn, to a service
 started anew; every response is checked, and the answers of all runs are compared.
 
-    off             placement by current load, nothing moves
+    off             placement by least work, nothing moves
+    least-requests  placement by least requests, nothing moves
+    current-load    placement by current load, nothing moves: ARES's baseline
     load            the same, and moves by the present load
-    ares            the same, and moves by the forecast of the length heads
+    ares            placement by least work, and moves by the forecast of the length heads
     ares-placement  placement by the forecast too, after the prompt is computed
 
 Source: ARES §6.2 and §6.5 (P99 TPOT, variance of step times between replicas).
@@ -18,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from loadgen import provenance
@@ -46,6 +47,7 @@ from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.workload import RequestSpec, from_tasks
 from loadgen.metrics import Slo, summarise, tpot_s
 from loadgen.options import number, whole
+from loadgen.output import add_out_argument
 from loadgen.runner import RunResult
 from loadgen.wire.client_http import HttpClient
 
@@ -61,16 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--model", default="quadriga-s", help="bundled id")
     parser.add_argument(
-        "--policies", nargs="+", choices=POLICIES, default=["off", "ares"], help="to compare"
+        "--policies",
+        nargs="+",
+        choices=POLICIES,
+        default=["off", "least-requests", "ares"],
+        help="to compare; the last one with the first",
     )
     parser.add_argument("--rounds", type=whole(1), default=2, help="runs of each policy, in turns")
     parser.add_argument("--duration-s", type=number(0), default=60.0, help="arrivals of a run")
     parser.add_argument("--rate", type=number(0), default=6.0, help="requests per second, Poisson")
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument("--decode", type=whole(2, 16), default=3, help="decode replicas")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/bench"), metavar="DIR", help="folder for figures"
-    )
+    add_out_argument(parser, "results/bench")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from loadgen import provenance
 from loadgen.options import whole
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts, horizon_s
 from quadriga.policies.ares.cluster import unpack
-from quadriga.policies.ares.forecast import RUNS, forecast_rows, pack, tokens_ahead
+from quadriga.policies.ares.forecast import RUNS, StepCosts, forecast_rows, pack
 from quadriga.policies.ares.roles import classify, weights
 from quadriga.types import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 
@@ -155,15 +155,11 @@ def _snapshot(
     remaining = np.rint(rng.pareto(1.2, num_sequences) * 2000.0 + 20.0).clip(max=32_768.0)
     grid_s = horizon_s(_STEP_S)
     step_s = _BASE_S + _PER_TOKEN_S * float(tokens.sum())
-    ahead = tokens_ahead(grid_s, step_s)
     rows = forecast_rows(
         tokens=tokens,
         remaining=remaining,
         lower=0.6 * remaining,
         upper=1.6 * remaining,
-        ahead=ahead[None, :],
-        per_sequence_s=0.0,
-        per_token_s=_PER_TOKEN_S,
         moves=np.zeros(num_sequences),
         since_move_s=np.full(num_sequences, np.inf),
         movable=np.full(num_sequences, RUNS),
@@ -180,8 +176,9 @@ def _snapshot(
             rows,
             [f"{name}-{i}" for i in range(num_sequences)],
             grid_s=grid_s,
-            ahead=ahead,
+            step_s=step_s,
             base_s=_BASE_S,
+            costs=StepCosts(0.0, _PER_TOKEN_S),
         ),
     )
 

@@ -44,7 +44,9 @@ REQUEST_TIMEOUT_S = 600.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--model", default="quadriga-l", help="bundled id, directory, or hub id")
+    parser.add_argument(
+        "--model", default="quadriga-l", help="bundled id, folder, GGUF file, or hub id"
+    )
     parser.add_argument("--rounds", type=whole(1), default=3, help="of each transport")
     parser.add_argument("--requests", type=whole(1), default=96, help="per round and transport")
     parser.add_argument("--concurrency", type=whole(1), default=32, help="requests in flight")

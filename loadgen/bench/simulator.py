@@ -50,6 +50,7 @@ from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.traces import Trace
 from loadgen.load.workload import RequestSpec, from_trace
 from loadgen.options import number, whole
+from loadgen.output import add_out_argument, file_to_write
 from loadgen.simulated import SimLoad
 from loadgen.target import token_pool
 from loadgen.wire.client_http import HttpClient
@@ -63,7 +64,13 @@ from quadriga.sim.policies import PolicySet, make_policy
 from quadriga.sim.records import PAUSE
 from quadriga.sim.results import Run, latencies
 
-SIMULATED = {"off": "current_load", "load": "reschedule", "ares": "oracle"}
+SIMULATED = {
+    "off": "least_work",
+    "least-requests": "least_requests",
+    "current-load": "current_load",
+    "load": "reschedule",
+    "ares": "oracle",
+}
 """The simulator's name of a policy, where the scheduler knows the lengths."""
 PACE = "ares-qwen7b-4090d-slow"
 """Steps of 60 ms: what the machine does besides must be little against them, or the second run
@@ -100,10 +107,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=number(0), default=0.15, help="of throughput and TPOT percentiles"
     )
-    parser.add_argument("--record", type=Path, metavar="FILE", help="keep the recorded decisions")
     parser.add_argument(
-        "--out", type=Path, default=Path("results/bench"), metavar="DIR", help="folder for figures"
+        "--record", type=file_to_write, metavar="FILE", help="keep the recorded decisions"
     )
+    add_out_argument(parser, "results/bench")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from loadgen.chaos.rig import Rig, started_rig
 from loadgen.chaos.strike import Trials
 from loadgen.chaos.verdicts import CellResult
 from loadgen.options import add_setting_argument, check_service, number, whole
+from loadgen.output import file_to_write, folder_to_write
 from quadriga.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,9 @@ DIMENSIONS = {"fault": Fault, "moment": Moment, "victim": Victim, "stage": Stage
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `chaos`."""
-    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
+    parser.add_argument(
+        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
+    )
     parser.add_argument("--runs", type=whole(1), help="of each cell; default: 3, with --quick 1")
     parser.add_argument("--streams", type=whole(1), default=12, help="under way at once")
     parser.add_argument("--max-tokens", type=whole(2), default=120, help="of each stream")
@@ -62,13 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(0),
         help="begin no cell after this long; what is skipped has failed",
     )
-    parser.add_argument("--json", type=Path, help="all results; written after every run")
+    parser.add_argument("--json", type=file_to_write, help="all results; written after every run")
     parser.add_argument(
         "--resume",
         action="store_true",
         help="go on with the file of --json: only the runs that it lacks",
     )
-    parser.add_argument("--logs", type=Path, help="keep the services' output in this folder")
+    parser.add_argument(
+        "--logs", type=folder_to_write, help="keep the services' output in this folder"
+    )
     add_setting_argument(parser)
 
 

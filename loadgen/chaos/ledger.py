@@ -11,8 +11,8 @@ from typing import Any
 from loadgen import provenance
 from loadgen.chaos.cells import Cell
 from loadgen.chaos.verdicts import CellResult
-from quadriga.catalogue.files import write_atomically
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 
 FIELDS = [f.name for f in fields(CellResult) if f.name != "cell"]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from loadgen.load.packed import open_packed
 from quadriga.errors import ConfigError
 
 MAX_ROWS = 1_000_000
@@ -34,7 +34,7 @@ def read_objects(
     """
     count = number = 0
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+        with open_packed(path) as stream:
             while count != limit and (line := stream.readline(max_line_bytes + 1)):
                 number += 1
                 where = f"{path}, line {number}"

@@ -1,12 +1,12 @@
 """Read request traces strictly, and scale them to the service under test.
 
 A trace is CSV or gzip CSV with the header `arrival_s,input_tokens,output_tokens`, sorted by
-arrival; a lengths file lacks `arrival_s` and must be paired with an arrival process.
+arrival; a lengths file lacks `arrival_s` and must be paired with an arrival process. Empty lines
+may follow the last row, and stand nowhere else.
 """
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
 import zlib
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from loadgen.load.packed import open_packed
 from quadriga.errors import ConfigError
 
 TRACE_HEADER = ("arrival_s", "input_tokens", "output_tokens")
@@ -71,8 +72,16 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
             param="trace",
         )
     with_arrivals = header == TRACE_HEADER
+    empty: int | None = None
     for number, line in lines:
         where = f"{path}, line {number}"
+        if not line.strip():
+            empty = empty or number
+            continue
+        if empty is not None:
+            raise ConfigError(
+                f"{path}, line {empty}: empty, and rows follow in line {number}", param="trace"
+            )
         values = line.split(",")
         if len(values) != len(header):
             raise ConfigError(
@@ -169,7 +178,7 @@ def fit_context(trace: Trace, max_model_len: int) -> Trace:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number, text) with bounded line length, whatever the file holds."""
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+        with open_packed(path) as stream:
             number = 0
             while raw := stream.readline(MAX_LINE_CHARS + 1):
                 number += 1

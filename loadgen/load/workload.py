@@ -117,7 +117,7 @@ def from_tasks(
         RequestSpec(
             index=index,
             arrival_s=float(times[index]),
-            prompt=example.prompt + "\n",
+            prompt=example.text,
             max_tokens=max_tokens or 0,
             seed=seed + index,
             task=example.task,

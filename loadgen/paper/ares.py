@@ -1,6 +1,6 @@
 """`python -m loadgen paper ares`: rescheduling against its baselines, on the simulator.
 
-The figures of ARES §6 with all five policies: goodput, throughput and P99 TPOT over request rates
+The figures of ARES §6 under all policies: goodput, throughput and P99 TPOT over request rates
 (Figure 10), variance of step times over time (Figures 3 and 13), over bandwidth, with the share
 of a migration's transfer in its token's time (Figure 11), over cluster sizes (Figure 12), and a
 grid of SLOs. All figures are figures of a model. The SLO was fixed beforehand: TTFT ≤ 5 s, TPOT
@@ -13,28 +13,33 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from rich.console import Console
 
 from loadgen import provenance
+from loadgen.figures import figures, for_json
 from loadgen.load.traces import read_trace
 from loadgen.options import number, number_from, whole
+from loadgen.output import add_out_argument
 from loadgen.paper import ares_report as report
 from loadgen.progress import Steps
 from loadgen.simulated import (
     SimLoad,
-    run_policy,
+    make_simulation,
     standard_slo,
     summary_of,
     synthetic_load,
     trace_load,
 )
+from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.policies.ares import AresSettings
 from quadriga.sim.config import SimConfig
 from quadriga.sim.policies import POLICY_NAMES
@@ -54,7 +59,8 @@ BANDWIDTHS_GBIT = (1.0, 5.0, 10.0, 25.0, 100.0)
 TTFT_GRID_S = (1.0, 5.0, 10.0)
 TPOT_GRID = (1.1, 1.2, 1.35, 1.5, 2.0)
 _GBIT = 1e9 / 8
-_TABLE_WIDTH = 180
+_TABLE_WIDTH = 200
+RESULTS_FILE = "ares.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,9 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=whole(1), default=min(2, os.cpu_count() or 1), help="processes"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/paper"), metavar="DIR", help="folder for figures"
-    )
+    add_out_argument(parser, "results/paper")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +126,19 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_TABLE_WIDTH)
-    outcomes = _run_all(points, args.workers, console)
     args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / "ares.jsonl").open("w", encoding="utf-8") as stream:
-        for outcome in outcomes:
-            stream.write(json.dumps(_raw(outcome)) + "\n")
-    report.print_tables(outcomes, console)
+    with (args.out / RESULTS_FILE).open("w", encoding="utf-8") as stream:
+        outcomes, faults = _run_all(points, args.workers, console, stream)
     report.write_plots(outcomes, args.out)
+    report.print_tables(outcomes, console)
+    for point, fault in faults:
+        where = f"{point.part}, {point.x}, {point.policy}, seed {point.config.seed}"
+        print(f"{where}: the simulation failed\n{fault}", file=sys.stderr)
     line = {
         "experiment": "paper ares",
         "headline": report.headline(outcomes),
+        "points": len(outcomes),
+        "failed_points": len(faults),
         "slo": {"ttft_s": 5.0, "tpot_steps": 1.5},
         "profile": args.profile,
         "wall_s": round(time.perf_counter() - started_s, 1),
@@ -139,13 +146,22 @@ def run(args: argparse.Namespace) -> int:
         "machine": provenance.machine(),
     }
     print(json.dumps(line))
-    return 0
+    return 1 if faults else 0
 
 
-def _run_all(points: Sequence[Point], workers: int, console: Console) -> list[Outcome]:
-    """Run points in processes of their own, the long ones first; in the order of the points."""
+def _run_all(
+    points: Sequence[Point], workers: int, console: Console, stream: IO[str]
+) -> tuple[list[Outcome], list[tuple[Point, str]]]:
+    """Run points in processes of their own, the long ones first.
+
+    Each is written to `stream` as it ends: whatever happens to another one, it is kept.
+
+    Returns:
+        The outcomes and the faults of those that failed, both in the order of the points.
+    """
     order = sorted(range(len(points)), key=lambda i: -_work(points[i]))
     done: dict[int, Outcome] = {}
+    faults: dict[int, str] = {}
     context = multiprocessing.get_context("spawn")
     # Simulations run side by side; none of them shall spread over the cores.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # looked at when numpy is imported: by the workers
@@ -154,10 +170,17 @@ def _run_all(points: Sequence[Point], workers: int, console: Console) -> list[Ou
         context.Pool(workers) as pool,
     ):
         jobs = [(i, points[i]) for i in order]
-        for index, outcome in pool.imap_unordered(_indexed, jobs, chunksize=1):
-            done[index] = outcome
+        for index, found in pool.imap_unordered(_indexed, jobs, chunksize=1):
+            if isinstance(found, str):
+                faults[index] = found
+                line = _named(points[index]) | {"fault": found}
+            else:
+                done[index] = found
+                line = _raw(found)
+            stream.write(json.dumps(line, allow_nan=False) + "\n")
+            stream.flush()
             steps.advance()
-    return [done[i] for i in range(len(points))]
+    return [done[i] for i in sorted(done)], [(points[i], faults[i]) for i in sorted(faults)]
 
 
 def _work(point: Point) -> float:
@@ -165,21 +188,27 @@ def _work(point: Point) -> float:
     return point.duration_s * point.config.num_decode * (3.0 if moves else 1.0)
 
 
-def _indexed(job: tuple[int, Point]) -> tuple[int, Outcome]:
-    return job[0], run_point(job[1])
+def _indexed(job: tuple[int, Point]) -> tuple[int, Outcome | str]:
+    """Run a point in a worker; a fault of one point does not end the others: it is returned."""
+    try:
+        return job[0], run_point(job[1])
+    except QuadrigaError as exc:
+        return job[0], exc.message
+    except Exception:
+        return job[0], traceback.format_exc()
 
 
 def run_point(point: Point) -> Outcome:
     """Simulate one point."""
     started_s = time.perf_counter()
     load = _load(point)
-    result = run_policy(point.policy, load, point.config, settings=point.settings)
+    result = make_simulation(point.policy, load, point.config, settings=point.settings).run()
     window = {"from_s": point.warm_up_s, "to_s": point.duration_s}
     samples = [s for s in result.samples if s.at_s <= point.duration_s]
     return Outcome(
         point=point,
         summary=summary_of(result, load, standard_slo(point.config), **window),
-        grid_goodput=tuple(summary_of(result, load, s, **window).goodput for s in point.grid),
+        grid_goodput=tuple(summary_of(result, load, s, **window).window.good for s in point.grid),
         series=([s.at_s for s in samples], [round(s.variance_ms2, 4) for s in samples]),
         wall_s=time.perf_counter() - started_s,
     )
@@ -195,7 +224,12 @@ def _load(point: Point) -> SimLoad:
     if trace.arrivals_s is None:
         return trace_load(trace, arrivals=f"poisson:{point.rate!r}", scale=1.0, seed=seed)
     load = trace_load(trace, arrivals="trace", scale=1.0, seed=seed)
-    load = replace(load, arrivals_s=load.arrivals_s * (load.rate / point.rate))
+    if not load.rate > 0.0:
+        raise ConfigError(
+            f"--trace: {load.name}: all rows arrive at once, so there is no rate to change",
+            param="trace",
+        )
+    load = load.faster(point.rate / load.rate)
     mine = load.arrivals_s <= point.duration_s
     return SimLoad(
         load.name, load.arrivals_s[mine], load.input_tokens[mine], load.output_tokens[mine]
@@ -340,8 +374,7 @@ _POINTS: dict[str, Callable[[argparse.Namespace], list[Point]]] = {
 }
 
 
-def _raw(outcome: Outcome) -> dict[str, Any]:
-    point = outcome.point
+def _named(point: Point) -> dict[str, Any]:
     return {
         "part": point.part,
         "x": point.x,
@@ -353,12 +386,15 @@ def _raw(outcome: Outcome) -> dict[str, Any]:
         "duration_s": point.duration_s,
         "warm_up_s": point.warm_up_s,
         "precopy": point.config.precopy,
-        "summary": {
-            k: None if isinstance(v, float) and np.isnan(v) else v
-            for k, v in asdict(outcome.summary).items()
-        },
+    }
+
+
+def _raw(outcome: Outcome) -> dict[str, Any]:
+    point = outcome.point
+    return _named(point) | {
+        "summary": figures(asdict(outcome.summary)),
         "grid": [[s.ttft_s, s.tpot_s] for s in point.grid],
-        "grid_goodput": list(outcome.grid_goodput),
+        "grid_goodput": [for_json(v) for v in outcome.grid_goodput],
         "variance": outcome.series,
         "wall_s": round(outcome.wall_s, 3),
     }

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.options import number, whole
+from loadgen.output import add_out_argument
 from loadgen.paper.length_contest import BATCHES, MEDIAN, Predictor, averaged, hold, timed
 from loadgen.paper.length_encoder import EncoderSize
 from loadgen.paper.results import publish
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument("--threads", type=whole(1), default=1, help="torch threads")
     parser.add_argument("--quick", action="store_true", help="fewer requests and sizes: 5 minutes")
-    parser.add_argument("--out", type=Path, default=Path("results/paper"), help="folder")
+    add_out_argument(parser, "results/paper")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from loadgen.figures import shown
 from quadriga.sim.profiles import PROFILES
 from quadriga.sim.results import Summary
 
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 _BASELINE = "current_load"
 _LIGHT_RATE = 0.10
 _PAPER_RATE = 0.17
-_SATURATED = 0.95  # of the offered load is good, or less
+_SATURATED = 0.95  # of the requests are good, or less
 _MOVED_TOKENS = 2000  # a request of the paper's average length (§5.3)
 _BANDWIDTHS_GBIT = (1.0, 10.0, 25.0, 100.0, 400.0)
 _COLOURS = {
     "round_robin": "tab:grey",
     "current_load": "tab:orange",
+    "least_requests": "tab:brown",
+    "least_work": "tab:purple",
     "reschedule": "tab:green",
     "ares": "tab:blue",
     "oracle": "black",
@@ -53,9 +56,10 @@ class Figures:
         return self._by_key.get((part, x, policy), [])
 
     def mean(self, part: str, x: float | str, policy: str, of: Callable[[Summary], float]) -> float:
-        """Mean over seeds, NaN where there is none."""
-        values = [of(o.summary) for o in self.outcomes(part, x, policy)]
-        return float(np.mean(values)) if values else float("nan")
+        """Mean over the seeds that have the figure, NaN where none has."""
+        found = np.array([of(o.summary) for o in self.outcomes(part, x, policy)], dtype=np.float64)
+        found = found[~np.isnan(found)]
+        return float(found.mean()) if len(found) else float("nan")
 
 
 def print_tables(outcomes: Sequence[Outcome], console: Console) -> None:
@@ -71,10 +75,15 @@ def print_tables(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def _part_table(figures: Figures, part: str) -> Table:
-    table = Table(title=f"{part} (simulated)")
+    table = Table(
+        title=f"{part} (simulated)",
+        caption="good/s and finished/s: what ended while the counted requests arrive, over that "
+        "time; “all”: all that were counted, over the time until the last of them ended",
+    )
     for name in (
-        "x", "policy", "rate/s", "goodput/s", "good", "throughput/s", "TPOT P50 ms", "TPOT P99 ms",
-        "gap P99 ms", "variance ms²", "fullest", "out of memory", "moves", "stall P99 ms",
+        "x", "policy", "arrive/s", "good", "good/s", "finished/s", "good/s, all", "finished/s, all",
+        "TPOT P50 ms", "TPOT P99 ms", "gap P99 ms", "variance ms²", "fullest", "out of memory",
+        "moves", "stall P99 ms",
     ):  # fmt: skip
         table.add_column(name, justify="left" if name == "policy" else "right")
     for x in figures.xs(part):
@@ -89,15 +98,24 @@ def _row(figures: Figures, part: str, x: float | str, policy: str) -> list[str]:
     def mean(of: Callable[[Summary], float]) -> float:
         return figures.mean(part, x, policy, of)
 
-    rate, goodput = mean(lambda s: s.rate), mean(lambda s: s.goodput)
-    return [
-        f"{x:g}" if isinstance(x, float | int) else x, policy, f"{rate:.3g}", f"{goodput:.4g}",
-        f"{goodput / rate:.1%}", f"{mean(lambda s: s.throughput):.4g}",
-        f"{1e3 * mean(lambda s: s.tpot_p50_s):.1f}", f"{1e3 * mean(lambda s: s.tpot_p99_s):.1f}",
-        f"{1e3 * mean(lambda s: s.gap_p99_s):.1f}", f"{mean(lambda s: s.variance_ms2):.3f}",
-        f"{mean(lambda s: s.most_used):.0%}", f"{mean(lambda s: s.num_full):.1f}",
-        f"{mean(lambda s: s.num_migrations):.0f}", f"{1e3 * mean(lambda s: s.stall_p99_s):.0f}",
-    ]  # fmt: skip
+    cells: list[tuple[Callable[[Summary], float], str]] = [
+        (lambda s: s.rate, ".3g"),
+        (lambda s: s.good_share, ".1%"),
+        (lambda s: s.window.good, ".4g"),
+        (lambda s: s.window.finished, ".4g"),
+        (lambda s: s.makespan.good, ".4g"),
+        (lambda s: s.makespan.finished, ".4g"),
+        (lambda s: 1e3 * s.tpot.p50_s, ".1f"),
+        (lambda s: 1e3 * s.tpot.p99_s, ".1f"),
+        (lambda s: 1e3 * s.gap.p99_s, ".1f"),
+        (lambda s: s.variance_ms2, ".3f"),
+        (lambda s: s.most_used, ".0%"),
+        (lambda s: s.num_full, ".1f"),
+        (lambda s: s.num_migrations, ".0f"),
+        (lambda s: 1e3 * s.stall.p99_s, ".0f"),
+    ]
+    name = f"{x:g}" if isinstance(x, float | int) else x
+    return [name, policy, *(shown(mean(of), form) for of, form in cells)]
 
 
 def _grid_table(figures: Figures, part: str) -> Table | None:
@@ -171,21 +189,14 @@ def headline(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         return figures.mean(part, rate, policy, of)
 
     def goodput_ratio(rate: float) -> float:
-        base = mean(rate, _BASELINE, lambda s: s.goodput)
-        return mean(rate, "ares", lambda s: s.goodput) / base if base else float("nan")
+        base = mean(rate, _BASELINE, _good_per_s)
+        return mean(rate, "ares", _good_per_s) / base if base else float("nan")
 
     def p99_reduction(rate: float) -> float:
-        return 1.0 - mean(rate, "ares", lambda s: s.tpot_p99_s) / mean(
-            rate, _BASELINE, lambda s: s.tpot_p99_s
-        )
+        return 1.0 - mean(rate, "ares", _tpot_p99_s) / mean(rate, _BASELINE, _tpot_p99_s)
 
     saturated = next(
-        (
-            r
-            for r in rates
-            if mean(r, _BASELINE, lambda s: s.goodput)
-            < _SATURATED * mean(r, _BASELINE, lambda s: s.rate)
-        ),
+        (r for r in rates if mean(r, _BASELINE, lambda s: s.good_share) < _SATURATED),
         rates[-1],
     )
     paper = min(rates, key=lambda r: abs(r - _PAPER_RATE))
@@ -205,12 +216,21 @@ def headline(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "oom_ares": mean(paper, "ares", lambda s: s.num_full),
         "oom_baseline": mean(paper, _BASELINE, lambda s: s.num_full),
         "oom_rate": paper,
-        "variance_vs_oracle": mean(paper, "ares", lambda s: s.variance_ms2) / oracle,
+        "variance_vs_oracle": mean(paper, "ares", lambda s: s.variance_ms2) / (oracle or np.nan),
         "variance_rate": paper,
         "light_load_ratio": goodput_ratio(light),
         "light_load_rate": light,
     }
     return {k: None if np.isnan(v) else round(v, 4) for k, v in found.items()}
+
+
+def _good_per_s(summary: Summary) -> float:
+    """Goodput: what ended while the counted requests arrive."""
+    return summary.window.good
+
+
+def _tpot_p99_s(summary: Summary) -> float:
+    return summary.tpot.p99_s
 
 
 def write_plots(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
@@ -249,14 +269,14 @@ _AXES = {"bandwidth": "Gbit/s", "sizes": "replicas, 3 of 4 decode"}
 
 def _panels(part: str) -> list[tuple[str, Callable[[Summary], float]]]:
     variance = ("variance of step times, ms²", lambda s: s.variance_ms2)
-    p99 = ("P99 TPOT, ms", lambda s: 1e3 * s.tpot_p99_s)
+    p99 = ("P99 TPOT, ms", lambda s: 1e3 * s.tpot.p99_s)
     if part.startswith("bandwidth"):
-        return [("stall P99, ms", lambda s: 1e3 * s.stall_p99_s), variance, p99]
+        return [("stall P99, ms", lambda s: 1e3 * s.stall.p99_s), variance, p99]
     if part == "sizes":
-        return [variance, p99, ("good share", lambda s: s.goodput / s.rate)]
+        return [variance, p99, ("good share", lambda s: s.good_share)]
     return [
-        ("goodput, requests/s", lambda s: s.goodput),
-        ("throughput, requests/s", lambda s: s.throughput),
+        ("good, requests/s", _good_per_s),
+        ("finished, requests/s", lambda s: s.window.finished),
         p99,
     ]
 

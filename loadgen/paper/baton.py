@@ -18,11 +18,11 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rich.console import Console
 
 from loadgen.options import number, whole
+from loadgen.output import add_out_argument
 from loadgen.paper.baton_check import count_ties
 from loadgen.paper.baton_contestants import CONTESTANTS, rows_needed
 from loadgen.paper.baton_queries import (
@@ -38,6 +38,7 @@ from loadgen.paper.results import publish
 from quadriga.checkpoint import read_checkpoint
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.engine_spec import EngineSpec
+from quadriga.files import cache_folder
 
 BRIEF_CONTESTANTS = ("run_to_completion", "baton", "generate")
 """In the second set only these are compared, as in the paper."""
@@ -75,9 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=whole(0), default=_SEED, help="of everything random")
     parser.add_argument("--quick", action="store_true",
                         help="one round, headline only, within 5 minutes")  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/paper"), metavar="DIR", help="folder for figures"
-    )
+    add_out_argument(parser, "results/paper")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +210,7 @@ def _load(args: argparse.Namespace, settings: Sequence[Setting]) -> BatonRunner:
             dtype="float32",
             threads=1,
             compile="off",
-            cache_dir=Path("~/.cache/quadriga").expanduser(),
+            cache_dir=cache_folder(),
             num_rows=1,
             row_capacity_tokens=capacity,
             kv_capacity_tokens=capacity,

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from loadgen.paper.task_suite import Prompt
@@ -24,6 +23,7 @@ from quadriga.engine.runner import NativeRunner
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.exits import ExitCounters, ExitParams, SkippedKV
+from quadriga.files import cache_folder
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.policies.rebatching import Rebatcher
 from quadriga.types import SampledToken, SamplingParams, SequenceState
@@ -128,7 +128,7 @@ def load_runner(
             dtype="float32",
             threads=threads,
             compile="wait",
-            cache_dir=Path("~/.cache/quadriga").expanduser(),
+            cache_dir=cache_folder(),
             num_rows=num_rows,
             row_capacity_tokens=ROW_CAPACITY_TOKENS,
             kv_capacity_tokens=num_rows * ROW_CAPACITY_TOKENS,

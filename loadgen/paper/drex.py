@@ -13,12 +13,12 @@ times with the heads in them, and the same comparison in the modelled time of a 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 
 from loadgen.options import number_from, whole
+from loadgen.output import add_out_argument
 from loadgen.paper.closed_loop import ProcessorClock
 from loadgen.paper.drex_bench import Bench, Measured
 from loadgen.paper.drex_quality import run_quality
@@ -65,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-task", type=whole(1), default=64, help="prompts, with --quality")
     parser.add_argument("--keep", action="store_true",
                         help="keep what is in DIR of models that are not measured now")  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/paper"), metavar="DIR", help="folder for figures"
-    )
+    add_out_argument(parser, "results/paper")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadgen.options import number, whole
+from loadgen.output import add_out_argument
 from loadgen.paper.helios_bench import Bench, Plan
 from loadgen.paper.helios_plots import write_plots
 from loadgen.paper.helios_report import (
@@ -90,9 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=whole(0), default=_SEED, help="of everything random")
     parser.add_argument("--quick", action="store_true",
                         help="shorter stream, one round, few points: within 5 minutes")  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/paper"), metavar="DIR", help="folder for figures"
-    )
+    add_out_argument(parser, "results/paper")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,5 +161,5 @@ def _catalogue(pair: Sequence[str], given: str | None, folder: Path) -> str | No
     models = [inspect(name) for name in pair]
     require_one_tokenizer(models, named_in="--pair")
     file = folder / "catalogue.yaml"
-    write_catalogue(file, [(str(m.path), m) for m in models], Measured())
+    write_catalogue(file, [(m.source, m) for m in models], Measured())
     return str(file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from loadgen.paper.closed_loop import COMPILE_TIMEOUT_S, ROW_CAPACITY_TOKENS
@@ -14,6 +13,7 @@ from quadriga.clock import Clock
 from quadriga.engine.runner import NativeRunner
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.exits import SKIPPED_KV_WEIGHTS
+from quadriga.files import cache_folder
 from quadriga.policies.drex import SegmentCosts
 from quadriga.types import DepthClass
 
@@ -80,7 +80,7 @@ def load_engine(checkpoint: Checkpoint, depth: int, *, num_rows: int, threads: i
             dtype="float32",
             threads=threads,
             compile="wait",
-            cache_dir=Path("~/.cache/quadriga").expanduser(),
+            cache_dir=cache_folder(),
             num_rows=num_rows,
             row_capacity_tokens=capacity,
             kv_capacity_tokens=num_rows * capacity,

@@ -44,7 +44,7 @@ def drifting_suite(checkpoint: Checkpoint, count: int, *, seed: int) -> TaskSuit
         mix = mix_at(index / max(1, count - 1))
         task = choices.choices(list(mix), list(mix.values()))[0]
         example = make_example(task, seed=seed, index=index)
-        ids = tokenizer.encode(example.prompt + "\n", add_special_tokens=False)
+        ids = tokenizer.encode(example.text, add_special_tokens=False)
         prompts.append(Prompt(example, ids))
     return TaskSuite(tuple(prompts), tokenizer, frozenset(checkpoint.eos_token_ids))
 

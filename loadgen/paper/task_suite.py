@@ -43,7 +43,7 @@ class TaskSuite:
         ][:count]
         random.Random(seed).shuffle(examples)
         prompts = tuple(
-            Prompt(e, tokenizer.encode(e.prompt + "\n", add_special_tokens=False)) for e in examples
+            Prompt(e, tokenizer.encode(e.text, add_special_tokens=False)) for e in examples
         )
         return cls(prompts, tokenizer, frozenset(checkpoint.eos_token_ids))
 

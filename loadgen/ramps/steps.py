@@ -40,14 +40,14 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of one step; all but throughput are of the requests due in its counted stretch.
+    """Figures of one step; all but those per second are of the requests due in its counted stretch.
 
     Attributes:
         requests: Sent, whatever became of them.
         unfinished: Given up when the ramp was over.
         output_tokens_per_s: Tokens that came in the counted stretch, of requests that passed.
         requests_per_s: Requests that passed and ended in it.
-        goodput_rps: Good requests over its length.
+        goodput_rps: Good requests that ended in it, over its length.
         kept: Whether the goal was; None where nothing was sent.
         generator_is_slow: It sent late, so the step says nothing about the service.
     """
@@ -109,7 +109,8 @@ def figures_of(
         unfinished=num_sent - len(due),
         output_tokens_per_s=tokens / step.counted_s,
         requests_per_s=sum(from_s <= r.ended_s < to_s for r in passed) / step.counted_s,
-        goodput_rps=num_good / step.counted_s,
+        goodput_rps=sum(from_s <= r.ended_s < to_s and is_good(r, goal.slo) for r in passed)
+        / step.counted_s,
         good_share=num_good / num_sent if num_sent else 0.0,
         ttft=Distribution.of(v for r in ok if (v := ttft_s(r)) is not None),
         tpot=Distribution.of(v for r in ok if (v := tpot_s(r)) is not None),

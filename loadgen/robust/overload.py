@@ -37,6 +37,7 @@ from loadgen.event_loop import run_event_loop
 from loadgen.judge import Judgement
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
+from loadgen.output import add_out_argument
 from loadgen.robust.overload_report import (
     PRIORITIES,
     Found,
@@ -83,7 +84,9 @@ PATIENT = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `overload`."""
-    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
+    parser.add_argument(
+        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
+    )
     parser.add_argument("--seconds", type=number(0), default=600.0, help="of overload")
     parser.add_argument(
         "--calm-s",
@@ -99,13 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what stands before the service: HAProxy as deployed, or Serve's own proxy",
     )
     add_setting_argument(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results/overload"),
-        metavar="DIR",
-        help="folder for figures",
-    )
+    add_out_argument(parser, "results/overload")
 
 
 def run(args: argparse.Namespace) -> int:

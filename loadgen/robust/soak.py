@@ -24,6 +24,7 @@ from loadgen import provenance
 from loadgen.bench.service import Service, started_service
 from loadgen.chaos.load import clients_of, make_streams
 from loadgen.options import add_setting_argument, check_service, number, whole
+from loadgen.output import add_out_argument
 from loadgen.robust.baseline import BaseLine, take, trouble_with
 from loadgen.robust.cluster import ClusterHand, hand_on
 from loadgen.robust.harm import MOVES, Harm
@@ -58,7 +59,9 @@ MIB = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `soak`."""
-    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
+    parser.add_argument(
+        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
+    )
     parser.add_argument("--minutes", type=number(0), default=60.0, help="of load and harm")
     parser.add_argument(
         "--warm-up-s", type=number(0), default=30.0, help="load before the base line"
@@ -71,9 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-slope", type=number(0), default=20.0, help="MiB an hour that a process may grow"
     )
     add_setting_argument(parser)
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/soak"), metavar="DIR", help="folder for figures"
-    )
+    add_out_argument(parser, "results/soak")
 
 
 def run(args: argparse.Namespace) -> int:

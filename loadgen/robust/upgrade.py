@@ -84,7 +84,9 @@ class State:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `upgrade`."""
-    parser.add_argument("--model", default="quadriga-s", help="bundled id, directory, or hub id")
+    parser.add_argument(
+        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
+    )
     parser.add_argument("--rounds", type=whole(1), default=20, help="changes under load")
     parser.add_argument("--node-rounds", type=whole(0), default=0, help="nodes that leave")
     parser.add_argument(

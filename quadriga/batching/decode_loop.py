@@ -9,6 +9,7 @@ later, wherever it was. One that moves to another replica is at rest for a momen
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from quadriga.batching.departures import Departures
 from quadriga.batching.depth import DepthChanges
@@ -21,7 +22,7 @@ from quadriga.batching.slots import Slot, SlotTable
 from quadriga.batching.step_totals import StepMeter
 from quadriga.clock import Clock
 from quadriga.errors import DeadlineExceeded, InvariantViolation
-from quadriga.exits import Criterion, ExitCounters
+from quadriga.exits import Criterion, ExitCounters, ExitUse
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
@@ -420,6 +421,23 @@ class DecodeLoop:
         """Per exit but the last, sequences whose token waits there."""
         return [len(place) for place in self._places.waiting]
 
+    def exit_uses(self, layers: Iterable[int]) -> dict[int, ExitUse]:
+        """Whether tokens may leave at each of a model's exits now, and if not, why."""
+        return {layer: self._exit_use(layer) for layer in layers}
+
+    def _exit_use(self, layer: int) -> ExitUse:
+        ends = self._runner.segment_ends
+        if layer >= ends[-1]:
+            return "not_loaded"
+        if layer not in ends:
+            return "off"
+        running = self._places.running.values()
+        if not running:
+            return "idle"
+        if all(r.bar == math.inf for r in running):
+            return "full_depth_asked"
+        return "tested" if self._rebatcher.tests(ends.index(layer)) else "not_worth_it"
+
     @property
     def num_reserved(self) -> int:
         """Sequences on their way here: a row is promised, nothing runs yet."""
@@ -429,6 +447,14 @@ class DecodeLoop:
     def used_tokens(self) -> int:
         """Tokens whose KV is held by running sequences."""
         return sum(r.num_tokens for r in self._places.running.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all that is held; of who is on its way here, the tokens it comes with."""
+        states = self.running
+        here = {state.sequence_id for state in states}
+        coming = self.slots.came_with(except_for=here)
+        return sum(len(state.prompt_ids) for state in states) + coming
 
     @property
     def tokens_per_s(self) -> float:

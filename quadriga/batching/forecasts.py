@@ -8,7 +8,7 @@ Source: ARES §5.1 and §5.2: forecast on the worker.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from quadriga.policies.ares.forecast import (
     FIXED,
     PAUSED,
     RUNS,
+    StepCosts,
     forecast_rows,
     pack,
-    tokens_ahead,
 )
 from quadriga.types import LengthPrediction, LoadForecast, SequenceState, TransferOffer
 
@@ -55,7 +55,8 @@ def hold(
 ) -> Held:
     """Write down what a replica holds.
 
-    Where nothing is predicted a sequence is taken to run to its `max_tokens`.
+    Where nothing is predicted a sequence is taken to run to its `max_tokens`; one on its way here,
+    which will be predicted once its prompt is computed, to become as long as those that run.
 
     Args:
         states: Running, then those that are paused, then those at rest.
@@ -64,12 +65,15 @@ def hold(
         leaving: Those on their way elsewhere.
     """
     held = Held([], [], [], [], [], [], [], [])
+    answers: list[float] = []
     for index, state in enumerate(states):
         said = remaining_of(state)
         if said is None:
             held.is_known = False
             most = float(state.sampling.max_tokens - len(state.output_ids))
             said = LengthPrediction(most, 0.0, most)
+        else:
+            answers.append(len(state.output_ids) + said.mean)
         held.sequence_ids.append(state.sequence_id)
         held.tokens.append(float(state.num_tokens))
         held.mean.append(said.mean)
@@ -86,7 +90,8 @@ def hold(
         if offer.sequence_id in known:
             continue  # it has just joined
         most = float(offer.max_total_tokens - offer.num_tokens)
-        said = offer.prediction or LengthPrediction(most, 0.0, most)
+        usual = sum(answers) / len(answers) if answers else most
+        said = offer.prediction or LengthPrediction(usual, 0.0, most)
         held.sequence_ids.append(offer.sequence_id)
         held.tokens.append(float(offer.num_tokens))
         held.mean.append(min(said.mean, most))
@@ -158,31 +163,23 @@ def forecast(
     Args:
         step_s: A step as lately measured; 0 before the first.
     """
-    ahead = tokens_ahead(np.array(grid_s), np.array(step_s or shape.base_s))
     moved_s = np.array(held.moved_unix_s)
     rows = forecast_rows(
-        tokens=np.array(held.tokens),
-        remaining=np.array(held.mean),
-        lower=np.array(held.lower),
-        upper=np.array(held.upper),
-        ahead=ahead,
-        per_sequence_s=shape.per_sequence_s,
-        per_token_s=shape.per_token_s,
-        moves=np.array(held.moves),
+        tokens=held.tokens,
+        remaining=held.mean,
+        lower=held.lower,
+        upper=held.upper,
+        moves=held.moves,
         since_move_s=np.where(moved_s > 0.0, np.maximum(0.0, now_unix_s - moved_s), np.inf),
-        movable=np.array(held.movable),
+        movable=held.movable,
     )
-    packed = pack(
+    return pack(
         rows,
         held.sequence_ids,
         grid_s=grid_s,
-        ahead=ahead,
+        step_s=step_s or shape.base_s,
         base_s=shape.base_s,
-        has_predictions=held.is_known,
-    )
-    return replace(
-        packed,
-        per_sequence_s=shape.per_sequence_s,
-        per_token_s=shape.per_token_s,
+        costs=StepCosts(shape.per_sequence_s, shape.per_token_s),
         bytes_per_token=bytes_per_token,
+        has_predictions=held.is_known,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +80,9 @@ class PrefillLoop:
 
     Args:
         full_depth: Layers of the whole model, where they may be loaded; 0: nobody waits for them.
+        max_unplaced: No prompt is begun while so many sequences that hold a row have none at a
+            decode replica, so that a full decode class is not met by ever more first tokens.
+        num_placed: How many of those that hold a row have one at a decode replica as well.
 
     Attributes:
         meter: What its steps cost.
@@ -97,8 +102,12 @@ class PrefillLoop:
         layer_groups: int,
         clock: Clock,
         full_depth: int = 0,
+        max_unplaced: int = sys.maxsize,
+        num_placed: Callable[[], int] = lambda: 0,
     ) -> None:
         self.slots = slots
+        self._max_unplaced = max_unplaced
+        self._num_placed = num_placed
         self._full_depth = full_depth
         self._shallow: dict[str, SequenceState] = {}  # they wait for layers
         self._runner = runner
@@ -155,8 +164,10 @@ class PrefillLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        may_start = not self._is_stalled and not self._is_held
-        return bool(self._active) or (may_start and (len(self._queue) > 0 or self._is_deepened))
+        if self._active:
+            return True
+        may_start = not (self._is_stalled or self._is_held or self._is_ahead)
+        return may_start and (len(self._queue) > 0 or self._is_deepened)
 
     def hold(self) -> None:
         """Start no more sequences, until `resume`: those under way go on, others wait in the queue.
@@ -267,8 +278,15 @@ class PrefillLoop:
             return 0
         return min(exits.max_depth or self._full_depth, self._full_depth)
 
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether enough sequences wait for a place at a decode replica."""
+        return self.slots.num_held - self._num_placed() >= self._max_unplaced
+
     def _try_start(self, state: SequenceState) -> bool:
-        """Start one sequence; False when it must wait for a hand-off to release its room."""
+        """Start one sequence; False when it must wait for the hand-offs of others."""
+        if self._is_ahead:
+            return False
         try:
             slot = self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
         except KVCacheExhausted:

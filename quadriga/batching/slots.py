@@ -7,7 +7,8 @@ more sequences fit, and when the memory fills, whoever owns the table pauses som
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from quadriga.errors import ContextTooLong, InvariantViolation, KVCacheExhausted
 from quadriga.types import Reservation
@@ -18,10 +19,15 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One sequence's place: a KV row and the tokens promised to it."""
+    """One sequence's place: a KV row and the tokens promised to it.
+
+    Attributes:
+        num_tokens: What it had when it came; 0 where that was not said.
+    """
 
     row: int
     reserved_tokens: int
+    num_tokens: int = 0
 
 
 class SlotTable:
@@ -70,7 +76,7 @@ class SlotTable:
                 f"{self.kv_capacity_tokens - self._reserved_tokens} of {self.kv_capacity_tokens} "
                 "tokens are free"
             )
-        slot = Slot(self._free_rows.pop(), tokens)
+        slot = Slot(self._free_rows.pop(), tokens, num_tokens or 0)
         self._slots[sequence_id] = slot
         self._reserved_tokens += tokens
         return slot
@@ -103,7 +109,7 @@ class SlotTable:
             return True
         if self._reserved_tokens + more > self.kv_capacity_tokens:
             return False
-        self._slots[sequence_id] = Slot(slot.row, slot.reserved_tokens + more)
+        self._slots[sequence_id] = replace(slot, reserved_tokens=slot.reserved_tokens + more)
         self._reserved_tokens += more
         return True
 
@@ -142,6 +148,10 @@ class SlotTable:
     def holders(self) -> list[str]:
         """Sequences that hold a slot."""
         return list(self._slots)
+
+    def came_with(self, *, except_for: Collection[str]) -> int:
+        """Tokens that the holders, but for some, had when they came."""
+        return sum(s.num_tokens for name, s in self._slots.items() if name not in except_for)
 
     @property
     def num_free_rows(self) -> int:

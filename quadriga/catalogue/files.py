@@ -2,7 +2,7 @@
 
 version: 1
 models:
-  - model: quadriga-s            # bundled id, folder (from this file on), or hub id
+  - model: quadriga-s            # bundled id, folder or GGUF file (from here on), or hub id
     tokenizer: 3f0c…             # optional: the fingerprint it must have
     depths:
       - {depth: 2, step_s: {1: 0.0006, 8: 0.0019}, accuracy: 0.91, perplexity: 1.08}
@@ -10,9 +10,6 @@ models:
 
 from __future__ import annotations
 
-import os
-import stat
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +29,7 @@ from quadriga.catalogue.records import (
 )
 from quadriga.checkpoint import ASSETS
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 
 BUNDLED = Path(__file__).parent / "bundled.yaml"
 CATALOGUE_FILE = "catalogue.yaml"
@@ -80,13 +78,16 @@ class _File(_Strict):
     models: tuple[_Model, ...] = Field(min_length=1)
 
 
-def read_catalogue(source: str | None = None, *, only: Sequence[str] = ()) -> Catalogue:
+def read_catalogue(
+    source: str | None = None, *, only: Sequence[str] = (), cache_dir: str | None = None
+) -> Catalogue:
     """Read a catalogue and check every model in it.
 
     Args:
         source: YAML file; folder with a `catalogue.yaml`, or whose subfolders are checkpoints;
             None is the bundled family.
         only: Ids to keep, in this order, which then must share one tokenizer; empty keeps all.
+        cache_dir: See `quadriga.checkpoint.locate`.
 
     Raises:
         ConfigError: Naming file, model and field: see `inspect`; also a depth that is none of
@@ -96,7 +97,7 @@ def read_catalogue(source: str | None = None, *, only: Sequence[str] = ()) -> Ca
     path = BUNDLED if source is None else Path(source).expanduser()
     if path.is_dir() and (path / CATALOGUE_FILE).is_file():
         path = path / CATALOGUE_FILE
-    catalogue = _scan(path) if path.is_dir() else _read_yaml(path)
+    catalogue = _scan(path) if path.is_dir() else _read_yaml(path, cache_dir)
     twice = {i for i in catalogue.ids if catalogue.ids.count(i) > 1}
     if twice:
         raise _error(f"{path}: two models are called {sorted(twice)[0]!r}; rename one folder")
@@ -143,7 +144,7 @@ def _scan(folder: Path) -> Catalogue:
     return Catalogue(tuple(inspect(str(path)) for path in found), str(folder))
 
 
-def _read_yaml(path: Path) -> Catalogue:
+def _read_yaml(path: Path, cache_dir: str | None) -> Catalogue:
     try:
         text = path.read_text(encoding="utf-8")
         # A few lines of aliases of aliases would grow beyond any memory.
@@ -162,12 +163,12 @@ def _read_yaml(path: Path) -> Catalogue:
         raise _error(f"{path}: {where}: {first['msg']} (got {repr(first['input'])[:80]})") from exc
     if file.version != VERSION:
         raise _error(f"{path}: version {file.version} is not known; this release reads {VERSION}")
-    models = tuple(_model(entry, path) for entry in file.models)
+    models = tuple(_model(entry, path, cache_dir) for entry in file.models)
     return Catalogue(models, str(path), Measured(**file.measured.model_dump()))
 
 
-def _model(entry: _Model, file: Path) -> CatalogueModel:
-    model = inspect(_resolve(entry.model, file.parent))
+def _model(entry: _Model, file: Path, cache_dir: str | None) -> CatalogueModel:
+    model = inspect(_resolve(entry.model, file.parent), cache_dir=cache_dir)
     if entry.tokenizer is not None and entry.tokenizer != model.tokenizer:
         raise _error(
             f"{file}: {entry.model}: its tokenizer is {model.tokenizer}, the catalogue promises "
@@ -183,10 +184,10 @@ def _model(entry: _Model, file: Path) -> CatalogueModel:
 
 
 def _resolve(model: str, folder: Path) -> str:
-    """A folder is meant from the catalogue's own place; other names stay as they are."""
+    """A folder or file is meant from the catalogue's own place; other names stay as they are."""
     beside = folder / model
     is_bundled = (ASSETS / model / "config.json").is_file()
-    return str(beside) if not is_bundled and beside.is_dir() else model
+    return str(beside) if not is_bundled and beside.exists() else model
 
 
 def _check_depth(depth: int, model: CatalogueModel, file: Path) -> None:
@@ -262,23 +263,6 @@ def _written(record: DepthRecord) -> dict[str, Any]:
         if value is not None:
             values[name] = float(f"{value:.6g}") if isinstance(value, float) else value
     return values
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file by a complete one: a reader sees the old one or the new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).chmod(mode)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _error(text: str) -> ConfigError:

@@ -28,17 +28,18 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _UNREAD_TOKENIZER_KEYS = ("truncation", "padding")
 
 
-def inspect(model: str) -> CatalogueModel:
+def inspect(model: str, *, cache_dir: str | None = None) -> CatalogueModel:
     """Read one checkpoint's facts and check its files.
 
     Args:
-        model: Bundled id, folder, or hub id.
+        model: Bundled id, folder, GGUF file, or hub id.
+        cache_dir: See `quadriga.checkpoint.locate`.
 
     Raises:
         ConfigError: A file is missing, damaged or cut short, tensors do not fit the
             configuration, a weight is not a number, an exit lacks its weights.
     """
-    checkpoint = read_checkpoint(model)
+    checkpoint = read_checkpoint(model, cache_dir=cache_dir)
     path = checkpoint.path
     config = read_object(path / "config.json")
     sizes = sizes_of(config, checkpoint.exits)
@@ -48,7 +49,7 @@ def inspect(model: str) -> CatalogueModel:
     check_finite([*tensors.values(), *extra], whole_below_bytes=WHOLE_SCAN_BYTES)
     return CatalogueModel(
         id=checkpoint.id,
-        path=path,
+        source=checkpoint.source,
         architecture=checkpoint.architecture,
         vocab_size=checkpoint.vocab_size,
         tokenizer=tokenizer_fingerprint(path),

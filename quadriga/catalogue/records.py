@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from quadriga.catalogue.sizes import ModelSizes
@@ -63,13 +62,14 @@ class CatalogueModel:
     """One model that may be served.
 
     Attributes:
+        source: By what any node finds it; see `Checkpoint.source`.
         tokenizer: Fingerprint; models of one tokenizer may take each other's requests over.
         exits: As `exits.json` says.
         depths: What is on record, ascending by depth; may be empty.
     """
 
     id: str
-    path: Path
+    source: str
     architecture: str
     vocab_size: int
     tokenizer: str

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import grpc
 
-from quadriga.client.results import Choice, Completion, DepthSpan, Message, Model, Piece, Usage
+from quadriga.client.results import (
+    Choice,
+    Completion,
+    DepthSpan,
+    Message,
+    Model,
+    Piece,
+    Role,
+    Usage,
+)
 from quadriga.errors import InvariantViolation
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.types import FinishReason, TokenLogprob, token_digest
 
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Message | Mapping[str, Any]]
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -83,20 +93,14 @@ def make_request(
 
     A seed that was not given follows from the id, so that a request sent again is the same one.
 
-    Raises: TypeError for an unknown option; ValueError where a value fits no field.
+    Raises: TypeError for an unknown option, or a prompt of another kind; ValueError where a value
+        fits no field.
     """
     unknown = set(options) - set(Options.__annotations__)
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     request = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex, model=model or "")
-    if isinstance(prompt, str):
-        request.prompt = prompt
-    elif prompt and isinstance(prompt[0], Message):
-        for message in prompt:
-            assert isinstance(message, Message)
-            request.chat.messages.add(role=message.role, content=message.content, name=message.name)
-    else:
-        request.prompt_token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+    _set_prompt(request, prompt)
     for name, value in options.items():
         if name in ("stop", "stop_token_ids"):
             values = [value] if isinstance(value, str) else value
@@ -109,6 +113,60 @@ def make_request(
         digest = hashlib.sha256(request.request_id.encode()).digest()
         request.seed = int.from_bytes(digest[:8], "big") >> 1
     return request
+
+
+def _set_prompt(request: Any, prompt: Prompt) -> None:
+    """Raises: TypeError, naming what a prompt may be; ValueError for a token id out of range."""
+    if isinstance(prompt, str):
+        request.prompt = prompt
+        return
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    # Token ids may also come as an array.
+    items: list[Any] | None = list(prompt) if is_list or hasattr(prompt, "tolist") else None
+    if items and all(isinstance(item, Message | Mapping) for item in items):
+        for i, item in enumerate(items):
+            message = item if isinstance(item, Message) else _message(item, f"messages[{i}]")
+            request.chat.messages.add(role=message.role, content=message.content, name=message.name)
+        return
+    try:
+        ids = [operator.index(item) for item in items or ()]
+    except TypeError:
+        items = None
+    if items is None:
+        raise TypeError(
+            "prompt: give text, a list of token ids, or a list of messages (Message, or a dict "
+            f"with role and content), not {_kind(prompt)}"
+        )
+    request.prompt_token_ids.ids.extend(ids)
+
+
+def _message(item: Mapping[str, Any], place: str) -> Message:
+    """A message of OpenAI's form. Raises: TypeError, naming the field at fault."""
+    unknown = {key for key, value in item.items() if value is not None} - {
+        "role",
+        "content",
+        "name",
+    }
+    if unknown:
+        raise TypeError(
+            f"{place}: {', '.join(sorted(map(str, unknown)))} not supported; a message has role, "
+            "content and name"
+        )
+    role, content, name = item.get("role"), item.get("content"), item.get("name")
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        content = "".join(part["text"] for part in content)
+    for key, value in (("role", role), ("content", content), ("name", name or "")):
+        if not isinstance(value, str):
+            raise TypeError(f"{place}.{key}: must be text, not {_kind(value)}")
+    return Message(cast(Role, role), cast(str, content), name)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Sequence) and value and not isinstance(value, str | bytes | bytearray):
+        return f"a {type(value).__name__} with {_kind(value[0])}"
+    return type(value).__name__
 
 
 def completion(reply: Any) -> Completion:

@@ -5,6 +5,7 @@ Importing this package is cheap; torch is imported when a runner is loaded.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,9 +22,13 @@ def load_runner(spec: EngineSpec) -> NativeRunner | BatonRunner:
     Sets this process's torch thread count to `spec.threads`.
 
     Raises:
-        ConfigError: The checkpoint cannot be served: see `weights` and `models.config` for the
-            native runner, `baton.loading` and `baton.probe` for the relay batch.
+        ConfigError: The checkpoint is not on this node, or cannot be served: see `weights` and
+            `models.config` for the native runner, `baton.loading` and `baton.probe` for the relay
+            batch.
     """
+    from quadriga.checkpoint import on_this_node
+
+    spec = replace(spec, checkpoint=on_this_node(spec.checkpoint, spec.cache_dir))
     if spec.runner == "baton":
         from quadriga.engine.baton.runner import BatonRunner
 

@@ -207,14 +207,18 @@ def deepened(spec: EngineSpec, eager: Decoder, is_over: Callable[[], bool]) -> M
     exits, base = checkpoint.exits, weights.heads[len(weights.layers)]
     layers, heads = list(weights.layers), dict(weights.heads)
     dtype, device = weights.embed.dtype, weights.embed.device
-    with TensorFiles(checkpoint.path, dtype, device=device) as files:
+    shared_in = spec.shared_in
+    with TensorFiles(checkpoint.path, dtype, device=device, shared_in=shared_in) as files:
         for index in range(len(layers), spec.depth):
             if is_over():
                 raise DeadlineExceeded(f"loading stopped before layer {index + 1}")
             layers.append(read_layer(files, config, index))
         if spec.depth not in exits.layers:
             known = None if exits.kind == "head" else base.weight
-            with files.apart(config.hidden_size * dtype.itemsize):
+            is_whole = known is None or config.tied_head  # then it is laid out as at the start
+            with files.part(
+                "head" if is_whole else "final norm", config.hidden_size * dtype.itemsize
+            ):
                 heads[spec.depth] = (
                     base
                     if exits.kind == "shared"
@@ -222,7 +226,7 @@ def deepened(spec: EngineSpec, eager: Decoder, is_over: Callable[[], bool]) -> M
                 )
     at = [k for k in exits.layers if k <= spec.depth]
     missing = [k for k in at if k not in heads]
-    heads |= read_exit_heads(checkpoint.path, config, exits, missing, base)
+    heads |= read_exit_heads(checkpoint.path, config, exits, missing, base, shared_in)
     maps = kv_maps_of(
         checkpoint.path,
         config,
@@ -231,6 +235,7 @@ def deepened(spec: EngineSpec, eager: Decoder, is_over: Callable[[], bool]) -> M
         fitted=spec.skipped_kv == "linear",
         like=weights.embed,
         known=weights.kv_maps,
+        shared_in=shared_in,
     )
     return replace(weights, layers=layers, heads=heads, kv_maps=maps)
 

@@ -28,6 +28,7 @@ def load_spec(spec: EngineSpec, config: ModelConfig, *, device: torch.device = C
         spec.checkpoint.exits,
         fitted_maps=spec.skipped_kv == "linear",
         device=device,
+        shared_in=spec.shared_in,
     )
 
 
@@ -41,6 +42,7 @@ def load_weights(
     *,
     fitted_maps: bool = False,
     device: torch.device = CPU,
+    shared_in: Path | None = None,
 ) -> ModelWeights:
     """Read embedding, layers 1..depth, and the heads of all exits up to there, from `path`.
 
@@ -53,6 +55,7 @@ def load_weights(
         fitted_maps: Make K and V of skipped layers by the fitted maps where the checkpoint has
             some, instead of the layers' own projections.
         device: Where they go, tensor by tensor.
+        shared_in: See `TensorFiles`.
 
     Raises:
         ConfigError: `depth` is beyond the model, or the files do not fit `config`.
@@ -62,25 +65,34 @@ def load_weights(
             f"depth: {depth} must be in 1..{config.num_layers}, the layers of {path.name}",
             param="depth",
         )
-    with TensorFiles(path, dtype, device=device) as files:
-        weights = _read_ends(files, config, num_positions)
+    with TensorFiles(path, dtype, device=device, shared_in=shared_in) as files:
+        table = config.vocab_size * config.embed_size * dtype.itemsize
+        with files.part("embedding", table):
+            weights = _read_ends(files, config, num_positions)
         for index in range(depth):
             weights.layers.append(read_layer(files, config, index))
-        final = read_final_head(files, config, weights.embed)
+        with files.part("head", 0 if config.tied_head else table):
+            final = read_final_head(files, config, weights.embed)
     at = [k for k in exits.layers if k <= depth] if exits is not None else []
     weights.heads[depth] = final
     if exits is not None and at:
         weights.kv_maps = kv_maps_of(
-            path, config, weights.layers, at, fitted=fitted_maps, like=weights.embed
+            path,
+            config,
+            weights.layers,
+            at,
+            fitted=fitted_maps,
+            like=weights.embed,
+            shared_in=shared_in,
         )
-        weights.heads.update(read_exit_heads(path, config, exits, at, final))
+        weights.heads.update(read_exit_heads(path, config, exits, at, final, shared_in))
     return weights
 
 
 def read_layer(files: TensorFiles, config: ModelConfig, index: int) -> LayerWeights:
     """Read layer `index`, from 0, into memory of its own. Raises: ConfigError as `into`."""
     read = _opt_layer if config.family == "opt" else _rope_family_layer
-    with files.apart(config.layer_values * files.dtype.itemsize):
+    with files.part(f"layer {index}", config.layer_values * files.dtype.itemsize):
         return read(files, config, index)
 
 
@@ -93,6 +105,7 @@ def kv_maps_of(
     fitted: bool,
     like: torch.Tensor,
     known: dict[int, list[KVMap]] | None = None,
+    shared_in: Path | None = None,
 ) -> dict[int, list[KVMap]]:
     """For each exit, how K and V of every layer are made of the hidden state there.
 
@@ -100,27 +113,34 @@ def kv_maps_of(
         fitted: Use the checkpoint's fitted maps where it has some.
         like: Any tensor of the model: its dtype, on its device.
         known: Maps that are loaded already; those layers are not read again.
+        shared_in: See `TensorFiles`.
     """
     maps = {k: list((known or {}).get(k, ())) for k in exits}
     for of_exit in maps.values():
         of_exit += [_own_map(layer, config) for layer in layers[len(of_exit) :]]
     if fitted and (path / SKIPPED_KV_WEIGHTS).is_file():
         have = {k: len(of_exit) for k, of_exit in (known or {}).items()}
-        _read_fitted(path, config, maps, have, like)
+        _read_fitted(path, config, maps, have, like, shared_in)
     return maps
 
 
 def read_exit_heads(
-    path: Path, config: ModelConfig, exits: ExitSpec, at: list[int], final: Head
+    path: Path,
+    config: ModelConfig,
+    exits: ExitSpec,
+    at: list[int],
+    final: Head,
+    shared_in: Path | None = None,
 ) -> dict[int, Head]:
     """Heads of some exits, none of them the end of the model; `final` is the model's own."""
     if exits.kind == "shared" or not at:
         return dict.fromkeys(at, final)
     weight = final.weight
     heads = {}
-    with TensorFiles(path, weight.dtype, EXITS_WEIGHTS, weight.device) as files:
+    with TensorFiles(path, weight.dtype, EXITS_WEIGHTS, weight.device, shared_in) as files:
         for layer in at:
-            with files.apart(config.vocab_size * config.hidden_size * weight.itemsize):
+            size = config.vocab_size if exits.kind == "head" else 1
+            with files.part(f"exit {layer}", size * config.hidden_size * weight.itemsize):
                 heads[layer] = _exit_head(files, config, exits, layer, final)
     return heads
 
@@ -138,6 +158,7 @@ def _read_fitted(
     kv_maps: dict[int, list[KVMap]],
     have: dict[int, int],
     like: torch.Tensor,
+    shared_in: Path | None,
 ) -> None:
     """Put fitted maps in the place of own ones, for the exits and layers that have some.
 
@@ -149,7 +170,7 @@ def _read_fitted(
     unit = Affine(torch.ones(size, dtype=dtype, device=device))
     if config.norm == "layer":
         unit.bias = torch.zeros(size, dtype=dtype, device=device)
-    with TensorFiles(path, dtype, SKIPPED_KV_WEIGHTS, device) as files:
+    with TensorFiles(path, dtype, SKIPPED_KV_WEIGHTS, device, shared_in) as files:
         num_layers = max(len(maps) for maps in kv_maps.values())
         for layer in range(num_layers):
             names = {
@@ -158,7 +179,8 @@ def _read_fitted(
                 if max(depth, have.get(depth, 0)) <= layer
                 and f"exits.{depth}.kv.{layer}.weight" in files
             }
-            with files.apart(len(names) * width * (size + 1) * dtype.itemsize):
+            part = f"maps {layer} of exits {sorted(names)}"
+            with files.part(part, len(names) * width * (size + 1) * dtype.itemsize):
                 for depth, name in names.items():
                     kv_maps[depth][layer] = KVMap(unit, _linear(files, name, width, size, True))
 

@@ -15,7 +15,7 @@ import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 _SLAB_BYTES = 64 << 20
-_ALIGNMENT = 128
+ALIGNMENT = 128
 
 
 def reserve(num_bytes: int, *, huge: bool) -> tuple[mmap.mmap, torch.Tensor]:
@@ -54,6 +54,9 @@ class Arena:
         slab_bytes: Size of a map.
     """
 
+    is_filled = False
+    """Tensors come empty; see `SharedArena`."""
+
     def __init__(self, slab_bytes: int = _SLAB_BYTES) -> None:
         self._slab_bytes = slab_bytes
         self._free = torch.empty(0, dtype=torch.uint8)
@@ -61,7 +64,7 @@ class Arena:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        padded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if padded > self._free.numel():
             slab = max(padded, self._slab_bytes)
             _, self._free = reserve(slab, huge=slab >= HUGE_PAGE_BYTES // 2)
@@ -71,6 +74,8 @@ class Arena:
 
 class DeviceArena:
     """The same on a GPU, whose allocator needs no help."""
+
+    is_filled = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

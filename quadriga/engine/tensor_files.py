@@ -8,7 +8,7 @@ code from it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quadriga.engine.memory import Arena, DeviceArena
+from quadriga.engine.shared_memory import SharedArena, SharedParts, is_supported
 from quadriga.errors import ConfigError
 from quadriga.json_files import GARBLED, read_object
 
@@ -30,6 +31,11 @@ class TensorFiles:
 
     Tensors go to `device` one by one: the host holds one of them at a time.
 
+    Args:
+        dtype: Of the tensors in memory.
+        single_file: Where they are, unless the checkpoint has an index of shards.
+        shared_in: Registry of the parts that this machine's processes share; None shares nothing.
+
     Raises:
         ConfigError: No safetensors, a shard is missing or damaged.
     """
@@ -40,10 +46,13 @@ class TensorFiles:
         dtype: torch.dtype,
         single_file: str = SINGLE_FILE,
         device: torch.device = CPU,
+        shared_in: Path | None = None,
     ) -> None:
         self._path = path
         self._dtype = dtype
-        self._arena: Arena | DeviceArena = Arena() if device.type == "cpu" else DeviceArena(device)
+        self._arena: Arena | SharedArena | DeviceArena = (
+            Arena() if device.type == "cpu" else DeviceArena(device)
+        )
         self._open: dict[str, Any] = {}
         self._names: dict[str, str] = {}
         if single_file == SINGLE_FILE and (path / INDEX_FILE).is_file():
@@ -56,6 +65,11 @@ class TensorFiles:
                 "not loaded, save the model with safe_serialization=True",
                 param="model",
             )
+        self._parts: SharedParts | None = None
+        if shared_in is not None and device.type == "cpu" and is_supported():
+            names = {single_file, *self._names.values()}
+            files = [path / name for name in names if (path / name).is_file()]
+            self._parts = SharedParts(shared_in, files, dtype)
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -78,19 +92,25 @@ class TensorFiles:
         return self._dtype
 
     @contextmanager
-    def apart(self, num_bytes: int) -> Iterator[None]:
+    def part(self, name: str, num_bytes: int) -> Iterator[None]:
         """Put what is read inside into memory of its own, which goes when those tensors go.
 
+        With a registry, that memory is one copy for all processes of this machine.
+
         Args:
-            num_bytes: About as much as that will be.
+            name: Of this part of the model, unique within the files.
+            num_bytes: About as much as it will take.
         """
-        shared = self._arena
-        if isinstance(shared, Arena):
-            self._arena = Arena(num_bytes)
-        try:
-            yield
-        finally:
-            self._arena = shared
+        before = self._arena
+        with ExitStack() as stack:
+            if self._parts is not None:
+                self._arena = stack.enter_context(self._parts.part(name, num_bytes))
+            elif isinstance(before, Arena):
+                self._arena = Arena(num_bytes)
+            try:
+                yield
+            finally:
+                self._arena = before
 
     def into(self, name: str, target: torch.Tensor) -> None:
         """Read a tensor into `target`, converting its dtype.
@@ -119,12 +139,15 @@ class TensorFiles:
     def read(self, name: str, *shape: int) -> torch.Tensor:
         """Return a copy of a tensor in the engine's dtype. Raises: ConfigError as `into`."""
         target = self._arena.take(shape, self._dtype)
-        self.into(name, target)
+        if not self._arena.is_filled:
+            self.into(name, target)
         return target
 
     def stack(self, names: list[str], sizes: list[int], *rest: int) -> torch.Tensor:
         """Read several tensors into one, along the first dimension, without a second copy."""
         target = self._arena.take((sum(sizes), *rest), self._dtype)
+        if self._arena.is_filled:
+            return target
         start = 0
         for name, size in zip(names, sizes, strict=True):
             self.into(name, target[start : start + size])

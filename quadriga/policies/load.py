@@ -51,7 +51,7 @@ def has_room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
     important one takes the place of the least important.
     """
     info = snapshot.info
-    held = snapshot.num_running + snapshot.num_waiting
+    held = num_held(snapshot)
     tokens = snapshot.reserved_tokens + tokens_wanted(snapshot, request)
     if info.reservation == "longest":
         return held < info.num_slots and tokens <= info.kv_capacity_tokens
@@ -61,9 +61,13 @@ def has_room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
     return snapshot.least_priority is not None and request.priority < snapshot.least_priority
 
 
+def num_held(snapshot: ReplicaSnapshot) -> int:
+    """Sequences that run at a replica, wait there, or are on their way to it."""
+    return snapshot.num_running + snapshot.num_waiting
+
+
 def decode_pressure(snapshot: ReplicaSnapshot) -> float:
     """The scarcer of slots and cache tokens, as the share in use; 1 is full, higher is busier."""
-    held = snapshot.num_running + snapshot.num_waiting
-    slots = held / snapshot.info.num_slots
+    slots = num_held(snapshot) / snapshot.info.num_slots
     tokens = snapshot.reserved_tokens / snapshot.info.kv_capacity_tokens
     return max(slots, tokens)

@@ -102,6 +102,9 @@ class Rebatcher(Protocol):
             filled: Positions × segments whose KV, skipped before, it had to fill in first.
         """
 
+    def tests(self, exit_index: int) -> bool:
+        """Whether tokens may leave at a non-final exit as the policy works now."""
+
     def target_gap_s(self, running: int) -> float:
         """Time between two tokens of a sequence that the policy plans for by default."""
 

@@ -6,19 +6,22 @@ their state at any instant follows in closed form, for all together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import overload
+
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.policies.ares.cluster import ClusterForecast
+from quadriga.policies.ares.cluster import ClusterForecast, class_loads
 from quadriga.policies.ares.forecast import (
     FIXED,
-    NUM_LOADS,
     PAUSED,
-    REMAINING,
     RUNS,
-    TOKENS,
+    StepCosts,
     forecast_rows,
+    load_sums,
     memory_rows,
+    sizes,
     tokens_ahead,
 )
 from quadriga.sim.decode import DecodeReplica
@@ -32,7 +35,8 @@ class Board:
     """Arrays over n decode replicas and all requests of a run.
 
     Attributes:
-        owner: Replica of each request, or NOWHERE.
+        owner: Replica of each request, or NOWHERE; changed by `give` alone.
+        prompt_tokens: Of all requests that each replica owns.
         is_running: False for a sequence that is paused, or on its way to its owner.
         is_paused: Stands in host memory, its KV whole, and is not on its way back.
         base: Size of a running sequence less its replica's steps; of another, its size.
@@ -60,45 +64,69 @@ class Board:
         self.moved_s = np.full(num_requests, -np.inf)
         self.is_alive = np.ones(n, dtype=bool)
         self.is_draining = np.zeros(n, dtype=bool)
-        self._anchor_s, self._steps, self._factor = np.zeros(n), np.zeros(n), np.ones(n)
+        self._anchor_s, self._steps = np.zeros(n), np.zeros(n)
         self._tokens, self._num = np.zeros(n), np.zeros(n)
+        # k steps from the anchor take linear · k + half · k²; the first one, by the profile, first.
+        self._first_s, self._slope_s = np.full(n, profile.step.base_s), np.zeros(n)
+        self._linear_s, self._half_s = np.full(n, profile.step.base_s), np.zeros(n)
         self._aside_tokens, self._num_held = np.zeros(n), np.zeros(n, dtype=np.int64)
         self.num_paused = np.zeros(n, dtype=np.int64)
+        self.prompt_tokens = np.zeros(n)
+        self._now_s: float | None = None  # of `_new_steps`
+        self._new_steps = np.zeros(n)
+
+    def give(self, request: int, replica: int) -> None:
+        """A request has another owner, or NOWHERE."""
+        before = self.owner[request]
+        if before != NOWHERE:
+            self.prompt_tokens[before] -= self.input_tokens[request]
+        if replica != NOWHERE:
+            self.prompt_tokens[replica] += self.input_tokens[request]
+        self.owner[request] = replica
 
     def note(self, index: int, replica: DecodeReplica) -> None:
         """A replica's state changed."""
+        self._now_s = None
         self._anchor_s[index] = replica.anchor_s
         self._steps[index] = replica.steps
-        self._factor[index] = replica.factor
         self._tokens[index] = replica.tokens
-        self._num[index] = len(replica.running)
+        self._num[index] = num = len(replica.running)
+        cost, factor = self.profile.step, replica.factor
+        self._first_s[index] = first_s = cost.step_s(num, replica.tokens)
+        self._slope_s[index] = cost.per_token_s * num
+        self._half_s[index] = half_s = factor * cost.per_token_s * num / 2.0
+        self._linear_s[index] = factor * first_s - half_s
         self._aside_tokens[index] = replica.held_tokens - replica.tokens
         self._num_held[index] = replica.num_held
         self.num_paused[index] = replica.num_halted
 
     def new_steps(self, now_s: float) -> NDArray[np.float64]:
-        """Whole steps each replica has made since its anchor, [n]."""
-        cost = self.profile.step
+        """Whole steps each replica has made since its anchor, [n]; not to be written to."""
+        if now_s != self._now_s:
+            self._now_s, self._new_steps = now_s, self._steps_until(now_s)
+        return self._new_steps
+
+    def _steps_until(self, now_s: float) -> NDArray[np.float64]:
+        linear, half = self._linear_s, self._half_s
         passed_s = np.maximum(now_s - self._anchor_s, 0.0)
-        half = self._factor * cost.per_token_s * self._num / 2.0
-        linear = self._factor * self._first_step_s() - half
         root = 2.0 * passed_s / (linear + np.sqrt(linear * linear + 4.0 * half * passed_s))
         steps = np.floor(root)
         steps -= steps * linear + half * steps * steps > passed_s
-        steps += (steps + 1.0) * linear + half * (steps + 1.0) ** 2 <= passed_s
+        more = steps + 1.0
+        steps += more * linear + half * (more * more) <= passed_s
         return np.where(self._num > 0, steps, 0.0)
-
-    def _first_step_s(self) -> NDArray[np.float64]:
-        cost = self.profile.step
-        return cost.base_s + cost.per_sequence_s * self._num + cost.per_token_s * self._tokens
 
     def step_s(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of the step each replica is at, [n]."""
-        return self._first_step_s() + self.profile.step.per_token_s * self._num * new_steps
+        return self._first_s + self._slope_s * new_steps
+
+    def running_tokens(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        """KV tokens of running sequences: what a replica's memory really holds, [n]."""
+        return self._tokens + self._num * new_steps
 
     def used_tokens(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """KV tokens of running, paused and promised sequences, [n]."""
-        return self._tokens + self._num * new_steps + self._aside_tokens
+        return self.running_tokens(new_steps) + self._aside_tokens
 
     @property
     def num_held(self) -> NDArray[np.int64]:
@@ -130,28 +158,21 @@ class Board:
         """What the packed snapshots of all living replicas would say at this moment."""
         new_steps = self.new_steps(now_s)
         alive = np.flatnonzero(self.is_alive)
-        position = np.full(len(self.names), NOWHERE)
-        position[alive] = np.arange(len(alive))
         step_s = self.step_s(new_steps)
         requests = self.held()
         owner = self.owner[requests]
+        at = np.searchsorted(alive, owner)  # who holds a request is alive
         tokens = self.tokens_of(requests, new_steps)
-        zero = np.zeros(len(requests))
-        mean = lower = upper = zero
+        mean = lower = upper = np.zeros(len(requests))
         if predictor is not None:
             remaining = self.final_tokens[requests] - tokens
             said = predictor.predict(requests, tokens - self.input_tokens[requests], remaining)
             mean, lower, upper = said.mean, said.lower, said.upper
-        ahead = tokens_ahead(grid_s, step_s)
-        cost = self.profile.step
         rows = forecast_rows(
             tokens=tokens,
             remaining=mean,
             lower=lower,
             upper=upper,
-            ahead=ahead[owner],
-            per_sequence_s=cost.per_sequence_s,
-            per_token_s=cost.per_token_s,
             moves=self.moves[requests],
             since_move_s=now_s - self.moved_s[requests],
             movable=np.where(
@@ -159,17 +180,19 @@ class Board:
             ),
         )
         # From the rows as packed, in single precision, as a worker's own sums are.
-        held = memory_rows(
-            rows[:, TOKENS].astype(np.float64), rows[:, REMAINING].astype(np.float64), ahead[owner]
-        )
+        size, remaining = sizes(rows)
+        running, context = load_sums(size, remaining)
+        held = memory_rows(size, remaining, tokens_ahead(grid_s, step_s)[owner])
+        costs = StepCosts(self.profile.step.per_sequence_s, self.profile.step.per_token_s)
         n = len(alive)
-        at = position[owner]
+        sums = _summed(np.concatenate((running, context, held), axis=1), at, n)
+        all_running, all_context, all_held = np.split(sums, 3, axis=1)
         return ClusterForecast(
             names=[self.names[i] for i in alive],
+            costs=costs,
+            load_s=class_loads(costs, all_running, all_context),
             grid_s=grid_s,
-            load_s=_summed(rows[:, :NUM_LOADS].astype(np.float64), at, n),
-            tokens=_summed(held, at, n),
-            base_s=np.full(n, cost.base_s),
+            tokens=np.ascontiguousarray(all_held),
             step_s=np.maximum(step_s[alive], 1e-9),
             capacity_tokens=np.full(n, capacity_tokens),
             free_slots=np.where(
@@ -177,18 +200,42 @@ class Board:
             ),
             num_paused=self.num_paused[alive],
             rows=rows,
+            row_load_s=class_loads(costs, running, context).astype(np.float32),
             owner=at,
-            sequence_ids=[str(i) for i in requests.tolist()],
+            sequence_ids=_Ids(requests),
             has_predictions=predictor is not None,
         )
+
+
+class _Ids(Sequence[str]):
+    """Names of requests, made when one is asked for: a tick names none but those it moves."""
+
+    def __init__(self, requests: NDArray[np.int64]) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[str]: ...
+    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        if isinstance(at, slice):
+            return [str(i) for i in self._requests[at].tolist()]
+        return str(int(self._requests[at]))
 
 
 def _summed(
     values: NDArray[np.float64], owner: NDArray[np.int64], num_owners: int
 ) -> NDArray[np.float64]:
     """Sum rows by owner, [num_owners, columns], rounded to what a packed sum holds."""
-    sums = np.zeros((num_owners, values.shape[1]))
-    if len(owner):
-        starts = np.flatnonzero(np.diff(owner, prepend=-1))
-        sums[owner[starts]] = np.add.reduceat(values, starts, axis=0)
+    bounds = np.searchsorted(owner, np.arange(num_owners + 1))
+    holds = bounds[1:] > bounds[:-1]
+    if holds.all():
+        sums = np.add.reduceat(values, bounds[:-1], axis=0)
+    else:  # `reduceat` has no sum of nothing
+        sums = np.zeros((num_owners, values.shape[1]))
+        if holds.any():
+            sums[holds] = np.add.reduceat(values, bounds[:-1][holds], axis=0)
     return sums.astype(np.float32).astype(np.float64)

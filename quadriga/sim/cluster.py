@@ -45,14 +45,20 @@ _MOST_ASKED = 16
 class Simulation:
     """One run of one load under one policy.
 
+    Ticks and reports stand still while the cluster is empty, however long that is.
+
     Args:
         arrivals_s: [num_requests], ascending.
         input_tokens, output_tokens: [num_requests].
         predictor: In place of the policy's own; policies that do not foresee ask none.
         on_tick: Called at each tick with the time and the number of open requests.
+        stop: Asked at each tick, with the time; True ends the run there.
         on_decision: Called with (now, cluster, costs, busy, load_only, orders) of each decision,
             for recordings.
         make_replica: Makes the decode replicas; tests put a plain one here.
+
+    Attributes:
+        result: What came of the run; whole once `run` returned, and as far as it came if it raised.
     """
 
     def __init__(
@@ -65,14 +71,15 @@ class Simulation:
         *,
         predictor: Predictor | None = None,
         on_tick: Callable[[float, int], None] | None = None,
+        stop: Callable[[float, Run], bool] | None = None,
         on_decision: Callable[..., None] | None = None,
         make_replica: Callable[..., DecodeReplica] = DecodeReplica,
     ) -> None:
         self._config, self._policy = config, policy
         self._arrivals_s = arrivals_s
         self._input, self._output = input_tokens.tolist(), output_tokens.tolist()
-        self._on_tick, self._on_decision = on_tick, on_decision
-        self._run = run = Run(len(arrivals_s))
+        self._on_tick, self._stop, self._on_decision = on_tick, stop, on_decision
+        self.result = self._run = run = Run(len(arrivals_s), config.num_prefill)
         profile = config.profile
         names = [f"decode-{i:04}" for i in range(config.num_decode)]
         self._decode = [make_replica(n, profile, config.memory, run.gaps.append) for n in names]
@@ -87,7 +94,7 @@ class Simulation:
         }
         self._prefill_snapshots = [_prefill_snapshot(name) for name in self._prefill]
         delays, rng = config.delays, np.random.default_rng([config.seed, 0xDE1A])
-        self._ingress_s = drawn(delays.ingress_s, len(arrivals_s), rng)
+        self._queued_s = arrivals_s + drawn(delays.ingress_s, len(arrivals_s), rng)
         self._handoff_s = (
             None if delays.handoff_s is None else drawn(delays.handoff_s, len(arrivals_s), rng)
         )
@@ -95,6 +102,7 @@ class Simulation:
             for replica in self._decode:
                 replica.draw_factor = partial(_draw_one, delays.step_factor, rng)
         self._roomless: deque[int] = deque()
+        self._roomless_s: dict[int, float] = {}  # since when
         self.scaler = self._make_scaler(config)
         self._still_roomless: list[int] = []
         self._rebuilt: dict[int, int] = {}  # KV tokens of the sequences that prefill makes anew
@@ -103,26 +111,34 @@ class Simulation:
         self._num_events = 0
         self._versions = [0] * config.num_decode
         self._num_open = len(arrivals_s)
+        self._num_inside = 0  # arrived, and not over
+        self._resting: list[tuple[float, float, Callable[..., None], tuple[Any, ...]]] = []
+        self._is_stopped = False
 
     # Events
 
     def run(self) -> Run:
-        """Simulate until every request is finished or failed, or time is up."""
-        for index, at_s in enumerate((self._arrivals_s + self._ingress_s).tolist()):
+        """Simulate until every request is finished or failed, or time is up, or `stop` says so."""
+        for index, at_s in enumerate(self._queued_s.tolist()):
             self._at(at_s, self._arrive, index)
         for failure in self._config.failures:
             self._at(failure.at_s, self._fail, failure)
         self._at(0.0, self._tick)
         if (every_s := self._config.report_every_s) > 0.0:
-            for replica in range(self._config.num_decode):
-                self._at(replica * every_s / self._config.num_decode, self._report, replica)
+            for index in range(self._config.num_decode):
+                self._at(index * every_s / self._config.num_decode, self._report, index)
         now_s = 0.0
-        while self._events and self._num_open:
-            now_s, _, action, arguments = heapq.heappop(self._events)
-            if now_s > self._config.limit_s:
-                break
-            action(now_s, *arguments)
-        self._run.end(min(now_s, self._config.limit_s))
+        try:
+            while self._events and self._num_open and not self._is_stopped:
+                now_s, _, action, arguments = heapq.heappop(self._events)
+                if now_s > self._config.limit_s:
+                    break
+                action(now_s, *arguments)
+        finally:
+            for replica in self._prefill.values():
+                if replica.blocked_since_s is not None:
+                    self._run.prefill_blocked.append((replica.blocked_since_s, now_s))
+            self._run.end(min(now_s, self._config.limit_s))
         return self._run
 
     def _at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -130,9 +146,27 @@ class Simulation:
         self._num_events += 1
         heapq.heappush(self._events, (at_s, self._num_events, action, arguments))
 
+    def _repeat(
+        self, now_s: float, every_s: float, action: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Call again a period from now on; in an empty cluster, when there is something again."""
+        if self.scaler is None and (not self._num_inside or not self._board.is_alive.any()):
+            self._resting.append((now_s, every_s, action, arguments))
+        else:
+            self._at(now_s + every_s, action, *arguments)
+
+    def _wake(self, now_s: float) -> None:
+        """Go on with what rests, at the times it would have had."""
+        for last_s, every_s, action, arguments in self._resting:
+            periods = max(1, math.ceil((now_s - last_s) / every_s))
+            self._at(last_s + periods * every_s, action, *arguments)
+        self._resting.clear()
+
     # Admission and prefill
 
     def _arrive(self, now_s: float, index: int) -> None:
+        self._num_inside += 1
+        self._wake(now_s)
         replicas = self._prefill.values()
         for snapshot, replica in zip(self._prefill_snapshots, replicas, strict=True):
             snapshot.num_waiting = replica.num_waiting
@@ -156,7 +190,7 @@ class Simulation:
             )
             self._to_prefill(now_s, index, self._input[index], admission.prefill_replica)
         except QuadrigaError as exc:
-            self._close(now_s, index, failure=exc.code)
+            self._close(now_s, index, exc)
 
     def _to_prefill(self, now_s: float, index: int, num_tokens: int, name: str) -> None:
         """Queue a prompt, or a sequence to be rebuilt. Raises: Overloaded."""
@@ -167,11 +201,21 @@ class Simulation:
 
     def _next_pass(self, now_s: float, replica: PrefillReplica) -> None:
         rows = self._config.prefill.max_rows * len(self._prefill)
-        if len(self._roomless) >= rows:
-            return  # all rows hold sequences that wait for a decode replica
+        if len(self._roomless) >= rows:  # all of them hold sequences that wait for a decode replica
+            if replica.num_waiting and replica.blocked_since_s is None:
+                replica.blocked_since_s = now_s
+            return
+        if replica.blocked_since_s is not None:
+            self._run.prefill_blocked.append((replica.blocked_since_s, now_s))
+            replica.blocked_since_s = None
         pass_s = replica.start_pass(now_s=now_s)
-        if pass_s is not None:
-            self._at(now_s + pass_s, self._prefilled, replica)
+        if pass_s is None:
+            return
+        self._run.prefill_busy.append((now_s, now_s + pass_s))
+        for index in replica.in_pass:
+            if index not in self._rebuilt:
+                self._run.prefill_wait_s[index] = now_s - self._queued_s[index]
+        self._at(now_s + pass_s, self._prefilled, replica)
 
     def _prefilled(self, now_s: float, replica: PrefillReplica) -> None:
         """A pass is over: its sequences have their first token, and look for a decode replica."""
@@ -184,7 +228,8 @@ class Simulation:
                     continue
             if not self._place(now_s, index):
                 self._roomless.append(index)
-        replica.is_busy = False
+                self._roomless_s[index] = now_s
+        replica.end_pass()
         self._next_pass(now_s, replica)
 
     def _wake_prefill(self, now_s: float) -> None:
@@ -212,7 +257,7 @@ class Simulation:
         else:
             handoff_s = float(self._handoff_s[index])
         self._decode[replica].join(sequence, ready_s=now_s + handoff_s)
-        self._board.owner[index] = replica
+        self._board.give(index, replica)
         self._board.base[index] = tokens
         self._board.is_running[index] = False
         self._changed(replica)
@@ -222,7 +267,9 @@ class Simulation:
         """Ask again for those who wait, the first ones first."""
         for _ in range(min(len(self._roomless), _MOST_ASKED)):
             index = self._roomless.popleft()
-            if not self._place(now_s, index):
+            if self._place(now_s, index):
+                self._run.room_wait_s[index] += now_s - self._roomless_s.pop(index)
+            else:
                 self._still_roomless.append(index)
         self._roomless.extendleft(reversed(self._still_roomless))
         self._still_roomless.clear()
@@ -258,19 +305,19 @@ class Simulation:
             board.base[sequence.index] = sequence.tokens
             self._halted_s.setdefault(sequence.index, now_s)
             self._run.preempted[sequence.index] += 1
-            self._run.num_full += 1
+            self._run.full_s.append(now_s)
             if not keeps_kv:
                 self._moving.give_up(sequence.index)
         for sequence in happened.resumed:
             board.is_paused[sequence.index] = False
-        for sequence in happened.joined:
+        for sequence in happened.joined.values():
             self._moving.joined(replica.anchor_s, sequence.index)
             if sequence.index in replica.running:  # not preempted at once
                 board.is_running[sequence.index] = True
                 board.base[sequence.index] = sequence.tokens - replica.steps
                 halted_s = self._halted_s.pop(sequence.index)
                 gap_s = replica.anchor_s - halted_s
-                self._run.gaps.append(Gaps(gap_s, gap_s, 1))
+                self._run.gaps.append(Gaps(gap_s, gap_s, 1, replica.anchor_s))
         for sequence in happened.left:
             self._halted_s[sequence.index] = now_s
             self._moving.hand_over(now_s, sequence)
@@ -282,17 +329,21 @@ class Simulation:
         self._moving.give_up(index)
         self._close(now_s, index)
 
-    def _close(self, now_s: float, index: int, failure: str | None = None) -> None:
+    def _close(self, now_s: float, index: int, failure: QuadrigaError | None = None) -> None:
         """A request is over, for good."""
-        self._run.close(index, now_s, failure)
-        self._board.owner[index] = NOWHERE
+        if failure is None:
+            self._run.close(index, now_s, None)
+        else:
+            self._run.close(index, now_s, failure.code, failure.message)
+        self._num_inside -= 1
+        self._board.give(index, NOWHERE)
         self._board.is_running[index] = False
         self._num_open -= 1
 
     # The tick
 
     def _tick(self, now_s: float) -> None:
-        self._at(now_s + self._config.tick_s, self._tick)
+        self._repeat(now_s, self._config.tick_s, self._tick)
         self._sample(now_s)
         if self._policy.rescheduler is not None and self._board.is_alive.sum() > 1:
             self._reschedule(now_s)
@@ -301,26 +352,33 @@ class Simulation:
         self._place_roomless(now_s)
         if self._on_tick is not None:
             self._on_tick(now_s, self._num_open)
+        if self._stop is not None:
+            self._is_stopped = self._stop(now_s, self._run)
 
     def _report(self, now_s: float, replica: int) -> None:
         self._placing.reported(now_s, replica)
-        self._at(now_s + self._config.report_every_s, self._report, replica)
+        self._repeat(now_s, self._config.report_every_s, self._report, replica)
 
     def _sample(self, now_s: float) -> None:
         board = self._board
         new_steps = board.new_steps(now_s)
         step_s = board.step_s(new_steps)[board.is_alive]
-        share = board.used_tokens(new_steps)[board.is_alive]
-        share = share / self._config.profile.kv_capacity_tokens
         if len(step_s):
+            capacity = self._config.profile.kv_capacity_tokens
+            used = board.running_tokens(new_steps)[board.is_alive] / capacity
+            mean_s = float(step_s.sum()) / len(step_s)
+            off_s = step_s - mean_s
+            wanted = board.used_tokens(new_steps)[board.is_alive] / capacity
             self._run.samples.append(
                 Sample(
                     at_s=now_s,
-                    variance_ms2=float(np.var(1e3 * step_s)),
-                    mean_step_s=float(step_s.mean()),
-                    most_used=float(share.max()),
-                    mean_used=float(share.mean()),
+                    variance_ms2=1e6 * float(off_s @ off_s) / len(off_s),
+                    mean_step_s=mean_s,
+                    most_used=float(used.max()),
+                    mean_used=float(used.mean()),
+                    most_wanted=float(wanted.max()),
                     num_running=int(board.num_running.sum()),
+                    num_waiting=len(self._roomless),
                 )
             )
 
@@ -383,7 +441,7 @@ class Simulation:
         for sequence in sequences:
             index = sequence.index
             self._moving.lost(index)
-            self._board.owner[index] = NOWHERE
+            self._board.give(index, NOWHERE)
             self._board.is_running[index] = self._board.is_paused[index] = False
             self._run.rebuilt[index] += 1
             self._run.produced[index] = sequence.tokens - sequence.prompt_tokens
@@ -395,11 +453,13 @@ class Simulation:
             try:
                 self._to_prefill(now_s, index, sequence.tokens, least.name)
             except QuadrigaError as exc:
-                self._close(now_s, index, failure=exc.code)
+                self._close(now_s, index, exc)
 
     def _recover(self, now_s: float, replica: int) -> None:
         self._board.is_alive[replica] = True
         self._placing.forecast = None
+        if self._num_inside:
+            self._wake(now_s)
         self._changed(replica)
         self._place_roomless(now_s)
 

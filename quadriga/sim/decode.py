@@ -193,8 +193,8 @@ class DecodeReplica:
         num = len(self.running)
         first_s = self.first_step_s
         last_s = first_s + self._slope_s * (steps - 1)
-        self._on_gaps(Gaps(first_s, last_s, steps * num))
         self.anchor_s += self._duration_s(steps)
+        self._on_gaps(Gaps(first_s, last_s, steps * num, self.anchor_s))
         self.steps += steps
         self.tokens += steps * num
 
@@ -222,7 +222,7 @@ class DecodeReplica:
             _, index, sequence = heapq.heappop(self._joining)
             self.promised.pop(index, None)
             self._put_in(sequence)
-            happened.joined.append(sequence)
+            happened.joined[index] = sequence
 
     def _preempt(self, happened: Happened) -> None:
         limit = math.floor(self.rules.high * self.profile.kv_capacity_tokens)
@@ -255,11 +255,11 @@ class DecodeReplica:
                 happened.resumed.append(sequence)
                 continue
             blocked_s = self.profile.prefill_s([sequence.tokens])
-            if self.running:
-                self._on_gaps(Gaps(blocked_s, blocked_s, len(self.running)))
             self.anchor_s += blocked_s
+            if self.running:
+                self._on_gaps(Gaps(blocked_s, blocked_s, len(self.running), self.anchor_s))
             self._put_in(sequence)
-            happened.joined.append(sequence)
+            happened.joined[sequence.index] = sequence
 
     def _put_in(self, sequence: Sequence) -> None:
         sequence.base = sequence.tokens - self.steps

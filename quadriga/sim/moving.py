@@ -140,7 +140,7 @@ class Moving:
         rest = max(0, sequence.tokens - transfer.copied_tokens)
         transfer.copied_tokens, transfer.left_s = sequence.tokens, now_s
         board = self._board
-        board.owner[sequence.index] = transfer.destination
+        board.give(sequence.index, transfer.destination)
         board.is_running[sequence.index] = board.is_paused[sequence.index] = False
         board.base[sequence.index] = sequence.tokens
         board.moves[sequence.index] += 1

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.policies.ares import DriftMonitor, StepCosts, horizon_s
+from quadriga.policies.ares import DriftMonitor, horizon_s
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.placement import best_replica
 from quadriga.sim.board import Board
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
 from quadriga.sim.policies import PolicySet
-from quadriga.sim.prediction import NoisyPredictor, OraclePredictor, Predictor
+from quadriga.sim.prediction import NoisyPredictor, OraclePredictor, Predictions, Predictor
 from quadriga.types import LengthPrediction, PlaceRequest, ReplicaInfo, ReplicaSnapshot, Role
 
 
@@ -45,13 +45,13 @@ class Placing:
         self.drift = DriftMonitor()
         reference_s = config.reference_step_s or config.profile.half_memory_step_s
         self.grid_s = np.array(horizon_s(reference_s))
-        step = config.profile.step
-        self._costs = StepCosts(step.per_sequence_s, step.per_token_s)
         self._snapshots = [self._blank(name) for name in board.names]
         self._index = {name: i for i, name in enumerate(board.names)}
         self._said: dict[int, LengthPrediction] = {}
+        self._firsts: Predictions | None = None  # of all requests, right after their prefill
         # Of each replica's last report, and of what was placed there since.
         self._reported_tokens = np.zeros(len(board.names))
+        self._reported_prompts = np.zeros(len(board.names))
         self._reported_held = np.zeros(len(board.names), dtype=np.int64)
         self._reported_paused = np.zeros(len(board.names), dtype=np.int64)
 
@@ -67,8 +67,11 @@ class Placing:
             tokens: Of its KV cache.
             waited_s: Since it was prefilled.
         """
-        prediction = self._predict(index, tokens)
         used = self._board.used_tokens(self._board.new_steps(now_s))
+        takes = self._takes(used, tokens + 1)
+        if self._config.report_every_s == 0.0 and not takes.any():
+            return None  # what no policy places
+        prediction = self._predict(index, tokens)
         request = PlaceRequest(
             sequence_id=str(index),
             depth_class=DEPTH_CLASS,
@@ -81,9 +84,10 @@ class Placing:
         if prediction is None or cluster is None or self.drift.is_drifting:
             chosen = self._by_present(request, used)
         else:
-            chosen = self._by_forecast(cluster, request, used)
+            chosen = self._by_forecast(cluster, request, takes)
         if chosen is not None:
             self._reported_tokens[chosen] += tokens
+            self._reported_prompts[chosen] += tokens
             self._reported_held[chosen] += 1
         if chosen is not None and prediction is not None:
             self._said.setdefault(index, prediction)
@@ -93,6 +97,7 @@ class Placing:
         """A replica tells what it holds, what is on its way to it included."""
         board = self._board
         self._reported_tokens[replica] = board.used_tokens(board.new_steps(now_s))[replica]
+        self._reported_prompts[replica] = board.prompt_tokens[replica]
         self._reported_held[replica] = board.num_held[replica]
         self._reported_paused[replica] = board.num_paused[replica]
 
@@ -105,49 +110,52 @@ class Placing:
     def _predict(self, index: int, tokens: int) -> LengthPrediction | None:
         if self.predictor is None:
             return None
-        produced = tokens - self._board.input_tokens[index : index + 1]
+        board = self._board
+        if tokens == board.input_tokens[index] + 1:
+            if self._firsts is None:
+                one = np.ones(len(board.input_tokens))
+                left = board.final_tokens - (board.input_tokens + 1)
+                self._firsts = self.predictor.predict(np.arange(len(one)), one, left)
+            return self._firsts.of(index)
+        produced = tokens - board.input_tokens[index : index + 1]
         remaining = self._board.final_tokens[index : index + 1] - tokens
         return self.predictor.predict(np.array([index]), produced, remaining).of(0)
 
     def _by_forecast(
-        self, cluster: ClusterForecast, request: PlaceRequest, used: NDArray[np.float64]
+        self, cluster: ClusterForecast, request: PlaceRequest, takes: NDArray[np.bool_]
     ) -> int | None:
         alive = np.flatnonzero(self._board.is_alive)
-        able = self._board.num_held[alive] < self._config.profile.num_slots
-        able &= ~self._board.is_draining[alive]
-        able &= self._has_room(used, request)[alive]
-        row = best_replica(cluster, request, able, self._policy.settings, self._costs)
+        row = best_replica(cluster, request, takes[alive], self._policy.settings)
         if row is None or request.prediction is None:
             return None
         # Until the next tick, what was just placed counts too.
         size, mean = np.array([float(request.num_tokens)]), np.array([request.prediction.mean])
+        cluster.load_s[row] += load_rows(size, mean, cluster.costs)[0]
         ahead = tokens_ahead(cluster.grid_s, cluster.step_s[row])[None, :]
-        cluster.load_s[row] += load_rows(
-            size,
-            mean,
-            ahead,
-            per_sequence_s=self._costs.per_sequence_s,
-            per_token_s=self._costs.per_token_s,
-        )[0]
         cluster.tokens[row] += memory_rows(size, mean, ahead)[0]
         return int(alive[row])
 
-    def _has_room(self, used: NDArray[np.float64], request: PlaceRequest) -> NDArray[np.bool_]:
-        """`policies.load.has_room` for all replicas at once, [n]."""
-        fits = used + request.max_total_tokens <= self._config.admitted_tokens
+    def _takes(self, used: NDArray[np.float64], max_total_tokens: int) -> NDArray[np.bool_]:
+        """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once."""
+        board = self._board
+        fits = used + max_total_tokens <= self._config.admitted_tokens
         if self._config.memory.reservation == "used":
-            fits = (fits | (self._board.num_held == 0)) & (self._board.num_paused == 0)
-        return fits
+            fits = (fits | (board.num_held == 0)) & (board.num_paused == 0)
+        fits &= board.num_held < self._config.profile.num_slots
+        return np.asarray(fits & board.is_alive & ~board.is_draining)
 
     def _by_present(self, request: PlaceRequest, used: NDArray[np.float64]) -> int | None:
-        """By the baselines."""
-        held, paused = self._board.num_held, self._board.num_paused
+        """By what is there now, or was at the last reports."""
         if self._config.report_every_s > 0.0:
-            used, held, paused = self._reported_tokens, self._reported_held, self._reported_paused
-        for snapshot, tokens, count, halted in zip(
-            self._snapshots, used.tolist(), held.tolist(), paused.tolist(), strict=True
-        ):
+            used, prompts = self._reported_tokens, self._reported_prompts
+            held, paused = self._reported_held, self._reported_paused
+        else:
+            prompts = self._board.prompt_tokens
+            held, paused = self._board.num_held, self._board.num_paused
+        lists = (values.tolist() for values in (used, prompts, held, paused))
+        for snapshot, tokens, prompt, count, halted in zip(self._snapshots, *lists, strict=True):
             snapshot.used_tokens = snapshot.reserved_tokens = int(tokens)
+            snapshot.prompt_tokens = int(prompt)
             snapshot.num_running, snapshot.num_paused = count, halted
         takes = (self._board.is_alive & ~self._board.is_draining).tolist()
         snapshots = [s for s, does in zip(self._snapshots, takes, strict=True) if does]

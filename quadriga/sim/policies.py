@@ -1,4 +1,4 @@
-"""The five ways to place and to move, by name: the objects the cluster runs, put together."""
+"""The ways to place and to move, by name: the objects the cluster runs, put together."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from dataclasses import dataclass
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, Rescheduler
 from quadriga.policies.ares.settings import settings_under
-from quadriga.policies.baselines.placement import Placement, make_placement
+from quadriga.policies.baselines.placement import Placement
+from quadriga.policies.placements import PLAIN
 from quadriga.types import Reservation
 
-POLICY_NAMES = ("round_robin", "current_load", "reschedule", "ares", "oracle")
+PLACEMENTS = {
+    "round_robin": "round_robin",
+    "current_load": "current_load",
+    "least_requests": "least_requests",
+    "least_work": "least_work",
+    "reschedule": "current_load",
+    "ares": "least_work",
+    "oracle": "least_work",
+}
+"""By policy, the placement without forecasts."""
+POLICY_NAMES = tuple(PLACEMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +50,13 @@ def make_policy(
 ) -> PolicySet:
     """Return a fresh policy of a name.
 
-    round_robin   each replica in turn
-    current_load  the least used KV memory; ARES's baseline ("vLLM")
-    reschedule    current load, and moves by the present load alone ("vLLM + rescheduling")
-    ares          placement and moves by forecast, predictions as wrong as ARES's head
-    oracle        the same with true lengths
+    round_robin     each replica in turn
+    current_load    the least used KV memory; ARES's baseline ("vLLM")
+    least_requests  the fewest sequences
+    least_work      the least expected work; what a service does by default
+    reschedule      current load, and moves by the present load alone ("vLLM + rescheduling")
+    ares            placement and moves by forecast, predictions as wrong as ARES's head
+    oracle          the same with true lengths
 
     Args:
         reservation: How the replicas promise memory; see `MemoryRules.reservation`.
@@ -61,7 +74,7 @@ def make_policy(
     moves = foresees or name == "reschedule"
     return PolicySet(
         name=name,
-        placement=make_placement("round_robin" if name == "round_robin" else "current_load"),
+        placement=PLAIN[PLACEMENTS[name]](),
         rescheduler=Rescheduler(settings, predicts=foresees) if moves else None,
         settings=settings,
         foresees=foresees,

@@ -110,7 +110,7 @@ class NoisyPredictor:
         self._errors = errors or ErrorModel()
         self._bias = bias
         rng = np.random.default_rng([seed, 0x1E46])
-        self._own = rng.standard_normal(len(output_tokens))
+        self._own = self._errors.sigma * rng.standard_normal(len(output_tokens))
         self._counts, self._medians = _conditional_medians(output_tokens)
 
     def predict(
@@ -121,14 +121,12 @@ class NoisyPredictor:
         doubt = (1.0 - e.start_weight) * np.exp(-produced / e.settle_tokens)
         guess = np.interp(produced, self._counts, self._medians)
         log = (1.0 - doubt) * np.log1p(remaining) + doubt * np.log1p(guess)
-        log += e.sigma * self._own[requests]
+        log += self._own[requests]
         mean = np.expm1(log) * self._bias
         width = _QUANTILE * np.sqrt(e.sigma**2 + (doubt * e.spread) ** 2)
-        return Predictions(
-            mean,
-            ((mean + 1.0) * np.exp(-width) - 1.0).clip(min=0.0),
-            (mean + 1.0) * np.exp(width) - 1.0,
-        )
+        more = mean + 1.0
+        lower = np.maximum(more * np.exp(-width) - 1.0, 0.0)
+        return Predictions(mean, lower, more * np.exp(width) - 1.0)
 
 
 def _conditional_medians(output_tokens: NDArray[np.int64]) -> tuple[Floats, Floats]:

@@ -11,13 +11,19 @@ from quadriga.types import SamplingParams, SequenceState
 
 
 class PrefillReplica:
-    """Takes prompts from its queue, several in one pass, while tokens fit the budget."""
+    """Takes prompts from its queue, several in one pass, while tokens fit the budget.
+
+    Attributes:
+        blocked_since_s: Since when it stands still with a queue for want of free rows, or None.
+    """
 
     def __init__(self, name: str, profile: CostProfile, config: PrefillConfig) -> None:
         self.name = name
         self.profile = profile
         self.is_busy = False
         self.in_pass: list[int] = []
+        self.blocked_since_s: float | None = None
+        self._pass_tokens = 0
         self._queue = PrefillQueue(
             max_sequences=config.max_queued_sequences,
             max_tokens=config.max_queued_tokens,
@@ -30,7 +36,8 @@ class PrefillReplica:
 
     @property
     def waiting_tokens(self) -> int:
-        return self._queue.num_tokens
+        """Tokens not computed yet: in the queue, and in the pass under way."""
+        return self._queue.num_tokens + self._pass_tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -51,6 +58,11 @@ class PrefillReplica:
         )
         self._queue.push(state, now_s=now_s, drain_tokens_per_s=self.tokens_per_s)
 
+    def end_pass(self) -> None:
+        """The pass under way is over."""
+        self.is_busy = False
+        self._pass_tokens = 0
+
     def start_pass(self, *, now_s: float) -> float | None:
         """Begin the next pass; returns its seconds, or None where nothing waits."""
         lengths: list[int] = []
@@ -64,4 +76,5 @@ class PrefillReplica:
         budget = self.profile.prefill_budget_tokens
         self._queue.take(start, token_budget=budget, now_s=now_s)
         self.is_busy = bool(lengths)
+        self._pass_tokens = sum(lengths)
         return self.profile.prefill_s(lengths) if lengths else None

@@ -1,4 +1,20 @@
-"""What devices cost: step and prefill times, KV memory, links. Each figure with its source."""
+"""What devices cost: step and prefill times, KV memory, links. Each figure with its source.
+
+The devices' own figures are the vendor's, for dense matrices: data sheets print the tensor cores'
+rates twice as high, for matrices of which half is zero.
+
+    device            memory   memory bandwidth   8-bit integers   16-bit floats
+    RTX 4090D         24 GB    1,008 GB/s         588 T/s          147 T/s
+    H800 SXM          80 GB    3.35 TB/s          1,979 T/s        989 T/s
+    A100 SXM, 80 GB   80 GB    2,039 GB/s         624 T/s          312 T/s
+
+16-bit products are summed in 32 bits, as attention wants it; GeForce cards do that at half of the
+rate that they have with 16-bit sums. Sources: NVIDIA Ada GPU Architecture whitepaper (RTX 4090:
+660.6 and 165.2 T/s dense with 512 tensor cores at 2.52 GHz; the 4090D has 456 at the same clock;
+its product page says 1,177 AI TOPS, which is the sparse rate); NVIDIA H100 Tensor Core GPU data
+sheet, SXM (sparse 3,958 and 1,979; the H800 differs in NVLink and in 64-bit floats only); NVIDIA
+A100 Tensor Core GPU data sheet, SXM 80 GB (sparse 1,248 and 624).
+"""
 
 from __future__ import annotations
 
@@ -116,9 +132,16 @@ _SHARE_OF_BANDWIDTH = 0.768
 
 
 def _gpu(
-    name: str, *, memory_gib: float, bytes_per_s: float, int8_ops_per_s: float, source: str
+    name: str,
+    *,
+    memory_gib: float,
+    bytes_per_s: float,
+    int8_ops_per_s: float,
+    fp16_ops_per_s: float,
+    source: str,
 ) -> CostProfile:
-    """A device by its data sheet: prefill at 35 % of its 8-bit rate, attention at 20 % of it."""
+    """A device by its data sheet: prefill at 35 % of its 8-bit rate, attention at 40 % of its
+    16-bit rate (the cache is in 16 bits); both dense. The shares are assumptions."""
     rate = _SHARE_OF_BANDWIDTH * bytes_per_s
     capacity = (0.9 * memory_gib * 2**30 - _HELD_BYTES) / _KV_BYTES
     layer_ops = 2 * 6.53e9
@@ -127,7 +150,7 @@ def _gpu(
         step=PaceProfile(name, _READ_BYTES / rate, 0.0, _KV_BYTES / rate, source),
         prefill_base_s=_READ_BYTES / rate,
         prefill_per_token_s=layer_ops / (0.35 * int8_ops_per_s),
-        prefill_per_pair_s=pair_ops / (0.2 * int8_ops_per_s),
+        prefill_per_pair_s=pair_ops / (0.4 * fp16_ops_per_s),
         prefill_budget_tokens=8192,
         kv_bytes_per_token=_KV_BYTES,
         kv_capacity_tokens=int(capacity) // 16 * 16,
@@ -143,7 +166,8 @@ RTX_4090D = _gpu(
     "rtx4090d-7b",
     memory_gib=24,
     bytes_per_s=1.008e12,
-    int8_ops_per_s=588e12 / 2,
+    int8_ops_per_s=588e12,
+    fp16_ops_per_s=147e12,
     source="ARES §5.3 (18.23 ms at 50 % KV memory), §6.1 (W8A8, 25 Gbit/s), data sheet",
 )
 H800 = _gpu(
@@ -151,6 +175,7 @@ H800 = _gpu(
     memory_gib=80,
     bytes_per_s=3.35e12,
     int8_ops_per_s=1979e12,
+    fp16_ops_per_s=989e12,
     source="data sheet at the RTX 4090D's measured share of the bandwidth; ARES Figure 11",
 )
 A100 = _gpu(
@@ -158,6 +183,7 @@ A100 = _gpu(
     memory_gib=80,
     bytes_per_s=2.039e12,
     int8_ops_per_s=624e12,
+    fp16_ops_per_s=312e12,
     source="data sheet at the RTX 4090D's measured share of the bandwidth; ARES Figure 11",
 )
 

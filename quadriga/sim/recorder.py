@@ -8,12 +8,11 @@ import numpy as np
 
 from quadriga.policies.ares import AresSettings, TransferCosts
 from quadriga.policies.ares.cluster import ClusterForecast
+from quadriga.policies.ares.forecast import pack
 from quadriga.policies.ares.recording import Tick, write_tick
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
 from quadriga.sim.policies import make_policy
-from quadriga.types import LoadForecast, MigrationOrder, ReplicaInfo, ReplicaSnapshot, Role
-
-_WIRE = np.dtype("<f4")
+from quadriga.types import MigrationOrder, ReplicaInfo, ReplicaSnapshot, Role
 
 
 class Recorder:
@@ -37,11 +36,14 @@ class Recorder:
         orders: list[MigrationOrder],
     ) -> None:
         """Write one decision."""
+        profile = self._config.profile
         write_tick(
             self._stream,
             Tick(
                 at_s=now_s,
-                snapshots=snapshots_of(cluster, self._config.profile.num_slots, now_s),
+                snapshots=snapshots_of(
+                    cluster, profile.num_slots, now_s, base_s=profile.step.base_s
+                ),
                 settings=self._settings,
                 costs=costs,
                 predicts=self._predicts,
@@ -56,19 +58,25 @@ class Recorder:
         self._stream.close()
 
 
-def snapshots_of(cluster: ClusterForecast, num_slots: int, now_s: float) -> list[ReplicaSnapshot]:
-    """Pack the arrays again, replica by replica, as they would have been reported."""
+def snapshots_of(
+    cluster: ClusterForecast, num_slots: int, now_s: float, *, base_s: float
+) -> list[ReplicaSnapshot]:
+    """Pack the arrays again, replica by replica, as they would have been reported.
+
+    Args:
+        base_s: A step without sequences.
+    """
     bounds = np.searchsorted(cluster.owner, np.arange(len(cluster) + 1))
     snapshots = []
     for i, name in enumerate(cluster.names):
         mine = slice(int(bounds[i]), int(bounds[i + 1]))
-        forecast = LoadForecast(
-            grid_s=tuple(cluster.grid_s.tolist()),
-            sequence_ids=tuple(cluster.sequence_ids[mine]),
-            rows=cluster.rows[mine].astype(_WIRE, copy=False).tobytes(),
-            load_s=cluster.load_s[i].astype(_WIRE).tobytes(),
-            tokens=cluster.tokens[i].astype(_WIRE).tobytes(),
-            base_s=float(cluster.base_s[i]),
+        forecast = pack(
+            cluster.rows[mine],
+            cluster.sequence_ids[mine],
+            grid_s=cluster.grid_s.tolist(),
+            step_s=float(cluster.step_s[i]),
+            base_s=base_s,
+            costs=cluster.costs,
             has_predictions=cluster.has_predictions,
         )
         capacity = int(cluster.capacity_tokens[i])

@@ -65,20 +65,27 @@ class Happened:
     """What one event of a replica brought, for the cluster to note.
 
     Attributes:
+        joined: By index: entered the batch, from outside or after a preemption. A sequence that
+            joins, is preempted and returns within one event stands here once, and in `preempted`.
         resumed: Left host memory, and will join.
     """
 
     finished: list[Sequence] = field(default_factory=list)
     left: list[Sequence] = field(default_factory=list)
-    joined: list[Sequence] = field(default_factory=list)
+    joined: dict[int, Sequence] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
     resumed: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Gaps:
-    """Gaps between `weight` tokens and the ones before them: from `first_s` to `last_s`, evenly."""
+    """Gaps between `weight` tokens and the ones before them: from `first_s` to `last_s`, evenly.
+
+    Attributes:
+        at_s: When the last of them ended.
+    """
 
     first_s: float
     last_s: float
     weight: int
+    at_s: float

@@ -86,7 +86,9 @@ class Autoscaler:
         cluster = board.forecast(
             now_s, self._placing.grid_s, self._capacity, self._placing.predictor
         )
-        snapshots = snapshots_of(cluster, board.profile.num_slots, now_s)
+        snapshots = snapshots_of(
+            cluster, board.profile.num_slots, now_s, base_s=board.profile.step.base_s
+        )
         for snapshot in snapshots:
             index = self._index[snapshot.info.name]
             snapshot.num_running = int(board.num_held[index]) - snapshot.num_paused

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ConfigError
-from quadriga.training.family import FAMILY, Member, at_rate, on_equal_mix, on_mix
+from quadriga.training.family import (
+    FAMILY,
+    Member,
+    at_rate,
+    on_equal_mix,
+    on_mix,
+    with_reworded_share,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         "--rate", type=float, default=1.0,
         metavar="FACTOR",
         help="of the recipe's learning rates; below 1 to go on from finished weights (default: 1)",
+    )  # fmt: skip
+    train.add_argument(
+        "--reworded", type=float,
+        metavar="SHARE",
+        help="of short questions in other words than the tasks' own (default: the recipe's)",
     )  # fmt: skip
     train.add_argument(
         "--folder",
@@ -281,7 +293,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     folders = _folders(args)
     models = {folder.name: load_checkpoint(folder).to(_device(args.device)) for folder in folders}
-    answers = len(models) * len(TASKS) * (args.examples + max(1, args.examples // 2))
+    answers = len(models) * len(TASKS) * (2 * args.examples + max(1, args.examples // 2))
     errors = Console(stderr=True)
     columns = ("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors) as bar:
@@ -354,6 +366,8 @@ def _member(args: argparse.Namespace) -> Member:
         if args.folder is None:
             raise ConfigError("--mix: a mix of your own needs a --folder for its state")
         member = on_mix(member, _mix(args.mix))
+    if args.reworded is not None:
+        member = with_reworded_share(member, args.reworded)
     return at_rate(member, args.rate)
 
 

@@ -51,16 +51,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class EncodedExample:
-    """Token ids of prompt + newline, and of the answer with its end token."""
+    """Token ids of an example's text, and of its continuation with the end token."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def encode(tokenizer: Tokenizer, examples: list[Example]) -> list[EncodedExample]:
-    """Tokenise examples as they are served: `prompt + newline`, then `answer + end`."""
-    prompts = tokenizer.encode_batch([example.prompt + "\n" for example in examples])
-    answers = tokenizer.encode_batch([example.answer for example in examples])
+    """Tokenise examples as they are served: the text, then what follows it and the end token."""
+    prompts = tokenizer.encode_batch([example.text for example in examples])
+    answers = tokenizer.encode_batch([example.continuation for example in examples])
     return [
         EncodedExample(prompt.ids, [*answer.ids, END_ID])
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -121,11 +121,14 @@ def next_batch(
     start: int,
     mix: Mapping[str, float],
     lengths: LengthMix,
+    reworded_share: float = 0.0,
     tokens_per_step: int,
     end_weight: float,
 ) -> Batch:
     """Return the batch that begins with example `start` of the stream; a pure function."""
-    stream = sample_examples(seed=seed, start=start, mix=mix, lengths=lengths)
+    stream = sample_examples(
+        seed=seed, start=start, mix=mix, lengths=lengths, reworded_share=reworded_share
+    )
     rows: list[EncodedExample] = []
     sizes: list[int] = []
     while True:

@@ -15,7 +15,15 @@ from torch import Tensor
 from quadriga.training.data import encode
 from quadriga.training.generate import greedy
 from quadriga.training.model import EarlyExitLlama
-from quadriga.training.tasks import FULL_LENGTHS, LONG_LENGTHS, TASKS, Example, check, make_example
+from quadriga.training.tasks import (
+    FULL_LENGTHS,
+    LONG_LENGTHS,
+    TASKS,
+    Example,
+    check,
+    make_example,
+    make_reworded_example,
+)
 from quadriga.training.teacher import Forced, force
 
 CRITERIA = ("top", "margin")
@@ -42,13 +50,18 @@ class TaskExits:
 
 
 def examples_of(task: str, count: int, *, seed: int, long: bool = False) -> list[Example]:
-    """Return the evaluation's examples: the default lengths, or only the long half."""
+    """Return the evaluation's examples in the task's words: default lengths, or the long half."""
     lengths = LONG_LENGTHS if long else FULL_LENGTHS
     offset = 1_000_000 if long else 0
     return [
         make_example(task, seed=seed, index=offset + index, lengths=lengths)
         for index in range(count)
     ]
+
+
+def reworded_examples_of(task: str, count: int, *, seed: int) -> list[Example]:
+    """Return the evaluation's short questions in other words; training has other streams."""
+    return [make_reworded_example(task, seed=seed, index=index) for index in range(count)]
 
 
 def generated_right(
@@ -160,7 +173,7 @@ def evaluate(
     Args:
         models: By name; the complement is of the first (small) and the second (large).
         tokenizer: The family's.
-        examples: Per task; half as many long ones come on top.
+        examples: Per task, in its own words and in other words; half as many long ones on top.
         seed: Of the examples; training uses other streams.
         advance: Called with the number of answers just generated.
     """
@@ -172,11 +185,18 @@ def evaluate(
         for task in TASKS:
             usual = examples_of(task, examples, seed=seed)
             long = examples_of(task, max(1, examples // 2), seed=seed, long=True)
-            right = generated_right(model, tokenizer, usual + long, advance)
+            reworded = reworded_examples_of(task, examples, seed=seed)
+            right = generated_right(model, tokenizer, usual + long + reworded, advance)
+            right_usual, right_long, right_reworded = (
+                right[: len(usual)],
+                right[len(usual) : -len(reworded)],
+                right[-len(reworded) :],
+            )
             exits[name][task] = exits_of(force(model, tokenizer, usual))
             tasks[task] = {
-                "exact_match": sum(right[: len(usual)]) / len(usual),
-                "exact_match_long": sum(right[len(usual) :]) / len(long),
+                "exact_match": sum(right_usual) / len(usual),
+                "exact_match_long": sum(right_long) / len(long),
+                "exact_match_reworded": sum(right_reworded) / len(reworded),
                 "answer_tokens": exits[name][task].leaves["top"].shape[1],
                 "exits": histogram(exits[name][task], len(model.exits)),
             }

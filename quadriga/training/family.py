@@ -32,6 +32,8 @@ class Recipe:
 
     Attributes:
         mix: Weight per task in the stream of examples.
+        reworded_share: Share of short questions in other words than the tasks' own, once the
+            curriculum has come to full lengths.
         exit_weights: Loss weight of a non-final exit at the start and after `ramp_tokens`.
         curriculum: (tokens seen, share of the full length range from then on), ascending.
         ramp_tokens: Tokens over which the exits' weight rises.
@@ -42,6 +44,7 @@ class Recipe:
     tokens_per_step: int
     curriculum: tuple[tuple[int, float], ...]
     seed: int
+    reworded_share: float = 0.5
     exit_weights: tuple[float, float] = (0.1, 0.3)
     ramp_tokens: int = 6_000_000
     muon_lr: float = 0.02
@@ -144,6 +147,17 @@ def on_mix(member: Member, mix: Mapping[str, float]) -> Member:
 def on_equal_mix(member: Member) -> Member:
     """A member that sees every task alike."""
     return on_mix(member, DEFAULT_MIX)
+
+
+def with_reworded_share(member: Member, share: float) -> Member:
+    """A member that sees another share of short questions in other words.
+
+    Raises:
+        ConfigError: No share.
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError(f"--reworded: {share:g} must be from 0 to 1")
+    return replace(member, recipe=replace(member.recipe, reworded_share=share))
 
 
 def at_rate(member: Member, rate: float) -> Member:

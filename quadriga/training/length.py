@@ -110,7 +110,7 @@ def collect(
     examples = [
         make_example(task, seed=seed, index=i) for task in TASKS for i in range(requests_per_task)
     ]
-    prompts = [e.ids for e in tokenizer.encode_batch([x.prompt + "\n" for x in examples])]
+    prompts = [e.ids for e in tokenizer.encode_batch([x.text for x in examples])]
     # By expected length: rows that end early would idle beside long ones.
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].answer))
     answers: list[list[int]] = [[] for _ in prompts]

@@ -80,10 +80,14 @@ class Trainer:
         self.progress = Progress(**payload["progress"])
 
     def start_from(self, source: Path) -> None:
-        """Take over weights only, from a checkpoint folder or a state file; lengths start full."""
+        """Take over weights only, from a checkpoint folder or a state file.
+
+        Lengths start full and the exits' weight at its last value, as the weights were left.
+        """
         weights = load_checkpoint(source).state_dict() if source.is_dir() else load(source)["model"]
         self.model.load_state_dict(weights)
-        self.progress.tokens_seen = self.member.recipe.curriculum[-1][0]
+        recipe = self.member.recipe
+        self.progress.tokens_seen = max(recipe.curriculum[-1][0], recipe.ramp_tokens)
 
     def save(self, name: str) -> None:
         """Write the state under the run's folder."""
@@ -105,6 +109,7 @@ class Trainer:
             start=progress.next_index,
             mix=recipe.mix,
             lengths=LengthMix(scale=scale),
+            reworded_share=recipe.reworded_share if scale == 1.0 else 0.0,
             tokens_per_step=self.options.tokens_per_step,
             end_weight=recipe.end_token_weight,
         ).to(self.options.device)

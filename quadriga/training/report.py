@@ -21,7 +21,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def _tasks_table(name: str, figures: dict[str, Any], report: dict[str, Any]) -> Table:
     drawn = f"{report['examples']} examples a task, seed {report['seed']}"
     title = f"{name}: {drawn}, exits at p ≥ {SHOWN_THRESHOLD}"
-    table = Table("task", "exact", "long", "tokens", title=title)
+    table = Table("task", "exact", "long", "reworded", "tokens", title=title)
     for layer in figures["exit_layers"]:
         table.add_column(f"at {layer}", justify="right")
     table.add_column("early = full", justify="right")
@@ -31,6 +31,7 @@ def _tasks_table(name: str, figures: dict[str, Any], report: dict[str, Any]) -> 
             task,
             f"{row['exact_match']:.3f}",
             f"{row['exact_match_long']:.3f}",
+            f"{row['exact_match_reworded']:.3f}",
             str(row["answer_tokens"]),
             *(f"{share:.3f}" for share in entry["shares"]),
             _share(entry["agreement"]),

@@ -4,6 +4,7 @@ For a task with one right answer, "every token is the arg-max" is the same event
 generation is right", so this is also a cheap stand-in for generation while a model trains.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from quadriga.training.data import encode, group_rows, pack
 from quadriga.training.model import EarlyExitLlama
-from quadriga.training.tasks import DEFAULT_MIX, Example, make_example
+from quadriga.training.tasks import DEFAULT_MIX, Example, make_example, make_reworded_example
 
 _TOKENS_PER_PASS = 8192
 PROBE_SEED = 777_000
@@ -79,16 +80,18 @@ def force(
 def probe(
     model: EarlyExitLlama, tokenizer: Tokenizer, *, examples: int = 24, threshold: float = 0.9
 ) -> dict[str, str]:
-    """Return per task "exact match / token accuracy / share leaving at each exit", cheaply."""
+    """Return per task "exact match / token accuracy / share leaving at each exit", cheaply.
+
+    "TASK, reworded" is the same for short questions in other words.
+    """
     lines = {}
-    for task in DEFAULT_MIX:
+    makers = {"": make_example, ", reworded": make_reworded_example}
+    for task, (kind, make) in itertools.product(DEFAULT_MIX, makers.items()):
         forced = force(
-            model,
-            tokenizer,
-            [make_example(task, seed=PROBE_SEED, index=index) for index in range(examples)],
+            model, tokenizer, [make(task, seed=PROBE_SEED, index=i) for i in range(examples)]
         )
         right = forced.top_ids[-1] == forced.targets
         exact = sum(bool(part.all()) for part in torch.split(right, forced.lengths)) / examples
         exits = " ".join(f"{share:.2f}" for share in (forced.top[:-1] >= threshold).float().mean(1))
-        lines[task] = f"{exact:.2f} {right.float().mean():.3f} exits {exits}"
+        lines[task + kind] = f"{exact:.2f} {right.float().mean():.3f} exits {exits}"
     return lines

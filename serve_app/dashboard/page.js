@@ -1,74 +1,35 @@
 "use strict";
-/* Asks /cluster once a second and shows what View makes of it. Text goes in as text, never as HTML. */
+/* Asks /cluster once a second and shows what View, Exits and Charts make of it. */
 
 (() => {
   const EVERY_MS = 1000;
   const TIMEOUT_MS = 5000;
   const SPAN_S = 10;
   const KEY_NAME = "quadriga-admin-key";
-  const SVG = "http://www.w3.org/2000/svg";
+  const HISTORY = ["class", "requests", "TTFT", "TPOT", "tokens/s", "perplexity", "breaches", "J/token"];
+  const { node, facts, marked, bar, spark } = Draw;
 
   const at = (id) => document.getElementById(id);
   const past = []; // views of the last SPAN_S seconds, for rates
   const opened = new Set(); // classes of which every replica is listed
+  let charts = null; // what is drawn
+  let pointAt = null; // the point that is looked at; the newest where none is
   let isPaused = false;
   let isAsking = false;
   let isRefused = false; // until another key is given
   let answeredMs = 0;
   let timer = 0;
 
-  function node(tag, text, attributes = {}, children = []) {
-    const made = document.createElement(tag);
-    if (text !== null && text !== undefined) made.textContent = text;
-    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-    made.append(...children);
-    return made;
+  function cell(label, children, attributes = {}) {
+    return node("td", null, { "data-label": label, ...attributes }, children);
   }
 
-  function facts(pairs) {
-    return pairs.map(([name, text]) => node("div", null, {}, [node("dt", name), node("dd", text)]));
-  }
-
-  function marked(what) {
-    return node("span", `${what.mark} ${what.text}`.trim(), { "data-level": what.level });
-  }
-
-  function bar(share, promised) {
-    const box = node("span", null, { class: "bar", "aria-hidden": "true" });
-    const put = (width, name) => {
-      const fill = node("i", null, name ? { class: name } : {});
-      fill.style.width = `${100 * Math.min(1, Math.max(0, width))}%`;
-      box.append(fill);
-    };
-    if (promised !== undefined) put(promised, "promised");
-    put(share);
-    return box;
-  }
-
-  function spark(values, top, label, limit) {
-    const svg = document.createElementNS(SVG, "svg");
-    svg.setAttribute("viewBox", "0 -1 90 26");
-    svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", label);
-    const add = (tag, attributes) => {
-      const part = document.createElementNS(SVG, tag);
-      for (const [name, value] of Object.entries(attributes)) part.setAttribute(name, value);
-      svg.append(part);
-    };
-    if (limit !== undefined && top > 0) {
-      const y = 24 - (24 * limit) / top;
-      add("line", { x1: 0, x2: 90, y1: y, y2: y });
-    }
-    add("polyline", { points: View.spark(values, top, 90, 24) });
-    return svg;
-  }
-
-  function replicaRow(r, slowest) {
+  function replicaRow(r, slowest, hasForecast) {
     if (r.is_silent) {
       return node("tr", null, {}, [
         node("th", View.short(r.name), { title: r.name, scope: "row" }),
-        node("td", r.phase),
-        node("td", r.error ?? "it has not reported yet", { colspan: 7, class: "wrap" }),
+        cell("phase", [r.phase]),
+        cell("", [r.error ?? "it has not reported yet"], { colspan: hasForecast ? 7 : 4, class: "wrap" }),
       ]);
     }
     const capacity = Math.max(1, r.kv_capacity_tokens);
@@ -80,27 +41,34 @@
     const paused = r.num_paused ? `, ${r.num_paused} paused` : "";
     const waiting = r.num_waiting - r.num_paused;
     const range = (values, form) => `${form(values[0])} now, ${form(Math.max(...values))} at most`;
+    const future = !hasForecast
+      ? []
+      : ahead.length
+        ? [
+            cell("KV ahead", [spark(ahead, top, `KV tokens over the next ${until}: ${range(ahead, View.count)}`, capacity)]),
+            cell("step ahead", [spark(steps, slowest, `step time over the next ${until}: ${range(steps, View.seconds)}`)]),
+            cell("full in", [old === null ? marked(View.urgency(r)) : "–"]),
+          ]
+        : [cell("", [View.urgency(r).text], { colspan: 3, class: r.role === "decode" ? "" : "none" })];
     return node("tr", null, old === null ? {} : { class: "old" }, [
       node("th", View.short(r.name), { title: r.name, scope: "row" }),
-      node("td", null, {}, old === null ? [r.phase] : [marked(old)]),
-      node("td", null, {}, [
+      cell("phase", [old === null ? r.phase : marked(old)]),
+      cell("sequences", [
         bar(r.num_running / Math.max(1, r.num_slots)),
-        `${r.num_running} of ${r.num_slots}${waiting ? ` + ${waiting}` : ""}${paused}`,
+        `${r.num_running} of ${r.num_slots}${waiting ? `, ${waiting} waiting` : ""}${paused}`,
       ]),
-      node("td", null, {}, [
+      cell("KV memory", [
         bar(r.used_tokens / capacity, r.reserved_tokens / capacity),
         `${View.percent(r.used_tokens / capacity)} of ${View.count(capacity)}`,
       ]),
-      node("td", null, {}, ahead.length ? [spark(ahead, top, `KV tokens over the next ${until}: ${range(ahead, View.count)}`, capacity)] : ["–"]),
-      node("td", null, {}, steps.length ? [spark(steps, slowest, `step time over the next ${until}: ${range(steps, View.seconds)}`)] : ["–"]),
-      node("td", null, {}, old === null ? [marked(View.urgency(r))] : ["–"]),
-      node("td", View.seconds(r.step_s || null), { class: "n" }),
-      node("td", View.count(r.tokens_per_s), { class: "n" }),
+      ...future,
+      cell("step", [View.seconds(r.step_s || null)], { class: "n" }),
+      cell("tokens/s", [View.count(r.tokens_per_s)], { class: "n" }),
     ]);
   }
 
-  function classRow(group, isMany) {
-    const title = node("th", `${group.name} `, { colspan: 9, scope: "colgroup" }, [node("small", group.text)]);
+  function classRow(group, isMany, hasForecast) {
+    const title = node("th", `${group.name} `, { colspan: hasForecast ? 9 : 6, scope: "colgroup" }, [node("small", group.text)]);
     if (isMany && (group.num_hidden || opened.has(group.name))) {
       const text = group.isOpen ? "only those that need a look" : `show ${group.num_hidden} more`;
       const button = node("button", text, { type: "button", "aria-expanded": group.isOpen, "data-class": group.name });
@@ -115,7 +83,13 @@
     const wanted = at("find").value;
     const { isMany, groups } = View.listed(view, [...opened], wanted);
     at("finding").hidden = !isMany && !wanted;
-    const rows = groups.flatMap((g) => [classRow(g, isMany), ...g.shown.map((r) => replicaRow(r, slowest))]);
+    const hasForecast = View.hasForecast(view);
+    at("replicas").parentElement.classList.toggle("present", !hasForecast);
+    at("hint-ahead").hidden = !hasForecast;
+    const rows = groups.flatMap((g) => [
+      classRow(g, isMany, hasForecast),
+      ...g.shown.map((r) => replicaRow(r, slowest, hasForecast)),
+    ]);
     if (!rows.length) {
       const text = wanted ? `No replica is called like “${wanted}”.` : "No replica has reported yet.";
       rows.push(node("tr", null, {}, [node("td", text, { colspan: 9 })]));
@@ -126,55 +100,70 @@
     [...at("replicas").querySelectorAll("button")].find((b) => b.dataset.class === focused)?.focus();
   }
 
+  function exitRow(b) {
+    if (b.why) return node("div", null, { class: "exit" }, [node("span", `${b.layer} layers`), node("em", b.why)]);
+    return node("div", null, { class: "exit" }, [
+      node("span", `${b.layer} layers`),
+      bar(b.share),
+      node("span", `${View.percent(b.share)} · ${View.count(b.tokens)}`),
+    ]);
+  }
+
+  /** Of the last seconds, or since the start where no token came in them; says if there is any. */
   function showExits(view) {
     const before = past[0];
-    const isSpan = before !== undefined && before !== view;
-    at("exits-span").textContent = isSpan
+    const recent = before !== undefined && before !== view ? Exits.byClass(view, before) : [];
+    const isRecent = recent.some((c) => c.total);
+    const classes = isRecent ? recent : Exits.byClass(view);
+    at("exits-span").textContent = isRecent
       ? `tokens of the last ${Math.round(view.at_unix_s - before.at_unix_s)} s`
       : "tokens since the start";
-    const blocks = View.exits(view, isSpan ? before : undefined).map((c) =>
-      node("div", null, {}, [
-        node("h3", c.name),
-        ...c.bars.map((b) =>
-          node("div", null, { class: "exit" }, [
-            node("span", `${b.layer} layers`),
-            bar(b.share),
-            node("span", `${View.percent(b.share)} · ${View.count(b.tokens)}`),
-          ]),
-        ),
-        node(
-          "p",
-          `mean depth ${c.mean_depth === null ? "–" : c.mean_depth.toFixed(1)} · below their threshold ${View.count(c.breaches)} (${View.percent(c.breach_share)}) · carried on with their batch ${View.count(c.involuntary_stays)} · pushed out early ${View.count(c.involuntary_exits)}`,
-          { class: "hint" },
-        ),
-      ]),
+    const blocks = classes.map((c) =>
+      node("div", null, {}, [node("h3", c.name), ...c.bars.map(exitRow), node("p", Exits.notes(c), { class: "hint" })]),
     );
-    at("exits").replaceChildren(...(blocks.length ? blocks : [node("p", "No tokens have been counted yet.", { class: "hint" })]));
+    at("exits").replaceChildren(...blocks);
+    at("exits-panel").hidden = !blocks.length;
+    return blocks.length > 0;
+  }
+
+  function showCharts(view) {
+    charts = Charts.all(view);
+    at("charts-panel").hidden = charts === null;
+    if (charts === null) return;
+    const places = at("charts");
+    if (places.children.length !== charts.length) places.replaceChildren(...charts.map(Draw.figure));
+    drawCharts();
+  }
+
+  function drawCharts() {
+    if (charts === null) return;
+    const newest = charts[0].num_points - 1;
+    at("charts-at").textContent = pointAt === null || pointAt === newest ? "" : Charts.pointAge(charts[0], pointAt);
+    charts.forEach((data, k) => Draw.chart(at("charts").children[k], data, pointAt));
   }
 
   function showMoves(view) {
     const rows = View.moves(view).map((m) =>
       node("tr", null, {}, [
-        node("td", m.ago, { class: "n" }),
-        node("td", m.sequence, { title: m.sequence_id }),
-        node("td", `${m.from} → ${m.to}`),
-        node("td", m.cause),
-        node("td", m.why, { class: "wrap" }),
-        node("td", null, { class: "wrap" }, [marked(m.result)]),
+        cell("ago", [m.ago], { class: "n" }),
+        cell("sequence", [m.sequence], { title: m.sequence_id }),
+        cell("way", [`${m.from} → ${m.to}`]),
+        cell("cause", [m.cause]),
+        cell("why", [m.why], { class: "wrap" }),
+        cell("came to", [marked(m.result)], { class: "wrap" }),
       ]),
     );
-    if (!rows.length) rows.push(node("tr", null, {}, [node("td", "No request has moved yet.", { colspan: 6 })]));
+    at("moves-panel").hidden = !rows.length;
     at("moves").replaceChildren(...rows);
   }
 
   function showHelios(view) {
     const it = View.helios(view);
-    at("helios").hidden = it === null;
-    at("helios-off").hidden = it !== null;
+    at("helios-panel").hidden = it === null;
     if (it === null) return;
     at("helios-facts").replaceChildren(...facts(it.facts));
     at("history").replaceChildren(
-      ...it.rows.map((row) => node("tr", null, {}, row.map((text, i) => node("td", text, i ? { class: "n" } : {})))),
+      ...it.rows.map((row) => node("tr", null, {}, row.map((text, i) => cell(HISTORY[i], [text], i ? { class: "n" } : {})))),
     );
     at("helios-barred").replaceChildren(...it.barred.map((line) => node("li", line)));
     if (!it.rows.length) at("history").append(node("tr", null, {}, [node("td", "Nothing has been measured yet.", { colspan: 8 })]));
@@ -191,11 +180,17 @@
     }
     const decisions = View.decisions(view);
     at("decisions").replaceChildren(...decisions.flatMap((d) => [node("dt", d.subject), node("dd", d.text)]));
-    at("decisions-none").hidden = decisions.length > 0;
+    at("decisions-panel").hidden = !decisions.length;
+    showCharts(view);
     showReplicas(view);
-    showExits(view);
+    const hasExits = showExits(view);
     showMoves(view);
     showHelios(view);
+    const quiet = View.quiet(view, charts !== null, hasExits);
+    at("quiet-panel").hidden = !quiet.length;
+    at("quiet").replaceChildren(
+      ...quiet.map((q) => node("li", null, {}, [node("b", `${q.subject}: `), `${q.text} `, ...(q.setting ? [node("code", q.setting), "."] : [])])),
+    );
   }
 
   function say(text, level) {
@@ -222,9 +217,10 @@
     } catch (error) {
       throw new Error(error.name === "TimeoutError" ? `no answer within ${TIMEOUT_MS / 1000} s` : "the service does not answer");
     }
-    const answer = await reply.json().catch(() => ({}));
+    const answer = await reply.json().catch(() => null);
     if (reply.status === 401 || reply.status === 403) askForKey();
-    if (!reply.ok) throw new Error(answer.error?.message ?? `status ${reply.status}`);
+    if (!reply.ok) throw new Error(answer?.error?.message ?? `status ${reply.status}`);
+    if (answer === null) throw new Error("the answer was cut off, or is no answer of ours");
     at("login").hidden = true;
     return answer;
   }
@@ -288,6 +284,17 @@
     if (past.length) showReplicas(past[past.length - 1]);
   });
   at("find").addEventListener("input", () => past.length && showReplicas(past[past.length - 1]));
+  at("charts").addEventListener("pointermove", (event) => {
+    const place = event.target.closest?.(".plot");
+    if (!place || charts === null) return;
+    pointAt = Draw.pointed(place, event.clientX, charts[0].num_points);
+    drawCharts();
+  });
+  at("charts").addEventListener("pointerleave", () => {
+    pointAt = null;
+    drawCharts();
+  });
+  window.addEventListener("resize", drawCharts);
   document.addEventListener("visibilitychange", () => document.hidden || turn());
   turn();
 })();

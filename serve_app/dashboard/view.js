@@ -133,44 +133,45 @@ const View = (() => {
       .join(" ");
   }
 
+  /** Whether some decode replica forecasts: only then there is something to show of the future. */
+  function hasForecast(view) {
+    return (view.replicas ?? []).some((r) => r.forecast.length > 0);
+  }
+
   /**
-   * Tokens by layers run, by depth class: what happened between two views, or since the start
-   * where there is no earlier one. A counter that fell belongs to a new process.
+   * What has nothing to show, each with the reason in a line.
+   *
+   * `hasCharts`, `hasExits`: whether those of the page's parts are shown that others make.
    */
-  function exits(view, before) {
-    const classOf = new Map((view.replicas ?? []).map((r) => [r.name, r.depth_class]));
-    const found = new Map();
-    for (const [name, now] of Object.entries(view.exits ?? {})) {
-      const where = classOf.get(name);
-      if (where === undefined) continue;
-      const then = before?.exits?.[name];
-      const grown = (value, old) => Math.max(0, old === undefined || value < old ? value : value - old);
-      if (!found.has(where)) found.set(where, { tokens: new Map(), breaches: 0, early: 0, stays: 0 });
-      const sum = found.get(where);
-      for (const [layer, value] of Object.entries(now.tokens)) {
-        const more = grown(value, then?.tokens?.[layer]);
-        sum.tokens.set(Number(layer), (sum.tokens.get(Number(layer)) ?? 0) + more);
-      }
-      sum.breaches += grown(now.breaches, then?.breaches);
-      sum.early += grown(now.involuntary_exits, then?.involuntary_exits);
-      sum.stays += grown(now.involuntary_stays, then?.involuntary_stays);
+  function quiet(view, hasCharts, hasExits) {
+    const lines = [];
+    const say = (subject, text, setting) => lines.push({ subject, text, setting: setting ?? "" });
+    if (!hasCharts) {
+      const known = "no request in the last ten minutes; they appear with the first tokens.";
+      say("Charts", view.load_history ? known : "the controller, which keeps them, does not answer.");
     }
-    return [...found.entries()]
-      .sort(([a], [b]) => (a < b ? -1 : 1))
-      .map(([name, sum]) => {
-        const bars = [...sum.tokens.entries()].sort(([a], [b]) => a - b);
-        const total = bars.reduce((all, [, tokens]) => all + tokens, 0);
-        return {
-          name,
-          total,
-          mean_depth: total ? bars.reduce((s, [layer, n]) => s + layer * n, 0) / total : null,
-          breach_share: total ? sum.breaches / total : null,
-          breaches: sum.breaches,
-          involuntary_exits: sum.early,
-          involuntary_stays: sum.stays,
-          bars: bars.map(([layer, tokens]) => ({ layer, tokens, share: total ? tokens / total : 0 })),
-        };
-      });
+    if (!hasExits) say("Exits", "no decode replica has told of its exits yet.");
+    const decode = (view.replicas ?? []).filter((r) => r.role === "decode");
+    const perClass = new Map();
+    for (const r of decode) perClass.set(r.depth_class, (perClass.get(r.depth_class) ?? 0) + 1);
+    const hasCompany = [...perClass.values()].some((n) => n > 1);
+    const isOff = view.mode === "off" || view.mode === undefined;
+    if (!(view.recent ?? []).length) {
+      if (isOff) {
+        const what = hasForecast(view) ? "no moves yet" : "no moves yet, no forecasts";
+        say("Moves", `${what}: rescheduling is off, turn it on with`, "scheduler.ares.mode=ares");
+      } else if (!hasCompany) {
+        say("Moves", "no moves yet: no class has two decode replicas, so there is nowhere to move to.");
+      } else {
+        say("Moves", `no moves yet: rescheduling is on (${view.mode}) and nothing was worth a move.`);
+      }
+    } else if (isOff && !hasForecast(view)) {
+      say("Forecasts", "none: rescheduling is off, turn it on with", "scheduler.ares.mode=ares");
+    }
+    if (!view.helios) {
+      say("Choice of model and depth", "HELIOS is off: every model is served as configured. Turn it on with", "helios.enabled=true");
+    }
+    return lines;
   }
 
   /** Why a sequence was told to move, in a sentence. */
@@ -225,12 +226,13 @@ const View = (() => {
     const decode = replicas.filter((r) => r.role === "decode");
     const sum = (of, list) => list.reduce((all, r) => all + of(r), 0);
     const fleet = view.fleet;
+    const moving = (view.under_way ?? []).length;
     return [
       ["replicas ready", fleet ? `${fleet.num_ready} of ${fleet.num_desired}` : "–"],
       ["running", count(sum((r) => r.num_running, decode))],
       ["waiting", count(sum((r) => r.num_waiting, replicas))],
       ["tokens/s", count(sum((r) => r.tokens_per_s, decode))],
-      ["moving", count((view.under_way ?? []).length)],
+      ...(moving ? [["moving", count(moving)]] : []),
       ["rescheduling", view.mode ?? "–"],
       ["placement", view.placement ?? "–"],
     ];
@@ -305,5 +307,5 @@ const View = (() => {
     };
   }
 
-  return { short, percent, count, seconds, urgency, age, isNotable, listed, classes, spark, exits, why, result, moves, summary, troubles, decisions, helios };
+  return { short, percent, count, seconds, urgency, age, isNotable, listed, classes, spark, hasForecast, quiet, why, result, moves, summary, troubles, decisions, helios };
 })();

@@ -25,6 +25,7 @@ OTHER_VALUES: dict[str, Any] = {
     "exits.layers": "none",
     "prefill_labels": {"zone": "a"},
     "decode_labels": {"zone": "a"},
+    "ingress.cors_origins": ["https://app.example"],
     "auth.api_keys": ["alice sha256:" + "0" * 64],
     "helios.models": ["quadriga-s"],
     "engine.max_model_len": 512,

@@ -100,7 +100,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [614]}, "prompt.0"),
     ({"prompt": [2**70]}, "prompt.0"),
     ({"prompt": [[1], [99_999]]}, "prompt.1.0"),
-    ({"prompt": ["a"] * 17}, "prompt"),
+    ({"prompt": ["a"] * 257}, "prompt"),
     ({"prompt": "a\ud800"}, "prompt"),
     ({"prompt": [1] * 2048}, "prompt"),
     ({"prompt": "seven " * 4000}, "prompt"),

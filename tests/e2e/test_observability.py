@@ -88,6 +88,21 @@ def test_the_live_page_has_its_data(own: Service, http: httpx.Client) -> None:
     names = {r["name"] for r in view["replicas"]}
     assert {r["name"] for r in view["fleet"]["replicas"]} == names
     assert any(sum(e["tokens"].values()) > 0 for e in view["exits"].values())
+    assert any(set(e["uses"]) == {"2", "4"} for e in view["exits"].values())
+
+
+def test_the_history_goes_on_without_anybody_looking(own: Service, http: httpx.Client) -> None:
+    shown: list[float | None] = []
+    for _ in range(60):  # a sample that comes before the next request is compared with
+        http.post("/v1/completions", json={"prompt": "copy: 1 2 3", "max_tokens": 20})
+        history = httpx.get(f"{own.admin_url}/cluster").json()["load_history"]
+        shown = [value for value in history["tokens_per_s"] if value]
+        if shown:
+            break
+        time.sleep(0.5)
+    assert shown, "tokens were counted for thirty seconds"
+    assert len(history["ttft_p50_s"]) == len(history["tokens_per_s"]) == 120
+    assert any(history["ttft_p99_s"])
 
 
 def test_a_trace_goes_through_every_process(own: Service, http: httpx.Client) -> None:

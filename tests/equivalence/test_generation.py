@@ -107,7 +107,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 def bundled_prompts(model: str) -> Iterator[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / model)
     for example in sample_examples(seed=77):
-        yield tokenizer(example.prompt + "\n", add_special_tokens=False)["input_ids"]
+        yield tokenizer(example.text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["quadriga-s", "quadriga-l"])

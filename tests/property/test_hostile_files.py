@@ -28,8 +28,10 @@ from quadriga.engine.models.config import read_model_config
 from quadriga.engine.tensor_files import TensorFiles
 from quadriga.errors import ConfigError
 from quadriga.exits import read_exits
+from quadriga.gguf.checkpoint_folder import Conversion
 from quadriga.length_heads import read_length_heads
 from serve_app.__main__ import _arguments
+from tests.gguf_files import small_fields, small_tensors, write_file
 from tests.hostile import DEEP, VALUES, broken, garbled, tried
 
 MODEL = ASSETS / "quadriga-s"
@@ -174,6 +176,53 @@ def test_a_header_as_large_as_the_world(tmp_path: Path, size: int) -> None:
     with pytest.raises(ConfigError):
         read_tensors(tmp_path)
     refused(lambda: read_header(tmp_path / "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    file = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    fields = small_fields() | {"tokenizer.chat_template": "{{ messages }}", "general.tags": ["a"]}
+    return write_file(file, "llama", fields, small_tensors()).read_bytes()
+
+
+@tried(250)
+@given(data=st.data())
+def test_broken_gguf(folder: Path, gguf_file: bytes, data: st.DataObject) -> None:
+    """Mostly in the header: what is wrong in the weights changes numbers."""
+    header, weights = gguf_file[:-6000], gguf_file[-6000:]
+    file = folder / "broken.gguf"
+    content = data.draw(st.one_of(broken(header).map(lambda h: h + weights), broken(gguf_file)))
+    file.write_bytes(content)
+    target = folder / "converted"
+    target.mkdir()
+    try:
+        refused(lambda: Conversion(file).write(target, "0" * 64, lambda count: None))
+        written = sum(path.stat().st_size for path in target.iterdir())
+        assert written < 32 * len(gguf_file)
+    finally:
+        shutil.rmtree(target)
+        file.unlink()
+
+
+@tried(150)
+@given(data=st.data())
+def test_gguf_of_numbers_beyond_all_bounds(
+    folder: Path, gguf_file: bytes, data: st.DataObject
+) -> None:
+    """Counts, lengths, dimensions and offsets are eight bytes each."""
+    content = bytearray(gguf_file)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(4, len(content) - 6008))
+        number = data.draw(
+            st.sampled_from([0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1])
+        )
+        content[at : at + 8] = number.to_bytes(8, "little")
+    file = folder / "numbers.gguf"
+    file.write_bytes(content)
+    try:
+        refused(lambda: Conversion(file))
+    finally:
+        file.unlink()
 
 
 TRACE = b"arrival_s,input_tokens,output_tokens\n0,10,20\n1.5,100,7\n2,3,4\n"

@@ -15,6 +15,7 @@ from ctranslate2.converters import (  # type: ignore[import-not-found, unused-ig
 
 from loadgen.bench.peers.base import Generation
 from loadgen.bench.workloads import Request, Workload
+from quadriga.files import cache_folder
 
 
 class CTranslate2Peer:
@@ -77,7 +78,7 @@ def _convert(checkpoint: Path) -> Path:
     digest = hashlib.sha256(str(checkpoint.resolve()).encode())
     digest.update((checkpoint / "config.json").read_bytes())
     digest.update(str((checkpoint / "model.safetensors").stat().st_mtime_ns).encode())
-    folder = Path("~/.cache/quadriga/ctranslate2").expanduser() / digest.hexdigest()[:16]
+    folder = cache_folder() / "ctranslate2" / digest.hexdigest()[:16]
     if (folder / "model.bin").is_file():
         return folder
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ import openvino_genai as genai
 
 from loadgen.bench.peers.base import Generation
 from loadgen.bench.workloads import Workload
+from quadriga.files import cache_folder
 
 EXPORT_TIMEOUT_S = 600.0
 CACHE_GIB = 2
@@ -91,7 +92,7 @@ def _export(checkpoint: Path) -> Path:
     """Export the checkpoint into the user's cache, once per content of its configuration."""
     digest = hashlib.sha256(str(checkpoint.resolve()).encode())
     digest.update((checkpoint / "config.json").read_bytes())
-    folder = Path("~/.cache/quadriga/openvino").expanduser() / digest.hexdigest()[:16]
+    folder = cache_folder() / "openvino" / digest.hexdigest()[:16]
     if (folder / "openvino_model.xml").is_file():
         return folder
     folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

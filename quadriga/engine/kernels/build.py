@@ -12,7 +12,6 @@ Run `python -m quadriga.engine.kernels.build` to build ahead of time, into an im
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -21,12 +20,10 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from quadriga.errors import ConfigError
+from quadriga.files import LockTimeout, cache_folder, file_lock
 
 SOURCES = Path(__file__).parent
 BUILD_TIMEOUT_S = 300.0
@@ -72,11 +69,14 @@ def build_library(cache_dir: Path) -> Path:
     target = directory / f"{_key(compiler)}.so"
     if target.is_file():
         return target
-    with _lock(directory / "lock"):
-        for abandoned in directory.glob(".*.so.*"):  # by a process that died while compiling
-            abandoned.unlink(missing_ok=True)
-        if not target.is_file():
-            _compile(compiler, target)
+    try:
+        with file_lock(directory / "lock", BUILD_TIMEOUT_S + 10.0):
+            for abandoned in directory.glob(".*.so.*"):  # by a process that died while compiling
+                abandoned.unlink(missing_ok=True)
+            if not target.is_file():
+                _compile(compiler, target)
+    except LockTimeout as exc:
+        raise BuildUnavailable(str(exc)) from exc
     return target
 
 
@@ -161,29 +161,9 @@ def _cpu() -> str:
     return f"{platform.machine()} {found.group(1) if found else ''}"
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an advisory file lock; the system drops it when the holder dies.
-
-    Raises:
-        BuildUnavailable: Another process holds it for longer than a build may take.
-    """
-    deadline = time.monotonic() + BUILD_TIMEOUT_S + 10.0
-    with path.open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise BuildUnavailable(f"another process holds {path}") from None
-                time.sleep(0.1)
-        yield
-
-
 def main() -> int:
-    """Build into the directory given as the only argument, or into ~/.cache/quadriga."""
-    cache_dir = Path(sys.argv[1] if len(sys.argv) > 1 else "~/.cache/quadriga").expanduser()
+    """Build into the directory given as the only argument, or into the default cache."""
+    cache_dir = cache_folder(sys.argv[1] if len(sys.argv) > 1 else None)
     try:
         print(build_library(cache_dir))
     except (BuildUnavailable, ConfigError) as exc:

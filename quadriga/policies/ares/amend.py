@@ -12,9 +12,12 @@ from quadriga.policies.ares.forecast import (
     FIXED,
     MOVABLE,
     NUM_COLUMNS,
-    NUM_LOADS,
+    StepCosts,
     forecast_rows,
+    load_rows,
+    load_sums,
     memory_rows,
+    sizes,
     tokens_ahead,
 )
 from quadriga.types import LengthPrediction, LoadForecast
@@ -39,28 +42,27 @@ def with_promised(
     new = [p for p in promised if p.sequence_id not in known]
     if not new:
         return forecast
-    zeros = np.zeros(len(new))
-    tokens = np.array([float(p.num_tokens) for p in new])
-    mean = np.array([p.prediction.mean for p in new])
-    ahead = tokens_ahead(np.array(forecast.grid_s), np.array(step_s or forecast.base_s))
     rows = forecast_rows(
-        tokens=tokens,
-        remaining=mean,
-        lower=np.array([p.prediction.lower for p in new]),
-        upper=np.array([p.prediction.upper for p in new]),
-        ahead=ahead,
-        per_sequence_s=forecast.per_sequence_s,
-        per_token_s=forecast.per_token_s,
-        moves=zeros,
+        tokens=[p.num_tokens for p in new],
+        remaining=[p.prediction.mean for p in new],
+        lower=[p.prediction.lower for p in new],
+        upper=[p.prediction.upper for p in new],
+        moves=np.zeros(len(new)),
         since_move_s=np.full(len(new), np.inf),
         movable=np.full(len(new), FIXED),
     )
+    tokens, remaining = sizes(rows)
+    ahead = tokens_ahead(forecast.grid_s, step_s or forecast.base_s)
+    costs = StepCosts(forecast.per_sequence_s, forecast.per_token_s)
+    running, context = load_sums(tokens, remaining)
     return replace(
         forecast,
         sequence_ids=(*forecast.sequence_ids, *(p.sequence_id for p in new)),
         rows=forecast.rows + rows.astype(_WIRE, copy=False).tobytes(),
-        load_s=_plus(forecast.load_s, rows[:, :NUM_LOADS].sum(axis=0, dtype=np.float64)),
-        tokens=_plus(forecast.tokens, memory_rows(tokens, mean, ahead).sum(axis=0)),
+        running=_plus(forecast.running, running),
+        context=_plus(forecast.context, context),
+        load_s=_plus(forecast.load_s, load_rows(tokens, remaining, costs, ahead)),
+        tokens=_plus(forecast.tokens, memory_rows(tokens, remaining, ahead)),
     )
 
 
@@ -89,6 +91,6 @@ def seconds_to_full(forecast: LoadForecast, capacity_tokens: int) -> float:
     return float(start_s + share * (end_s - start_s))
 
 
-def _plus(packed: bytes, more: NDArray[np.float64]) -> bytes:
-    total = np.frombuffer(packed, dtype=_WIRE).astype(np.float64) + more
-    return total.astype(_WIRE).tobytes()
+def _plus(packed: bytes, rows: NDArray[np.float64]) -> bytes:
+    total = np.frombuffer(packed, dtype=_WIRE).astype(np.float64) + rows.sum(axis=0)
+    return bytes(total.astype(_WIRE).tobytes())

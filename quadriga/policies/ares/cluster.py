@@ -9,8 +9,15 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.policies.ares.forecast import NUM_COLUMNS, NUM_LOADS, check_forecast
-from quadriga.types import DepthClass, ReplicaSnapshot
+from quadriga.policies.ares.forecast import (
+    NUM_COLUMNS,
+    NUM_LOADS,
+    StepCosts,
+    check_forecast,
+    load_rows,
+    sizes,
+)
+from quadriga.types import DepthClass, LoadForecast, ReplicaSnapshot
 
 _WIRE = np.dtype("<f4")
 
@@ -21,30 +28,32 @@ class ClusterForecast:
 
     Attributes:
         names: [n], ascending.
+        costs: What a sequence and a token add to a step, the same on all replicas.
+        load_s: [n, 17], what the sequences add to a step, at `forecast.TOKENS_AHEAD`.
         grid_s: [17], seconds; the first is now.
-        load_s: [n, 17], what the sequences add to a step.
-        tokens: [n, 17], KV tokens held.
-        base_s: [n], a step without sequences.
+        tokens: [n, 17], KV tokens held, at `grid_s`.
         step_s: [n], a step as lately measured.
         capacity_tokens: [n].
         free_slots: [n], sequences that still fit; 0 for a replica that drains.
         num_paused: [n], sequences that stand in host memory.
         rows: [R, NUM_COLUMNS], see `forecast`.
+        row_load_s: [R, 17], what each adds to a step, at `forecast.TOKENS_AHEAD`.
         owner: [R], index of the replica that holds the row, ascending.
         sequence_ids: [R].
         has_predictions: False where any replica has none.
     """
 
     names: list[str]
-    grid_s: NDArray[np.float64]
+    costs: StepCosts
     load_s: NDArray[np.float64]
+    grid_s: NDArray[np.float64]
     tokens: NDArray[np.float64]
-    base_s: NDArray[np.float64]
     step_s: NDArray[np.float64]
     capacity_tokens: NDArray[np.float64]
     free_slots: NDArray[np.int64]
     num_paused: NDArray[np.int64]
     rows: NDArray[np.float32]
+    row_load_s: NDArray[np.float32]
     owner: NDArray[np.int64]
     sequence_ids: Sequence[str]
     has_predictions: bool
@@ -83,17 +92,23 @@ def unpack(
     for forecast in forecasts:
         check_forecast(forecast)
     free = [0 if s.draining else s.info.num_slots - s.num_running - s.num_waiting for s in able]
+    costs = common_costs(forecasts)
     cluster = ClusterForecast(
         names=[s.info.name for s in able],
+        costs=costs,
+        load_s=class_loads(
+            costs,
+            _stacked([f.running for f in forecasts], NUM_LOADS),
+            _stacked([f.context for f in forecasts], NUM_LOADS),
+        ),
         grid_s=np.array(grid),
-        load_s=_stacked([f.load_s for f in forecasts], NUM_LOADS).astype(np.float64),
         tokens=_stacked([f.tokens for f in forecasts], NUM_LOADS).astype(np.float64),
-        base_s=np.array([f.base_s for f in forecasts]),
         step_s=np.array([max(s.step_time_s, 1e-9) for s in able]),
         capacity_tokens=np.array([s.info.kv_capacity_tokens for s in able], dtype=np.float64),
         free_slots=np.array(free, dtype=np.int64),
         num_paused=np.array([s.num_paused for s in able], dtype=np.int64),
         rows=np.empty((0, NUM_COLUMNS), dtype=np.float32),
+        row_load_s=np.empty((0, NUM_LOADS), dtype=np.float32),
         owner=np.empty(0, dtype=np.int64),
         sequence_ids=(),
         has_predictions=all(f.has_predictions for f in forecasts),
@@ -101,9 +116,31 @@ def unpack(
     wanted = np.arange(len(able)) if whose_rows is None else whose_rows(cluster)
     mine = [forecasts[i] for i in wanted.tolist()]
     cluster.rows = _stacked([f.rows for f in mine], NUM_COLUMNS)
+    cluster.row_load_s = load_rows(*sizes(cluster.rows), costs).astype(np.float32)
     cluster.owner = np.repeat(wanted, [len(f.sequence_ids) for f in mine])
     cluster.sequence_ids = list(chain.from_iterable(f.sequence_ids for f in mine))
     return cluster
+
+
+def common_costs(forecasts: Sequence[LoadForecast]) -> StepCosts:
+    """The costs of a class: the medians of what its replicas measured, each for itself.
+
+    Equal replicas measure unequal costs, by what else their machines did at that moment. Loads
+    that are compared must be counted by the same ones.
+    """
+    return StepCosts(
+        float(np.median([f.per_sequence_s for f in forecasts])),
+        float(np.median([f.per_token_s for f in forecasts])),
+    )
+
+
+def class_loads(
+    costs: StepCosts, running: NDArray[np.floating], context: NDArray[np.floating]
+) -> NDArray[np.float64]:
+    """What so many sequences with so many KV tokens add to a step: [n, 17] of twice [n, 17]."""
+    load: NDArray[np.float64] = np.multiply(running, costs.per_sequence_s, dtype=np.float64)
+    load += np.multiply(context, costs.per_token_s, dtype=np.float64)
+    return load
 
 
 def no_rows(cluster: ClusterForecast) -> NDArray[np.int64]:

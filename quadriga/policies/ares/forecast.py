@@ -1,42 +1,49 @@
-"""What a decode replica's sequences will weigh over the horizon; computed where they run.
+"""What a decode replica's sequences will weigh over the horizon.
 
-One row a sequence, all of it vector arithmetic: a replica forecasts its own sequences, the
-simulator those of a whole cluster, with the same function.
+A replica reports facts: a row of sizes a sequence, and their sums over the horizon. The scheduler
+makes loads of them, with one cost of a step for all replicas of a class. Replicas' own step times
+are left out of the loads: they differ with the load itself and with whatever else a machine does,
+and by them a fast replica, or one that was measured at a bad moment, would look like a full one.
+
+All of it is vector arithmetic: a replica forecasts its own sequences, the simulator those of a
+whole cluster, with the same functions.
 
 Source: ARES §5.2 (worker side); differs: load is the predicted part of the step time instead of
-tokens, points are seconds instead of steps, and memory is forecast apart from load.
+tokens, and memory is forecast apart from load, over seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quadriga.errors import ConfigError
-from quadriga.policies.ares.settings import NUM_POINTS
+from quadriga.policies.ares.settings import NUM_POINTS, TOKENS_AHEAD
 from quadriga.types import LoadForecast
 
 NUM_LOADS = NUM_POINTS + 1
-"""Columns [0, 17): seconds the sequence adds to a step, now and at each point."""
-TOKENS = NUM_LOADS
-REMAINING = NUM_LOADS + 1
-REMAINING_LOWER = NUM_LOADS + 2
-REMAINING_UPPER = NUM_LOADS + 3
-MOVES = NUM_LOADS + 4
-SINCE_MOVE_S = NUM_LOADS + 5
-"""Seconds since the last move; infinite for a sequence that never moved."""
-MOVABLE = NUM_LOADS + 6
-"""One of the next three."""
+TOKENS, REMAINING, REMAINING_LOWER, REMAINING_UPPER, MOVES, SINCE_MOVE_S, MOVABLE = range(7)
+"""Columns of a row. SINCE_MOVE_S is infinite for a sequence that never moved; MOVABLE is one of the
+next three."""
 FIXED, RUNS, PAUSED = 0.0, 1.0, 2.0
 """On its way, or promised: not to be moved; runs here; stands in host memory here."""
-NUM_COLUMNS = NUM_LOADS + 7
+NUM_COLUMNS = 7
 ROW_BYTES = 4 * NUM_COLUMNS
 MAX_ROWS = 65_536
 """More sequences than that no replica holds; a forecast with more is refused."""
 
 _WIRE = np.dtype("<f4")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What one more sequence, and one more KV token, add to a decode step."""
+
+    per_sequence_s: float
+    per_token_s: float
 
 
 def tokens_ahead(grid_s: ArrayLike, step_s: ArrayLike) -> NDArray[np.float64]:
@@ -45,28 +52,51 @@ def tokens_ahead(grid_s: ArrayLike, step_s: ArrayLike) -> NDArray[np.float64]:
     return np.asarray(np.asarray(grid_s, dtype=np.float64) / steps[..., None])
 
 
-def load_rows(
-    tokens: NDArray[np.float64],
-    remaining: NDArray[np.float64],
-    ahead: NDArray[np.float64],
-    *,
-    per_sequence_s: float,
-    per_token_s: float,
-) -> NDArray[np.float64]:
-    """Seconds each sequence adds to a step while it lasts: n_r(t) = N(r) + t while t ≤ N̂(r).
+def running_rows(
+    remaining: NDArray[np.float64], ahead: NDArray[np.float64] = TOKENS_AHEAD
+) -> NDArray[np.bool_]:
+    """Whether each sequence still runs at each point: t ≤ N̂(r); it runs now, whatever is predicted.
 
     Args:
-        tokens: N(r), [num_rows].
         remaining: N̂(r), [num_rows].
-        ahead: [num_points] or [num_rows, num_points]; the first point is now.
+        ahead: [num_points] or [num_rows, num_points].
 
     Returns: [num_rows, num_points].
     """
-    load = per_token_s * (tokens[:, None] + ahead)
-    load += per_sequence_s
-    load *= ahead <= remaining[:, None]
-    load[:, 0] = per_sequence_s + per_token_s * tokens  # it is here now, whatever is predicted
+    runs = np.asarray(ahead <= remaining[:, None])
+    runs[:, 0] = True
+    return runs
+
+
+def load_rows(
+    tokens: NDArray[np.float64],
+    remaining: NDArray[np.float64],
+    costs: StepCosts,
+    ahead: NDArray[np.float64] = TOKENS_AHEAD,
+) -> NDArray[np.float64]:
+    """Seconds each sequence adds to a step while it lasts: of n_r(t) = N(r) + t tokens.
+
+    Args:
+        tokens: N(r), [num_rows].
+        remaining, ahead: See `running_rows`.
+
+    Returns: [num_rows, num_points].
+    """
+    load = costs.per_token_s * (tokens[:, None] + ahead)
+    load += costs.per_sequence_s
+    load *= running_rows(remaining, ahead)
     return load
+
+
+def load_sums(
+    tokens: NDArray[np.float64], remaining: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What loads are made of: sequences that run at each point, and their KV tokens then.
+
+    Returns: twice [num_rows, num_points].
+    """
+    runs = running_rows(remaining).astype(np.float64)
+    return runs, (tokens[:, None] + TOKENS_AHEAD) * runs
 
 
 def memory_rows(
@@ -79,39 +109,31 @@ def memory_rows(
 
     Returns: [num_rows, num_points].
     """
-    held = tokens[:, None] + np.minimum(ahead, remaining[:, None])
-    before = np.concatenate((np.zeros_like(ahead[..., :1]), ahead[..., :-1]), axis=-1)
-    held *= before < remaining[:, None]
+    held = np.minimum(ahead, remaining[:, None])
+    held += tokens[:, None]
+    held[:, 1:] *= ahead[..., :-1] < remaining[:, None]
     held[:, 0] = tokens
     return held
 
 
 def forecast_rows(
     *,
-    tokens: NDArray[np.float64],
-    remaining: NDArray[np.float64],
-    lower: NDArray[np.float64],
-    upper: NDArray[np.float64],
-    ahead: NDArray[np.float64],
-    per_sequence_s: float,
-    per_token_s: float,
-    moves: NDArray[np.float64],
-    since_move_s: NDArray[np.float64],
-    movable: NDArray[np.float64],
+    tokens: ArrayLike,
+    remaining: ArrayLike,
+    lower: ArrayLike,
+    upper: ArrayLike,
+    moves: ArrayLike,
+    since_move_s: ArrayLike,
+    movable: ArrayLike,
 ) -> NDArray[np.float32]:
     """Return the rows of a forecast: [num_rows, NUM_COLUMNS]. Arguments as in the columns."""
-    rows = np.empty((len(tokens), NUM_COLUMNS), dtype=np.float32)
-    rows[:, :NUM_LOADS] = load_rows(
-        tokens, remaining, ahead, per_sequence_s=per_sequence_s, per_token_s=per_token_s
-    )
-    rows[:, TOKENS] = tokens
-    rows[:, REMAINING] = remaining
-    rows[:, REMAINING_LOWER] = lower
-    rows[:, REMAINING_UPPER] = upper
-    rows[:, MOVES] = moves
-    rows[:, SINCE_MOVE_S] = since_move_s
-    rows[:, MOVABLE] = movable
-    return rows
+    columns = (tokens, remaining, lower, upper, moves, since_move_s, movable)
+    return np.stack([np.asarray(c, dtype=np.float32) for c in columns], axis=1)
+
+
+def sizes(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens and remaining tokens of rows as packed, in single precision: twice [num_rows]."""
+    return rows[:, TOKENS].astype(np.float64), rows[:, REMAINING].astype(np.float64)
 
 
 def pack(
@@ -119,28 +141,40 @@ def pack(
     sequence_ids: Sequence[str],
     *,
     grid_s: Sequence[float],
-    ahead: NDArray[np.float64],
+    step_s: float,
     base_s: float,
+    costs: StepCosts,
+    bytes_per_token: float = 0.0,
     has_predictions: bool = True,
 ) -> LoadForecast:
     """Pack one replica's rows, with their sums over the horizon, for its snapshot.
 
     Args:
         rows: Of `forecast_rows`, in the order of `sequence_ids`.
-        ahead: As given to `forecast_rows`, [num_points].
+        step_s: A step of this replica, as lately measured.
+        base_s, costs: A step without sequences, and what they add, as measured here.
     """
-    held = memory_rows(
-        rows[:, TOKENS].astype(np.float64), rows[:, REMAINING].astype(np.float64), ahead
-    )
+    tokens, remaining = sizes(rows)
+    ahead = tokens_ahead(grid_s, step_s)
+    running, context = load_sums(tokens, remaining)
     return LoadForecast(
         grid_s=tuple(grid_s),
         sequence_ids=tuple(sequence_ids),
         rows=rows.astype(_WIRE, copy=False).tobytes(),
-        load_s=rows[:, :NUM_LOADS].sum(axis=0, dtype=np.float64).astype(_WIRE).tobytes(),
-        tokens=held.sum(axis=0).astype(_WIRE).tobytes(),
+        running=_summed(running),
+        context=_summed(context),
+        load_s=_summed(load_rows(tokens, remaining, costs, ahead)),
+        tokens=_summed(memory_rows(tokens, remaining, ahead)),
         base_s=base_s,
         has_predictions=has_predictions,
+        per_sequence_s=costs.per_sequence_s,
+        per_token_s=costs.per_token_s,
+        bytes_per_token=bytes_per_token,
     )
+
+
+def _summed(values: NDArray[np.float64]) -> bytes:
+    return bytes(values.sum(axis=0).astype(_WIRE).tobytes())
 
 
 def check_forecast(forecast: LoadForecast) -> None:
@@ -150,14 +184,12 @@ def check_forecast(forecast: LoadForecast) -> None:
         ConfigError: Sizes that do not fit each other, or the grid of another version.
     """
     num_rows = len(forecast.sequence_ids)
-    sums = 4 * NUM_LOADS
     if num_rows > MAX_ROWS:
         raise ConfigError(f"forecast: {num_rows} rows, at most {MAX_ROWS} are taken")
     if len(forecast.grid_s) != NUM_LOADS:
         raise ConfigError(f"forecast: {len(forecast.grid_s)} points where {NUM_LOADS} are meant")
-    sizes = len(forecast.rows), len(forecast.load_s), len(forecast.tokens)
-    if sizes != (num_rows * ROW_BYTES, sums, sums):
-        raise ConfigError(
-            f"forecast: {sizes} bytes where {(num_rows * ROW_BYTES, sums, sums)} belong to "
-            f"{num_rows} rows"
-        )
+    sums = (forecast.running, forecast.context, forecast.load_s, forecast.tokens)
+    found = (len(forecast.rows), *(len(s) for s in sums))
+    wanted = (num_rows * ROW_BYTES, *(4 * NUM_LOADS for _ in sums))
+    if found != wanted:
+        raise ConfigError(f"forecast: {found} bytes where {wanted} belong to {num_rows} rows")

@@ -55,11 +55,13 @@ class TickSummary:
 
     Attributes:
         why: By depth class: what was decided, in a few words.
+        work: By replica: the forecast work it had, over the mean of its class.
     """
 
     at_unix_s: float = 0.0
     took_s: float = 0.0
     why: dict[str, str] = field(default_factory=dict)
+    work: dict[str, float] = field(default_factory=dict)
 
 
 class Governor:
@@ -178,6 +180,7 @@ class Governor:
                 orders=orders,
             )
         )
+        self.last.work |= rescheduler.work(able, load_only=load_only)
         self.last.why[str(depth_class)] = _why(orders, able, busy, load_only)
         return orders
 

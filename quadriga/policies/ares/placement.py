@@ -2,13 +2,13 @@
 
 Source: ARES §3 ("according to its input length, predicted output length, and the current load");
 the rule is ours: putting load x(t) on replica t raises the variance at each point by
-`(2/n) · x · (L_t − L̄)` and a term that is the same for all, so the least `Σ ω x L_t` is the best.
+`(2/n) · x · (L_t − L̄)` and a term that is the same for all, so the least weighted `Σ x · L_t` is
+the best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,27 +16,9 @@ from numpy.typing import NDArray
 from quadriga.policies.ares.cluster import ClusterForecast, no_rows, unpack
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
-from quadriga.policies.baselines.placement import CurrentLoad
+from quadriga.policies.least_work import LeastWork
 from quadriga.policies.load import has_room
 from quadriga.types import PlaceRequest, ReplicaSnapshot
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """What a sequence adds to a decode step of the class."""
-
-    per_sequence_s: float
-    per_token_s: float
-
-
-def mean_costs(snapshots: Sequence[ReplicaSnapshot]) -> StepCosts:
-    """What the replicas' own forecasts say of a step, on average."""
-    forecasts = [s.forecast for s in snapshots if s.forecast is not None]
-    count = max(1, len(forecasts))
-    return StepCosts(
-        sum(f.per_sequence_s for f in forecasts) / count,
-        sum(f.per_token_s for f in forecasts) / count,
-    )
 
 
 def best_replica(
@@ -44,7 +26,6 @@ def best_replica(
     request: PlaceRequest,
     able: NDArray[np.bool_],
     settings: AresSettings,
-    costs: StepCosts,
 ) -> int | None:
     """Index of the replica to take the sequence, or None where it shall wait or is unforeseen.
 
@@ -59,14 +40,7 @@ def best_replica(
         return None
     tokens = np.array([float(request.num_tokens)])
     ahead = tokens_ahead(cluster.grid_s, cluster.step_s)
-    mean_ahead = tokens_ahead(cluster.grid_s, cluster.step_s.mean())
-    x = load_rows(
-        tokens,
-        np.array([request.prediction.mean]),
-        mean_ahead[None, :],
-        per_sequence_s=costs.per_sequence_s,
-        per_token_s=costs.per_token_s,
-    )[0]
+    x = load_rows(tokens, np.array([request.prediction.mean]), cluster.costs)[0]
     n = len(cluster)
     upper = np.full(n, request.prediction.upper)
     held = memory_rows(np.repeat(tokens, n), upper, ahead)
@@ -79,26 +53,20 @@ def best_replica(
         if request.waited_s < patience_s:
             return None
         return int(np.argmax(np.where(able, room, -np.inf)))
-    cost = cluster.load_s @ (settings.omega * x)
+    cost = cluster.load_s @ (settings.weights * x)
     return int(np.argmin(np.where(fits, cost, np.inf)))
 
 
 class AresPlacement:
-    """Placement by forecast; by current load where there is no prediction or no forecast.
-
-    Args:
-        costs: None: the mean of what the forecasts say.
+    """Placement by forecast; by least work where there is no prediction or no forecast.
 
     Attributes:
         load_only: Predictions are not to be believed now.
     """
 
-    def __init__(
-        self, costs: StepCosts | None = None, settings: AresSettings | None = None
-    ) -> None:
-        self._costs = costs
+    def __init__(self, settings: AresSettings | None = None) -> None:
         self._settings = settings or AresSettings()
-        self._current = CurrentLoad()
+        self._without = LeastWork()
         self.load_only = False
 
     def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
@@ -107,9 +75,8 @@ class AresPlacement:
         if request.prediction is not None and not self.load_only:
             cluster = unpack(snapshots, no_rows)
         if cluster is None or len(cluster) != len(snapshots) or not cluster.has_predictions:
-            return self._current.choose(request, snapshots)
+            return self._without.choose(request, snapshots)
         by_name = {s.info.name: s for s in snapshots}
         able = np.array([has_room(by_name[n], request) for n in cluster.names])
-        costs = self._costs or mean_costs(snapshots)
-        index = best_replica(cluster, request, able, self._settings, costs)
+        index = best_replica(cluster, request, able, self._settings)
         return None if index is None else cluster.names[index]

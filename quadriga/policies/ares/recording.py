@@ -27,7 +27,9 @@ from quadriga.types import (
     Role,
 )
 
-VERSION = 1
+VERSION = 2
+PACKED = ("rows", "running", "context", "load_s", "tokens")
+"""Fields of a forecast that are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def _packed(snapshot: ReplicaSnapshot) -> dict[str, Any]:
     line = asdict(snapshot)
     forecast = line["forecast"]
     if forecast is not None:
-        for name in ("rows", "load_s", "tokens"):
+        for name in PACKED:
             forecast[name] = base64.b64encode(forecast[name]).decode("ascii")
     return line
 
@@ -115,7 +117,7 @@ def _snapshot(line: dict[str, Any]) -> ReplicaSnapshot:
     forecast = line["forecast"]
     if forecast is not None:
         forecast = dict(forecast)
-        for name in ("rows", "load_s", "tokens"):
+        for name in PACKED:
             forecast[name] = base64.b64decode(forecast[name], validate=True)
         forecast["grid_s"] = tuple(forecast["grid_s"])
         forecast["sequence_ids"] = tuple(forecast["sequence_ids"])

@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.policies.ares.cluster import ClusterForecast, by_class, unpack
+from quadriga.policies.ares.cluster import ClusterForecast, by_class, no_rows, unpack
 from quadriga.policies.ares.forecast import REMAINING, TOKENS
-from quadriga.policies.ares.roles import Weights, classify, weights
+from quadriga.policies.ares.roles import Weights, classify, relative_work, weights
 from quadriga.policies.ares.selection import select
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 from quadriga.types import DepthClass, MigrationCause, MigrationOrder, ReplicaSnapshot
@@ -82,6 +82,16 @@ class Rescheduler:
             )
             for choice in select(cluster, self.settings, costs, weigh, busy=busy)
         ]
+
+    def work(
+        self, snapshots: Sequence[ReplicaSnapshot], *, load_only: bool = False
+    ) -> dict[str, float]:
+        """What is balanced, by replica of one class: forecast work over the mean.
+
+        Empty where fewer than two can be compared. Arguments as in `tick`.
+        """
+        cluster = unpack(snapshots, no_rows)
+        return {} if cluster is None else relative_work(cluster, self._weights(cluster, load_only))
 
     def _weights(self, cluster: ClusterForecast, load_only: bool) -> Weights:
         trusts = self._predicts and cluster.has_predictions and not load_only

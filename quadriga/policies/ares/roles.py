@@ -24,13 +24,12 @@ class Weights:
     """What counts how much.
 
     Attributes:
-        variance: ω, [17]: weights of the variance at each point.
-        load: [17]: weights of a replica's weighted load w.
+        points: [17]: of the load at each point, and of its variance. A replica's weighted load
+            is its forecast work.
         is_load_only: Only the present counts; predictions are not looked at.
     """
 
-    variance: NDArray[np.float64]
-    load: NDArray[np.float64]
+    points: NDArray[np.float64]
     is_load_only: bool
 
 
@@ -67,8 +66,16 @@ def weights(settings: AresSettings, *, load_only: bool) -> Weights:
     if load_only:
         now = np.zeros(NUM_LOADS)
         now[0] = 1.0
-        return Weights(now, now, True)
-    return Weights(settings.omega, np.concatenate(([0.0], settings.beta)), False)
+        return Weights(now, True)
+    return Weights(settings.weights, False)
+
+
+def relative_work(cluster: ClusterForecast, weigh: Weights) -> dict[str, float]:
+    """Forecast work of each replica, over the mean of all; 1 for each where there is none."""
+    w = cluster.load_s @ weigh.points
+    mean = float(w.mean())
+    relative = (w / mean if mean else np.ones(len(w))).tolist()
+    return dict(zip(cluster.names, relative, strict=True))
 
 
 def classify(
@@ -79,16 +86,19 @@ def classify(
     Args:
         busy: Replicas with a move under way; they neither give nor take.
     """
-    w = cluster.load_s @ weigh.load
-    free = np.array([name not in busy for name in cluster.names])
+    w = cluster.load_s @ weigh.points
+    mean_w = w.sum() / len(cluster)
+    free = np.ones(len(cluster), dtype=bool)
+    if busy:
+        free[[i for i, name in enumerate(cluster.names) if name in busy]] = False
     points = 1 if weigh.is_load_only else num_memory_points(settings, cluster.grid_s)
     tokens = cluster.tokens[:, :points].max(axis=1)
     is_rescue = (tokens > settings.rescue_limit * cluster.capacity_tokens) | (
         cluster.num_paused > 0
     )
-    over = (w > (1.0 + settings.theta) * w.mean()) | is_rescue
+    over = (w > (1.0 + settings.theta) * mean_w) | is_rescue
     able = free & (cluster.free_slots > 0) & (cluster.num_paused == 0)
-    under = able & (w < (1.0 - settings.theta) * w.mean())
+    under = able & (w < (1.0 - settings.theta) * mean_w)
     if not under.any() and able.any():
         under = np.zeros_like(able)
         under[np.flatnonzero(able)[np.argmin(w[able])]] = True

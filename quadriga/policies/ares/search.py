@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import (
-    NUM_LOADS,
     REMAINING,
     REMAINING_LOWER,
     REMAINING_UPPER,
@@ -21,16 +20,26 @@ from quadriga.policies.ares.forecast import (
 )
 from quadriga.policies.ares.roles import Choice, Roles, Weights
 from quadriga.policies.ares.settings import (
+    OVERSHOOT,
     PAPER_REPLICAS,
+    TOKENS_AHEAD,
+    TOKENS_BETWEEN,
     AresSettings,
     TransferCosts,
     num_memory_points,
 )
 
+Floats = NDArray[np.float64]
+Targets = NDArray[np.int64]
+"""Positions among the destinations of a search."""
+
 GAIN_DECIMALS = 12
 """Gains, as shares of the variance, are compared to this many decimals; then ties are broken."""
 
 _CHUNK_ROWS = 512
+_LOOK_ROWS = 64
+"""Looked at exactly, together: many are refused by a condition that their bound does not know, and
+few are not worth a bound."""
 _SLACK = 2e-5  # what single precision may be wrong by, against the terms of a gain
 
 
@@ -69,24 +78,29 @@ class Search:
         self._least = settings.min_gain * min(1.0, PAPER_REPLICAS / n)
         # Differences alone count. Above the least of them no destination's load is negative.
         self._load = cluster.load_s - cluster.load_s[self._destinations].min(axis=0)
-        self._w = cluster.load_s @ weigh.load
+        self._w = cluster.load_s @ weigh.points
         self._target_load = self._load[self._destinations]
         self._target_w = self._w[self._destinations]
-        self._target_free = ~np.isin(self._destinations, used)
+        is_free = np.ones(n, dtype=bool)
+        is_free[np.array(used, dtype=np.int64)] = False
+        self._target_free = is_free[self._destinations]
         self._target_ahead = tokens_ahead(cluster.grid_s, cluster.step_s[self._destinations])
         self._memory_points = num_memory_points(settings, cluster.grid_s)
-        self._widths = np.diff(cluster.grid_s, prepend=0.0)
         self._source_free = np.zeros(n, dtype=bool)
         self._source_free[roles.sources] = True
-        self._source_free[np.array(used, dtype=np.int64)] = False
-        self._omega32 = weigh.variance.astype(np.float32)
+        self._source_free &= is_free
+        # (-bound, 0, row) of rows to be looked at; (-gain, 1, ties…, row, target) of those seen.
+        self._heap: list[tuple[Any, ...]] = []
+        self._unseen, self._unseen_bounds = rows[:0], np.empty(0)
+        if len(rows) <= _LOOK_ROWS:
+            self._look_at(rows)
+            return
+        self._points32 = weigh.points.astype(np.float32)
         self._target_load32 = self._target_load.astype(np.float32)
         bounds = self._first_bounds(rows)
         keep = np.flatnonzero(bounds >= self._floor(rows))
         order = keep[np.argsort(-bounds[keep], kind="stable")]
         self._unseen, self._unseen_bounds = rows[order], bounds[order]
-        # (-bound, 0, row) of rows to be looked at; (-gain, 1, ties…, row, target) of those seen.
-        self._heap: list[tuple[Any, ...]] = []
 
     def next(self) -> Choice | None:
         """The best move between replicas that are still free, or None."""
@@ -96,17 +110,24 @@ class Search:
                 self._bound_chunk()
             elif not self._heap:
                 return None
-            elif (entry := heapq.heappop(self._heap))[1] == 0:
-                self._look_at(entry[2])
-            elif (choice := self._settled(entry)) is not None:
+            elif self._heap[0][1] == 0:
+                self._look_at(self._next_rows())
+            elif (choice := self._settled(heapq.heappop(self._heap))) is not None:
                 return choice
+
+    def _next_rows(self) -> NDArray[np.int64]:
+        """The rows that are to be looked at before the best one seen can be trusted, or some."""
+        rows: list[int] = []
+        while self._heap and self._heap[0][1] == 0 and len(rows) < _LOOK_ROWS:
+            rows.append(heapq.heappop(self._heap)[2])
+        return np.array(rows, dtype=np.int64)
 
     def _settled(self, entry: tuple[Any, ...]) -> Choice | None:
         """The move of a row that was seen; None where its replicas were used meanwhile."""
         row, target = entry[-2:]
         source = int(self._cluster.owner[row])
         if not (self._source_free[source] and self._target_free[target]):
-            self._look_at(row)
+            self._look_at(np.array([row]))
             return None
         destination = int(self._destinations[target])
         for replica in (source, destination):
@@ -123,10 +144,10 @@ class Search:
     def _first_bounds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Upper bounds of the gains over any destination; -1 for a row too large to pass
         the test against ping-pong with any. Single precision, with a slack for it."""
-        x = self._cluster.rows[rows, :NUM_LOADS]
+        x = self._cluster.row_load_s[rows]
         owner = self._cluster.owner[rows]
         load = self._load.astype(np.float32)
-        weighted = x * self._omega32
+        weighted = x * self._points32
         own = load[owner]
         own -= x
         own *= weighted
@@ -134,11 +155,10 @@ class Search:
         gains = own.sum(axis=1) + slack
         bounds: NDArray[np.float64] = self._scale * gains.astype(np.float64) + 10.0**-GAIN_DECIMALS
 
-        wx = (x @ self._weigh.load.astype(np.float32)).astype(np.float64)
-        theta = self._settings.theta
+        wx = weighted.sum(axis=1).astype(np.float64)
         w = self._w[owner]
         margin = _SLACK * float(np.abs(self._w).max())
-        too_large = wx - margin > (1.0 - theta / 2.0) * (w - self._target_w.min())
+        too_large = wx - margin > (1.0 + OVERSHOOT) / 2.0 * (w - self._target_w.min())
         bounds[too_large & ~self._is_rescue[owner]] = -1.0
         return bounds
 
@@ -150,65 +170,83 @@ class Search:
         over_best, self._unseen_bounds = bounds[:_CHUNK_ROWS], bounds[_CHUNK_ROWS:]
         if not len(rows):
             return
-        weighted = self._cluster.rows[rows, :NUM_LOADS] * self._omega32
+        weighted = self._cluster.row_load_s[rows] * self._points32
         least = (weighted @ self._target_load32[self._target_free].T).min(axis=1, initial=np.inf)
         over_real = over_best - self._scale * least * (1.0 - _SLACK)
         keep = np.flatnonzero(over_real >= self._floor(rows))
         for bound, row in zip(-over_real[keep], rows[keep].tolist(), strict=True):
             heapq.heappush(self._heap, (float(bound), 0, row))
 
-    def _look_at(self, row: int) -> None:
-        """Find the row's best permitted destination, in double precision, and keep it."""
-        cluster, settings = self._cluster, self._settings
-        source = int(cluster.owner[row])
-        if not self._source_free[source]:
+    def _look_at(self, rows: NDArray[np.int64]) -> None:
+        """Find each row's best permitted destination, in double precision, and keep it."""
+        cluster = self._cluster
+        rows = rows[self._source_free[cluster.owner[rows]]]
+        if not len(rows):
             return
-        is_rescue = bool(self._is_rescue[source])
-        x = cluster.rows[row, :NUM_LOADS].astype(np.float64)
-        weighted = self._weigh.variance * x
-        load = self._load[source]
-        gains = self._scale * (weighted @ (load - x) - self._target_load @ weighted)
-        gains = np.round(gains, GAIN_DECIMALS)
-        ok = self._target_free & (self._of_paused | (gains > 0.0))
+        sources = cluster.owner[rows]
+        x = cluster.row_load_s[rows].astype(np.float64)
+        gains = self._gains(x, sources)
+        ok = self._permitted(x, sources, gains)
+        # The greatest gain first, then the smallest name; nearly always it is good.
+        best = np.where(ok, gains, -np.inf).argmax(axis=1)
+        each = np.arange(len(rows))
+        good = ok[each, best]
+        good[good] = self._is_good(rows[good], x[good], sources[good], best[good])
+        ok[each, best] = good
+        others = np.flatnonzero(~good & ok.any(axis=1))
+        if len(others):
+            which, targets = np.nonzero(ok[others])
+            which = others[which]
+            ok[which, targets] = self._is_good(rows[which], x[which], sources[which], targets)
+            best[others] = np.where(ok[others], gains[others], -np.inf).argmax(axis=1)
+            good[others] = ok[others, best[others]]
+        for i in np.flatnonzero(good).tolist():
+            row, target = int(rows[i]), int(best[i])
+            entry = (
+                -float(gains[i, target]),
+                1,
+                float(cluster.rows[row, TOKENS]),
+                -float(cluster.rows[row, REMAINING]),
+                cluster.sequence_ids[row],
+                row,
+                target,
+            )
+            heapq.heappush(self._heap, entry)
+
+    def _gains(self, x: Floats, sources: NDArray[np.int64]) -> Floats:
+        """What moving each row to each destination gains, [num_rows, num_destinations].
+
+        Args:
+            x: Loads of the rows, [num_rows, NUM_LOADS].
+        """
+        weighted = self._weigh.points * x
+        own = (weighted * (self._load[sources] - x)).sum(axis=1)
+        gains = self._scale * (own[:, None] - weighted @ self._target_load.T)
+        return np.asarray(np.round(gains, GAIN_DECIMALS))
+
+    def _permitted(self, x: Floats, sources: NDArray[np.int64], gains: Floats) -> NDArray[np.bool_]:
+        """Which destinations the balance allows each row, [num_rows, num_destinations]."""
         if self._of_paused:
-            ok &= self._destinations != source
-        if not is_rescue:
-            wx = float(self._weigh.load @ x)
-            before = self._w[source] - self._target_w
-            ok &= 2.0 * wx - before <= (1.0 - settings.theta) * before
-            ok &= gains >= self._least
-        for targets in self._best_first(gains, ok):
-            good = self._fits(row, targets)
-            if not is_rescue:
-                good &= self._pays(row, x, source, targets)
-            if good.any():
-                target = int(targets[np.argmax(good)])
-                entry = (
-                    -float(gains[target]),
-                    1,
-                    float(cluster.rows[row, TOKENS]),
-                    -float(cluster.rows[row, REMAINING]),
-                    cluster.sequence_ids[row],
-                    row,
-                    target,
-                )
-                heapq.heappush(self._heap, entry)
-                return
+            return np.asarray(self._target_free & (self._destinations != sources[:, None]))
+        wx = x @ self._weigh.points
+        before = self._w[sources][:, None] - self._target_w
+        balances = 2.0 * wx[:, None] - before <= OVERSHOOT * before
+        balances &= gains >= self._least
+        balances |= self._is_rescue[sources][:, None]
+        return np.asarray(balances & (gains > 0.0) & self._target_free)
 
-    @staticmethod
-    def _best_first(
-        gains: NDArray[np.float64], ok: NDArray[np.bool_]
-    ) -> Iterator[NDArray[np.int64]]:
-        """Permitted destinations, the greatest gain first, then the smallest name: the first one,
-        which is nearly always good, then all others."""
-        permitted = np.flatnonzero(ok)
-        if len(permitted):
-            first = int(np.argmax(gains[permitted]))
-            yield permitted[first : first + 1]
-            others = np.delete(permitted, first)
-            yield others[np.argsort(-gains[others], kind="stable")]
+    def _is_good(
+        self, rows: NDArray[np.int64], x: Floats, sources: NDArray[np.int64], targets: Targets
+    ) -> NDArray[np.bool_]:
+        """Which rows may go to a destination each: there is room, and the move pays. [num_rows]."""
+        good = self._fits(rows, targets)
+        pays = self._is_rescue[sources] | self._weigh.is_load_only
+        check = good & ~pays
+        if check.any():
+            good[check] = self._pays(rows[check], x[check], sources[check], targets[check])
+        return good
 
-    def _fits(self, row: int, targets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _fits(self, rows: NDArray[np.int64], targets: Targets) -> NDArray[np.bool_]:
         """Which destinations have room now and at their forecast peak, by the upper quantile.
 
         Where the whole cluster is full no peak leaves room, and nothing moves: a full replica's
@@ -217,29 +255,26 @@ class Search:
         cluster, destinations = self._cluster, self._destinations[targets]
         points = 1 if self._weigh.is_load_only else self._memory_points
         held = memory_rows(
-            cluster.rows[row, TOKENS : TOKENS + 1].astype(np.float64),
-            cluster.rows[row, REMAINING_UPPER : REMAINING_UPPER + 1].astype(np.float64),
+            cluster.rows[rows, TOKENS].astype(np.float64),
+            cluster.rows[rows, REMAINING_UPPER].astype(np.float64),
             self._target_ahead[targets, :points],
         )
+        held += cluster.tokens[destinations, :points]
         limit = self._settings.memory_limit * cluster.capacity_tokens[destinations]
-        peaks = (cluster.tokens[destinations, :points] + held).max(axis=1)
-        return np.asarray(peaks <= limit)
+        return np.asarray(held.max(axis=1) <= limit)
 
     def _pays(
-        self, row: int, x: NDArray[np.float64], source: int, targets: NDArray[np.int64]
+        self, rows: NDArray[np.int64], x: Floats, sources: NDArray[np.int64], targets: Targets
     ) -> NDArray[np.bool_]:
         """With which destinations the gain by the lower quantile beats the cost, both in seconds.
 
-        Gain: what the slower of the two replicas saves a sequence on it, over the time that the
+        Gain: what a sequence on the slower of the two replicas saves, over the tokens that the
         moved one lasts at least. Cost: the transfer.
         """
-        if self._weigh.is_load_only:
-            return np.ones(len(targets), dtype=bool)
         cluster = self._cluster
-        ahead = cluster.grid_s / cluster.step_s[source]
-        sure = x * (ahead <= cluster.rows[row, REMAINING_LOWER])
-        giver, taker = cluster.load_s[source], cluster.load_s[self._destinations[targets]]
+        sure = x * (cluster.rows[rows, REMAINING_LOWER][:, None] >= TOKENS_AHEAD)
+        giver, taker = cluster.load_s[sources], cluster.load_s[self._destinations[targets]]
         drop = np.maximum(giver, taker) - np.maximum(giver - sure, taker + sure)
-        saved_s = (drop / (cluster.base_s[source] + giver + 1e-12)) @ self._widths
-        cost_s = self._costs.seconds(float(cluster.rows[row, TOKENS]))
+        saved_s = drop @ TOKENS_BETWEEN
+        cost_s = self._costs.seconds(cluster.rows[rows, TOKENS].astype(np.float64))
         return np.asarray(saved_s >= self._settings.cost_factor * cost_s)

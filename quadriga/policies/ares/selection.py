@@ -17,9 +17,8 @@ Source: ARES §5.2, Algorithm 1; differs: closed form instead of simulation per 
 weighted load, memory at the forecast peak with the migrant's own cache, several moves a tick,
 paused sequences.
 
-Against ping-pong: a move may turn the difference of a pair's weighted loads round, but not to
-more than (1 − θ) of what it was. (It need not shrink by θ otherwise: among many small sequences
-no single move could.)
+Against ping-pong: a move may turn the difference of a pair's work round, but not to more than half
+of what it was. (It need not shrink otherwise: among many small sequences no single move could.)
 """
 
 from __future__ import annotations
@@ -58,10 +57,14 @@ def select(
     longer remaining, then the smallest ids.
     """
     roles = classify(cluster, settings, weigh, busy)
-    variance = float(cluster.load_s.var(axis=0) @ weigh.variance)
-    if not len(roles.sources) or not len(roles.takers) or variance <= 0.0:
+    if not len(roles.sources) or not len(roles.takers):
         return []
     rows = candidate_rows(cluster, settings, costs, weigh, roles)
+    if not len(rows):
+        return []
+    variance = float(cluster.load_s.var(axis=0) @ weigh.points)
+    if variance <= 0.0:
+        return []
     most = max(1, round(settings.moves_share * len(cluster)))
     choices: list[Choice] = []
     is_paused = cluster.rows[rows, MOVABLE] == PAUSED
@@ -98,14 +101,14 @@ def candidate_rows(
     is_source = np.zeros(len(cluster), dtype=bool)
     is_source[roles.sources] = True
     rows = np.flatnonzero(is_source[cluster.owner])
-    held = cluster.rows[rows, TOKENS:]
-    ok = held[:, MOVABLE - TOKENS] != FIXED
-    ok &= held[:, MOVES - TOKENS] < settings.max_moves
-    ok &= held[:, SINCE_MOVE_S - TOKENS] >= settings.cooldown_s
+    held = cluster.rows[rows]
+    ok = held[:, MOVABLE] != FIXED
+    ok &= held[:, MOVES] < settings.max_moves
+    ok &= held[:, SINCE_MOVE_S] >= settings.cooldown_s
     if not weigh.is_load_only:
-        cost_s = costs.seconds(held[:, 0].astype(np.float64))
-        least = settings.remaining_factor * cost_s / cluster.step_s.mean()
-        is_paused = held[:, MOVABLE - TOKENS] == PAUSED
-        ok &= is_paused | (held[:, REMAINING - TOKENS] > least)
+        cost_s = costs.seconds(held[:, TOKENS].astype(np.float64))
+        least = settings.remaining_factor * cost_s / (cluster.step_s.sum() / len(cluster))
+        is_paused = held[:, MOVABLE] == PAUSED
+        ok &= is_paused | (held[:, REMAINING] > least)
     kept: NDArray[np.int64] = rows[ok]
     return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import overload
 
 import numpy as np
@@ -15,7 +16,15 @@ from quadriga.types import Reservation
 NUM_POINTS = 16
 FIRST_POINT_TOKENS = 20.0
 POINT_RATIO = 1.64
-"""Points of the horizon: 20 · 1.64^i tokens ahead, 20 … 33,000, at the class's reference step."""
+TOKENS_AHEAD: NDArray[np.float64] = np.concatenate(
+    ([0.0], FIRST_POINT_TOKENS * POINT_RATIO ** np.arange(NUM_POINTS))
+)
+"""Points of the horizon, the first is now: tokens that each sequence gains until then, 20 … 33,000.
+Those of the memory are in seconds, at the class's reference step."""
+TOKENS_BETWEEN: NDArray[np.float64] = np.diff(TOKENS_AHEAD, prepend=0.0)
+"""Tokens between each point and the one before it."""
+OVERSHOOT = 0.5
+"""A move may turn the difference of a pair's work round, but to no more than this share of it."""
 
 PAPER_REPLICAS = 3
 """Decode replicas of the cluster that the acceptance share is stated for."""
@@ -34,8 +43,7 @@ def horizon_s(reference_step_s: float) -> tuple[float, ...]:
         raise ConfigError(
             f"reference_step_s: {reference_step_s} must lie in 0..1000 s", param="reference_step_s"
         )
-    ahead = (FIRST_POINT_TOKENS * POINT_RATIO**i for i in range(NUM_POINTS))
-    return (0.0, *(tokens * reference_step_s for tokens in ahead))
+    return tuple((TOKENS_AHEAD * reference_step_s).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class AresSettings:
 
     Attributes:
         theta: A replica is overloaded above (1 + θ) times the mean, underloaded below (1 − θ).
-        decay: β of a horizon point over the β of the point before it.
+        decay: By so much less does a token count for each point it lies further ahead.
         min_gain: Least share of the variance that a move must remove, for 3 replicas; of n it is
             asked 3/n of it, as one move among many can remove no more.
         memory_limit: Share of a destination's KV memory that its forecast peak may reach.
@@ -60,7 +68,7 @@ class AresSettings:
         remaining_factor: Remaining time must exceed this many times the cost of the move.
     """
 
-    theta: float = 0.15
+    theta: float = 0.05
     decay: float = 0.8
     min_gain: float = 0.05
     memory_limit: float = 0.9
@@ -88,18 +96,28 @@ class AresSettings:
         _in_range("hold_share", self.hold_share, 0.0, 10.0)
 
     @property
-    def beta(self) -> NDArray[np.float64]:
-        """Weights of the horizon points, falling, together 1: [NUM_POINTS]."""
-        raw = np.power(self.decay, np.arange(NUM_POINTS, dtype=np.float64))
-        return np.asarray(raw / raw.sum())
+    def weights(self) -> NDArray[np.float64]:
+        """Weights of the points, together 1: [NUM_POINTS + 1].
 
-    @property
-    def omega(self) -> NDArray[np.float64]:
-        """Weights of the variance: 1 for now, then β: [NUM_POINTS + 1].
+        A point weighs the tokens between it and the one before it, so that the weighted load is the
+        work still to come; far ones less, by `decay`. Now weighs nothing. The present alone would
+        take a replica whose sequences are far along for a full one: its steps are long, and soon
+        over.
 
-        Source: ARES §5.2, Eq. 4.
+        Source: ARES §5.2, Eq. 4; differs: there points weigh alike but for the decay, and now as
+        much as all others.
         """
-        return np.concatenate(([1.0], self.beta))
+        return _weights(self.decay)
+
+
+@cache
+def _weights(decay: float) -> NDArray[np.float64]:
+    """The weights of a decay; every placement asks for them."""
+    raw = TOKENS_BETWEEN.copy()
+    raw[1:] *= np.power(decay, np.arange(NUM_POINTS, dtype=np.float64))
+    raw /= raw.sum()
+    raw.setflags(write=False)
+    return raw
 
 
 def settings_under(settings: AresSettings, reservation: Reservation) -> AresSettings:
@@ -137,7 +155,7 @@ class TransferCosts:
 
 def num_memory_points(settings: AresSettings, grid_s: ArrayLike) -> int:
     """Points of the grid at which memory is looked at: now, and those inside the horizon."""
-    return int(np.searchsorted(np.asarray(grid_s), settings.memory_horizon_s, side="right"))
+    return int(np.asarray(grid_s).searchsorted(settings.memory_horizon_s, side="right"))
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

@@ -43,6 +43,10 @@ class GroupedExits(ABC):
     def may_leave(self, group: AtExit) -> bool:
         """Whether the whole group leaves."""
 
+    def tests(self, exit_index: int) -> bool:
+        """See `Rebatcher.tests`."""
+        return True
+
     def observe(
         self,
         ran: Range,
@@ -96,6 +100,10 @@ class NoExits(GroupedExits):
         """See `Rebatcher.choose`; rows wait where another's depth limit cut their pass short."""
         waits = (i + 1 for i, rows in enumerate(waiting) if rows.count)
         return Range(next(waits, 0), self.costs.num_segments, tests=False)
+
+    def tests(self, exit_index: int) -> bool:
+        """See `Rebatcher.tests`."""
+        return False
 
     def may_leave(self, group: AtExit) -> bool:
         return False

@@ -1,6 +1,7 @@
-"""Where a prefilled sequence decodes: the two baselines.
+"""Where a prefilled sequence decodes: the baselines.
 
-Source: ARES §2.2 and §6.1 (round robin, current-load balancing).
+Source: ARES §2.2 and §6.1 (round robin, current-load balancing); least requests is what load
+balancers do.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from quadriga.policies.load import decode_pressure, has_room
+from quadriga.policies.load import decode_pressure, has_room, num_held
 from quadriga.types import PlaceRequest, ReplicaSnapshot
 
 
@@ -47,10 +48,12 @@ class CurrentLoad:
         return best.info.name
 
 
-def make_placement(kind: str) -> Placement:
-    """Return the placement policy of a configured name. Raises: KeyError for an unknown one."""
-    kinds: dict[str, type[RoundRobin] | type[CurrentLoad]] = {
-        "round_robin": RoundRobin,
-        "current_load": CurrentLoad,
-    }
-    return kinds[kind]()
+class LeastRequests:
+    """The fewest sequences, whatever their sizes; ties go to the fewest tokens, then by name."""
+
+    def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
+        able = [s for s in snapshots if has_room(s, request)]
+        if not able:
+            return None
+        best = min(able, key=lambda s: (num_held(s), s.used_tokens, s.info.name))
+        return best.info.name

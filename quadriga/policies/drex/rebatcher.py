@@ -105,6 +105,10 @@ class DrexRebatcher:
         """Per exit but the last, share of tokens that pass there or earlier, as last seen."""
         return tuple(self._left_by)
 
+    def tests(self, exit_index: int) -> bool:
+        """See `Rebatcher.tests`: what the plan says, a probe of an exit outside it aside."""
+        return self._deterministic or exit_index in self.plan.exits
+
     def target_gap_s(self, running: int) -> float:
         """See `Rebatcher.target_gap_s`: one and a half full passes over everybody."""
         gap_s = self._gaps.get(running)
@@ -129,7 +133,7 @@ class DrexRebatcher:
         """See `Rebatcher.judge`."""
         at = group.ran.stop - 1
         may_leave = len(group.passed) - group.remaining.count
-        is_planned = self._deterministic or at in self.plan.exits
+        is_planned = self.tests(at)
         if self._probe == at:
             self._probe = None
         stay_s = profit_s = 0.0

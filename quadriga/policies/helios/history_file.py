@@ -6,8 +6,8 @@ import json
 import logging
 from pathlib import Path
 
-from quadriga.catalogue.files import write_atomically
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 from quadriga.policies.helios.history import HistoryTable
 
 MAX_BYTES = 16 << 20

@@ -4,6 +4,8 @@
 the same example on every machine. `check(task, prompt, answer)` judges any answer text, so load
 generators can score what a service returned. Neither torch nor ray is loaded.
 
+`Example.text` is what a model is sent, line end included: nobody else puts one behind a prompt.
+
     >>> example = make_example("count", seed=1, index=0)
     >>> check(example.task, example.prompt, example.answer)
     True
@@ -12,10 +14,12 @@ generators can score what a service returned. Neither torch nor ray is loaded.
 from quadriga.training.tasks.lengths import FULL_LENGTHS, LONG_LENGTHS, LengthMix
 from quadriga.training.tasks.registry import (
     DEFAULT_MIX,
+    LINE_END,
     TASKS,
     Example,
     check,
     make_example,
+    make_reworded_example,
     sample_examples,
     size_of,
 )
@@ -23,12 +27,14 @@ from quadriga.training.tasks.registry import (
 __all__ = [
     "DEFAULT_MIX",
     "FULL_LENGTHS",
+    "LINE_END",
     "LONG_LENGTHS",
     "TASKS",
     "Example",
     "LengthMix",
     "check",
     "make_example",
+    "make_reworded_example",
     "sample_examples",
     "size_of",
 ]

@@ -6,15 +6,36 @@ from dataclasses import dataclass
 
 from quadriga.training.tasks import arithmetic, lists, story
 from quadriga.training.tasks.lengths import FULL_LENGTHS, LengthMix
+from quadriga.training.tasks.wordings import make_wording
+
+LINE_END = "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One task instance. The model reads `prompt` + newline and writes `answer` + end token."""
+    """One task instance: the model reads `text` and writes `continuation` and the end token.
+
+    Attributes:
+        prompt: The question in the task's own words, on one line; what `check` takes.
+        answer: A right answer, without line ends.
+        wording: The question as somebody else would put it, its line end included where it has
+            one; empty where it is asked in the task's own words.
+    """
 
     task: str
     prompt: str
     answer: str
+    wording: str = ""
+
+    @property
+    def text(self) -> str:
+        """What a completion sends: the question as it is asked, with its line end."""
+        return self.wording or self.prompt + LINE_END
+
+    @property
+    def continuation(self) -> str:
+        """What follows `text`: the answer, behind a line end where the question has none."""
+        return self.answer if self.text.endswith(LINE_END) else LINE_END + self.answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +72,27 @@ def make_example(task: str, *, seed: int, index: int, lengths: LengthMix = FULL_
     entry = _REGISTRY[task]
     rng = random.Random(f"quadriga:{task}:{seed}:{index}")
     prompt = entry.make(rng, lengths)
-    answer = story.tell_story(rng, prompt) if entry.solve is None else entry.solve(prompt)
+    return Example(task, prompt, _answer(task, prompt, rng))
+
+
+def _answer(task: str, prompt: str, rng: random.Random) -> str:
+    """A right answer to a prompt in the task's own words."""
+    solve = _REGISTRY[task].solve
+    answer = story.tell_story(rng, prompt) if solve is None else solve(prompt)
     if answer is None:
         raise AssertionError(f"{task} cannot solve its own prompt {prompt!r}")
-    return Example(task, prompt, answer)
+    return answer
+
+
+def make_reworded_example(task: str, *, seed: int, index: int) -> Example:
+    """Return example number `index` of a task's short questions in words other than its own.
+
+    Raises:
+        KeyError: Unknown task.
+    """
+    rng = random.Random(f"quadriga:reworded:{task}:{seed}:{index}")
+    prompt, wording = make_wording(rng, task)
+    return Example(task, prompt, _answer(task, prompt, rng), wording)
 
 
 def sample_examples(
@@ -63,6 +101,7 @@ def sample_examples(
     start: int = 0,
     mix: Mapping[str, float] = DEFAULT_MIX,
     lengths: LengthMix = FULL_LENGTHS,
+    reworded_share: float = 0.0,
 ) -> Iterator[Example]:
     """Yield examples number `start`, `start + 1`, … of a mixed stream, without end.
 
@@ -71,12 +110,17 @@ def sample_examples(
         start: Index of the first example, so that a reader can resume.
         mix: Weight per task; they need not sum to 1.
         lengths: Size distribution inside each task's range.
+        reworded_share: Share of short questions in other words.
     """
     names, weights = list(mix), list(mix.values())
     index = start
     while True:
-        task = random.Random(f"quadriga:mix:{seed}:{index}").choices(names, weights)[0]
-        yield make_example(task, seed=seed, index=index, lengths=lengths)
+        rng = random.Random(f"quadriga:mix:{seed}:{index}")
+        task = rng.choices(names, weights)[0]
+        if rng.random() < reworded_share:
+            yield make_reworded_example(task, seed=seed, index=index)
+        else:
+            yield make_example(task, seed=seed, index=index, lengths=lengths)
         index += 1
 
 

@@ -157,3 +157,16 @@ async def test_commands_that_come_with_the_end_do_not_hang() -> None:
         results = await asyncio.gather(*calls, return_exceptions=True)
     assert set(map(type, results)) <= {int, Unavailable}
     assert await engine.join(5.0)
+
+
+async def test_an_idle_thread_that_is_woken_looks_for_work() -> None:
+    core = Core()
+    engine, _ = await start(core)
+    await engine.call(lambda core: None)
+    before = core.num_steps
+    core.has_work = True
+    engine.wake()
+    async with asyncio.timeout(5.0):
+        while core.num_steps < before + 10:  # noqa: ASYNC110 - idle, it makes four steps a second
+            await asyncio.sleep(0.001)
+    await end(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,8 +10,22 @@ from ray.exceptions import RayError
 
 from actors.calls import RAY_FAILED
 from actors.metrics_page import MetricsPage
-from quadriga.clock import SystemClock
+from quadriga.clock import ManualClock, SystemClock
+from quadriga.load_history import INTERVAL_S
 from quadriga.metrics import Registry
+
+
+class Store:
+    """What is kept outside of the process, in a dictionary."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept: dict[str, bytes] = {}
+        monkeypatch.setattr("actors.kept.load", lambda _, what: self.kept.get(what))
+        monkeypatch.setattr("actors.kept.save", self.save)
+
+    def save(self, app: str, what: str, value: bytes) -> None:
+        self.kept[what] = value
+
 
 FAILURES = [RayError("away"), RuntimeError("down"), ValueError("no such key"), OSError("reset")]
 
@@ -35,3 +50,65 @@ async def test_a_store_that_fails_costs_no_page(
     registry.counter("quadriga_seen", "Things seen.").inc(3)
     page.push("one", registry.snapshot())
     assert b'quadriga_seen_total{replica="one"} 3' in await page.show()
+
+
+def counting(tokens: int) -> bytes:
+    registry = Registry("ingress")
+    registry.counter("vllm:generation_tokens_total", "t", ["model_name"]).labels("m").inc(tokens)
+    return registry.snapshot()
+
+
+async def test_a_successor_shows_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(monkeypatch)
+    clock = ManualClock(1000 * INTERVAL_S)
+    page = MetricsPage("app", clock)
+    for tokens in (0, 50, 150):
+        page.push("ingress", counting(tokens))
+        page.history.sample(page.hub, now_s=clock.now_s(), now_unix_s=clock.unix_s())
+        clock.advance(INTERVAL_S)
+    await page.keep()
+    successor = MetricsPage("app", clock)
+    await successor.restore()
+    shown = successor.history.columns(now_unix_s=clock.unix_s())
+    assert shown == page.history.columns(now_unix_s=clock.unix_s())
+    assert shown["tokens_per_s"][-2:] == [10, 20]
+    clock.advance(2 * INTERVAL_S)
+    successor.push("ingress", counting(1150))
+    successor.history.sample(successor.hub, now_s=clock.now_s(), now_unix_s=clock.unix_s())
+    tokens = successor.history.columns(now_unix_s=clock.unix_s())["tokens_per_s"]
+    assert tokens[-5:] == [10, 20, None, None, None], "the time without a controller is a gap"
+
+
+async def test_a_damaged_copy_costs_the_past_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(monkeypatch)
+    store.kept["load_history"] = b"what is this"
+    page = MetricsPage("app", SystemClock())
+    await page.restore()
+    assert page.is_restored.is_set()
+    assert set(page.history.columns(now_unix_s=0.0)["tokens_per_s"]) == {None}
+
+
+async def test_the_history_is_sampled_at_every_intervals_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Store(monkeypatch)
+    clock = ManualClock(1000 * INTERVAL_S + 1.0)
+    page = MetricsPage("app", clock)
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.advance(seconds + 0.4)
+        if len(slept) == 2:
+            monkeypatch.setattr(page.history, "sample", fail)
+        if len(slept) == 4:
+            await page.close()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the sampling breaks")
+
+    monkeypatch.setattr("actors.metrics_page.asyncio.sleep", sleep)
+    await page.restore()
+    await page.sample_forever()
+    assert slept == pytest.approx([4.0, 4.6, 4.6, 4.6])
+    assert len(json.loads(page.history.dump())) == 1

@@ -53,7 +53,10 @@ def replica(failure: Exception, ends: list[QuadrigaError]) -> Any:
     async def reserve(*_: Any, **__: Any) -> None:
         raise failure
 
+    placed: set[str] = set()
     return SimpleNamespace(
+        placed=placed,
+        has_place=placed.add,
         name="p0",
         clock=SystemClock(),
         config=load_config({}),
@@ -154,6 +157,7 @@ class Prefill:
         owners: Who took them over, as far as this replica knows.
         cancelled: Replicas that were told to end one.
         asked: Set at the first commit.
+        placed: Who had a place, whenever a place was looked for and whenever KV was sent.
     """
 
     name = "local"
@@ -164,6 +168,7 @@ class Prefill:
         self.owners: list[str] = []
         self.cancelled: list[str] = []
         self.asked = asyncio.Event()
+        self.placed: list[set[str]] = []
         self.replica = replica(ReplicaError(""), self.ends)
         config = load_config({"transport": {"deadline_s": deadline_s}})
         transport: Any = self
@@ -192,6 +197,7 @@ class Prefill:
     async def place(
         self, scheduler: str, method: str, request: PlaceRequest, *, timeout_s: float
     ) -> str:
+        self.placed.append(set(self.replica.placed))
         return next(name for name in self.peers if name not in request.exclude)
 
     async def read_kv(self, _: object) -> torch.Tensor:
@@ -215,6 +221,7 @@ class Prefill:
 
     async def send(self, name: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
         peer = self.peers[name]
+        self.placed.append(set(self.replica.placed))
         if "send" in peer.fates:
             raise KVTransportError("it did not arrive")
         peer.receiver.accept("p0", part)
@@ -263,6 +270,15 @@ async def test_what_runs_nowhere_is_tried_elsewhere(
     prefill, at_peers = await handed_off(monkeypatch, fates)
     assert at_peers == ([], [1])
     assert (prefill.owners, prefill.ends) == (["b"], [])
+
+
+async def test_a_sequence_has_a_place_from_its_reservation_until_it_fails_or_the_row_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill, _ = await handed_off(monkeypatch, {"send": "is_refused"})
+    nowhere: set[str] = set()
+    assert prefill.placed == [nowhere, {"s"}, nowhere, {"s"}], "place, send, place again, send"
+    assert prefill.replica.placed == nowhere
 
 
 async def test_a_commit_that_only_the_abort_tells_of_counts(

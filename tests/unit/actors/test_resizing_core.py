@@ -46,6 +46,7 @@ class Host:
         self.receiver = SimpleNamespace(offers=list, sequences=set)
         self.wishes = SimpleNamespace(forecast=False)
         self.staging = StagingBudget()
+        self.placed: set[str] = set()
         self.name = "replica"
         self.load: Any = None
         self.said: list[tuple[str, Emission]] = []

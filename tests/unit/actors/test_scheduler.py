@@ -18,7 +18,7 @@ from actors.scheduler import Scheduler
 from quadriga.clock import ManualClock
 from quadriga.config import load_config
 from quadriga.errors import Unavailable, UnknownModel
-from quadriga.policies.baselines.placement import RoundRobin
+from quadriga.policies.least_work import LeastWorkWithoutReports
 from quadriga.types import (
     AUTO_MODEL,
     AdmitRequest,
@@ -177,7 +177,7 @@ async def test_where_nobody_chooses_depths_are_kept_apart() -> None:
 def test_without_a_scheduler_it_is_the_same(config: dict[str, Any], second: str | None) -> None:
     replica: Any = SimpleNamespace(
         config=load_config(config),
-        _fallback=RoundRobin(),
+        _fallback=LeastWorkWithoutReports(),
         _view=ClusterView(
             time.time(),
             [snapshot("d0", Role.DECODE, SMALL), snapshot("d1", Role.DECODE, FULL)],

@@ -104,6 +104,17 @@ def test_moves_of_a_sequence_travel_into_its_row() -> None:
     assert rows["never"][SINCE_MOVE_S] == np.inf
 
 
+def test_who_is_on_the_way_unpredicted_will_be_as_long_as_the_others() -> None:
+    """Not as long as it may become: a replica with newcomers would look like a full one."""
+    made = made_of(
+        states=[known("a", 20), known("b", 40)], offers=[offer("comes", 30)], num_running=2
+    )
+    assert rows_of(made)["comes"][REMAINING] == 35, "5 generated, 20 and 40 to come"
+    assert rows_of(made)["comes"][REMAINING_UPPER] == 170
+    alone = made_of(states=[], offers=[offer("comes", 30)], num_running=0)
+    assert rows_of(alone)["comes"][REMAINING] == 170
+
+
 def test_unpredicted_sequences_run_to_their_limit_and_the_forecast_says_so() -> None:
     made = made_of(states=[state("a")], offers=[], num_running=1)
     row = rows_of(made)["a"]

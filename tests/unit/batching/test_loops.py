@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -79,14 +80,27 @@ class Events:
 
 
 class Harness:
-    """One prefill loop over one fake runner."""
+    """One prefill loop over one fake runner.
 
-    def __init__(self, *, rows: int = 4, chunk: int = 8, capacity: int = 1024) -> None:
+    Attributes:
+        placed: Sequences that have a row at a decode replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int = 4,
+        chunk: int = 8,
+        capacity: int = 1024,
+        queued: int = 8,
+        max_unplaced: int = sys.maxsize,
+    ) -> None:
+        self.placed: set[str] = set()
         self.clock = ManualClock()
         self.events = Events()
         self.runner = FakeRunner(rows)
         self.slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=capacity)
-        self.queue = PrefillQueue(max_sequences=8, max_tokens=100, max_age_s=1.0)
+        self.queue = PrefillQueue(max_sequences=queued, max_tokens=1000, max_age_s=1.0)
         self.loop = PrefillLoop(
             runner=self.runner,
             slots=self.slots,
@@ -96,6 +110,8 @@ class Harness:
             chunk_tokens=chunk,
             layer_groups=3,
             clock=self.clock,
+            max_unplaced=max_unplaced,
+            num_placed=self.placed.__len__,
         )
 
 
@@ -129,6 +145,59 @@ def test_short_prompts_share_a_chunk() -> None:
     assert set(h.events.done) == {"a", "b"}, "the third reached beyond the budget"
     h.loop.step()
     assert set(h.events.done) == {"a", "b", "c"}
+
+
+def first_token_steps(h: Harness, num_prompts: int, *, handoff_steps: int) -> list[int]:
+    """Steps until each first token, where a place is found within a step and KV takes long to send.
+
+    Each prompt is half a chunk.
+    """
+    for i in range(num_prompts):
+        h.loop.submit(sequence(f"s{i}", [i + 1, 1, 2, 3]))
+    began: dict[str, int] = {}
+    heard: dict[str, int] = {}
+    for step in range(1, 20 * num_prompts):
+        if not h.loop.has_work and not h.loop.num_held:
+            break
+        h.loop.step()
+        for name in h.events.started[len(began) :]:
+            began[name] = step
+        for name in h.events.done:
+            heard.setdefault(name, step)
+        h.placed.update(name for name in heard if h.slots.get(name) is not None)
+        for name, at in began.items():
+            if step == at + handoff_steps:
+                h.placed.discard(name)
+                h.loop.release(name)
+    assert len(heard) == num_prompts
+    return sorted(heard.values())
+
+
+def test_how_long_kv_takes_to_be_sent_delays_no_first_token() -> None:
+    """64 prompts at once, two a step, each row held for 20 steps until its hand-off is over."""
+    at_once = Harness(rows=64, queued=64, max_unplaced=16)
+    assert first_token_steps(at_once, 64, handoff_steps=20)[-1] == 32, "never idle"
+    one_row_each = Harness(rows=16, queued=64)
+    assert first_token_steps(one_row_each, 64, handoff_steps=20)[-1] > 60, "as it was before"
+
+
+def test_no_prompt_is_begun_while_enough_have_no_place() -> None:
+    h = Harness(rows=8, chunk=8, max_unplaced=2)
+    for name in "abcd":
+        h.loop.submit(sequence(name, [1, ord(name)]))
+    h.loop.step()
+    h.loop.step()
+    assert h.events.started == ["a", "b"], "decode is full: their second tokens must wait"
+    assert not h.loop.has_work, "it does not spin until somebody has a place"
+    h.placed.add("b")
+    assert h.loop.has_work
+    h.loop.step()
+    assert h.events.started == ["a", "b", "c"]
+    assert not h.loop.has_work
+    h.loop.release("a")
+    assert h.loop.has_work, "cancelled"
+    h.loop.step()
+    assert h.events.started == ["a", "b", "c", "d"]
 
 
 def test_no_row_means_waiting_without_spinning() -> None:

@@ -222,6 +222,45 @@ def test_requests_as_messages() -> None:
         make_request("x", None, None, {"colour": 1})  # type: ignore[typeddict-unknown-key]
 
 
+def test_messages_may_be_dicts() -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "s"},
+        Message("user", "u"),
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "name": "n", "tool_calls": None},
+    ]
+    sent = make_request(messages, None, None, {}).chat.messages
+    assert [(m.role, m.content) for m in sent] == [
+        ("system", "s"),
+        ("user", "u"),
+        ("user", "ab"),
+        ("assistant", "c"),
+    ]
+    assert sent[3].name == "n"
+    assert not sent[0].HasField("name")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([{"role": "user"}], r"messages\[0\].content: must be text, not NoneType"),
+        ([{"content": "a"}], r"messages\[0\].role: must be text"),
+        ([Message("user", "a"), {"role": "user", "content": 7}], r"messages\[1\].content"),
+        ([{"role": "user", "content": "a", "tools": []}], "tools not supported"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "must be text, not a list"),
+        (["a", "b"], "not a list with str"),
+        ([Message("user", "a"), "b"], "not a list with Message"),
+        ([1.5], "not a list with float"),
+        (b"a", "not bytes"),
+        ({"role": "user", "content": "a"}, "not dict"),
+        (None, "not NoneType"),
+    ],
+)
+def test_what_is_no_prompt_is_told(prompt: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_request(prompt, None, None, {})
+
+
 def test_a_gap_in_a_stream_is_an_error() -> None:
     progress = StreamProgress(make_request("x", None, None, {}))
     with pytest.raises(InvariantViolation):

@@ -14,8 +14,8 @@ from loadgen.metrics import (
     tpot_s,
     ttft_s,
 )
-from loadgen.plots import running_requests
 from loadgen.runner import Record, RunResult
+from loadgen.timeline import running_requests
 from tests.unit.loadgen.conftest import make_spec
 
 

@@ -14,20 +14,31 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from loadgen import sim_report
 from loadgen.__main__ import main
 from loadgen.bench.profile import fit
 from loadgen.bench.scheduler import random_snapshots
 from loadgen.load.lengths import ALPACA, SHAREGPT, find_workload
 from loadgen.load.traces import read_trace
 from loadgen.paper import ares, ares_report
-from loadgen.simulated import synthetic_load, trace_load
+from loadgen.sim_capacity import (
+    MAX_DOUBLINGS,
+    PRECISION,
+    Capacity,
+    Probe,
+    find_capacity,
+    is_hopeless,
+)
+from loadgen.simulated import make_simulation, summary_of, synthetic_load, trace_load
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts
 from quadriga.policies.ares.cluster import unpack
 from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.policies.ares.roles import classify, weights
+from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
-from quadriga.sim.profiles import RTX_4090D
+from quadriga.sim.profiles import RTX_4090D, find_profile
+from quadriga.sim.results import Slo
 
 
 def last_line(text: str) -> dict[str, Any]:
@@ -93,13 +104,19 @@ def test_simulate_a_trace(trace: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(words) == 0
     line = last_line(capsys.readouterr().out)
     assert line["experiment"] == "simulate"
-    assert set(line["headline"]) == {"wall_s", "goodput", "p99_tpot_s"}
-    assert line["summary"]["num_failed"] == 0
+    assert set(line["headline"]) == {
+        "wall_s", "goodput", "makespan_goodput", "good_share", "p99_tpot_s",
+    }  # fmt: skip
+    assert line["summary"]["failures"] == {}
     assert line["commit"]
-    raw = json.loads((out / "mine-oracle-2d.json").read_text())
+    [path] = out.glob("mine-oracle-2d-x3-s1-*.json")
+    raw = json.loads(path.read_text())
+    assert raw["ended"] == "complete"
+    assert raw["config"] == line["config"]
+    assert raw["summary"] == line["summary"]
     assert len(raw["finished_s"]) == 60
     assert None not in raw["finished_s"]
-    assert (out / "mine-oracle-2d.png").read_bytes().startswith(b"\x89PNG")
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     ticks = list(read_ticks(tmp_path / "r.jsonl"))
     assert ticks
     assert not replay(ticks)
@@ -114,6 +131,166 @@ def test_simulate_made_up_lengths_twice_the_same(tmp_path: Path, capsys: Any) ->
         lines.append(last_line(capsys.readouterr().out)["summary"])
     assert lines[0] == lines[1]
     assert lines[0]["num_requests"] == 20
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_runs_with_other_options_do_not_overwrite_each_other(
+    trace: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    words = ["simulate", "--trace", str(trace), "--no-plots", "--out", str(out)]
+    options: list[list[str]] = [
+        [], ["--scale", "2"], ["--seed", "1"], ["--limit", "30"], ["--prefill", "2"],
+        ["--profile", "a100-7b"], ["--on-full", "pause"], ["--slo-ttft-s", "1"],
+        ["--arrivals", "poisson:1"], ["--warm-up-s", "5"], ["--fail", "5:0:1"],
+        ["--bandwidth-gbit", "1"], ["--report-every-s", "1"], ["--stop-and-copy"],
+        ["--policy", "reschedule"], ["--decode", "2"],
+    ]  # fmt: skip
+    for number, more in enumerate(options, 1):
+        assert main([*words, *more]) == 0
+        assert len(list(out.iterdir())) == number, more
+    same_name = tmp_path / "other" / trace.name
+    same_name.parent.mkdir()
+    same_name.write_text("arrival_s,input_tokens,output_tokens\n0,5,5\n1,5,5\n")
+    assert main([*words[:2], str(same_name), *words[3:]]) == 0
+    assert len(list(out.iterdir())) == len(options) + 1
+
+
+def test_several_policies_stand_side_by_side(trace: Path, tmp_path: Path, capsys: Any) -> None:
+    words = ["simulate", "--trace", str(trace), "--no-plots", "--out", str(tmp_path / "out")]
+    assert main([*words, "--policy", "current_load", "oracle"]) == 0
+    printed = capsys.readouterr().out
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert [line["config"]["policy"] for line in lines] == ["current_load", "oracle"]
+    assert "nan" not in printed
+    rows = [line.split("│") for line in printed.splitlines() if "│" in line]
+    assert all(len(row) == 5 for row in rows)
+
+
+def test_one_row_has_no_rate_while_requests_arrive(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "one.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n7,100,50\n\n")
+    assert main(["simulate", "--trace", str(path), "--out", str(tmp_path), "--no-plots"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 requests at once" in printed
+    assert "nan" not in printed
+    line = last_line(printed)
+    assert line["config"]["rate"] is None
+    assert line["headline"]["goodput"] is None
+    assert 0.1 < line["headline"]["makespan_goodput"] < 10
+
+
+def test_failures_are_told_with_their_reasons(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,100,50\n1,300000,5\n2,400000,5\n")
+    assert main(["simulate", "--trace", str(path), "--out", str(tmp_path), "--no-plots"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 3" in printed
+    assert "failed, context_length_exceeded: prompt plus max_tokens is 332768 tokens" in printed
+    assert last_line(printed)["summary"]["failures"] == {"context_length_exceeded": 2}
+
+
+def test_a_fault_of_the_simulator_loses_neither_this_run_nor_the_others(
+    trace: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Simulation._reschedule
+
+    def fails(self: Simulation, now_s: float) -> None:
+        if now_s > 60.0:
+            raise KeyError("a fault")
+        whole(self, now_s)
+
+    monkeypatch.setattr(Simulation, "_reschedule", fails)
+    words = ["simulate", "--trace", str(trace), "--no-plots", "--out", str(tmp_path / "out")]
+    assert main([*words, "--policy", "current_load", "ares", "round_robin"]) == 1
+    printed = capsys.readouterr()
+    assert "ares: the run was broken off; what it had is in" in printed.err
+    assert "KeyError: 'a fault'" in printed.err
+    ended = {
+        path.name: json.loads(path.read_text()) for path in sorted((tmp_path / "out").iterdir())
+    }
+    by_policy = {raw["config"]["policy"]: (name, raw) for name, raw in ended.items()}
+    assert by_policy.keys() == {"current_load", "ares", "round_robin"}
+    name, raw = by_policy["ares"]
+    assert name.endswith(".partial.json")
+    assert raw["ended"] == "KeyError: 'a fault'"
+    assert 0 < sum(at is not None for at in raw["finished_s"]) < 60
+    for policy in ("current_load", "round_robin"):
+        assert by_policy[policy][1]["ended"] == "complete"
+
+
+def test_an_interrupted_run_is_kept_as_far_as_it_came(
+    trace: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupts(self: Simulation, now_s: float) -> None:
+        if now_s > 60.0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Simulation, "_reschedule", interrupts)
+    words = ["simulate", "--trace", str(trace), "--no-plots", "--out", str(tmp_path / "out")]
+    assert main(words) == 130
+    [path] = (tmp_path / "out").glob("*.partial.json")
+    assert json.loads(path.read_text())["ended"] == "interrupted"
+
+
+def test_the_largest_rate_that_keeps_the_slo_is_found(tmp_path: Path, capsys: Any) -> None:
+    words = ["simulate", "--lengths", "alpaca", "--duration-s", "300", "--arrivals", "poisson:1"]
+    words += ["--profile", "cpu", "--slo-ttft-s", "2", "--out", str(tmp_path), "--find-capacity"]
+    assert main([*words, "0.9"]) == 0
+    printed = capsys.readouterr().out
+    line = last_line(printed)
+    found = line["capacity"]
+    kept, broken = found["kept"], found["broken"]
+    assert kept["good_share"] >= 0.9
+    assert 1.0 < broken["factor"] / kept["factor"] <= PRECISION
+    assert line["headline"] == {
+        "largest_rate": kept["rate"], "next_rate": broken["rate"], "good_share": 0.9,
+    }  # fmt: skip
+    assert "ares: 90 % of the requests are good up to" in printed
+    [path] = tmp_path.glob("*.capacity.json")
+    assert json.loads(path.read_text())["probes"] == found["probes"]
+
+
+def probes_at(limit: float) -> tuple[list[float], Capacity]:
+    """Search for a limit that is known."""
+    looked: list[float] = []
+
+    def probe(factor: float) -> Probe:
+        looked.append(factor)
+        return Probe(factor, 3.0 * factor, None, factor <= limit)
+
+    return looked, find_capacity(probe)
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.3, 0.99, 1.0, 1.5, 40.0])
+def test_the_search_closes_in_on_the_limit(limit: float) -> None:
+    looked, found = probes_at(limit)
+    assert found.kept is not None and found.broken is not None
+    assert found.kept.factor <= limit < found.broken.factor <= PRECISION * found.kept.factor
+    assert len(looked) == len(set(looked)) <= 18
+    assert [probe.factor for probe in found.probes] == looked
+
+
+def test_the_search_ends_where_there_is_no_limit_to_find() -> None:
+    looked, found = probes_at(0.0)
+    assert found.kept is None and found.broken is not None and len(looked) == 1 + MAX_DOUBLINGS
+    looked, found = probes_at(math.inf)
+    assert found.broken is None and found.kept is not None and len(looked) == 1 + MAX_DOUBLINGS
+    assert "even at" in sim_report.conclusion("ares", probes_at(0.0)[1], 0.99)
+    assert "as far as was tried" in sim_report.conclusion("ares", found, 0.99)
+
+
+def test_a_run_that_cannot_reach_the_share_any_more_is_ended_early(trace: Path) -> None:
+    load = trace_load(read_trace(trace), arrivals="trace", scale=1e4, seed=0)
+    config = SimConfig(find_profile("cpu"), num_decode=1, num_prefill=1)
+    slo = Slo(1.0, 0.05)
+    stop = is_hopeless(load, slo, 0.9, from_s=0.0)
+    cut = make_simulation("current_load", load, config, stop=stop).run()
+    whole = make_simulation("current_load", load, config).run()
+    assert cut.end_s < 0.2 * whole.end_s
+    assert summary_of(whole, load, slo).good_share < 0.9
+    easy = is_hopeless(load, Slo(1e6, 1e6), 1.0, from_s=0.0)
+    assert make_simulation("current_load", load, config, stop=easy).run().end_s == whole.end_s
 
 
 @pytest.mark.parametrize(
@@ -122,15 +299,27 @@ def test_simulate_made_up_lengths_twice_the_same(tmp_path: Path, capsys: Any) ->
         (["--lengths", "alpaca", "--arrivals", "closed:3"], "poisson"),
         (["--lengths", "alpaca", "--arrivals", "poisson:x"], "not a rate"),
         (["--trace", "no-such-file.csv"], "cannot be read"),
+        (["--lengths", "alpaca", "--limit", "5"], "--limit: not for --lengths, but for --trace"),
+        (["--trace", "TRACE", "--duration-s", "5"], "--duration-s: not for --trace, but for --l"),
+        (["--trace", "TRACE", "--warm-up-s", "1e6"], "--warm-up-s: 1e+06 leaves no request"),
+        (["--trace", "TRACE", "--scale", "1e-8"], "at most 1e+09 s are simulated"),
+        (["--lengths", "alpaca", "--duration-s", "1e9", "--scale", "9"], "requests; at most"),
+        (["--lengths", "alpaca", "--policy", "current_load", "--record", "x"], "moves nothing"),
+        (["--lengths", "alpaca", "--policy", "ares", "oracle", "--record", "x"], "of one run"),
+        (["--trace", "TRACE", "--arrivals", "at-once", "--find-capacity"], "arrive at once"),
     ],
 )
-def test_simulate_refuses(words: list[str], says: str, capsys: Any) -> None:
-    assert main(["simulate", *words]) == 2
+def test_simulate_refuses(
+    words: list[str], says: str, trace: Path, tmp_path: Path, capsys: Any
+) -> None:
+    words = [str(trace) if word == "TRACE" else word for word in words]
+    assert main(["simulate", *words, "--out", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
 def test_failures_are_parsed(capsys: Any) -> None:
-    for text in ("5", "a:b:c", "-1:0:5", "1:0:0", "1:0:inf"):
+    for text in ("5", "a:b:c", "-1:0:5", "1:0:0", "1:0:inf", "1:0:1e300", "1e300:0:1"):
         with pytest.raises(SystemExit):
             main(["simulate", "--lengths", "alpaca", "--fail", text])
     assert "AT_S:REPLICA:DOWN_S" in capsys.readouterr().err
@@ -173,6 +362,27 @@ def outcomes() -> list[ares.Outcome]:
         for policy in ("current_load", "ares", "oracle")
     ]
     return [ares.run_point(point) for point in points]
+
+
+def test_a_point_that_fails_leaves_the_others_results(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of the same call that ended before it: each is written as it ends."""
+    good = tmp_path / "good.csv"
+    rows = "".join(f"{i},{50 + i},{200 + i}\n" for i in range(40))
+    good.write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+    bad = tmp_path / "bad.csv"
+    bad.write_text("arrival_s,input_tokens,output_tokens\n5,10,10\n5,10,10\n")
+    words = ["paper", "ares", "--part", "traces", "--duration-s", "30", "--warm-up-s", "0"]
+    words += ["--workers", "1", "--policy", "current_load", "oracle", "--out", str(tmp_path)]
+    assert main([*words, "--trace", str(good), str(bad)]) == 1
+    printed = capsys.readouterr()
+    line = last_line(printed.out)
+    assert (line["points"], line["failed_points"]) == (2, 2)
+    assert "bad" in printed.err and "all rows arrive at once" in printed.err
+    assert "nan" not in printed.out
+    lines = [json.loads(text) for text in (tmp_path / "ares.jsonl").read_text().splitlines()]
+    assert sorted("fault" in one for one in lines) == [False, False, True, True]
 
 
 def test_the_headline_has_its_keys(outcomes: list[ares.Outcome]) -> None:
@@ -222,7 +432,7 @@ def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
     assert [p.policy for p in points] == list(ares.POLICY_NAMES)
     outcome = ares.run_point(points[1])
     assert outcome.summary.num_requests > 0
-    assert math.isfinite(outcome.summary.goodput)
+    assert math.isfinite(outcome.summary.window.good)
     load = synthetic_load("sharegpt", rate=1.0, duration_s=20.0, seed=0)
     config = SimConfig(RTX_4090D, 3, 1)
     rates = [

@@ -39,6 +39,19 @@ def test_reads_plain_and_gzip_alike(tmp_path: Path) -> None:
         assert trace.name == "trace"
 
 
+@pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz", "trace", "trace.txt"])
+def test_what_a_file_is_says_its_content_and_not_its_name(name: str, tmp_path: Path) -> None:
+    text = (HEADER + "0,5,6\n1,7,8\n").encode()
+    for data in (text, gzip.compress(text)):
+        assert read_trace(write(tmp_path, data, name)).input_tokens.tolist() == [5, 7]
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n\r\n", "\n  \n\n"])
+def test_empty_lines_may_follow_the_last_row(end: str, tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, HEADER + "0,5,6\n1,7,8" + end))
+    assert trace.input_tokens.tolist() == [5, 7]
+
+
 def test_lengths_have_no_arrivals(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, "input_tokens,output_tokens\n5,6\n"))
     assert trace.arrivals_s is None
@@ -68,7 +81,8 @@ def test_limit_stops_reading(tmp_path: Path) -> None:
         ("2,1,٣", "output_tokens '٣'"),
         ("2,1", "2 fields where arrival_s,input_tokens,output_tokens are wanted"),
         ("2,1,1,1", "4 fields"),
-        ("", "1 fields"),
+        ("", "line 3: empty, and rows follow in line 4"),
+        ("  ", "line 3: empty, and rows follow"),
         ("2,1," + "1" * 300, "over 200 characters"),
     ],
 )
@@ -84,7 +98,8 @@ def test_bad_row_is_named(row: str, message: str, tmp_path: Path) -> None:
         (b"a,b,c\n1,2,3\n", "trace.csv", "line 1: the header must be"),
         (HEADER.encode(), "trace.csv", "no rows"),
         (HEADER.encode() + b"1,1,\xff\n", "trace.csv", "line 2: not UTF-8"),
-        (b"no gzip", "trace.csv.gz", "cannot be read"),
+        (b"no gzip", "trace.csv.gz", "line 1: the header must be"),
+        (b"\x1f\x8b no gzip", "trace.csv", "cannot be read"),
         (
             gzip.compress((HEADER + "0,1,1\n" * 999).encode(), mtime=0)[:-20],
             "t.csv.gz",

@@ -50,9 +50,14 @@ def view(*, moves: int = 1) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shown(seen: dict[str, Any], moves: int = 12) -> str:
-    console = Console(file=io.StringIO(), width=160, color_system=None)
-    console.print(watch.frame(seen, moves=moves))
+def shown(
+    seen: dict[str, Any],
+    moves: int = 12,
+    width: int = 160,
+    before: dict[str, Any] | None = None,
+) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(watch.frame(seen, moves=moves, width=width, before=before))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return str(text)
 
@@ -75,6 +80,71 @@ def test_the_newest_moves_come_first_and_no_more_than_asked_for() -> None:
 
 def test_an_empty_cluster_is_shown_too() -> None:
     assert "no decode replica" in shown({"at_unix_s": 1.0, "replicas": []})
+
+
+def with_exits(*counted: tuple[str, str, dict[str, float], dict[str, str]]) -> dict[str, Any]:
+    """A view of decode replicas: (name, depth class, tokens by layers run, uses) each."""
+    template = next(r for r in view()["replicas"] if r["role"] == "decode")
+    named = [template | {"name": f"q:decode:{n}:x", "depth_class": c} for n, c, *_ in counted]
+    told = {f"q:decode:{n}:x": {"tokens": t, "uses": u} for n, _, t, u in counted}
+    return view() | {"replicas": named, "exits": told}
+
+
+def line_of(text: str, model: str) -> str:
+    title, _, rest = text.partition("exits: tokens")
+    assert rest, title
+    return next(
+        " ".join(line.split()) for line in rest.splitlines() if line.startswith(f"{model} ")
+    )
+
+
+def test_exits_are_shares_of_a_models_tokens_by_layers_run() -> None:
+    seen = with_exits(
+        ("0", "quadriga-s@8", {"2": 30.0, "8": 10.0}, {}),
+        ("1", "quadriga-s@8", {"2": 30.0, "4": 20.0, "8": 10.0}, {}),
+        ("2", "quadriga-l@12", {"12": 7.0}, {"3": "not_worth_it", "6": "tested"}),
+    )
+    text = shown(seen)
+    assert "since the start" in text
+    assert line_of(text, "quadriga-s") == "quadriga-s 3.6 2: 60% 4: 20% 8: 20%"
+    said = "3: 0% (does not pay now) 6: 0% 12: 100%"
+    assert line_of(text, "quadriga-l") == f"quadriga-l 12.0 {said}"
+
+
+def test_exits_are_those_of_the_last_seconds_where_there_were_any() -> None:
+    before = with_exits(("0", "m@8", {"2": 100.0, "8": 100.0}, {}))
+    now = with_exits(("0", "m@8", {"2": 100.0, "8": 130.0}, {})) | {"at_unix_s": 107.0}
+    text = shown(now, before=before)
+    assert "of the last 7 s" in text
+    assert line_of(text, "m") == "m 8.0 2: 0% 8: 100%"
+    assert "since the start" in shown(before, before=before), "no token came meanwhile"
+    began_anew = with_exits(("0", "m@8", {"2": 1.0, "8": 3.0}, {}))
+    assert line_of(shown(began_anew, before=before), "m") == "m 6.5 2: 25% 8: 75%"
+
+
+def test_without_exits_there_is_no_table_of_them() -> None:
+    assert "exits" not in shown(view())
+
+
+def test_it_fits_eighty_columns() -> None:
+    uses = {str(k): "full_depth_asked" for k in range(1, 12)}
+    seen = with_exits(
+        ("0", "quadriga-s@8", {"2": 3000.0, "4": 100.0, "8": 70.0}, {"4": "tested"}),
+        ("17", "quadriga-l@12", {"12": 5.0}, uses),
+    )
+    replicas = [
+        r | {"num_running": 31, "num_waiting": 12, "num_paused": 2, "tokens_per_s": 2345.6,
+             "step_s": 0.1234, "used_tokens": r["kv_capacity_tokens"], "is_draining": True}
+        for r in seen["replicas"] + view()["replicas"]
+    ]  # fmt: skip
+    for some in (seen["replicas"], replicas):
+        lines = shown(seen | {"replicas": some}, width=80).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert not any("…" in line for line in lines), "nothing is cut off"
+    text = shown(seen | {"replicas": replicas}, width=80)
+    for part in ("decode quadriga-l@12", "decode 17*", "31+10/", "* draining", "100%", "2346"):
+        assert part in text, part
+    assert line_of(text, "quadriga-l").endswith("1 to 11: 0% (threshold 1 asked) 12: 100%")
 
 
 def test_without_an_admin_port_it_says_what_to_do() -> None:

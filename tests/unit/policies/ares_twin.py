@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from quadriga.policies.ares.forecast import (
     FIXED,
+    NUM_COLUMNS,
     PAUSED,
     RUNS,
+    StepCosts,
     forecast_rows,
     pack,
-    tokens_ahead,
 )
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
 from quadriga.types import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 
 CLASS = DepthClass("m", 8)
 GRID = horizon_s(0.02)
+AHEAD = (0.0, *(20.0 * 1.64**i for i in range(16)))
 PER_SEQUENCE_S, PER_TOKEN_S, BASE_S = 1e-5, 1e-7, 0.01
 
 
@@ -46,24 +49,21 @@ def snapshot(
     slots: int = 16,
     draining: bool = False,
     has_predictions: bool = True,
+    slower: float = 1.0,
 ) -> ReplicaSnapshot:
-    """A replica's packed snapshot, as its worker would make it."""
-    ahead = tokens_ahead(GRID, step_s)
+    """A replica's packed snapshot, as its worker would make it.
 
-    def column(values: Sequence[float]) -> np.ndarray:
-        return np.array(values, dtype=np.float64)
-
+    Args:
+        slower: By so much longer than they are it measures its steps' parts.
+    """
     rows = forecast_rows(
-        tokens=column([h.tokens for h in held]),
-        remaining=column([h.remaining for h in held]),
-        lower=column([h.lower for h in held]),
-        upper=column([h.upper for h in held]),
-        ahead=ahead[None, :],
-        per_sequence_s=PER_SEQUENCE_S,
-        per_token_s=PER_TOKEN_S,
-        moves=column([h.moves for h in held]),
-        since_move_s=column([h.since_move_s for h in held]),
-        movable=column([h.movable for h in held]),
+        tokens=[h.tokens for h in held],
+        remaining=[h.remaining for h in held],
+        lower=[h.lower for h in held],
+        upper=[h.upper for h in held],
+        moves=[h.moves for h in held],
+        since_move_s=[h.since_move_s for h in held],
+        movable=[h.movable for h in held],
     )
     tokens = int(sum(h.tokens for h in held))
     num_paused = sum(h.movable == PAUSED for h in held)
@@ -81,8 +81,9 @@ def snapshot(
             rows,
             [h.sequence_id for h in held],
             grid_s=GRID,
-            ahead=ahead,
+            step_s=step_s,
             base_s=BASE_S,
+            costs=StepCosts(slower * PER_SEQUENCE_S, slower * PER_TOKEN_S),
             has_predictions=has_predictions,
         ),
     )
@@ -118,6 +119,7 @@ def random_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:
                 capacity=int(rng.choice([20_000, 60_000, 200_000])),
                 slots=int(rng.choice([4, 6, 16])),
                 draining=bool(rng.random() < 0.1),
+                slower=float(rng.uniform(0.5, 2.0)),
             )
         )
     return snapshots
@@ -150,7 +152,8 @@ class _Replica:
     snap: ReplicaSnapshot
     load: np.ndarray  # float64 [17]
     tokens: np.ndarray  # float64 [17]
-    rows: np.ndarray  # float64 [num_rows, 24]
+    rows: np.ndarray  # float64 [num_rows, 7]
+    x: np.ndarray  # float64 [num_rows, 17]
     used: bool = False
 
 
@@ -165,22 +168,33 @@ def brute_force(
     """Moves of one tick as (sequence, source, destination, gain): each candidate is made, the
     variance of the whole cluster taken anew, and every condition written out."""
     replicas = []
+    forecasts = [s.forecast for s in snapshots if s.forecast is not None]
+    sequence_s = float(np.median([f.per_sequence_s for f in forecasts]))
+    token_s = float(np.median([f.per_token_s for f in forecasts]))
     for snap in sorted(snapshots, key=lambda s: s.info.name):
         f = snap.forecast
         assert f is not None
-        replicas.append(
-            _Replica(
-                snap,
-                np.frombuffer(f.load_s, "<f4").astype(float),
-                np.frombuffer(f.tokens, "<f4").astype(float),
-                np.frombuffer(f.rows, "<f4").reshape(-1, 24).astype(float),
-            )
+        running, context, held = (
+            np.frombuffer(b, "<f4").astype(float) for b in (f.running, f.context, f.tokens)
         )
-    omega = np.array([1.0] + [0.0] * 16) if load_only else settings.omega
-    beta = np.array([1.0] + [0.0] * 16) if load_only else np.array([0.0, *settings.beta])
+        rows = np.frombuffer(f.rows, "<f4").reshape(-1, NUM_COLUMNS).astype(float)
+        x = [
+            [
+                sequence_s + token_s * (row[0] + ahead) if i == 0 or ahead <= row[1] else 0.0
+                for i, ahead in enumerate(AHEAD)
+            ]
+            for row in rows
+        ]
+        single = np.array(x, dtype=np.float32).reshape(-1, 17).astype(float)
+        replicas.append(
+            _Replica(snap, sequence_s * running + token_s * context, held, rows, single)
+        )
+    width = [b - a for a, b in pairwise(AHEAD)]
+    raw = [0.0, *(w * settings.decay**i for i, w in enumerate(width))]
+    points = np.array([1.0] + [0.0] * 16) if load_only else np.array(raw) / sum(raw)
     n = len(replicas)
-    start = float(np.var([r.load for r in replicas], axis=0) @ omega)
-    w = [float(r.load @ beta) for r in replicas]
+    start = float(np.var([r.load for r in replicas], axis=0) @ points)
+    w = [float(r.load @ points) for r in replicas]
     mean_w = sum(w) / n
     mean_step = sum(r.snap.step_time_s for r in replicas) / n
 
@@ -214,10 +228,10 @@ def brute_force(
     limit = max(1, round(settings.moves_share * n))
     while len(moves) < limit and start > 0:
         best: tuple[tuple[bool, float, float, float, str, str], int, int, int, float] | None = None
-        before = float(np.var([r.load for r in replicas], axis=0) @ omega)
+        before = float(np.var([r.load for r in replicas], axis=0) @ points)
         for s in over:
             for k, row in enumerate(replicas[s].rows):
-                tokens, remaining, lower, upper, num_moves, since_s, movable = row[17:]
+                tokens, remaining, lower, upper, num_moves, since_s, movable = row
                 cost_s = costs.seconds(tokens)
                 if movable == FIXED or num_moves >= settings.max_moves:
                     continue
@@ -231,11 +245,11 @@ def brute_force(
                     source, target = replicas[s], replicas[t]
                     if s == t or source.used or target.used:
                         continue
-                    x = row[:17]
+                    x = source.x[k]
                     loads = [r.load.copy() for r in replicas]
                     loads[s] -= x
                     loads[t] += x
-                    after = float(np.var(loads, axis=0) @ omega)
+                    after = float(np.var(loads, axis=0) @ points)
                     gain = round((before - after) / start, 12)
                     if gain <= 0 and movable != PAUSED:
                         continue
@@ -243,8 +257,8 @@ def brute_force(
                         if gain < settings.min_gain * min(1.0, 3 / n):
                             continue
                         diff = w[s] - w[t]
-                        turned = (w[t] + x @ beta) - (w[s] - x @ beta)
-                        if not turned <= (1 - settings.theta) * diff:
+                        turned = (w[t] + x @ points) - (w[s] - x @ points)
+                        if not turned <= 0.5 * diff:
                             continue
                     if not _fits(target, tokens, upper, settings, load_only):
                         continue
@@ -261,7 +275,7 @@ def brute_force(
             break
         key, s, t, k, gain = best
         moves.append((key[4], replicas[s].snap.info.name, key[5], gain))
-        x = replicas[s].rows[k][:17]
+        x = replicas[s].x[k]
         replicas[s].load, replicas[t].load = replicas[s].load - x, replicas[t].load + x
         replicas[s].used = replicas[t].used = True
     return moves
@@ -288,9 +302,9 @@ def _fits(
 def _saved_s(source: _Replica, target: _Replica, x: np.ndarray, lower: float) -> float:
     saved = 0.0
     for i in range(1, 17):
-        if GRID[i] / source.snap.step_time_s > lower:
+        if AHEAD[i] > lower:
             continue
         s, t = source.load[i], target.load[i]
         drop = max(s, t) - max(s - x[i], t + x[i])
-        saved += (GRID[i] - GRID[i - 1]) * drop / (BASE_S + s)
+        saved += (AHEAD[i] - AHEAD[i - 1]) * drop
     return saved

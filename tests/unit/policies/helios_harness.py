@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from loadgen.plan_models import PUBLISHED
@@ -37,7 +36,7 @@ def model(name: str, exits: tuple[int, ...], **changes: Any) -> CatalogueModel:
     """A published model as a catalogue has it."""
     made = CatalogueModel(
         id=name,
-        path=Path("/nowhere") / name,
+        source=f"/nowhere/{name}",
         architecture=PUBLISHED[name].config["architectures"][0],
         vocab_size=PUBLISHED[name].config["vocab_size"],
         tokenizer="one",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from quadriga.config import PrefillConfig, SchedulerConfig
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.admission import admit
-from quadriga.policies.baselines.placement import CurrentLoad, RoundRobin, make_placement
+from quadriga.policies.ares.settings import AresSettings
+from quadriga.policies.baselines.placement import CurrentLoad, LeastRequests, RoundRobin
+from quadriga.policies.least_work import LeastWork, LeastWorkWithoutReports
 from quadriga.policies.load import candidates
+from quadriga.policies.placements import find_placement
 from quadriga.types import (
     AdmitRequest,
     DepthClass,
@@ -89,12 +93,66 @@ def test_nobody_has_room() -> None:
     replicas = [snapshot("a", reserved_tokens=995), snapshot("b", num_waiting=4)]
     assert CurrentLoad().choose(place(), replicas) is None
     assert RoundRobin().choose(place(), replicas) is None
+    assert LeastRequests().choose(place(), replicas) is None
+    assert LeastWork().choose(place(), replicas) is None
+    assert LeastWorkWithoutReports().choose(place(), replicas, num_placing=1) is None
 
 
-def test_make_placement_knows_its_names() -> None:
-    assert isinstance(make_placement("current_load"), CurrentLoad)
+def test_every_configured_name_is_a_policy() -> None:
+    kinds = get_args(SchedulerConfig.model_fields["placement"].annotation)
+    made = [find_placement(kind, AresSettings()) for kind in kinds]
+    assert len({type(policy) for policy in made}) == len(kinds) == 5
+    assert isinstance(find_placement(SCHEDULER.placement, AresSettings()), LeastWork)
     with pytest.raises(KeyError):
-        make_placement("best")
+        find_placement("best", AresSettings())
+
+
+def test_least_requests_counts_sequences_wherever_they_are() -> None:
+    a, b = snapshot("a", num_running=2, used_tokens=10), snapshot("b", num_waiting=1, used_tokens=9)
+    c = snapshot("c", num_running=1, used_tokens=8)
+    assert LeastRequests().choose(place(), [a, b]) == "b"
+    assert LeastRequests().choose(place(), [a, b, c]) == "c"
+
+
+def test_a_fast_replica_is_not_taken_for_a_full_one() -> None:
+    """Its sequences are further along: it holds more tokens, and has fewer to do."""
+    fast = snapshot("fast", num_running=2, prompt_tokens=40, used_tokens=900)
+    slow = snapshot("slow", num_running=3, prompt_tokens=60, used_tokens=300)
+    assert CurrentLoad().choose(place(), [fast, slow]) == "slow"
+    assert LeastWork().choose(place(), [fast, slow]) == "fast"
+
+
+def test_long_prompts_weigh_what_they_are_against_answers_of_the_usual_length() -> None:
+    long = snapshot("long", num_running=1, prompt_tokens=700, used_tokens=710)
+    many = snapshot("many", num_running=3, prompt_tokens=30, used_tokens=90)
+    assert LeastWork().choose(place(), [long, many]) == "many", "answers are short here"
+    long.used_tokens, many.used_tokens = 1_000, 1_800
+    assert LeastWork().choose(place(), [long, many]) == "long", "they have become long"
+
+
+def test_without_reports_what_was_placed_since_counts() -> None:
+    """First the difference that the last view shows, then in turn."""
+    policy = LeastWorkWithoutReports()
+    view = [snapshot("a", num_running=3, prompt_tokens=30), snapshot("b")]
+    chosen = [policy.choose(place(), view, num_placing=1) for _ in range(7)]
+    assert chosen == ["b", "b", "b", "a", "b", "a", "b"]
+    policy.renewed()
+    assert policy.choose(place(), view, num_placing=1) == "b"
+
+
+def test_without_reports_several_share_the_difference() -> None:
+    """Three prefill replicas with the same view: together they do not overshoot."""
+    view = [snapshot("a", num_running=3, prompt_tokens=30), snapshot("b")]
+    policies = [LeastWorkWithoutReports() for _ in range(3)]
+    chosen = [policy.choose(place(), view, num_placing=3) for policy in policies]
+    assert chosen == ["b", "b", "b"]
+    assert [p.choose(place(), view, num_placing=3) for p in policies] == ["a", "a", "a"]
+
+
+def test_without_reports_room_is_looked_at_as_it_was() -> None:
+    """What ended meanwhile is not known: a full replica refuses by itself."""
+    policy, view = LeastWorkWithoutReports(), [snapshot("a")]
+    assert [policy.choose(place(), view, num_placing=2) for _ in range(9)] == ["a"] * 9
 
 
 def test_candidates_leave_out_the_stale_the_draining_and_the_excluded() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.simulated import run_policy, synthetic_load
+from loadgen.simulated import make_simulation, synthetic_load
 from quadriga.config import SchedulerConfig, load_config
 from quadriga.policies.ares.amend import Promised, seconds_to_full, with_fixed, with_promised
 from quadriga.policies.ares.forecast import check_forecast
@@ -189,7 +189,7 @@ def test_the_live_tick_decides_as_the_simulator_did(tmp_path: Path) -> None:
     file = tmp_path / "ticks.jsonl"
     recorder = Recorder(file, sim, "ares")
     load = synthetic_load("sharegpt", rate=0.17, duration_s=500.0, seed=3)
-    run_policy("ares", load, sim, on_decision=recorder.decided)
+    make_simulation("ares", load, sim, on_decision=recorder.decided).run()
     recorder.close()
     compared = moved = 0
     for recorded in read_ticks(file):

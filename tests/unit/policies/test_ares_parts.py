@@ -20,21 +20,24 @@ from quadriga.policies.ares import (
     horizon_s,
 )
 from quadriga.policies.ares.cluster import unpack
-from quadriga.policies.ares.forecast import ROW_BYTES, load_rows, memory_rows, tokens_ahead
+from quadriga.policies.ares.forecast import (
+    NUM_COLUMNS,
+    ROW_BYTES,
+    TOKENS_AHEAD,
+    load_rows,
+    memory_rows,
+    tokens_ahead,
+)
 from quadriga.policies.ares.recording import Tick, read_ticks, replay, write_tick
 from quadriga.types import LengthPrediction, PlaceRequest, ReplicaSnapshot
 from tests.unit.policies.ares_twin import (
     CLASS,
-    GRID,
-    PER_SEQUENCE_S,
-    PER_TOKEN_S,
     Held,
     random_cluster,
     snapshot,
 )
 
 COSTS = TransferCosts(57_344, 25e9 / 8)
-STEP = StepCosts(PER_SEQUENCE_S, PER_TOKEN_S)
 
 
 def held(name: str, tokens: float, remaining: float) -> Held:
@@ -61,18 +64,23 @@ def test_the_grid_spans_twenty_to_thirty_three_thousand_tokens() -> None:
         horizon_s(0.0)
 
 
-def test_betas_fall_and_sum_to_one() -> None:
-    beta = AresSettings(decay=0.7).beta
-    assert beta.sum() == pytest.approx(1.0)
-    assert np.all(np.diff(beta) < 0)
-    assert AresSettings().omega[0] == 1.0
+def test_points_weigh_the_tokens_before_them_and_far_ones_less() -> None:
+    """A replica's weighted load is its work: seconds of steps still to come."""
+    tokens, remaining = np.array([100.0]), np.array([TOKENS_AHEAD[-1]])
+    plain = AresSettings(decay=1.0).weights
+    load = load_rows(tokens, remaining, StepCosts(2.0, 0.0))[0]
+    assert load @ plain * TOKENS_AHEAD[-1] == pytest.approx(2.0 * TOKENS_AHEAD[-1])
+    for decay in (0.5, 0.8):
+        weights = AresSettings(decay=decay).weights
+        assert weights.sum() == pytest.approx(1.0)
+        assert weights[0] == 0.0
+        ratio = weights[1:] / plain[1:]
+        np.testing.assert_allclose(ratio[1:] / ratio[:-1], decay)
 
 
 def test_load_grows_until_the_sequence_ends() -> None:
     ahead = np.array([[0.0, 10.0, 20.0, 40.0]])
-    rows = load_rows(
-        np.array([100.0, 100.0]), np.array([20.0, 0.0]), ahead, per_sequence_s=1.0, per_token_s=0.1
-    )
+    rows = load_rows(np.array([100.0, 100.0]), np.array([20.0, 0.0]), StepCosts(1.0, 0.1), ahead)
     assert rows.tolist() == [[11.0, 12.0, 13.0, 0.0], [11.0, 0.0, 0.0, 0.0]]
 
 
@@ -85,20 +93,21 @@ def test_memory_sees_the_peak_between_two_points() -> None:
 def test_a_packed_forecast_is_small_and_adds_up() -> None:
     snap = snapshot("a", [held("x", 500.0, 3000.0), held("y", 900.0, 100.0)])
     assert snap.forecast is not None
-    assert len(snap.forecast.rows) == 2 * ROW_BYTES == 192
+    assert len(snap.forecast.rows) == 2 * ROW_BYTES == 56
     cluster = unpack([snap, snapshot("b", [])])
     assert cluster is not None
-    np.testing.assert_allclose(cluster.load_s[0], cluster.rows[:, :17].sum(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(cluster.load_s[0], cluster.row_load_s.sum(axis=0), rtol=1e-5)
+    assert cluster.rows.shape == (2, NUM_COLUMNS)
     assert cluster.tokens[0, 0] == 1400.0
     assert cluster.tokens[0].max() < 500 + 3000 + 1
     assert not cluster.load_s[1].any()
 
 
 def test_placement_prefers_whoever_will_be_free() -> None:
-    """Replica a holds more now, b will: current load and forecast disagree."""
-    a = snapshot("a", [held(f"a{i}", 3000.0, 30.0) for i in range(4)])
+    """Replica a holds more now, b will: present and forecast disagree."""
+    a = snapshot("a", [held(f"a{i}", 3000.0, 30.0) for i in range(5)])
     b = snapshot("b", [held(f"b{i}", 2500.0, 20_000.0) for i in range(4)], capacity=500_000)
-    placement = AresPlacement(STEP)
+    placement = AresPlacement()
     assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "a"
     assert placement.choose(request(100, None), [a, b]) == "b"
     placement.load_only = True
@@ -108,7 +117,7 @@ def test_placement_prefers_whoever_will_be_free() -> None:
 def test_placement_looks_at_the_memory_peak() -> None:
     a = snapshot("a", [held("a0", 1000.0, 8000.0)], capacity=11_000)
     b = snapshot("b", [held(f"b{i}", 3000.0, 8000.0) for i in range(3)], capacity=200_000)
-    placement = AresPlacement(STEP)
+    placement = AresPlacement()
     assert placement.choose(request(100, sure(100.0)), [a, b]) == "a"
     assert placement.choose(request(100, sure(9000.0)), [a, b]) == "b"
     wary = LengthPrediction(100.0, 10.0, 9000.0)
@@ -118,12 +127,12 @@ def test_placement_looks_at_the_memory_peak() -> None:
 def test_where_no_peak_fits_the_roomiest_takes_it() -> None:
     a = snapshot("a", [held("a0", 1000.0, 8000.0)], capacity=9_000)
     b = snapshot("b", [held("b0", 5000.0, 8000.0)], capacity=12_000)
-    assert AresPlacement(STEP).choose(request(100, sure(9000.0)), [a, b]) == "a"
+    assert AresPlacement().choose(request(100, sure(9000.0)), [a, b]) == "a"
 
 
 def test_placement_needs_room_now() -> None:
     full = snapshot("a", [held("a0", 100.0, 10.0)], slots=1)
-    placement = AresPlacement(STEP)
+    placement = AresPlacement()
     assert placement.choose(request(100, sure(10.0)), [full, snapshot("b", [])]) == "b"
     others = [full, snapshot("b", [], slots=0)]
     assert placement.choose(request(100, sure(10.0)), others) is None
@@ -144,16 +153,14 @@ def test_placement_is_the_one_that_raises_the_variance_least() -> None:
         x = load_rows(
             np.array([float(wanted.num_tokens)]),
             np.array([wanted.prediction.mean]),
-            tokens_ahead(GRID, cluster.step_s.mean())[None, :],
-            per_sequence_s=PER_SEQUENCE_S,
-            per_token_s=PER_TOKEN_S,
+            cluster.costs,
         )[0]
         after = []
         for i in range(len(cluster)):
             load = cluster.load_s.copy()
             load[i] += x
-            after.append(float(load.var(axis=0) @ settings.omega))
-        chosen = AresPlacement(STEP, settings).choose(wanted, snapshots)
+            after.append(float(load.var(axis=0) @ settings.weights))
+        chosen = AresPlacement(settings).choose(wanted, snapshots)
         assert chosen is not None
         assert after[cluster.names.index(chosen)] == pytest.approx(min(after), rel=1e-9)
 

@@ -11,7 +11,7 @@ from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts
 from quadriga.policies.ares.cluster import unpack
 from quadriga.policies.ares.forecast import FIXED, MOVABLE, PAUSED, RUNS
-from quadriga.policies.ares.roles import classify, weights
+from quadriga.policies.ares.roles import classify, relative_work, weights
 from quadriga.types import DepthClass, MigrationCause, MigrationOrder, ReplicaSnapshot
 from tests.unit.policies.ares_twin import (
     CLASS,
@@ -88,16 +88,88 @@ def test_each_move_lowers_the_variance_by_what_it_says() -> None:
         cluster = unpack(snapshots)
         assert cluster is not None
         load = cluster.load_s.copy()
-        start = float(load.var(axis=0) @ MANY.omega)
+        start = float(load.var(axis=0) @ MANY.weights)
         for order in Rescheduler(MANY).tick(snapshots, FAST):
             row = cluster.sequence_ids.index(order.sequence_id)
-            before = float(load.var(axis=0) @ MANY.omega)
-            load[cluster.names.index(order.source)] -= cluster.rows[row, :17]
-            load[cluster.names.index(order.destination)] += cluster.rows[row, :17]
-            after = float(load.var(axis=0) @ MANY.omega)
+            before = float(load.var(axis=0) @ MANY.weights)
+            load[cluster.names.index(order.source)] -= cluster.row_load_s[row]
+            load[cluster.names.index(order.destination)] += cluster.row_load_s[row]
+            after = float(load.var(axis=0) @ MANY.weights)
             assert (before - after) / start == pytest.approx(order.gain, abs=1e-9)
             if cluster.rows[row, MOVABLE] != PAUSED:  # they go where there is room
                 assert after < before
+
+
+@pytest.mark.parametrize(("a", "b"), [(14, 10), (10, 14), (13, 11), (12, 12)])
+def test_of_equal_sequences_none_moves_to_the_replica_that_has_more(a: int, b: int) -> None:
+    """However fast the replicas step, how far theirs are, and how their steps were measured.
+
+    Observed once: 14 and 10 became 17 and 7. The replica with 10 had measured its steps while
+    another one started, and so each of its sequences looked as heavy as two.
+    """
+    rng = np.random.default_rng(10 * a + b)
+    for _ in range(100):
+        snapshots = [
+            snapshot(
+                name,
+                [
+                    Held(f"{name}{i}", 20.0 + at, 1500.0 - at, 1500.0 - at, 1500.0 - at)
+                    for i, at in enumerate(rng.uniform(0.0, most, count))
+                ],
+                step_s=float(rng.uniform(0.002, 0.2)),
+                slower=float(rng.uniform(0.1, 10.0)),
+                slots=32,
+            )
+            for name, count, most in (("a", a, 100.0), ("b", b, 100.0))
+        ]
+        for order in Rescheduler(USUAL).tick(snapshots, FAST):
+            assert a != b
+            assert order.source == ("a" if a > b else "b")
+
+
+def test_how_fast_replicas_are_moves_nothing() -> None:
+    """The same sequences at replicas of any speed, measured in any way: the same orders."""
+    rng = np.random.default_rng(6)
+    num_orders = 0
+    for _ in range(100):
+        counts = [int(rng.integers(0, 12)) for _ in range(3)]
+        held = [
+            [
+                Held(f"s{i}-{j}", float(rng.integers(10, 3000)), r, 0.8 * r, 1.2 * r)
+                for j, r in enumerate(rng.integers(10, 9000, count).astype(float))
+            ]
+            for i, count in enumerate(counts)
+        ]
+        same = [1.0, 1.0, 1.0], [0.02, 0.02, 0.02]
+        mixed = rng.permutation([1.0, 0.2, 5.0]), rng.uniform(0.005, 0.1, 3)
+        found = [
+            Rescheduler(USUAL).tick(
+                [
+                    snapshot(f"d{i}", h, slower=f, step_s=s, slots=16, capacity=10**7)
+                    for i, (h, f, s) in enumerate(zip(held, *pace, strict=True))
+                ],
+                TransferCosts(0.0, 1.0, round_trip_s=0.0),
+            )
+            for pace in (same, mixed)
+        ]
+        assert found[0] == found[1]
+        num_orders += len(found[0])
+    assert num_orders > 30
+
+
+def test_no_move_makes_the_fuller_of_a_pair_fuller() -> None:
+    rng = np.random.default_rng(12)
+    num_orders = 0
+    for _ in range(200):
+        snapshots = random_cluster(rng)
+        cluster = unpack(snapshots)
+        assert cluster is not None
+        work = relative_work(cluster, weights(USUAL, load_only=False))
+        for order in Rescheduler(MANY).tick(snapshots, FAST):
+            if order.cause is MigrationCause.BALANCE:
+                assert work[order.source] > work[order.destination]
+                num_orders += 1
+    assert num_orders > 20
 
 
 def test_replicas_take_part_in_one_move_at_most() -> None:
@@ -198,7 +270,10 @@ def test_paused_sequences_are_moved_first(load_only: bool) -> None:
 
 def test_a_paused_sequence_goes_where_there_is_room_whatever_the_balance() -> None:
     """Its replica is full and yet the least busy one; the others are small sequences, and many."""
-    others = [even("b", 10, tokens=1500.0), even("c", 9, tokens=1500.0)]
+    others = [
+        snapshot(name, [Held(f"{name}{i}", 1500.0, 9e3, 9e3, 9e3) for i in range(count)])
+        for name, count in (("b", 10), ("c", 9))
+    ]
     [order] = Rescheduler(USUAL).tick([crowded("a", 2), *others], FAST)
     assert (order.sequence_id, order.destination) == ("a6", "c")
     assert order.gain < 0.0
@@ -267,7 +342,8 @@ def test_the_least_loaded_takes_where_none_is_underloaded() -> None:
     snapshots = [even("a", 12), even("b", 9), even("c", 10), even("d", 9)]
     cluster = unpack(snapshots)
     assert cluster is not None
-    roles = classify(cluster, USUAL, weights(USUAL, load_only=True), frozenset())
+    coarse = AresSettings(theta=0.15)
+    roles = classify(cluster, coarse, weights(coarse, load_only=True), frozenset())
     assert [cluster.names[i] for i in roles.sources] == ["a"]
     assert [cluster.names[i] for i in roles.destinations] == ["b"]
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from quadriga.policies.ares.amend import Promised
 from quadriga.policies.baselines.placement import CurrentLoad
+from quadriga.policies.least_work import LeastWork
 from quadriga.policies.ledger import UNSEEN_MAX_S, Ledger, Sent
 from quadriga.types import (
     DepthClass,
@@ -15,7 +18,7 @@ from quadriga.types import (
     ReplicaSnapshot,
     Role,
 )
-from tests.unit.policies.ares_twin import snapshot
+from tests.unit.policies.ares_twin import Held, snapshot
 
 CLASS = DepthClass("m", 8)
 
@@ -89,6 +92,59 @@ def test_a_burst_between_two_reports_is_shared_out() -> None:
         ledger.sent(name, request.sequence_id, Sent(0.0, 0, 150, None, 100))
         placed.append(name)
     assert placed == ["b", "b", "b", "c", "b", "c"]
+
+
+def test_who_was_refused_by_one_replica_counts_at_the_next_one_only() -> None:
+    ledger, snapshots = Ledger(), [snapshot(name, []) for name in "ab"]
+    for name in "ab":
+        ledger.sent(name, "s", Sent(0.0, 0, 12, None, 10))
+    seen = [ledger.adjust(s, now_s=0.0) for s in snapshots]
+    assert [(s.num_waiting, s.prompt_tokens) for s in seen] == [(0, 0), (1, 10)]
+
+
+def test_of_two_idle_replicas_neither_gets_two_more_than_the_other() -> None:
+    """Whenever their reports come, and however far the sequences there are."""
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        ledger, policy = Ledger(), LeastWork()
+        held: dict[str, list[str]] = {"a": [], "b": []}
+        reported = {name: snapshot(name, [], slots=64) for name in held}
+        unreported: dict[str, list[str]] = {"a": [], "b": []}
+        speed = {"a": 1.0, "b": float(rng.uniform(1.0, 20.0))}
+        for i in range(48):
+            for name in held:
+                if rng.random() < 0.3:
+                    generated = int(speed[name] * sum(i - int(s) for s in held[name]))
+                    made = snapshot(name, [], slots=64)
+                    made.num_running = len(held[name])
+                    made.prompt_tokens = 20 * len(held[name])
+                    made.used_tokens = made.reserved_tokens = made.prompt_tokens + generated
+                    reported[name] = made
+                    ledger.reported(made, unreported[name])
+                    unreported[name] = []
+            request = PlaceRequest(str(i), CLASS, 20, 1520)
+            seen = [ledger.adjust(s, now_s=0.0) for s in reported.values()]
+            name = policy.choose(request, seen)
+            assert name is not None
+            ledger.sent(name, request.sequence_id, Sent(0.0, 0, 20, None, 20))
+            held[name].append(request.sequence_id)
+            unreported[name].append(request.sequence_id)
+            assert abs(len(held["a"]) - len(held["b"])) <= 1
+
+
+def test_a_forecast_shows_a_sequence_later_than_the_load() -> None:
+    """It is counted in the forecast until then, and once."""
+    ledger, before = Ledger(), snapshot("d", [])
+    promised = Promised("a", 50, LengthPrediction(10, 5, 20))
+    ledger.sent("d", "a", Sent(0.0, 0, 60, promised, 50))
+    ledger.reported(before, ["a"])
+    seen = ledger.adjust(before, now_s=0.0)
+    assert (seen.num_waiting, seen.used_tokens) == (0, 0), "the load showed it"
+    assert seen.forecast is not None and seen.forecast.sequence_ids == ("a",)
+    assert ledger.num_sent() == {"d": 0}
+    after = snapshot("d", [Held("a", 50.0, 10.0, 5.0, 20.0)])
+    ledger.reported(after, [])
+    assert ledger.adjust(after, now_s=0.0) is after
 
 
 def test_a_forecast_counts_who_is_on_the_way() -> None:

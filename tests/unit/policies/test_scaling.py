@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from quadriga.config import ScalingConfig, load_config
 from quadriga.errors import ConfigError
-from quadriga.policies.ares.forecast import RUNS, forecast_rows, pack, tokens_ahead
+from quadriga.policies.ares.forecast import RUNS, StepCosts, forecast_rows, pack
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.scaling import (
     AddReplicas,
@@ -28,22 +29,26 @@ GRID = horizon_s(STEP_S)
 
 
 def forecast(tokens: list[int], remaining: list[int], *, predicted: bool = True) -> LoadForecast:
-    ahead = tokens_ahead(np.array(GRID), STEP_S)
     n = len(tokens)
     rows = forecast_rows(
-        tokens=np.array(tokens, dtype=float),
-        remaining=np.array(remaining, dtype=float),
+        tokens=tokens,
+        remaining=remaining,
         lower=np.zeros(n),
-        upper=np.array(remaining, dtype=float),
-        ahead=ahead,
-        per_sequence_s=1e-3,
-        per_token_s=0.0,
+        upper=remaining,
         moves=np.zeros(n),
         since_move_s=np.full(n, np.inf),
         movable=np.full(n, RUNS),
     )
     ids = [f"s{i}" for i in range(n)]
-    return pack(rows, ids, grid_s=GRID, ahead=ahead, base_s=STEP_S, has_predictions=predicted)
+    return pack(
+        rows,
+        ids,
+        grid_s=GRID,
+        step_s=STEP_S,
+        base_s=STEP_S,
+        costs=StepCosts(1e-3, 0.0),
+        has_predictions=predicted,
+    )
 
 
 def replica(
@@ -113,11 +118,9 @@ def test_need_by_time_per_token() -> None:
 
 def test_cold_replicas_times_are_not_believed() -> None:
     cold = replica("b", [1] * 2)
-    cold.forecast = LoadForecast(
-        **{f: getattr(cold.forecast, f) for f in ("grid_s", "sequence_ids", "rows", "tokens")},
-        load_s=np.full(17, 5.0, dtype="<f4").tobytes(),
-        base_s=3.0,
-    )
+    assert cold.forecast is not None
+    load_s = np.full(17, 5.0, dtype="<f4").tobytes()
+    cold.forecast = replace(cold.forecast, load_s=load_s, base_s=3.0)
     load = ClassLoad(CLASS, [replica("a", [1] * 6), cold], ready_s={"b": 95.0})
     need = needed(load, 100, tpot_s=0.028, cold_start_s=15)
     assert need.step == pytest.approx(8e-3 / 4e-3, rel=1e-5), "its two weigh what the others do"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from actors.exits_view import exits_view
 from actors.rescheduling import Rescheduling
 from quadriga.clock import SystemClock
 from quadriga.config import load_config
+from quadriga.load_history import INTERVAL_S, NUM_POINTS, LoadHistory, Point
 from quadriga.metrics import MetricsHub, Registry
 from quadriga.policies.ares.forecast import NUM_COLUMNS
 from quadriga.types import (
@@ -43,6 +45,8 @@ def snapshot(
             grid_s=GRID,
             sequence_ids=("s",),
             rows=np.zeros((1, NUM_COLUMNS), dtype="<f4").tobytes(),
+            running=packed([1.0] * len(GRID)),
+            context=packed([used] * len(GRID)),
             load_s=packed([0.01 + 1e-4 * growth * t / 60 for t in GRID]),
             tokens=packed([used + growth * t for t in GRID]),
             base_s=0.004,
@@ -58,6 +62,9 @@ def counted() -> dict[str, Any]:
     for k, name in enumerate(NAMES):
         registry = Registry(name)
         tokens = registry.counter("quadriga_exit_tokens_total", "t", ["layer"])
+        use = registry.gauge("quadriga_exit_use", "u", ["layer", "use"])
+        for layer in (2, 4, 6):
+            use.labels(layer=str(layer), use="tested").set(1)
         for layer, count in ((2, 400), (4, 900), (6, 250), (8, 120)):
             tokens.labels(layer=str(layer)).inc(count * (k + 1))
         registry.counter("quadriga_breaches_total", "b").inc(7 * k)
@@ -65,6 +72,39 @@ def counted() -> dict[str, Any]:
         registry.counter("quadriga_involuntary_stays_total", "s").inc(31)
         hub.push(name, registry.snapshot(), now_s=0.0)
     return exits_view(hub)
+
+
+def ten_minutes(now_unix_s: float) -> dict[str, Any]:
+    """A load history with a calm beginning, a gap of a minute, and a busy end."""
+    shown = LoadHistory()
+    for k in range(NUM_POINTS):
+        number = int(now_unix_s // INTERVAL_S) - NUM_POINTS + 1 + k
+        if k < 8 or 60 <= k < 72:
+            continue
+        load = 0.0 if k < 24 else min(1.0, (k - 24) / 50) + 0.1 * math.sin(k / 3)
+        times = (0.03 + 0.2 * load, 0.08 + 0.9 * load**2, 0.006 + 0.01 * load, 0.03 + 0.02 * load)
+        counts = (800 * load, round(40 * load), round(34 * load))
+        shown._points.append(Point(number, *counts, *(times if load > 0 else [None] * 4)))
+    return shown.columns(now_unix_s=now_unix_s)
+
+
+def default_view() -> dict[str, Any]:
+    """A default service that has answered something: no forecasts, no moves, no HELIOS."""
+    view = busy_view()
+    replicas = [r | {"forecast": [], "seconds_to_full": None} for r in view["replicas"][:2]]
+    replicas.append(view["replicas"][3])
+    exits = counted()
+    for name in NAMES[:2]:
+        exits[name]["tokens"] = {"8": 1234.0}
+        exits[name]["uses"] = {"2": "not_worth_it", "4": "not_worth_it"}
+    names = {r["name"] for r in replicas}
+    fleet = [r for r in view["fleet"]["replicas"] if r["name"] in names]
+    return view | {
+        "mode": "off", "replicas": replicas, "recent": [], "outcomes": {}, "under_way": [],
+        "last_tick": {"why": {}}, "lengths": {}, "helios": None,
+        "exits": {name: exits[name] for name in NAMES[:2]},
+        "fleet": view["fleet"] | {"num_ready": 3, "num_desired": 3, "replicas": fleet},
+    }  # fmt: skip
 
 
 def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
@@ -111,6 +151,7 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
         "missing": {},
         "fleet": {"num_ready": 4, "num_desired": 5, "error": None, "replicas": fleet},
         "exits": counted(),
+        "load_history": ten_minutes(now),
     }
     if with_helios:
         view["helios"] = {

@@ -39,6 +39,13 @@ async def test_on_loopback_every_route_is_open(make_stand: MakeStand) -> None:
                 assert (await http.get(path)).status_code == 200
 
 
+async def test_its_root_shows_the_live_page(stand: Stand) -> None:
+    async with client(stand, "127.0.0.1:8001") as http:
+        page = await http.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert page.content == (await http.get("/dashboard")).content
+
+
 async def test_a_web_page_cannot_reach_it_under_its_own_name(stand: Stand) -> None:
     async with client(stand, "rebound.example:8001") as http:
         for path in paths(stand):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quadriga.config import setting_names
 from serve_app import demo
-from serve_app.__main__ import main
+from serve_app.__main__ import _parser, _with_admin_port, main
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -21,12 +22,14 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize("port", ["abc", "-5", "0", "65536", ""])
-@pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--https-port"])
+@pytest.mark.parametrize("option", ["--http-port", "--port", "--grpc-port", "--https-port"])
 def test_a_port_is_a_port(option: str, port: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"{option}: {port!r} is no port (1 to 65535)" in said(capsys, f"{option}={port}")
+    error = said(capsys, f"{option}={port}")
+    assert option in error
+    assert f": {port!r} is no port (1 to 65535)" in error
 
 
-@pytest.mark.parametrize("port", ["abc", "70000"])
+@pytest.mark.parametrize("port", ["abc", "0", "70000"])
 def test_a_port_from_the_environment_is_one_too(
     port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,7 +44,12 @@ def test_a_port_from_the_environment_is_one_too(
         (["decode_replicas"], "settings have the form key=value"),
         (["--config", "/nowhere.yaml"], "--config: /nowhere.yaml cannot be read"),
         (["--tls-cert", "x"], "--tls-cert and --tls-key are both needed"),
-        (["--frobnicate"], "unrecognized arguments: --frobnicate; see python -m serve_app --help"),
+        (["--frobnicate"], "there is no option --frobnicate; see python -m serve_app --help"),
+        (["--model", "x"], "there is no option --model; settings are written model=VALUE"),
+        (["--decode-replicas=3"], "settings are written decode_replicas=3"),
+        (["--max-model-len=9"], "settings are written engine.max_model_len=9"),
+        (["--htp-port=1"], "there is no option --htp-port; did you mean --http-port"),
+        (["--max-slot=4"], "did you mean decode.max_slots=4"),
         (["keys"], "--name"),
         (["keys", "--name", "two words"], "--name: 'two words' must be one word"),
         (["keys", "--name", ""], "--name: '' must be one word"),
@@ -54,11 +62,33 @@ def test_what_is_wrong_is_named(
     assert message in said(capsys, *words)
 
 
+def test_port_is_the_http_port_and_settings_stand_anywhere() -> None:
+    for words in (
+        ["--port", "8123", "model=x", "--host", "127.0.0.2", "decode_replicas=2"],
+        ["model=x", "--port=8123", "decode_replicas=2", "--host=127.0.0.2"],
+    ):
+        options = _parser().parse_with_settings(words, setting_names())
+        assert options.http_port == 8123
+        assert options.host == "127.0.0.2"
+        assert options.settings == ["model=x", "decode_replicas=2"]
+
+
+def test_a_taken_admin_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUADRIGA_ADMIN_PORT", raising=False)
+    monkeypatch.setattr("serve_app.__main__.is_free", lambda port: False)
+    arguments, note = _with_admin_port({})
+    assert arguments["admin.port"] is None
+    assert "port 8001 is taken" in note and "admin.port=PORT" in note
+    assert _with_admin_port({"admin.port": 9}) == ({"admin.port": 9}, "")
+    monkeypatch.setattr("serve_app.__main__.is_free", lambda port: True)
+    assert _with_admin_port({}) == ({"admin.port": 8001}, "")
+
+
 def test_help_shows_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "--http-port PORT OpenAI's API, /health, /docs (default: 8000)" in told
+    assert "--http-port PORT, --port PORT OpenAI's API, /health, /docs (default: 8000)" in told
     assert "examples:" in told and "QUADRIGA_ADMIN_PORT" in told
 
 

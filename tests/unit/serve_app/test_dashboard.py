@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 import quickjs
 
+from quadriga.config import load_config
 from quadriga.errors import ReplicaDied
+from quadriga.exits import ExitUse
+from quadriga.load_history import VALUES
 from quadriga.metrics import MetricsHub
 from serve_app.admin import AdminDoor
 from serve_app.cluster import RayCluster
@@ -21,12 +24,18 @@ from tests.unit.serve_app.dashboard_views import NAMES, busy_view, counted, crow
 IDLE: dict[str, Any] = {"at_unix_s": 0.0, "replicas": []}
 
 
+PURE = {"View": "view.js", "Exits": "exits.js", "Charts": "charts.js"}
+
+
 def run(function: str, *arguments: Any) -> Any:
-    """Call one of the page's pure functions."""
+    """Call one of the page's pure functions; one without a module's name is View's."""
     context = quickjs.Context()
-    context.eval((FOLDER / "view.js").read_text(encoding="utf-8") + "\n;globalThis.View = View;")
+    for module, file in PURE.items():
+        text = (FOLDER / file).read_text(encoding="utf-8")
+        context.eval(f"{text}\n;globalThis.{module} = {module};")
     context.set("given", json.dumps(arguments))
-    return json.loads(context.eval(f"JSON.stringify(View.{function}(...JSON.parse(given)))"))
+    called = function if "." in function else f"View.{function}"
+    return json.loads(context.eval(f"JSON.stringify({called}(...JSON.parse(given)))"))
 
 
 def client(stand: Stand) -> httpx.AsyncClient:
@@ -103,7 +112,7 @@ async def test_a_part_whose_actor_is_away_is_named(monkeypatch: pytest.MonkeyPat
 
 def test_the_answer_is_small_and_plain() -> None:
     text = json.dumps(busy_view(with_helios=True), allow_nan=False)
-    assert len(text) < 20_000
+    assert len(text) < 25_000
 
 
 def test_exits_come_out_of_the_hub() -> None:
@@ -114,9 +123,10 @@ def test_exits_come_out_of_the_hub() -> None:
 
 
 def test_an_idle_service_can_be_shown() -> None:
-    for function in ("classes", "exits", "moves", "troubles", "decisions"):
+    for function in ("classes", "Exits.byClass", "moves", "troubles", "decisions"):
         assert run(function, IDLE) == [], function
     assert run("helios", IDLE) is None
+    assert run("Charts.all", IDLE) is None
     assert dict(run("summary", IDLE))["replicas ready"] == "–"
 
 
@@ -179,7 +189,7 @@ def test_exits_are_those_between_two_views() -> None:
     now["exits"][NAMES[2]]["tokens"]["8"] += 10
     now["exits"][NAMES[2]]["breaches"] += 4
     now["exits"][NAMES[0]]["tokens"] = {"2": 5.0}  # a new process counts from nought
-    small, large = run("exits", now, before)
+    small, large = run("Exits.byClass", now, before)
     assert small["name"] == "quadriga-s@4"
     assert {b["layer"]: b["share"] for b in small["bars"]} == {2: 0, 4: 0.75, 6: 0, 8: 0.25}
     assert (small["mean_depth"], small["breach_share"]) == (5.0, 0.1)
@@ -215,3 +225,130 @@ def test_sparklines_stay_in_their_box() -> None:
 )
 def test_durations(value: float, text: str) -> None:
     assert run("seconds", value) == text
+
+
+def exit_view(uses: list[dict[str, str]], tokens: dict[str, float]) -> dict[str, Any]:
+    """Replicas of one class with what each says of its exits; the first one has the tokens."""
+    names = [f"q:decode:{k}:x" for k in range(len(uses))]
+    counters = {"breaches": 0, "involuntary_exits": 0, "involuntary_stays": 0}
+    return {
+        "at_unix_s": 0.0,
+        "replicas": [{"name": n, "role": "decode", "depth_class": "quadriga-s@6"} for n in names],
+        "exits": {
+            n: {"tokens": tokens if k == 0 else {}, "uses": uses[k], **counters}
+            for k, n in enumerate(names)
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        ("tested", "no token was sure enough to leave here"),
+        ("not_worth_it", "DREX's plan tests no exit: at this load a full pass is cheaper"),
+        ("full_depth_asked", "threshold 1 asked"),
+        ("not_loaded", "exit not loaded: this class runs 6 layers"),
+        ("off", "exits are off: decode.rebatching is off"),
+        ("idle", "nothing has run here yet"),
+    ],
+)
+def test_an_unused_exit_says_why(use: ExitUse, words: str) -> None:
+    [found] = run("Exits.byClass", exit_view([{"2": use}], {"6": 40.0}))
+    two, six = found["bars"]
+    assert (two["layer"], two["share"]) == (2, 0)
+    assert two["why"].startswith(words)
+    assert (six["share"], six["why"]) == (1, "")
+
+
+def test_every_use_of_an_exit_has_words() -> None:
+    for use in get_args(ExitUse):
+        [found] = run("Exits.byClass", exit_view([{"2": use}], {}))
+        assert found["bars"][0]["why"] not in ("", use)
+
+
+def test_an_exit_left_out_for_others_says_so_and_replicas_that_differ_are_counted() -> None:
+    uses = [{"2": "not_worth_it", "4": "tested"}] * 2 + [{"2": "tested", "4": "tested"}]
+    [found] = run("Exits.byClass", exit_view(uses, {"4": 9.0, "6": 1.0}))
+    assert [b["layer"] for b in found["bars"]] == [2, 4, 6]
+    assert found["bars"][0]["why"] == (
+        "DREX's plan leaves it out: at this load the other exits pay more (2 of 3 replicas)"
+    )
+    assert found["bars"][1]["why"] == ""
+    assert run("Exits.notes", found) == "mean depth 4.2 of 6"
+
+
+def history(**values: list[float | None]) -> dict[str, Any]:
+    lengths = {len(v) for v in values.values()}
+    [num] = lengths
+    empty: dict[str, list[float | None]] = {name: [None] * num for name in VALUES}
+    return IDLE | {"load_history": {"interval_s": 5.0, "ended_unix_s": 0.0, **empty, **values}}
+
+
+def test_charts_have_scales_and_words() -> None:
+    view = history(
+        tokens_per_s=[0.0, None, 730.0, 410.0],
+        ttft_p50_s=[None, None, 0.12, 0.2],
+        ttft_p99_s=[None, None, 0.9, None],
+    )
+    tokens, under_way, ttft, token_time = run("Charts.all", view)
+    assert tokens["top"] == 800
+    assert [t["text"] for t in tokens["ticks"]] == ["0", "400", "800"]
+    assert tokens["lines"][0]["texts"] == ["0", "–", "730", "410"]
+    assert tokens["lines"][0]["label"] == "tokens/s: 410 now, 730 at most"
+    assert [line["name"] for line in ttft["lines"]] == ["P50", "P99"]
+    assert ttft["lines"][1]["label"] == "P99: – now, 900 ms at most"
+    assert token_time["none"] == "No second token in the last ten minutes."
+    assert [t["text"] for t in under_way["ticks"]] == ["0", "1"], "there are no half requests"
+    assert run("Charts.pointAge", tokens, 3) == "now"
+    assert run("Charts.pointAge", tokens | {"num_points": 120}, 0) == "9 min 55 s ago"
+
+
+def test_without_anything_counted_there_are_no_charts() -> None:
+    assert run("Charts.all", history(tokens_per_s=[None, 0.0], open_requests=[0.0, 0.0])) is None
+    assert run("Charts.all", history(tokens_per_s=[None, 0.0], open_requests=[0.0, 1.0]))
+
+
+def test_gaps_stay_gaps() -> None:
+    stretches = run("Charts.stretches", [1, 2, None, 4, None, 0], 4, 100, 40)
+    assert stretches == [[[0, 30], [20, 20]], [[60, 0]], [[100, 40]]]
+    assert run("Charts.stretches", [None, None], 4, 100, 40) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "top"), [(730, 800), (1, 1), (0.0083, 0.01), (1.01, 1.5), (9.9e9, 1e10), (8, 8)]
+)
+def test_scales_end_at_numbers_that_read_well(value: float, top: float) -> None:
+    assert run("Charts.roundUp", value) == pytest.approx(top)
+
+
+def quiet(view: dict[str, Any], charts: bool = True, exits: bool = True) -> dict[str, str]:
+    lines = run("quiet", view, charts, exits)
+    assert all(set(line) == {"subject", "text", "setting"} for line in lines)
+    return {line["subject"]: f"{line['text']} {line['setting']}".strip() for line in lines}
+
+
+def test_what_has_nothing_to_show_says_why_in_a_line() -> None:
+    replicas = [r | {"forecast": []} for r in busy_view()["replicas"]]
+    default = {"at_unix_s": 0.0, "mode": "off", "replicas": replicas, "recent": [], "helios": None}
+    found = quiet(default | {"load_history": {}}, charts=False, exits=False)
+    assert found == {
+        "Charts": "no request in the last ten minutes; they appear with the first tokens.",
+        "Exits": "no decode replica has told of its exits yet.",
+        "Moves": "no moves yet, no forecasts: rescheduling is off, turn it on with "
+        "scheduler.ares.mode=ares",
+        "Choice of model and depth": "HELIOS is off: every model is served as configured. Turn it "
+        "on with helios.enabled=true",
+    }
+    assert "controller, which keeps them, does not answer" in quiet(default, charts=False)["Charts"]
+    on = default | {"mode": "ares"}
+    assert "nothing was worth a move" in quiet(on)["Moves"]
+    assert "nowhere to move to" in quiet(on | {"replicas": replicas[2:]})["Moves"]
+    assert quiet(busy_view(with_helios=True)) == {}
+    drained = default | {"recent": busy_view()["recent"]}
+    assert list(quiet(drained)) == ["Forecasts", "Choice of model and depth"]
+
+
+def test_the_settings_it_names_are_settings() -> None:
+    for line in run("quiet", IDLE, True, True):
+        name, value = line["setting"].split("=")
+        assert load_config({name: {"true": True}.get(value, value)})

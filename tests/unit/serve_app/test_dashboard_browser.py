@@ -19,7 +19,7 @@ from serve_app.admin import serve_admin
 from serve_app.auth import ApiKeys
 from serve_app.keys import ApiKey, digest
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.dashboard_views import busy_view, crowded_view
+from tests.unit.serve_app.dashboard_views import busy_view, crowded_view, default_view
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 pytestmark = [
@@ -99,7 +99,8 @@ async def test_it_shows_what_happens(show: Show) -> None:
     await expect(page.locator("#moves")).to_contain_text("decode 0 was busier than decode 1")
     await expect(page.locator("#moves")).to_contain_text("moved, at rest for 18 ms")
     await expect(page.locator("#exits .exit").first).to_contain_text("2 layers")
-    await expect(page.locator("#helios-off")).to_be_visible()
+    await expect(page.locator("#helios-panel")).to_be_hidden()
+    await expect(page.locator("#quiet li")).to_have_count(1)
     await shown.shoot("busy")
     assert shown.complaints == []
     assert [url for url in shown.foreign if not url.startswith("data:")] == []
@@ -177,6 +178,15 @@ async def test_it_comes_back_by_itself(show: Show) -> None:
     await expect(page.locator("#age")).to_be_empty()
 
 
+async def test_an_answer_that_was_cut_off_is_not_shown_as_an_empty_service(show: Show) -> None:
+    shown = await show(busy_view())
+    page = shown.page
+    await expect(page.locator("#state")).to_have_text("● live")
+    await page.route("**/cluster", lambda route: route.fulfill(status=200, body='{"replicas": ['))
+    await expect(page.locator("#state")).to_contain_text("■ the answer was cut off", timeout=5000)
+    await expect(page.locator("#replicas")).to_contain_text("decode 0")  # the last it knew
+
+
 async def test_two_hundred_replicas_can_be_looked_at(show: Show) -> None:
     shown = await show(crowded_view())
     page = shown.page
@@ -203,14 +213,76 @@ async def test_two_hundred_replicas_can_be_looked_at(show: Show) -> None:
 async def test_an_idle_service_says_so(show: Show) -> None:
     shown = await show({"at_unix_s": 0.0, "replicas": [], "missing": {}})
     await expect(shown.page.locator("#replicas")).to_contain_text("No replica has reported yet")
-    await expect(shown.page.locator("#moves")).to_contain_text("No request has moved yet")
-    await expect(shown.page.locator("#decisions-none")).to_be_visible()
+    await expect(shown.page.locator("#quiet")).to_contain_text("rescheduling is off")
+    for panel in ("charts", "exits", "decisions", "moves", "helios"):
+        await expect(shown.page.locator(f"#{panel}-panel")).to_be_hidden()
+    await shown.shoot("idle")
     assert shown.complaints == []
 
 
-async def test_it_is_usable_on_a_phone(show: Show) -> None:
-    shown = await show(busy_view(), viewport={"width": 390, "height": 800})
-    await expect(shown.page.locator("#replicas")).to_contain_text("decode 0")
-    width = await shown.page.evaluate("document.documentElement.scrollWidth")
-    assert width <= 390, "tables scroll inside their boxes; the page does not"
-    await shown.shoot("phone")
+async def test_ten_minutes_are_drawn_with_their_gaps(show: Show) -> None:
+    shown = await show(busy_view())
+    page = shown.page
+    charts = page.locator("#charts figure")
+    await expect(charts).to_have_count(4)
+    await expect(charts.nth(0)).to_contain_text("Tokens/s")
+    assert await charts.nth(0).locator("polyline").count() == 2, "before the gap, and after it"
+    assert await charts.nth(2).locator("polyline").count() == 4, "P50 and P99, twice"
+    label = await charts.nth(2).locator("svg").get_attribute("aria-label")
+    assert label is not None
+    assert label.startswith("Time to first token of the last ten minutes. P50: ")
+    widths = [await charts.nth(k).evaluate("e => e.clientWidth") for k in range(4)]
+    inner = [await charts.nth(k).locator("svg").evaluate("e => e.clientWidth") for k in range(4)]
+    assert all(abs(a - b) <= 1 for a, b in zip(widths, inner, strict=True))
+    assert shown.complaints == []
+
+
+async def test_a_pointer_reads_all_charts_at_one_time(show: Show) -> None:
+    shown = await show(busy_view())
+    page = shown.page
+    plots = page.locator("#charts .plot")
+    await expect(plots).to_have_count(4)
+    await plots.nth(0).hover(position={"x": 200, "y": 40})
+    await expect(page.locator("#charts-at")).to_contain_text("ago")
+    await expect(page.locator("#charts line.at")).to_have_count(4)
+    await shown.shoot("pointed")
+    await page.locator("h1").hover()
+    await expect(page.locator("#charts-at")).to_be_empty()
+    await expect(page.locator("#charts line.at")).to_have_count(0)
+    assert shown.complaints == []
+
+
+async def test_a_default_service_shows_no_empty_panels(show: Show) -> None:
+    shown = await show(default_view())
+    page = shown.page
+    await expect(page.locator("#state")).to_have_text("● live")
+    for panel in ("decisions", "moves", "helios"):
+        await expect(page.locator(f"#{panel}-panel")).to_be_hidden()
+    for column in await page.locator("th.future").all():
+        await expect(column).to_be_hidden()
+    await expect(page.locator("#replicas")).not_to_contain_text("no forecast")
+    await expect(page.locator("#exits")).to_contain_text("at this load a full pass is cheaper")
+    quiet = page.locator("#quiet li")
+    await expect(quiet).to_have_count(2)
+    await expect(quiet.nth(0)).to_have_text(
+        "Moves: no moves yet, no forecasts: rescheduling is off, turn it on with "
+        "scheduler.ares.mode=ares."
+    )
+    await shown.shoot("default")
+    assert shown.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["busy", "default", "crowd"])
+async def test_it_is_usable_on_a_phone(show: Show, name: str, scheme: str) -> None:
+    view = {"busy": busy_view, "default": default_view, "crowd": crowded_view}[name]()
+    shown = await show(view, viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    page = shown.page
+    await expect(page.locator("#replicas")).to_contain_text("decode")
+    await shown.shoot(f"phone_{name}_{scheme}")
+    assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+    for box in await page.locator(".scroll").all():
+        assert await box.evaluate("e => e.scrollWidth <= e.clientWidth"), "nothing is off screen"
+    cells = page.locator("#replicas td[data-label='KV memory']")
+    assert "KV memory" in await cells.first.evaluate("e => getComputedStyle(e, '::before').content")
+    assert shown.complaints == []

@@ -24,7 +24,7 @@ from serve_app.auth import ApiKeys
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110  (the fake has no event for every condition)
             await asyncio.sleep(0.001)
@@ -253,7 +253,7 @@ async def test_a_failed_request_may_be_tried_again_under_its_key(stand: Stand) -
 async def test_health_follows_the_cluster(stand: Stand) -> None:
     await until(lambda: bool(stand.desk._watch.view.snapshots))
     assert (await stand.http.get("/health")).status_code == 200
-    stand.desk._is_draining = True
+    stand.desk.drain(60.0)
     assert (await stand.http.get("/health")).status_code == 503
     assert (await stand.http.get("/live")).status_code == 200
 

@@ -185,7 +185,7 @@ async def test_health(make_stand: MakeStand) -> None:
     kinds = health_pb2.HealthCheckResponse
     assert door.health("").status == kinds.SERVING
     assert door.health("other").status == kinds.SERVICE_UNKNOWN
-    stand.desk._is_draining = True
+    stand.desk.drain(60.0)
     assert door.health("quadriga.v1.Quadriga").status == kinds.NOT_SERVING
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -36,6 +37,27 @@ listen all
     bind 127.0.0.1:{front}
     http-reuse always
     server s1 127.0.0.1:{back}
+"""
+
+
+# What Serve's template writes for its own errors, with an application or without.
+OWN_ERRORS = """
+defaults
+    mode http
+    timeout connect 1s
+    timeout client 60s
+    timeout server 60s
+    errorfile 503 {folder}/500.http
+frontend http_frontend
+    bind 127.0.0.1:{front}
+    acl healthcheck path -i /-/healthz
+    http-request return status 503 content-type text/plain string "Unavailable" if healthcheck
+    {use}
+    default_backend default_backend
+backend default_backend
+    http-request return status 404 content-type text/plain lf-string "Path \\'%[path]\\' not found."
+backend gone
+    server s1 127.0.0.1:1
 """
 
 
@@ -102,15 +124,59 @@ def test_headers_that_do_not_come_are_not_waited_for(
             assert b" 408 " in client.recv(4096)
 
 
-def test_serves_template_has_the_line_that_the_script_looks_for() -> None:
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    ("path", "has_application", "status"),
+    [
+        ("/nowhere", True, 404),
+        ("/nowhere", False, 503),  # it is starting or stopping
+        ("/v1/models", True, 503),
+        ("/-/healthz", True, 503),
+    ],
+)
+def test_own_errors_have_openais_form(
+    tmp_path: Path, method: str, path: str, has_application: bool, status: int
+) -> None:
+    front = free_port()
+    folder = tmp_path / "with & | space"
+    config = tmp_path / "haproxy.cfg"
+    use = "use_backend gone if { path_beg /v1/ }" if has_application else ""
+    (tmp_path / "500.http").write_bytes(b"HTTP/1.1 500 X\r\ncontent-length: 0\r\n\r\n")
+    config.write_text(OWN_ERRORS.format(front=front, use=use, folder=tmp_path))
+    with haproxy(starter_script(folder), config), connect(front) as client:
+        client.sendall(f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
+        answer = b""
+        while piece := client.recv(65536):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status
+    assert b"content-type: application/json" in head
+    if status == 503:
+        assert b"retry-after: 1" in head
+    if method == "GET":
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def template_lines() -> list[str]:
     found = importlib.util.find_spec("ray")
     assert found is not None
     assert found.origin is not None
     template = Path(found.origin).parent / "serve" / "_private" / "haproxy_templates.py"
-    lines = template.read_text(encoding="utf-8").splitlines()
+    return template.read_text(encoding="utf-8").splitlines()
+
+
+def test_serves_template_has_the_lines_that_the_script_looks_for() -> None:
+    lines = template_lines()
     # Jinja writes the setting where the condition stands, at the begin of a line.
     wanted = "    {% if config.timeout_client_s is not none %}timeout client "
     assert any(line.startswith(wanted) for line in lines)
+    assert "defaults" in lines
+    assert sum(line.startswith("    errorfile 50") for line in lines) == 3
+    assert any(line.startswith("    use_backend ") for line in lines)
+    texts = [
+        line for line in lines if "return status 404 content-type text/plain lf-string" in line
+    ]
+    assert len(texts) == 1
 
 
 def test_the_environment_names_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

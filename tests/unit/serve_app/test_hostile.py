@@ -61,7 +61,7 @@ KEYS = ApiKeys.of(["secret"], is_http_open=True)
 async def expect_rest(stand: Stand) -> None:
     """Whatever was asked has ended, and the cluster holds nothing of it."""
     for _ in range(200):
-        if stand.desk._num_open == 0 and stand.cluster.num_held == 0:
+        if stand.desk._num_open_choices == 0 and stand.cluster.num_held == 0:
             return
         await asyncio.sleep(0)
     raise AssertionError("a request was left behind")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -16,14 +17,18 @@ from serve_app.auth import ApiKeys
 from serve_app.bodies import parse_body
 from serve_app.json_body import parse_json
 from serve_app.openai_schema import ChatBody, CompletionBody
+from serve_app.unsupported import CHAT, COMPLETIONS
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
+from tests.unit.serve_app.test_front import until
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=6,
 )
-NAMES = st.sampled_from(sorted({*CompletionBody.model_fields, *ChatBody.model_fields}))
+NAMES = st.sampled_from(
+    sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *COMPLETIONS, *CHAT})
+)
 
 
 @settings(
@@ -108,6 +113,7 @@ async def test_keys_guard_what_they_should(make_stand: MakeStand) -> None:
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/metrics"),
+        ("GET", "/load"),
     ):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             reply = await stand.http.request(method, path, headers=headers)
@@ -116,8 +122,51 @@ async def test_keys_guard_what_they_should(make_stand: MakeStand) -> None:
             assert reply.json()["error"]["type"] == "authentication_error"
     good = {"authorization": "Bearer secret"}
     assert (await stand.http.get("/v1/models", headers=good)).status_code == 200
-    for path in ("/live", "/docs", "/openapi.json"):
+    for path in ("/live", "/version", "/docs", "/openapi.json"):
         assert (await stand.http.get(path)).status_code == 200
+
+
+async def test_the_page_of_the_api_needs_no_internet(stand: Stand) -> None:
+    page = await stand.http.get("/docs")
+    assert page.status_code == 200
+    assert "http" not in page.text.replace("http-equiv", ""), "nothing from elsewhere"
+    names = set(re.findall(r'(?:src|href)="([^"]+)"', page.text))
+    assert len(names) == 3
+    for name in names:
+        reply = await stand.http.get(f"/{name}")
+        assert reply.status_code == 200
+        assert len(reply.content) > 1000
+    assert "url: 'openapi.json'" in page.text
+
+
+async def test_routes_of_other_servers(stand: Stand) -> None:
+    await until(lambda: stand.desk._watch.view.snapshots != [])
+    for method in ("GET", "POST"):
+        reply = await stand.http.request(method, "/ping")
+        assert (reply.status_code, reply.content) == (200, b"")
+    assert set((await stand.http.get("/version")).json()) == {"version"}
+    load = (await stand.http.get("/load")).json()
+    assert load == {"server_load": 0, "num_running": 0, "num_waiting": 0}
+
+
+async def test_not_ready_is_said_by_ping_too(stand: Stand) -> None:
+    await stand.desk.close()
+    for path in ("/health", "/ping"):
+        reply = await stand.http.get(path)
+        assert reply.status_code == 503
+        assert reply.json()["error"]["code"] == "unavailable"
+
+
+async def test_every_5xx_has_a_line_in_the_log(
+    stand: Stand, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.http_server_metrics.LOG_INTERVAL_S", 0.0)
+    await stand.desk.close()
+    for path in ("/health", "/v1/completions"):
+        method = "GET" if path == "/health" else "POST"
+        reply = await stand.http.request(method, path, json={"prompt": "a"})
+        assert reply.status_code == 503
+        assert f"answered 503: {method} {path}" in caplog.text
 
 
 async def test_compressed_bodies_are_refused(stand: Stand) -> None:

@@ -122,7 +122,7 @@ async def all_well(desk: FrontDesk, cluster: MortalCluster, sessions: list[Sessi
     assert not desk._road.sessions()
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110  (the fake has no event for every condition)
             await asyncio.sleep(0.001)

@@ -68,7 +68,7 @@ async def test_of_too_many_health_watches_the_last_is_told_once(
     news = asyncio.ensure_future(anext(first))
     await until(lambda: door._watches.is_full)
     assert [answer.status async for answer in door.watch("")] == [SERVING]
-    stand.desk._is_draining = True
+    stand.desk.drain(60.0)
     assert (await asyncio.wait_for(news, 5.0)).status == NOT_SERVING
     await first.aclose()
     assert door._watches.num_taken == 0

@@ -105,7 +105,7 @@ class StepwiseReplica:
                 self.waiting.remove(item)
                 del self.promised[item[1].index]
                 self._in(item[1])
-                happened.joined.append(item[1])
+                happened.joined[item[1].index] = item[1]
         while self.tokens > self.limit:
             victim = choose_victim([self._state(s) for s in self.running.values()])
             assert victim is not None
@@ -137,7 +137,7 @@ class StepwiseReplica:
             else:
                 self.anchor_s += self.profile.prefill_s([sequence.tokens])
                 self._in(sequence)
-                happened.joined.append(sequence)
+                happened.joined[sequence.index] = sequence
 
     def _step_s(self) -> float:
         return self.profile.step.step_s(len(self.running), self.tokens)

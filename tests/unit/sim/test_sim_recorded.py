@@ -1,7 +1,9 @@
-"""What a real cluster's scheduler saw and ordered, decided again by the simulator's policy.
+"""What a real cluster's scheduler saw, decided again by the simulator's policy.
 
-`recorded_ticks.jsonl` holds some decisions of one run of `loadgen bench simulator --record`: three
-paced decode replicas under a heavy-tailed load. Where a policy is changed on purpose, record anew.
+`recorded_ticks.jsonl` holds some reports of one run of `loadgen bench simulator --record`: three
+paced decode replicas under a heavy-tailed load, as they came; their rows were rewritten when the
+form of a forecast changed, and the orders are what the policy made of them then. Where a policy is
+changed on purpose, record anew.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def ticks() -> list[Tick]:
     return list(read_ticks(RECORDED))
 
 
-def test_the_simulators_policy_decides_as_the_cluster_did(ticks: list[Tick]) -> None:
+def test_the_simulators_policy_decides_as_recorded(ticks: list[Tick]) -> None:
     for tick in ticks:
         policy = make_policy("ares", tick.settings)
         assert policy.rescheduler is not None
@@ -44,7 +46,7 @@ def test_packed_as_the_simulator_packs_them_the_snapshots_say_the_same(ticks: li
     for tick in ticks:
         whole = unpack(tick.snapshots, None)
         assert whole is not None
-        repacked = snapshots_of(whole, tick.snapshots[0].info.num_slots, tick.at_s)
+        repacked = snapshots_of(whole, tick.snapshots[0].info.num_slots, tick.at_s, base_s=0.0)
         for before, after in zip(tick.snapshots, repacked, strict=True):
             # A simulated cluster is of one class; which one does not matter to the decision.
             after.info = replace(after.info, depth_class=before.info.depth_class)

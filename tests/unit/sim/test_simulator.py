@@ -19,9 +19,10 @@ from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import MOVABLE, PAUSED
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import Failure, SimConfig
+from quadriga.sim.decode import DecodeReplica
 from quadriga.sim.policies import POLICY_NAMES, make_policy
-from quadriga.sim.profiles import RTX_4090D, CostProfile
-from quadriga.sim.records import PAUSE, RECOMPUTE, MemoryRules
+from quadriga.sim.profiles import RTX_4090D, CostProfile, Delays
+from quadriga.sim.records import PAUSE, RECOMPUTE, Happened, MemoryRules
 from quadriga.sim.results import Run, Slo, latencies, summarise
 from quadriga.types import MigrationOrder
 from tests.unit.sim.stepwise import StepwiseReplica
@@ -55,7 +56,7 @@ def load(seed: int, num_requests: int = 60, rate: float = 5.0) -> Load:
 def simulate(policy: str, requests: Load, *, num_decode: int = 3, **options: Any) -> Run:
     make = options.pop("make_replica", None)
     extra = {} if make is None else {"make_replica": make}
-    for name in ("on_decision", "on_tick", "predictor"):
+    for name in ("on_decision", "on_tick", "predictor", "stop"):
         if name in options:
             extra[name] = options.pop(name)
     config = SimConfig(options.pop("profile", SMALL), num_decode, 1, **options)
@@ -99,6 +100,46 @@ def test_it_equals_the_simulator_that_makes_every_step(policy: str, rules: Memor
         num_full, num_moved = num_full + fast.num_full, num_moved + len(fast.migrations)
     assert num_full > 0 or num_moved > 0
     assert (num_moved > 0) == (policy in ("reschedule", "ares", "oracle"))
+
+
+def joined_preempted_and_returned() -> Load:
+    """Fourteen sequences grow while two more are on their way to the same step: a long one, then
+    a short one. Both are too much when they arrive; the short one, preempted first, fits again.
+    """
+    arrivals = [0.0] * 14 + [0.7, 0.701, 0.702]
+    inputs = [50] * 14 + [100, 800, 30]
+    outputs = [600] * 14 + [1, 40, 40]
+    return np.array(arrivals), np.array(inputs), np.array(outputs)
+
+
+def test_a_sequence_may_join_be_preempted_and_return_within_one_event() -> None:
+    seen: set[tuple[bool, bool]] = set()
+    runs = []
+    requests = joined_preempted_and_returned()
+    for plain in (DecodeReplica, StepwiseReplica):
+
+        class Watched(plain):  # type: ignore[misc, valid-type]
+            def run_to_event(self, now_s: float) -> Happened:
+                happened: Happened = super().run_to_event(now_s)
+                preempted = {s.index for s in happened.preempted}
+                seen.update((i in preempted, i in self.running) for i in happened.joined)
+                return happened
+
+        run = simulate(
+            "current_load",
+            requests,
+            num_decode=1,
+            profile=replace(SMALL, prefill_budget_tokens=2048),
+            delays=Delays(handoff_s=(0.5,)),
+            make_replica=Watched,
+        )
+        assert (True, True) in seen, "the load no longer makes what this test is about"
+        seen.clear()
+        check_conserved(run, requests)
+        assert not run.failures
+        runs.append(run)
+    np.testing.assert_allclose(runs[0].finished_s, runs[1].finished_s, rtol=0, atol=1e-6)
+    assert runs[0].preempted.tolist() == runs[1].preempted.tolist()
 
 
 @settings(max_examples=15)
@@ -276,17 +317,181 @@ def test_ending_twice_is_noticed() -> None:
         run.close(0, 2.0, None)
 
 
-def test_the_summary_counts_by_the_slo() -> None:
+def summary_run() -> tuple[Run, NDArray[np.float64], NDArray[np.int64]]:
+    """Four requests a second apart: in time, late, of one token, and never finished."""
     run = Run(4)
     arrivals, outputs = np.array([0.0, 1.0, 2.0, 3.0]), np.array([11, 11, 1, 11])
     run.first_token_s[:] = [0.5, 8.0, 2.5, np.nan]
     run.finished_s[:] = [1.5, 9.0, 2.5, np.nan]
     run.end(10.0)
-    s = summarise(run, arrivals, outputs, Slo(5.0, 0.11), to_s=4.0)
-    assert s.goodput == pytest.approx(2 / 3)  # the second was late, the last never came
-    assert s.throughput == pytest.approx(3 / 3)
+    return run, arrivals, outputs
+
+
+def test_the_summary_counts_by_the_slo() -> None:
+    s = summarise(*summary_run(), Slo(5.0, 0.11))
+    assert s.good_share == pytest.approx(2 / 4)  # the second was late, the last never came
+    assert s.failures == {"unfinished": 1}
     assert s.num_failed == 1
-    assert s.tpot_p99_s == pytest.approx(0.1)
+    assert s.ttft.max_s == pytest.approx(7.0)
+    assert s.tpot.p99_s == pytest.approx(0.1)
+
+
+def test_what_ends_after_the_last_arrival_is_no_throughput_of_the_arrival_window() -> None:
+    """Two of three ended while requests arrived; the third six seconds later."""
+    s = summarise(*summary_run(), Slo(5.0, 0.11))
+    assert s.rate == pytest.approx(4 / 3)
+    assert (s.window.span_s, s.makespan.span_s) == (3.0, 9.0)
+    assert s.window.finished == s.window.good == pytest.approx(2 / 3)
+    assert s.makespan.finished == pytest.approx(3 / 9)
+    assert s.makespan.good == pytest.approx(2 / 9)
+    assert s.window.tokens == pytest.approx((11 + 1) / 3)
+    assert s.makespan.tokens == pytest.approx((11 + 11 + 1) / 9)
+
+
+def test_tokens_count_in_the_window_in_which_they_are_made() -> None:
+    """Of the first request half of the ten later tokens come inside a window of one second."""
+    s = summarise(*summary_run(), Slo(5.0, 0.11), to_s=1.0)
+    assert s.num_requests == 1
+    assert s.window.tokens == pytest.approx((1 + 5) / 1.0)
+    assert s.window.finished == 0.0
+    assert s.makespan.finished == pytest.approx(1 / 1.5)
+
+
+def test_a_load_without_a_span_has_no_rate_in_it() -> None:
+    """One row, or all rows at once: the window has no length; the makespan has."""
+    requests = (np.array([0.0]), np.array([10]), np.array([5]))
+    s = summarise(simulate("current_load", requests), requests[0], requests[2], Slo(5.0, 1.0))
+    assert np.isnan([s.rate, s.window.finished, s.window.good, s.window.tokens]).all()
+    assert s.makespan.finished == pytest.approx(1 / s.makespan.span_s)
+    assert 5 < s.makespan.finished < 20
+    assert s.good_share == 1.0
+    assert not np.isnan([s.most_used, s.mean_used, s.variance_ms2]).any()
+
+
+def test_no_throughput_is_above_what_arrives_in_an_overload() -> None:
+    """The load is several times what the cluster can do; the queue drains long after it."""
+    requests = load(3, 120, 40.0)
+    run = simulate("current_load", requests, num_decode=2)
+    s = summarise(run, requests[0], requests[2], Slo(1.0, 0.05))
+    assert s.makespan.span_s > 3 * s.window.span_s
+    assert s.window.finished < s.rate / 2
+    assert s.window.good <= s.window.finished
+    assert s.makespan.good <= s.makespan.finished < s.rate / 3
+
+
+def test_memory_in_use_is_never_above_the_memory_there_is() -> None:
+    """What waits for memory is told apart; after the last arrival things are counted, too."""
+    for rules in (RECOMPUTE, PAUSE):
+        requests = load(0, 60, 20.0)
+        run = simulate("current_load", requests, num_decode=2, memory=rules)
+        s = summarise(run, requests[0], requests[2], Slo(5.0, 1.0))
+        assert run.num_full > 0
+        assert 0.5 < s.mean_used < s.most_used <= 1.0 + SMALL.num_slots / SMALL.kv_capacity_tokens
+        assert s.most_wanted > 1.0
+        assert max(sample.at_s for sample in run.samples) > requests[0][-1] + 5.0
+        late = summarise(run, requests[0], requests[2], Slo(5.0, 1.0), from_s=requests[0][-1])
+        assert late.most_used > 0.5
+
+
+def test_waits_for_prefill_and_for_decode_room_are_told() -> None:
+    requests = (np.zeros(40), np.full(40, 100), np.full(40, 150))
+    run = simulate("current_load", requests, num_decode=1)
+    check_conserved(run, requests)
+    s = summarise(run, requests[0], requests[2], Slo(5.0, 1.0))
+    passes = [b - a for a, b in run.prefill_busy]
+    assert sum(passes) == pytest.approx(40 * SMALL.prefill_s([100]) - 33 * 5e-3, rel=0.2)
+    assert s.prefill_wait.count == 40
+    # Nothing delays a request between its arrival and its first token but queue and pass.
+    ttft = run.first_token_s - requests[0]
+    assert (run.prefill_wait_s <= ttft).all()
+    assert (ttft - run.prefill_wait_s <= max(passes) + 1e-9).all()
+    assert s.room_wait.count == (run.room_wait_s > 0).sum() > 20
+    assert s.room_wait.max_s > 1.0
+    first = run.room_wait_s == 0
+    decoding = run.finished_s - run.first_token_s
+    assert decoding[~first].min() > decoding[first].min()
+    assert run.prefill_blocked, "rows hold what waits for room, so prefill stands still"
+    assert all(b > a for a, b in run.prefill_blocked)
+
+
+def test_failures_come_with_what_was_said() -> None:
+    requests = (np.array([0.0, 0.1]), np.array([1900, 10]), np.array([200, 10]))
+    run = simulate("current_load", requests)
+    s = summarise(run, requests[0], requests[2], Slo(5.0, 1.0))
+    [(reason, message)] = run.examples.items()
+    assert s.failures == {reason: 1}
+    assert "3100 tokens; the largest replica holds 2000" in message
+
+
+def test_an_empty_cluster_costs_nothing_however_long_it_is_empty() -> None:
+    """Three years between two requests: as many ticks as when there is a second between them."""
+
+    def ticks(gap_s: float, policy: str, report_every_s: float) -> tuple[Run, int]:
+        requests = (np.array([0.0, gap_s]), np.array([10, 10]), np.array([50, 50]))
+        seen: list[float] = []
+        run = simulate(
+            policy,
+            requests,
+            on_tick=lambda now_s, num_open: seen.append(now_s),
+            report_every_s=report_every_s,
+        )
+        check_conserved(run, requests)
+        return run, len(seen)
+
+    for policy in ("current_load", "ares"):
+        for report_every_s in (0.0, 1.0):
+            far, num_far = ticks(1e8, policy, report_every_s)
+            near, num_near = ticks(10.0, policy, report_every_s)
+            assert num_far == num_near < 10
+            np.testing.assert_allclose(far.finished_s - [0.0, 1e8], near.finished_s - [0.0, 10.0])
+
+
+@pytest.mark.parametrize("policy", ["current_load", "ares"])
+def test_ticks_go_on_after_a_pause_where_they_would_have_been(policy: str) -> None:
+    """Bursts with empty stretches between them, against a cluster that never empties."""
+    rng = np.random.default_rng(4)
+    arrivals = np.sort(np.concatenate([b * 40.0 + rng.uniform(0, 3, 20) for b in range(4)]))
+    requests = (arrivals, rng.integers(5, 100, 80), rng.integers(5, 300, 80))
+    ticks: list[float] = []
+    run = simulate(policy, requests, on_tick=lambda now_s, num_open: ticks.append(now_s))
+    check_conserved(run, requests)
+    assert all(at_s == int(at_s) for at_s in ticks)
+    assert len(ticks) < 0.8 * run.end_s
+    for first in arrivals[::20]:
+        assert np.ceil(first) in ticks
+
+
+def test_all_replicas_away_for_years_is_no_endless_run() -> None:
+    requests = load(1, 10, 5.0)
+    run = simulate("ares", requests, num_decode=1, failures=(Failure(1.0, 0, 1e8),))
+    check_conserved(run, requests)
+    assert run.end_s > 1e8
+    assert len(run.samples) < 200
+
+
+def test_a_run_that_breaks_off_keeps_what_it_had() -> None:
+    requests = load(1)
+
+    def fail(now_s: float, num_open: int) -> None:
+        if now_s >= 5.0:
+            raise KeyError("as a fault of the simulator would")
+
+    config = SimConfig(SMALL, 3, 1)
+    simulation = Simulation(config, make_policy("current_load"), *requests, on_tick=fail)
+    with pytest.raises(KeyError):
+        simulation.run()
+    run = simulation.result
+    assert run.end_s == 5.0
+    assert 0 < np.isfinite(run.finished_s).sum() < len(requests[0])
+    assert set(run.failures.values()) == {"unfinished"}
+    assert summarise(run, requests[0], requests[2], Slo(5.0, 1.0)).window.finished > 0
+
+
+def test_a_run_can_be_ended_early() -> None:
+    requests = load(1)
+    run = simulate("current_load", requests, stop=lambda now_s, run: now_s >= 3.0)
+    assert run.end_s == 3.0
+    assert "unfinished" in run.failures.values()
 
 
 def test_bad_configurations_are_refused() -> None:

@@ -31,14 +31,14 @@ def test_transformers_says_what_we_say(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for task in TASKS:
         example = make_example(task, seed=31, index=1)
-        tokens = tokenizer(f"{example.prompt}\n{example.answer}", return_tensors="pt").input_ids
+        tokens = tokenizer(example.text + example.answer, return_tensors="pt").input_ids
         length = tokens.shape[1]
         every = torch.arange(length)
         with torch.no_grad():
             expected = theirs(tokens).logits[0]
             states = ours(tokens[0], every, [(1, length)], every)
             torch.testing.assert_close(ours.logits(states[-1], 2), expected, rtol=1e-3, atol=2e-3)
-        prompt = tokenizer(example.prompt + "\n", return_tensors="pt")
+        prompt = tokenizer(example.text, return_tensors="pt")
         answer = theirs.generate(**prompt, max_new_tokens=16)[0, prompt.input_ids.shape[1] :]
         mine = greedy(ours, prompt.input_ids.tolist(), max_new_tokens=16)[0]
         assert [token for token in answer.tolist() if token != tokenizer.eos_token_id] == mine
@@ -65,7 +65,7 @@ def test_the_family_is_small() -> None:
 def test_the_stored_models_answer(name: str) -> None:
     model, tokenizer = load_checkpoint(ASSETS / name), build_tokenizer()
     examples = [make_example(task, seed=77, index=index) for task in TASKS for index in range(3)]
-    prompts = [tokenizer.encode(example.prompt + "\n").ids for example in examples]
+    prompts = [tokenizer.encode(example.text).ids for example in examples]
     answers = greedy(model, prompts, max_new_tokens=120)
     right = [
         check(example.task, example.prompt, tokenizer.decode(answer))

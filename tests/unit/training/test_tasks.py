@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from quadriga.training.tasks import (
     LengthMix,
     check,
     make_example,
+    make_reworded_example,
     sample_examples,
     size_of,
 )
@@ -74,6 +76,47 @@ def test_a_story_keeps_its_own_rules() -> None:
     assert not check("story", prompt.replace("2 days", "3 days"), good)
     assert check("story", "Tell a short story about Mia and the fox.", good)
     assert not check("story", "Tell a long story about Mia and the fox.", good)
+
+
+def test_the_text_of_an_example_ends_its_line() -> None:
+    example = make_example("sort", seed=1, index=0)
+    assert example.text == example.prompt + "\n"
+    assert example.continuation == example.answer
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_reworded_question_has_an_answer_that_the_task_accepts(task: str) -> None:
+    for index in range(200):
+        example = make_reworded_example(task, seed=3, index=index)
+        assert example == make_reworded_example(task, seed=3, index=index)
+        assert check(task, example.prompt, example.answer)
+        assert check(task, example.prompt, example.continuation)
+        assert (example.text + example.continuation).strip().count("\n") <= 2
+        assert (example.text + example.continuation).endswith("\n" + example.answer)
+
+
+def test_reworded_questions_have_the_forms_that_people_type() -> None:
+    texts = {make_reworded_example("sort", seed=3, index=i).text for i in range(3000)}
+    for form in (
+        r"Sort: \d \d \d\n",
+        r"Sort: \d \d \d",
+        r"sort: [\d ]+",
+        r"Sort [\d ]+\.",
+        r"Sort: [\d ]+ ",
+        r"sort these numbers:? (\d+, )*\d+ and \d+",
+        r"Sort \[(\d+, )+\d+\]",
+        r"Can you sort (\d+, )+\d+\?",
+        r"[Ss]ort:? \d+(,\d+)+",
+    ):
+        assert any(re.match(form + r"\Z", text) for text in texts), form
+
+
+def test_a_stream_mixes_reworded_questions_in() -> None:
+    plain = list(itertools.islice(sample_examples(seed=9), 400))
+    mixed = list(itertools.islice(sample_examples(seed=9, reworded_share=0.25), 400))
+    same = sum(one == other for one, other in zip(plain, mixed, strict=True))
+    assert 250 < same < 350
+    assert all(e.wording for e, other in zip(mixed, plain, strict=True) if e != other)
 
 
 def test_another_tasks_prompt_has_no_right_answer() -> None:

@@ -18,7 +18,7 @@ def test_task_text_is_one_token_a_word() -> None:
     for task in TASKS:
         for index in range(50):
             example = make_example(task, seed=1, index=index)
-            pieces = TOKENIZER.encode(f"{example.prompt}\n{example.answer}").tokens
+            pieces = TOKENIZER.encode(example.text + example.answer).tokens
             # Single characters are punctuation or the newline (Ċ).
             assert all(len(piece) > 1 or piece == "Ċ" or not piece.isalnum() for piece in pieces)
 

@@ -181,7 +181,7 @@ def test_training_lowers_the_loss_and_ends_on_its_budget(tmp_path: Path) -> None
     assert losses[0] < math.log(TOKENIZER.get_vocab_size())  # an even guess
     assert losses[-1] < losses[0] - 0.4
     assert trainer.progress.step == 30
-    assert set(lines[-1]["probe"]) == set(TASKS)
+    assert set(lines[-1]["probe"]) == {*TASKS, *(f"{task}, reworded" for task in TASKS)}
     assert (tmp_path / STABLE).exists()
 
 
@@ -216,7 +216,7 @@ def test_evaluation_covers_every_task(tmp_path: Path) -> None:
     report = evaluate(
         {"s": toy_model(1), "l": toy_model(2)}, TOKENIZER, examples=2, seed=1, advance=done.append
     )
-    assert sum(done) == 2 * len(TASKS) * 3
+    assert sum(done) == 2 * len(TASKS) * 5
     assert set(report["models"]["s"]["tasks"]) == set(TASKS)
     assert set(report["complement"]["all"]) == {"top", "margin"}
 

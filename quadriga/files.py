@@ -1,0 +1,77 @@
+"""Files that several processes share: where they are kept, whole replacement, and locks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK_INTERVAL_S = 0.1
+
+
+class LockTimeout(Exception):
+    """Another process holds a lock and makes no progress. The message names the lock file."""
+
+
+def cache_folder(configured: str | Path | None = None) -> Path:
+    """Return the folder for what can be made again: compiled kernels, converted models.
+
+    Args:
+        configured: `engine.cache_dir`; None is `$XDG_CACHE_HOME/quadriga`, which without that
+            variable is `~/.cache/quadriga`.
+    """
+    if configured:
+        return Path(configured).expanduser()
+    # The specification of XDG has relative paths ignored.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "quadriga"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file by a complete one: a reader sees the old one or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).chmod(mode)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def file_lock(
+    path: Path, patience_s: float, *, progress: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Hold an advisory lock; the system drops it when the holder dies.
+
+    Args:
+        patience_s: Longest wait while `progress` stays the same; 0 does not wait.
+        progress: Something that changes while the holder works, such as a file's size.
+
+    Raises:
+        LockTimeout: Another process kept the lock for that long.
+    """
+    seen, deadline_s = progress(), time.monotonic() + patience_s
+    with path.open("w") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if (now := progress()) != seen:
+                    seen, deadline_s = now, time.monotonic() + patience_s
+                elif time.monotonic() >= deadline_s:
+                    raise LockTimeout(f"another process holds {path}") from None
+                time.sleep(LOCK_INTERVAL_S)
+        yield

@@ -1,0 +1,234 @@
+"""Fields of other servers' APIs that would change an answer and have no effect here.
+
+A request that names one of them is refused with 400, unless its value asks for nothing: null, or
+what that API does by default. This table is the only list of them: request validation, the OpenAPI
+document and docs/clients.md all follow it. Fields that change nothing about an answer (`metadata`,
+`store`, `service_tier`, `cache_salt`, …) are not here: they are accepted and named in the header
+`x-quadriga-ignored`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quadriga.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedField:
+    """A field of a request that is refused.
+
+    Attributes:
+        neutral: Values beside null that ask for nothing, and so are accepted.
+        instead: The field that does the same here; empty where there is none.
+    """
+
+    name: str
+    neutral: tuple[Any, ...] = ()
+    instead: str = ""
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value asks for nothing."""
+        return value is None or any(_is_same(value, item) for item in self.neutral)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The field in the OpenAPI document."""
+        remedy = f" Use `{self.instead}`." if self.instead else ""
+        return {
+            "enum": [None, *self.neutral],
+            "description": f"Not supported: {self._allowed()} only.{remedy}",
+        }
+
+    def error(self, field: str) -> InvalidRequest:
+        """The refusal of any other value.
+
+        Args:
+            field: The field's place in the request, as `messages.0.tool_calls`.
+        """
+        remedy = f"use {self.instead}" if self.instead else "leave it out"
+        return InvalidRequest(
+            f"{field}: not supported by this server; {remedy} (accepted: {self._allowed()})",
+            param=field,
+            code="unsupported_parameter",
+        )
+
+    def _allowed(self) -> str:
+        return " or ".join(json.dumps(value) for value in (None, *self.neutral))
+
+
+def refuse_unsupported(
+    fields: Mapping[str, Any], unsupported: Mapping[str, UnsupportedField], place: str = ""
+) -> None:
+    """Refuse the first field of a request that asks for what there is not.
+
+    Args:
+        place: What stands before the fields' names in the error.
+
+    Raises: InvalidRequest.
+    """
+    for name, value in fields.items():
+        found = unsupported.get(name)
+        if found is not None and not found.accepts(value):
+            raise found.error(f"{place}{name}")
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Equal as JSON values: true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _table(*groups: Iterable[UnsupportedField]) -> dict[str, UnsupportedField]:
+    return {field.name: field for group in groups for field in group}
+
+
+_Field = UnsupportedField
+
+STRUCTURE = (
+    # OpenAI
+    _Field("response_format", ({"type": "text"},)),
+    # vLLM
+    _Field("structured_outputs", ({},)),
+    _Field("guided_json"),
+    _Field("guided_regex"),
+    _Field("guided_choice"),
+    _Field("guided_grammar"),
+    # SGLang, llama.cpp
+    _Field("regex"),
+    _Field("ebnf"),
+    _Field("json_schema"),
+    _Field("structural_tag"),
+    _Field("grammar"),
+)
+"""Answers of a given form."""
+
+DECODING = (
+    _Field("use_beam_search", (False,)),
+    _Field("length_penalty", (1,)),
+    _Field("early_stopping", (False,)),
+    _Field("num_beams", (1,)),
+    _Field("allowed_token_ids"),
+    _Field("bad_words", ([],)),
+    _Field("logits_processors", ([],)),
+    _Field("custom_logit_processor"),
+    _Field("custom_params", ({},)),
+    _Field("vllm_xargs", ({},)),
+    _Field("no_repeat_ngram_size", (0,)),
+    _Field("repetition_detection"),
+    _Field("thinking_token_budget"),
+    _Field("typical_p", (1,)),
+    _Field("top_a", (0,)),
+    _Field("tfs_z", (1,)),
+    _Field("mirostat", (0,)),
+    _Field("xtc_probability", (0,)),
+    _Field("dry_multiplier", (0,)),
+    _Field("dynatemp_range", (0,)),
+    _Field("stop_regex", ([], "")),
+    _Field("prediction"),
+)
+"""Which tokens are chosen."""
+
+OUTPUT = (
+    _Field("prompt_logprobs"),
+    _Field("include_stop_str_in_output", (False,)),
+    _Field("no_stop_trim", (False,)),
+    _Field("skip_special_tokens", (True,)),
+    _Field("detokenize", (True,)),
+    _Field("return_tokens_as_token_ids", (False,)),
+    _Field("return_hidden_states", (False,)),
+    _Field("return_routed_experts", (False,)),
+    _Field("logprob_token_ids", ([],)),
+)
+"""What of the tokens is shown."""
+
+INPUT = (
+    _Field("truncate_prompt_tokens"),
+    _Field("prompt_embeds"),
+    _Field("lora_path", ("",)),
+    _Field("lora_request"),
+    _Field("session_params", ({},)),
+    _Field("images", ([],)),
+    _Field("audio"),
+    _Field("multi_modal_data", ({},)),
+    _Field("mm_processor_kwargs", ({},)),
+    _Field("media_io_kwargs", ({},)),
+)
+"""What the model is given beside the text."""
+
+OTHER_NAMES = (
+    _Field("max_new_tokens", instead="max_tokens"),
+    _Field("min_new_tokens", instead="min_tokens"),
+    _Field("max_output_tokens", instead="max_tokens"),
+    _Field("n_predict", instead="max_tokens"),
+    _Field("stop_sequences", ([],), instead="stop"),
+    _Field("random_seed", instead="seed"),
+)
+"""What is supported here under another name."""
+
+COMPLETIONS = _table(
+    STRUCTURE,
+    DECODING,
+    OUTPUT,
+    INPUT,
+    OTHER_NAMES,
+    (
+        _Field("suffix", ("",)),
+        _Field("add_special_tokens", (True,)),
+    ),
+)
+"""Of POST /v1/completions."""
+
+TEMPLATE = (
+    _Field("add_generation_prompt", (True,)),
+    _Field("continue_final_message", (False,)),
+    _Field("chat_template"),
+    _Field("chat_template_kwargs", ({},)),
+    _Field("documents", ([],)),
+    _Field("tools", ([],)),
+)
+"""How messages become a prompt."""
+
+CHAT = _table(
+    STRUCTURE,
+    DECODING,
+    OUTPUT,
+    INPUT,
+    OTHER_NAMES,
+    TEMPLATE,
+    (
+        _Field("tool_choice", ("none", "auto")),
+        _Field("functions", ([],)),
+        _Field("function_call", ("none", "auto")),
+        _Field("modalities", ([], ["text"])),
+        _Field("web_search_options"),
+        _Field("reasoning", ({},)),
+        _Field("reasoning_effort"),
+        _Field("thinking"),
+        _Field("enable_thinking"),
+        _Field("verbosity", ("medium",)),
+        _Field("safe_prompt", (False,)),
+        _Field("add_special_tokens", (False,)),
+        _Field("echo", (False,)),
+        _Field("best_of", (1,), instead="n"),
+    ),
+)
+"""Of POST /v1/chat/completions."""
+
+MESSAGE = _table(
+    (
+        _Field("tool_calls", ([],)),
+        _Field("function_call"),
+        _Field("audio"),
+        _Field("prefix", (False,)),
+        _Field("partial", (False,)),
+    )
+)
+"""Of one message of a conversation."""
+
+TOKENIZE = _table(
+    TEMPLATE, (_Field("mm_processor_kwargs", ({},)), _Field("truncate_prompt_tokens"))
+)
+"""Of POST /tokenize."""

@@ -1,0 +1,180 @@
+"""`python -m serve_app` in a process group of its own, as a shell or `timeout` starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+from quadriga.client import Client, RetryPolicy
+from quadriga.ports import free_port
+
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 240.0
+LOOK_INTERVAL_S = 0.1
+READY = "Ctrl-C stops everything"
+PROC = Path("/proc")
+
+
+class ServeCommand:
+    """The running command, what it has said, and every process of its service."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        http_port, grpc_port = free_port(), free_port()
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("QUADRIGA_")}
+        self.url = f"http://127.0.0.1:{http_port}"
+        self.grpc_target = f"127.0.0.1:{grpc_port}"
+        self._key_file = folder / "quadriga" / "api_key"
+        self._lines: list[str] = []
+        self._processes: dict[int, str] = {}
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "serve_app", "decode_replicas=1", "engine.compile=off"),
+                *("--http-port", str(http_port), "--grpc-port", str(grpc_port), *arguments),
+            ],
+            env=environment
+            | {
+                "RAY_AUTH_MODE": "disabled",
+                "XDG_STATE_HOME": str(folder),
+                "QUADRIGA_ADMIN_PORT": "0",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def said(self) -> str:
+        return "".join(self._lines)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=END_TIMEOUT_S)
+
+    def sdk(self) -> Client:
+        key = self._key_file.read_text(encoding="utf-8").strip()
+        once = RetryPolicy(max_attempts=1)
+        return Client(self.grpc_target, api_key=key, timeout_s=END_TIMEOUT_S, retry=once)
+
+    def until(self, is_so: Callable[[], bool], timeout_s: float = END_TIMEOUT_S) -> None:
+        """Raises: AssertionError when it is not so in time; with what the command has said."""
+        give_up_s = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < give_up_s, self.said
+            time.sleep(LOOK_INTERVAL_S)
+
+    def until_ready(self) -> None:
+        self.until(lambda: READY in self.said or self._process.poll() is not None, START_TIMEOUT_S)
+        assert self._process.poll() is None, self.said
+        self._processes = {pid: _start_time(pid) for pid in _tree(self._process.pid)}
+
+    def signal(self, number: int, *, name: str = "") -> None:
+        """To the command, or to those of its processes that have this name."""
+        for pid in [p for p in self._processes if _name(p) == name] if name else [self.pid]:
+            os.kill(pid, number)
+
+    def signal_group(self, number: int) -> None:
+        os.killpg(self.pid, number)
+
+    def signal_all(self, number: int) -> None:
+        """To every process of the service, as systemd does by default."""
+        for pid in self._processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def signal_until_over(self, number: int) -> None:
+        """To the command, again and again, as somebody impatient does."""
+        give_up_s = time.monotonic() + END_TIMEOUT_S
+        while self._process.poll() is None:
+            assert time.monotonic() < give_up_s, self.said
+            os.kill(self.pid, number)
+            time.sleep(LOOK_INTERVAL_S)
+
+    def status(self) -> int:
+        """Wait for the end and return the exit status, negative after a signal's default."""
+        status = self._process.wait(END_TIMEOUT_S)
+        self._reader.join(END_TIMEOUT_S)
+        return status
+
+    def left(self) -> list[str]:
+        """Names of processes of the service that still run."""
+        return [
+            _name(pid)
+            for pid, started in self._processes.items()
+            if pid != self.pid and _start_time(pid) == started
+        ]
+
+    def kill(self) -> None:
+        """End whatever is left, after a test that failed."""
+        for pid, started in {self.pid: _start_time(self.pid), **self._processes}.items():
+            if started and _start_time(pid) == started:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.wait(END_TIMEOUT_S)
+        if self._process.stdout is not None:
+            self._reader.join(END_TIMEOUT_S)
+            self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+
+
+@contextmanager
+def serve_command(folder: Path, *arguments: str) -> Iterator[ServeCommand]:
+    """The command, ready, until the block ends."""
+    command = ServeCommand(folder, *arguments)
+    try:
+        command.until_ready()
+        yield command
+    finally:
+        command.kill()
+
+
+def _tree(pid: int) -> set[int]:
+    """A process and all below it."""
+    children: dict[int, list[int]] = {}
+    for folder in PROC.iterdir():
+        if folder.name.isdigit() and (fields := _fields(int(folder.name))):
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found, unseen = set(), [pid]
+    while unseen:
+        found.add(unseen[-1])
+        unseen += children.get(unseen.pop(), [])
+    return found
+
+
+def _start_time(pid: int) -> str:
+    """What tells a process from a later one of the same number; empty once it has ended."""
+    fields = _fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else ""
+
+
+def _fields(pid: int) -> list[str]:
+    try:
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _name(pid: int) -> str:
+    try:
+        return (PROC / str(pid) / "comm").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,125 @@
+"""Through Serve too: bursts of connections are answered, and every error has OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections import Counter
+from itertools import product
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from quadriga.metrics import parse_exposition
+from serve_app.http_protocol import allow_many_files
+from tests.e2e.conftest import Service
+
+BURST = 3000
+PATIENCE_S = 120.0
+LOOK_INTERVAL_S = 0.2
+
+
+async def answer(service: Service, data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
+    """Send one request; return status, headers and body."""
+    where = urlsplit(service.base_url)
+    async with asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(data)
+        try:
+            got = await reader.read(-1)
+        finally:
+            writer.close()
+    head, _, body = got.partition(b"\r\n\r\n")
+    first, *lines = head.split(b"\r\n")
+    return int(first.split()[1]), dict(x.lower().split(b": ", 1) for x in lines), body
+
+
+async def test_a_burst_of_connections_is_answered_or_refused(service: Service) -> None:
+    """All connections are there before the first request is read; none may end without a word."""
+    allow_many_files()
+    where = urlsplit(service.base_url)
+    request = b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+
+    async def ask() -> int:
+        plain = socket.socket()
+        plain.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(plain, (where.hostname, where.port))
+        reader, writer = await asyncio.open_connection(sock=plain)
+        try:
+            writer.write(request)
+            got = await reader.read(-1)
+        finally:
+            writer.close()
+        return int(got.split()[1]) if got else 0
+
+    async with asyncio.timeout(PATIENCE_S):
+        statuses = Counter(await asyncio.gather(*(ask() for _ in range(BURST))))
+    assert set(statuses) <= {200, 429, 503}, statuses
+    assert statuses[200]
+
+
+async def test_headers_that_are_not_utf8(service: Service) -> None:
+    for method, target, name in product(
+        ("GET", "HEAD", "POST", "OPTIONS", "DELETE"),
+        ("/v1/models", "/v1/completions", "/nowhere", "*"),
+        ("x-request-id", "idempotency-key", "traceparent", "cookie"),
+    ):
+        head = f"{method} {target} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{name}: ".encode()
+        status, headers, body = await answer(service, head + b"\xff\xfe\r\n\r\n")
+        assert status < 500
+        if status >= 400:
+            assert headers[b"content-type"] == b"application/json"
+            if method != "HEAD":
+                assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/9.9\r\n\r\n", 400),
+        (b"\x16\x03\x01\r\n\r\n", 400),
+        (b"OPTIONS * HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n", 404),
+        (b"BREW / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * (2 << 20), 431),
+    ],
+)
+async def test_what_serve_never_sees(service: Service, data: bytes, status: int) -> None:
+    got, headers, body = await answer(service, data)
+    assert got == status
+    assert headers[b"content-type"] == b"application/json"
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_serve_is_not_steered_by_headers(http: httpx.Client) -> None:
+    reply = http.post(
+        "/v1/completions",
+        json={"prompt": "Sort: 3 1 2\n", "max_tokens": 8},
+        headers={"x-request-timeout-seconds": "0.001"},
+    )
+    assert reply.status_code == 200
+
+
+def test_what_never_reached_the_application_is_counted(http: httpx.Client) -> None:
+    name = "quadriga_http_server_errors_total"
+    headers = {"x-request-id": b"\xff"}
+    assert http.get("/live", headers=headers).status_code == 400  # type: ignore[arg-type]
+
+    def count() -> float:
+        page = parse_exposition(http.get("/metrics").text)
+        return sum(v for k, v in page.items() if k.startswith(name) and 'code="400"' in k)
+
+    give_up_s = time.monotonic() + PATIENCE_S  # counts are sent every other second
+    while count() == 0:
+        assert time.monotonic() < give_up_s
+        time.sleep(LOOK_INTERVAL_S)
+
+
+def test_many_prompts_in_one_request(http: httpx.Client) -> None:
+    prompts = [f"Sort: {i} 3 1\n" for i in range(128)]
+    reply = http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 2}, timeout=120)
+    assert reply.status_code == 200, reply.text
+    assert len(reply.json()["choices"]) == 128

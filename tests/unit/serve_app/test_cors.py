@@ -1,0 +1,84 @@
+"""Web pages of allowed origins may call the API and read every answer; no others."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from quadriga.config import load_config
+from quadriga.errors import ConfigError
+from tests.unit.serve_app.conftest import MakeStand, Stand
+
+ALLOWED = "https://app.example"
+CONFIG = {"ingress.cors_origins": f"{ALLOWED},http://localhost:3000"}
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, content-type, x-stainless-os",
+}
+
+
+async def preflight(stand: Stand, origin: str, **more: str) -> httpx.Response:
+    headers = PREFLIGHT | {"origin": origin} | more
+    return await stand.http.options("/v1/chat/completions", headers=headers)
+
+
+async def test_it_is_off_by_default(stand: Stand) -> None:
+    reply = await preflight(stand, ALLOWED)
+    assert reply.status_code == 405
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+    assert reply.json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("origin", [ALLOWED, "http://localhost:3000"])
+async def test_an_allowed_origin_may_ask(make_stand: MakeStand, origin: str) -> None:
+    stand = await make_stand(config=CONFIG)
+    reply = await preflight(stand, origin)
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == origin
+    assert "POST" in reply.headers["access-control-allow-methods"]
+    assert "x-stainless-os" in reply.headers["access-control-allow-headers"]
+
+
+@pytest.mark.parametrize("origin", ["https://other.example", "null", "https://app.example.evil"])
+async def test_another_origin_is_refused_in_openais_form(
+    make_stand: MakeStand, origin: str
+) -> None:
+    stand = await make_stand(config=CONFIG)
+    reply = await preflight(stand, origin)
+    assert reply.status_code == 400
+    assert "access-control-allow-origin" not in reply.headers
+    assert reply.json()["error"]["code"] == "cors_refused"
+    reply = await stand.http.get("/live", headers={"origin": origin})
+    assert reply.status_code == 200, "the browser keeps it from the page"
+    assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_streams_and_errors_can_be_read_by_the_page(make_stand: MakeStand) -> None:
+    stand = await make_stand(config=CONFIG)
+    origin = {"origin": ALLOWED}
+    body = {"prompt": "hi", "stream": True}
+    for reply in (
+        await stand.http.post("/v1/completions", json=body, headers=origin),
+        await stand.http.post("/v1/completions", content=b"{", headers=origin),
+        await stand.http.get("/nowhere", headers=origin),
+        await stand.http.delete("/v1/models", headers=origin),
+    ):
+        assert reply.headers["access-control-allow-origin"] == ALLOWED, reply.status_code
+        assert "retry-after" in reply.headers["access-control-expose-headers"]
+
+
+async def test_all_origins(make_stand: MakeStand) -> None:
+    stand = await make_stand(config={"ingress.cors_origins": ["*"]})
+    reply = await stand.http.get("/live", headers={"origin": "https://any.example"})
+    assert reply.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize(("text", "num"), [("", 0), (f"{ALLOWED},", 1), (f" {ALLOWED} , *", 2)])
+def test_origins_as_one_text(text: str, num: int) -> None:
+    assert len(load_config({"ingress.cors_origins": text}).ingress.cors_origins) == num
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/path", "https://*.a", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="cors_origins"):
+        load_config({"ingress.cors_origins": [origin]})

@@ -1,0 +1,104 @@
+"""A field that would change the answer and is not supported is refused, wherever it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.config import load_config
+from serve_app.openapi import openapi_document
+from serve_app.unsupported import CHAT, COMPLETIONS, MESSAGE, TOKENIZE, UnsupportedField
+from tests.unit.serve_app.conftest import Stand
+
+MESSAGES = [{"role": "user", "content": "a"}]
+ROUTES: dict[str, tuple[dict[str, UnsupportedField], dict[str, Any]]] = {
+    "/v1/completions": (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
+    "/v1/chat/completions": (CHAT, {"messages": MESSAGES, "max_tokens": 1}),
+    "/tokenize": (TOKENIZE, {"messages": MESSAGES}),
+}
+WANTED = ["x", 7, 0.25, True, False, ["x"], {"a": 1}]
+"""Values of every kind; those that a field takes as neutral are left out."""
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "clients.md"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_each_field_is_refused_unless_it_asks_for_nothing(stand: Stand, route: str) -> None:
+    table, body = ROUTES[route]
+    for name, field in table.items():
+        for value in [value for value in WANTED if not field.accepts(value)]:
+            reply = await stand.http.post(route, json=body | {name: value})
+            assert reply.status_code == 400, (name, value, reply.text)
+            error = reply.json()["error"]
+            assert error["param"] == name
+            assert error["code"] == "unsupported_parameter"
+        for value in (None, *field.neutral):
+            reply = await stand.http.post(route, json=body | {name: value})
+            assert reply.status_code == 200, (name, value, reply.text)
+            assert "x-quadriga-ignored" not in reply.headers
+
+
+async def test_each_field_of_a_message_is_refused(stand: Stand) -> None:
+    for name in MESSAGE:
+        messages = [*MESSAGES, {"role": "assistant", "content": "b", name: [{"id": "1"}]}]
+        reply = await stand.http.post("/v1/chat/completions", json={"messages": messages})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == f"messages.1.{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("guided_json", {"type": "object"}),
+        ("guided_regex", "[0-9]+"),
+        ("guided_choice", ["a", "b"]),
+        ("guided_grammar", "root ::= 'a'"),
+        ("structured_outputs", {"regex": "a"}),
+        ("prompt_logprobs", 0),
+        ("truncate_prompt_tokens", 5),
+        ("use_beam_search", True),
+        ("length_penalty", 1.5),
+        ("allowed_token_ids", [1]),
+        ("bad_words", ["a"]),
+        ("regex", "a"),
+        ("ebnf", "root ::= 'a'"),
+        ("json_schema", "{}"),
+        ("lora_path", "a"),
+        ("max_new_tokens", 5),
+        ("best_of", 3),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+async def test_what_was_once_ignored(stand: Stand, route: str, name: str, value: Any) -> None:
+    reply = await stand.http.post(route, json=ROUTES[route][1] | {name: value})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == name
+
+
+async def test_fields_that_change_nothing_are_accepted_and_named(stand: Stand) -> None:
+    harmless = {"metadata": {}, "store": True, "parallel_tool_calls": True, "cache_salt": "a"}
+    reply = await stand.complete(**harmless)
+    assert reply.status_code == 200
+    assert set(reply.headers["x-quadriga-ignored"].split(",")) == set(harmless)
+
+
+def test_true_is_not_one() -> None:
+    assert COMPLETIONS["num_beams"].accepts(1)
+    assert COMPLETIONS["num_beams"].accepts(1.0)
+    assert not COMPLETIONS["num_beams"].accepts(True)
+    assert not COMPLETIONS["use_beam_search"].accepts(0)
+
+
+def test_the_openapi_document_and_the_docs_name_each_field() -> None:
+    schemas = openapi_document(load_config({}).ingress)["components"]["schemas"]
+    text = DOCS.read_text(encoding="utf-8")
+    for body, table in (
+        ("CompletionBody", COMPLETIONS),
+        ("ChatBody", CHAT),
+        ("ChatMessage", MESSAGE),
+        ("TokenizeBody", TOKENIZE),
+    ):
+        for name, field in table.items():
+            assert schemas[body]["properties"][name]["enum"] == [None, *field.neutral]
+            assert f"`{name}`" in text, f"docs/clients.md does not name {name}"
