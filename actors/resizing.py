@@ -194,10 +194,8 @@ class _Change:
 
 def weight_bytes(runner: NativeRunner) -> int:
     """Memory of the layers and the embedding that a runner has loaded."""
-    from quadriga.engine.depth import layer_bytes
-
     weights = runner.weights
-    return int(weights.embed.nbytes) + sum(layer_bytes(layer) for layer in weights.layers)
+    return weights.embed.nbytes + sum(layer.nbytes for layer in weights.layers)
 
 
 def failure(error: QuadrigaError) -> ResizeReport:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.checkpoint import read_checkpoint
-from quadriga.engine.depth import layer_bytes
 from quadriga.engine.runner import NativeRunner
 from quadriga.engine_spec import EngineSpec
 from quadriga.interfaces import PrefillChunk
@@ -128,7 +127,7 @@ def one_depth(order: dict[str, Any]) -> dict[str, Any]:
         "depth": spec.depth,
         "load_s": load_s,
         "memory_bytes": loaded,
-        "weight_bytes": sum(layer_bytes(layer) for layer in weights.layers) + weights.embed.nbytes,
+        "weight_bytes": sum(layer.nbytes for layer in weights.layers) + weights.embed.nbytes,
         "kv_bytes_per_token": spec.checkpoint.kv_bytes_per_token(spec.depth, 4),
         "capacity_tokens": runner.kv_capacity_tokens,
         "tokens_per_s": order["rows"] * len(times) / sum(times),

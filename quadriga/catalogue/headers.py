@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.errors import ConfigError
+from quadriga.forms import BLOCK_FORMS, split_name
 from quadriga.json_files import GARBLED, read_object
 
 SINGLE_FILE = "model.safetensors"
@@ -39,6 +40,9 @@ class TensorPlace:
     """One tensor: where its bytes lie in which file.
 
     Attributes:
+        name: Without the form of its blocks.
+        dtype: As safetensors calls it, or the name of the form of its blocks.
+        shape: In numbers.
         offset: From the start of the file.
     """
 
@@ -93,6 +97,13 @@ def _place(file: Path, name: str, entry: Any, start: int) -> TensorPlace:
         first, stop = (int(n) for n in entry["data_offsets"])
     except GARBLED as exc:
         raise _broken(file, f"the header's entry of {name} lacks {exc}") from exc
+    base, form = split_name(name)
+    if form is not None and dtype == "U8" and len(shape) == 2:
+        columns = form.columns(shape[1])
+        is_sized = stop - first == math.prod(shape)
+        if columns is None or not is_sized or min(first, *shape) < 0:
+            raise _broken(file, f"{name} of {list(shape)} bytes is no matrix in blocks")
+        return TensorPlace(base, file, form.name, (shape[0], columns), start + first, stop - first)
     if dtype not in _DTYPE_BYTES:
         raise ConfigError(
             f"model: {file}: tensor {name} is {dtype}; only float weights "
@@ -123,7 +134,7 @@ def read_checkpoint_headers(path: Path) -> dict[str, TensorPlace]:
         return {p.name: p for p in read_header(path / SINGLE_FILE)}
     content = read_object(index)
     try:
-        names = {str(k): str(v) for k, v in content["weight_map"].items()}
+        names = {split_name(str(k))[0]: str(v) for k, v in content["weight_map"].items()}
     except GARBLED as exc:
         raise _broken(index, f"it is no weight index ({exc})") from exc
     places: dict[str, TensorPlace] = {}
@@ -180,7 +191,14 @@ def check_finite(places: Iterable[TensorPlace], *, whole_below_bytes: int) -> No
 
 
 def _is_finite(place: TensorPlace) -> bool:
-    for raw in _chunks(place):
+    form = BLOCK_FORMS.get(place.dtype)
+    for raw in _chunks(place, 1 if form is None else form.num_bytes):
+        if form is not None:
+            blocks = np.frombuffer(raw, dtype=np.uint8).reshape(-1, form.num_bytes)
+            scales = np.ascontiguousarray(blocks[:, : 2 * form.num_scales]).view("<f2")
+            if not np.isfinite(scales).all():
+                return False
+            continue
         if place.dtype == "F64":
             if not np.isfinite(np.frombuffer(raw, dtype="<f8")).all():
                 return False
@@ -192,14 +210,16 @@ def _is_finite(place: TensorPlace) -> bool:
     return True
 
 
-def _chunks(place: TensorPlace) -> Iterator[bytes]:
+def _chunks(place: TensorPlace, unit: int) -> Iterator[bytes]:
+    """The tensor's bytes, in pieces of whole units."""
+    most = _SCAN_BYTES // unit * unit
     try:
         with place.file.open("rb") as stream:
             stream.seek(place.offset)
             left = place.num_bytes
             while left:
-                raw = stream.read(min(left, _SCAN_BYTES))
-                if not raw:
+                raw = stream.read(min(left, most))
+                if len(raw) < min(left, most):
                     raise OSError("it ends early")
                 left -= len(raw)
                 yield raw

@@ -21,15 +21,18 @@ from torch.nn import functional as F
 
 from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
 from quadriga.engine.kernels.library import (
-    CAffine,
     CHead,
     CKVMap,
     CLayer,
+    CLinear,
+    CMatrix,
     CModel,
+    CNorm,
     KernelLibrary,
     pointer,
 )
 from quadriga.engine.kv_cache import KV_BLOCK
+from quadriga.engine.loading import load_spec
 from quadriga.engine.models.decoder import Candidates, Decoder
 from quadriga.engine.models.layers import Span
 from quadriga.engine.weights import Head
@@ -78,10 +81,9 @@ class CompiledDecoder:
         self._pool = workers.pool
         self._layers = (CLayer * eager.num_layers)(*_layers(eager))
         self._model = _model(eager, self._layers)
+        self._embed = CMatrix.of(eager.weights.embed)
         self._kv_maps = {
-            depth: (CKVMap * len(maps))(
-                *(CKVMap(CAffine.of(m.norm), CAffine.of(m.kv)) for m in maps)
-            )
+            depth: (CKVMap * len(maps))(*(CKVMap(CNorm.of(m.norm), CLinear.of(m.kv)) for m in maps))
             for depth, maps in eager.weights.kv_maps.items()
         }
         self._heads = {depth: _head(eager, h) for depth, h in eager.weights.heads.items()}
@@ -125,10 +127,14 @@ class CompiledDecoder:
 
     def embed(self, token_ids: Sequence[int], batch: KernelPass) -> torch.Tensor:
         """See `Decoder.embed`."""
-        w = self._eager.weights
-        x = w.embed.index_select(0, torch.from_numpy(np.array(token_ids, dtype=np.int64)))
+        w, c = self._eager.weights, self.config
+        ids = np.array(token_ids, dtype=np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < c.vocab_size:
+            raise IndexError(f"token ids must lie in 0..{c.vocab_size - 1}, the vocabulary")
+        x = torch.empty(ids.size, c.embed_size)
+        self._library.rows(self._embed, c.embed_size, ids.size, ids.ctypes.data, x.data_ptr())
         if w.project_in is not None:
-            x = F.linear(x, w.project_in)
+            x = F.linear(x, w.project_in.values(x.dtype))
         return x if w.positions is None else x + w.positions[torch.from_numpy(batch.positions)]
 
     def run_layers(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> torch.Tensor:
@@ -213,12 +219,12 @@ def _layers(eager: Decoder) -> list[CLayer]:
     cache = eager.cache
     return [
         CLayer(
-            CAffine.of(w.attn_norm),
-            CAffine.of(w.qkv),
-            CAffine.of(w.out),
-            CAffine.of(w.mlp_norm),
-            CAffine.of(w.up),
-            CAffine.of(w.down),
+            CNorm.of(w.attn_norm),
+            CLinear.of(w.qkv),
+            CLinear.of(w.out),
+            CNorm.of(w.mlp_norm),
+            CLinear.of(w.up),
+            CLinear.of(w.down),
             pointer(w.q_norm),
             pointer(w.k_norm),
             pointer(keys),
@@ -255,55 +261,81 @@ def _model(eager: Decoder, layers: ctypes.Array[CLayer]) -> CModel:
 def _head(eager: Decoder, head: Head) -> CHead:
     return CHead(
         has_norm=head.norm is not None,
-        embed=head.weight.shape[1],
+        embed=eager.config.embed_size,
         vocab=eager.config.vocab_size,
-        norm=CAffine.of(head.norm),
-        project=pointer(head.project),
-        weight=pointer(head.weight),
+        norm=CNorm.of(head.norm),
+        project=CMatrix.of(head.project),
+        weight=CMatrix.of(head.weight),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What an engine that starts knows of its kernels.
+
+    Attributes:
+        library: Where they are; the engine has them from its first pass on.
+        in_background: They have to be compiled first.
+    """
+
+    library: Path | None = None
+    in_background: bool = False
+
+
+def find_kernels(spec: EngineSpec) -> Kernels:
+    """Look for the library that an earlier run left in the cache; `wait` compiles it now.
+
+    Where nothing can be compiled the engine stays eager, and the log says why, once.
+
+    Raises:
+        ConfigError: The cache is not safe to load code from.
+    """
+    if spec.compile == "off":
+        return Kernels()
+    if spec.dtype != "float32":
+        logger.info("kernels are float32 only; %s runs eagerly", spec.dtype)
+        return Kernels()
+    try:
+        library = cached_library(spec.cache_dir)
+        if library is None and spec.compile == "wait":
+            library = build_library(spec.cache_dir)
+    except BuildUnavailable as exc:
+        logger.warning("the engine stays eager: %s", exc)
+        return Kernels()
+    return Kernels(library, in_background=library is None)
 
 
 class KernelSwap:
     """Prepares a `CompiledDecoder` for an eager one, in time or in the background.
 
-    A library that an earlier run left in the cache is used at once. Otherwise `auto` compiles in
-    the background, `wait` at once; where nothing can be compiled the engine stays eager, and the
-    log says why, once.
+    What compiles in the background reads the weights again when it is done, in their stored forms:
+    until then plain torch computes, which wants them written out in float32.
     """
 
-    def __init__(self, spec: EngineSpec, eager: Decoder) -> None:
+    def __init__(self, spec: EngineSpec, eager: Decoder, kernels: Kernels) -> None:
         self._ready: CompiledDecoder | None = None
         self._eager = eager
+        self._has_moved = False
         self._spec = spec
         self._thread: threading.Thread | None = None
-        if spec.compile == "off":
-            return
-        if spec.dtype != "float32":
-            logger.info("kernels are float32 only; %s runs eagerly", spec.dtype)
-            return
-        try:
-            path = cached_library(spec.cache_dir)
-        except BuildUnavailable as exc:
-            logger.warning("the engine stays eager: %s", exc)
-            return
-        if path is not None:
-            self._load(path)
-        elif spec.compile == "wait":
-            self._build()
-        else:
+        if kernels.library is not None:
+            self._load(kernels.library, eager)
+        elif kernels.in_background:
             self._thread = threading.Thread(target=self._build, name="kernel-build", daemon=True)
             self._thread.start()
 
     def take(self) -> CompiledDecoder | None:
         """Return the compiled decoder once it is there; never blocks."""
         ready = self._ready
-        if ready is not None and ready.eager is not self._eager:
+        if ready is not None and self._has_moved:
             ready = self._ready = ready.over(self._eager)  # some microseconds a layer
+            self._has_moved = False
         return ready
 
     def follow(self, eager: Decoder) -> None:
         """Prepare for another decoder instead; on the thread that calls `take`."""
         self._eager = eager
+        self._has_moved = True
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a build under way, if there is one."""
@@ -311,18 +343,20 @@ class KernelSwap:
             self._thread.join(timeout_s)
 
     def _build(self) -> None:
+        eager = self._eager
         try:
             path = build_library(self._spec.cache_dir)
+            weights = load_spec(self._spec, eager.config, keeps_forms=True)
         except (BuildUnavailable, ConfigError) as exc:
             logger.warning("the engine stays eager: %s", exc)
             return
-        self._load(path)
+        self._load(path, eager.over(weights, eager.cache))
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path, eager: Decoder) -> None:
         try:
             library = KernelLibrary(path)
             workers = _Workers(library, self._spec.threads)
-            self._ready = CompiledDecoder(library, self._eager, workers)
+            self._ready = CompiledDecoder(library, eager, workers)
         except OSError as exc:
             logger.warning("the engine stays eager: %s cannot be loaded: %s", path, exc)
         except BuildUnavailable as exc:

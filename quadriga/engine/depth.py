@@ -27,8 +27,8 @@ from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import Span
 from quadriga.engine.rebuild import RecordedPass, recorded_depths
 from quadriga.engine.skipped_kv import SkippedKVStore
-from quadriga.engine.tensor_files import TensorFiles
-from quadriga.engine.weights import LayerWeights, ModelWeights
+from quadriga.engine.tensor_files import WeightSource
+from quadriga.engine.weights import ModelWeights
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.errors import ConfigError, DeadlineExceeded
 from quadriga.exits import MAX_LAYERS
@@ -195,7 +195,7 @@ def _load(
         spec=spec,
         before=before,
         load_s=time.monotonic() - started_s,
-        load_bytes=sum(layer_bytes(layer) for layer in weights.layers[before:]),
+        load_bytes=sum(layer.nbytes for layer in weights.layers[before:]),
         eager=deeper,
         compiled=None if compiled is None else compiled.over(deeper),
     )
@@ -206,9 +206,8 @@ def deepened(spec: EngineSpec, eager: Decoder, is_over: Callable[[], bool]) -> M
     weights, config, checkpoint = eager.weights, eager.config, spec.checkpoint
     exits, base = checkpoint.exits, weights.heads[len(weights.layers)]
     layers, heads = list(weights.layers), dict(weights.heads)
-    dtype, device = weights.embed.dtype, weights.embed.device
-    shared_in = spec.shared_in
-    with TensorFiles(checkpoint.path, dtype, device=device, shared_in=shared_in) as files:
+    source = WeightSource.beside(weights, checkpoint.path, spec.shared_in)
+    with source.open() as files:
         for index in range(len(layers), spec.depth):
             if is_over():
                 raise DeadlineExceeded(f"loading stopped before layer {index + 1}")
@@ -217,7 +216,7 @@ def deepened(spec: EngineSpec, eager: Decoder, is_over: Callable[[], bool]) -> M
             known = None if exits.kind == "head" else base.weight
             is_whole = known is None or config.tied_head  # then it is laid out as at the start
             with files.part(
-                "head" if is_whole else "final norm", config.hidden_size * dtype.itemsize
+                "head" if is_whole else "final norm", config.hidden_size * weights.dtype.itemsize
             ):
                 heads[spec.depth] = (
                     base
@@ -226,16 +225,14 @@ def deepened(spec: EngineSpec, eager: Decoder, is_over: Callable[[], bool]) -> M
                 )
     at = [k for k in exits.layers if k <= spec.depth]
     missing = [k for k in at if k not in heads]
-    heads |= read_exit_heads(checkpoint.path, config, exits, missing, base, shared_in)
+    heads |= read_exit_heads(source, config, exits, missing, base)
     maps = kv_maps_of(
-        checkpoint.path,
+        source,
         config,
         layers,
         at,
         fitted=spec.skipped_kv == "linear",
-        like=weights.embed,
         known=weights.kv_maps,
-        shared_in=shared_in,
     )
     return replace(weights, layers=layers, heads=heads, kv_maps=maps)
 
@@ -280,13 +277,6 @@ def let_go(old: list[object], depth: int) -> threading.Event:
     # `Thread.start` would wait until the thread runs: on a busy machine, for longer than a step.
     _thread.start_new_thread(free, ())
     return is_done
-
-
-def layer_bytes(layer: LayerWeights) -> int:
-    """Memory of one layer's weights."""
-    affines = (layer.attn_norm, layer.qkv, layer.out, layer.mlp_norm, layer.up, layer.down)
-    tensors = [t for a in affines for t in (a.weight, a.bias)] + [layer.q_norm, layer.k_norm]
-    return sum(t.nbytes for t in tensors if t is not None)
 
 
 def repay(

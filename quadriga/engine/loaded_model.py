@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import threading
 
-from quadriga.engine.compiled import CompiledDecoder, KernelSwap
+from quadriga.engine.compiled import CompiledDecoder, Kernels, KernelSwap
 from quadriga.engine.cuda.decoder import PagedDecoder
 from quadriga.engine.depth import (
     PreparedLayers,
     check_depth,
-    layer_bytes,
     let_go,
     prepare,
     resizable,
@@ -39,7 +38,9 @@ class LoadedModel:
         decoder: What the last pass ran on.
     """
 
-    def __init__(self, spec: EngineSpec, decoder: Decoder | PagedDecoder, cache: KVCache) -> None:
+    def __init__(
+        self, spec: EngineSpec, decoder: Decoder | PagedDecoder, cache: KVCache, kernels: Kernels
+    ) -> None:
         self.spec = spec
         self.config = decoder.config
         self.ends = (*spec.exits.layers, spec.depth)
@@ -47,7 +48,7 @@ class LoadedModel:
         self.decoder: AnyDecoder = decoder
         self._started = spec
         self._eager = decoder
-        self._swap = KernelSwap(spec, decoder) if isinstance(decoder, Decoder) else None
+        self._swap = KernelSwap(spec, decoder, kernels) if isinstance(decoder, Decoder) else None
         self._freeing: threading.Event | None = None
 
     @property
@@ -63,6 +64,7 @@ class LoadedModel:
         """The compiled decoder from the pass after it became ready, until then the eager one."""
         if self._swap is not None and (compiled := self._swap.take()) is not None:
             self.decoder = compiled
+            self._eager = compiled.eager
             self._swap = None
         return self.decoder
 
@@ -167,4 +169,4 @@ class LoadedModel:
         return self._freeing is None or self._freeing.wait(timeout_s)
 
     def _spec_at(self, spec: EngineSpec, eager: Decoder, depth: int) -> EngineSpec:
-        return spec_at(spec, self._started, depth, layer_bytes(eager.weights.layers[0]))
+        return spec_at(spec, self._started, depth, eager.weights.layers[0].nbytes)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
+from quadriga.engine.matrix import Matrix
 from quadriga.engine.models.config import ModelConfig
-from quadriga.engine.tensor_files import CPU, TensorFiles
-from quadriga.engine.weights import Affine, Head, KVMap, LayerWeights, ModelWeights
+from quadriga.engine.tensor_files import CPU, TensorFiles, WeightSource
+from quadriga.engine.weights import Head, KVMap, LayerWeights, Linear, ModelWeights, Norm
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
@@ -16,35 +15,35 @@ from quadriga.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
 _OPT = "model.decoder"
 
 
-def load_spec(spec: EngineSpec, config: ModelConfig, *, device: torch.device = CPU) -> ModelWeights:
+def load_spec(
+    spec: EngineSpec,
+    config: ModelConfig,
+    *,
+    device: torch.device = CPU,
+    keeps_forms: bool = False,
+) -> ModelWeights:
     """Read the weights that an engine needs; see `load_weights`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return load_weights(
-        spec.checkpoint.path,
+        WeightSource(spec.checkpoint.path, dtype, device, spec.shared_in, keeps_forms),
         config,
         spec.depth,
-        dtype,
         spec.row_capacity_tokens,
         spec.checkpoint.exits,
         fitted_maps=spec.skipped_kv == "linear",
-        device=device,
-        shared_in=spec.shared_in,
     )
 
 
 def load_weights(
-    path: Path,
+    source: WeightSource,
     config: ModelConfig,
     depth: int,
-    dtype: torch.dtype,
     num_positions: int,
     exits: ExitSpec | None = None,
     *,
     fitted_maps: bool = False,
-    device: torch.device = CPU,
-    shared_in: Path | None = None,
 ) -> ModelWeights:
-    """Read embedding, layers 1..depth, and the heads of all exits up to there, from `path`.
+    """Read embedding, layers 1..depth, and the heads of all exits up to there.
 
     The head behind the last loaded layer is that layer's exit head where it is an exit, else the
     model's own.
@@ -54,19 +53,17 @@ def load_weights(
         exits: None where the model has none.
         fitted_maps: Make K and V of skipped layers by the fitted maps where the checkpoint has
             some, instead of the layers' own projections.
-        device: Where they go, tensor by tensor.
-        shared_in: See `TensorFiles`.
 
     Raises:
         ConfigError: `depth` is beyond the model, or the files do not fit `config`.
     """
     if not 1 <= depth <= config.num_layers:
         raise ConfigError(
-            f"depth: {depth} must be in 1..{config.num_layers}, the layers of {path.name}",
+            f"depth: {depth} must be in 1..{config.num_layers}, the layers of {source.path.name}",
             param="depth",
         )
-    with TensorFiles(path, dtype, device=device, shared_in=shared_in) as files:
-        table = config.vocab_size * config.embed_size * dtype.itemsize
+    with source.open() as files:
+        table = config.vocab_size * config.embed_size * source.dtype.itemsize
         with files.part("embedding", table):
             weights = _read_ends(files, config, num_positions)
         for index in range(depth):
@@ -77,15 +74,13 @@ def load_weights(
     weights.heads[depth] = final
     if exits is not None and at:
         weights.kv_maps = kv_maps_of(
-            path,
+            source,
             config,
             weights.layers,
             at,
             fitted=fitted_maps,
-            like=weights.embed,
-            shared_in=shared_in,
         )
-        weights.heads.update(read_exit_heads(path, config, exits, at, final, shared_in))
+        weights.heads.update(read_exit_heads(source, config, exits, at, final))
     return weights
 
 
@@ -97,68 +92,59 @@ def read_layer(files: TensorFiles, config: ModelConfig, index: int) -> LayerWeig
 
 
 def kv_maps_of(
-    path: Path,
+    source: WeightSource,
     config: ModelConfig,
     layers: list[LayerWeights],
     exits: list[int],
     *,
     fitted: bool,
-    like: torch.Tensor,
     known: dict[int, list[KVMap]] | None = None,
-    shared_in: Path | None = None,
 ) -> dict[int, list[KVMap]]:
     """For each exit, how K and V of every layer are made of the hidden state there.
 
     Args:
         fitted: Use the checkpoint's fitted maps where it has some.
-        like: Any tensor of the model: its dtype, on its device.
         known: Maps that are loaded already; those layers are not read again.
-        shared_in: See `TensorFiles`.
     """
     maps = {k: list((known or {}).get(k, ())) for k in exits}
     for of_exit in maps.values():
         of_exit += [_own_map(layer, config) for layer in layers[len(of_exit) :]]
-    if fitted and (path / SKIPPED_KV_WEIGHTS).is_file():
+    if fitted and (source.path / SKIPPED_KV_WEIGHTS).is_file():
         have = {k: len(of_exit) for k, of_exit in (known or {}).items()}
-        _read_fitted(path, config, maps, have, like, shared_in)
+        _read_fitted(source, config, maps, have)
     return maps
 
 
 def read_exit_heads(
-    path: Path,
+    source: WeightSource,
     config: ModelConfig,
     exits: ExitSpec,
     at: list[int],
     final: Head,
-    shared_in: Path | None = None,
 ) -> dict[int, Head]:
     """Heads of some exits, none of them the end of the model; `final` is the model's own."""
     if exits.kind == "shared" or not at:
         return dict.fromkeys(at, final)
-    weight = final.weight
     heads = {}
-    with TensorFiles(path, weight.dtype, EXITS_WEIGHTS, weight.device, shared_in) as files:
+    with source.open(EXITS_WEIGHTS) as files:
         for layer in at:
             size = config.vocab_size if exits.kind == "head" else 1
-            with files.part(f"exit {layer}", size * config.hidden_size * weight.itemsize):
+            with files.part(f"exit {layer}", size * config.hidden_size * source.dtype.itemsize):
                 heads[layer] = _exit_head(files, config, exits, layer, final)
     return heads
 
 
 def _own_map(layer: LayerWeights, config: ModelConfig) -> KVMap:
     """The layer's own norm and projections."""
-    assert layer.qkv.weight is not None
     bias = None if layer.qkv.bias is None else layer.qkv.bias[config.q_size :]
-    return KVMap(layer.attn_norm, Affine(layer.qkv.weight[config.q_size :], bias))
+    return KVMap(layer.attn_norm, Linear(layer.qkv.weight[config.q_size :], bias))
 
 
 def _read_fitted(
-    path: Path,
+    source: WeightSource,
     config: ModelConfig,
     kv_maps: dict[int, list[KVMap]],
     have: dict[int, int],
-    like: torch.Tensor,
-    shared_in: Path | None,
 ) -> None:
     """Put fitted maps in the place of own ones, for the exits and layers that have some.
 
@@ -166,11 +152,11 @@ def _read_fitted(
         have: Exit → layers whose maps are right already.
     """
     size, width = config.hidden_size, 2 * config.kv_size
-    dtype, device = like.dtype, like.device
-    unit = Affine(torch.ones(size, dtype=dtype, device=device))
+    dtype, device = source.dtype, source.device
+    unit = Norm(torch.ones(size, dtype=dtype, device=device))
     if config.norm == "layer":
         unit.bias = torch.zeros(size, dtype=dtype, device=device)
-    with TensorFiles(path, dtype, SKIPPED_KV_WEIGHTS, device, shared_in) as files:
+    with source.open(SKIPPED_KV_WEIGHTS) as files:
         num_layers = max(len(maps) for maps in kv_maps.values())
         for layer in range(num_layers):
             names = {
@@ -189,13 +175,13 @@ def _exit_head(
     files: TensorFiles, config: ModelConfig, exits: ExitSpec, layer: int, final: Head
 ) -> Head:
     name = f"exits.{layer}.norm"
-    norm = Affine(files.read(f"{name}.weight", config.hidden_size))
+    norm = Norm(files.read(f"{name}.weight", config.hidden_size))
     if config.norm == "layer":
         norm.bias = files.read(f"{name}.bias", config.hidden_size)
     if exits.kind == "norm":
         return Head(norm, final.weight, final.project)
     return Head(
-        norm, files.read(f"exits.{layer}.head.weight", config.vocab_size, config.hidden_size)
+        norm, files.matrix(f"exits.{layer}.head.weight", config.vocab_size, config.hidden_size)
     )
 
 
@@ -204,21 +190,27 @@ def _read_ends(files: TensorFiles, config: ModelConfig, num_positions: int) -> M
     c = config
     if c.family != "opt":
         name = "model.embed_tokens.weight"
-        return ModelWeights(files.read(name, c.vocab_size, c.hidden_size), {})
-    embed = files.read(f"{_OPT}.embed_tokens.weight", c.vocab_size, c.embed_size)
+        return _model(files, files.matrix(name, c.vocab_size, c.hidden_size))
+    embed = files.matrix(f"{_OPT}.embed_tokens.weight", c.vocab_size, c.embed_size)
     # OPT's position table starts with two rows that belong to padding.
     table = files.read(f"{_OPT}.embed_positions.weight", c.max_positions + 2, c.hidden_size)
-    weights = ModelWeights(embed, {}, positions=table[2 : 2 + num_positions].clone())
+    weights = _model(files, embed)
+    weights.positions = table[2 : 2 + num_positions].clone()
     if c.embed_size != c.hidden_size:
-        weights.project_in = files.read(f"{_OPT}.project_in.weight", c.hidden_size, c.embed_size)
+        weights.project_in = files.matrix(f"{_OPT}.project_in.weight", c.hidden_size, c.embed_size)
     return weights
+
+
+def _model(files: TensorFiles, embed: Matrix) -> ModelWeights:
+    source = files.source
+    return ModelWeights(source.dtype, source.device, source.keeps_forms, embed)
 
 
 def read_final_head(
     files: TensorFiles,
     config: ModelConfig,
-    embed: torch.Tensor,
-    weight: torch.Tensor | None = None,
+    embed: Matrix,
+    weight: Matrix | None = None,
 ) -> Head:
     """The model's own head, behind its last layer.
 
@@ -227,14 +219,16 @@ def read_final_head(
     """
     c = config
     if weight is None:
-        weight = embed if c.tied_head else files.read("lm_head.weight", c.vocab_size, c.embed_size)
+        weight = (
+            embed if c.tied_head else files.matrix("lm_head.weight", c.vocab_size, c.embed_size)
+        )
     if c.family != "opt":
-        return Head(Affine(files.read("model.norm.weight", c.hidden_size)), weight)
+        return Head(Norm(files.read("model.norm.weight", c.hidden_size)), weight)
     final = Head(
         _layer_norm(files, f"{_OPT}.final_layer_norm", c) if c.final_norm else None, weight
     )
     if c.embed_size != c.hidden_size:
-        final.project = files.read(f"{_OPT}.project_out.weight", c.embed_size, c.hidden_size)
+        final.project = files.matrix(f"{_OPT}.project_out.weight", c.embed_size, c.hidden_size)
     return final
 
 
@@ -243,10 +237,10 @@ def _rope_family_layer(files: TensorFiles, config: ModelConfig, index: int) -> L
     at = f"model.layers.{index}"
     attn, mlp = f"{at}.self_attn", f"{at}.mlp"
     layer = LayerWeights(
-        attn_norm=Affine(files.read(f"{at}.input_layernorm.weight", c.hidden_size)),
+        attn_norm=Norm(files.read(f"{at}.input_layernorm.weight", c.hidden_size)),
         qkv=_qkv(files, c, attn),
         out=_linear(files, f"{attn}.o_proj", c.hidden_size, c.q_size, c.out_bias),
-        mlp_norm=Affine(files.read(f"{at}.post_attention_layernorm.weight", c.hidden_size)),
+        mlp_norm=Norm(files.read(f"{at}.post_attention_layernorm.weight", c.hidden_size)),
         up=_stacked(
             files,
             [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
@@ -276,7 +270,7 @@ def _opt_layer(files: TensorFiles, config: ModelConfig, index: int) -> LayerWeig
     )
 
 
-def _qkv(files: TensorFiles, config: ModelConfig, attn: str) -> Affine:
+def _qkv(files: TensorFiles, config: ModelConfig, attn: str) -> Linear:
     return _stacked(
         files,
         [f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"],
@@ -288,22 +282,22 @@ def _qkv(files: TensorFiles, config: ModelConfig, attn: str) -> Affine:
 
 def _stacked(
     files: TensorFiles, names: list[str], sizes: list[int], inputs: int, bias: bool
-) -> Affine:
-    return Affine(
+) -> Linear:
+    return Linear(
         files.stack([f"{n}.weight" for n in names], sizes, inputs),
-        files.stack([f"{n}.bias" for n in names], sizes) if bias else None,
+        files.join([f"{n}.bias" for n in names], sizes) if bias else None,
     )
 
 
-def _linear(files: TensorFiles, name: str, outputs: int, inputs: int, bias: bool) -> Affine:
-    return Affine(
-        files.read(f"{name}.weight", outputs, inputs),
+def _linear(files: TensorFiles, name: str, outputs: int, inputs: int, bias: bool) -> Linear:
+    return Linear(
+        files.matrix(f"{name}.weight", outputs, inputs),
         files.read(f"{name}.bias", outputs) if bias else None,
     )
 
 
-def _layer_norm(files: TensorFiles, name: str, config: ModelConfig) -> Affine:
+def _layer_norm(files: TensorFiles, name: str, config: ModelConfig) -> Norm:
     if not config.norm_affine:
-        return Affine(None)
+        return Norm(None)
     size = config.hidden_size
-    return Affine(files.read(f"{name}.weight", size), files.read(f"{name}.bias", size))
+    return Norm(files.read(f"{name}.weight", size), files.read(f"{name}.bias", size))

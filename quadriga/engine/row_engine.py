@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quadriga.engine.compiled import Kernels, find_kernels
 from quadriga.engine.kv_cache import RowKVCache
 from quadriga.engine.loading import load_spec
 from quadriga.engine.models.config import ModelConfig
@@ -22,6 +23,7 @@ class RowEngine:
     decoder: Decoder
     cache: RowKVCache
     skipped: SkippedKVStore | None
+    kernels: Kernels
 
 
 def load_rows(spec: EngineSpec, config: ModelConfig) -> RowEngine:
@@ -31,7 +33,8 @@ def load_rows(spec: EngineSpec, config: ModelConfig) -> RowEngine:
         ConfigError: The checkpoint or the spec cannot be served.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    weights = load_spec(spec, config)
+    kernels = find_kernels(spec)
+    weights = load_spec(spec, config, keeps_forms=kernels.library is not None)
     cache = RowKVCache(
         num_layers=spec.depth,
         num_rows=spec.num_rows,
@@ -49,7 +52,7 @@ def load_rows(spec: EngineSpec, config: ModelConfig) -> RowEngine:
             spec.skipped_kv, ends, cache, states, kept_at_end(spec), spec.replay_newest
         )
     depths = skipped.depths if skipped is not None and skipped.mode == "alias" else None
-    return RowEngine(Decoder(config, weights, cache, depths), cache, skipped)
+    return RowEngine(Decoder(config, weights, cache, depths), cache, skipped, kernels)
 
 
 def kept_at_end(spec: EngineSpec) -> int:

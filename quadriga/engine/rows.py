@@ -34,11 +34,11 @@ class NativeRows:
     """
 
     def __init__(self, model: LoadedModel, skipped: SkippedKVStore | None) -> None:
-        embed = model.weights.embed
+        weights = model.weights
         num_rows = model.cache.num_rows
         self.positions = np.zeros(num_rows, dtype=np.int64)
         self.hidden = torch.zeros(
-            num_rows, model.config.hidden_size, dtype=embed.dtype, device=embed.device
+            num_rows, model.config.hidden_size, dtype=weights.dtype, device=weights.device
         )
         self.model = model
         self.skipped = skipped

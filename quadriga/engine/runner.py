@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from quadriga.engine.at_exit import AtExit
-from quadriga.engine.compiled import CompiledDecoder
+from quadriga.engine.compiled import CompiledDecoder, Kernels
 from quadriga.engine.cuda.decoder import PagedDecoder
 from quadriga.engine.cuda.loading import find_gpu, load_paged
 from quadriga.engine.depth import PreparedLayers, repay
@@ -52,8 +52,9 @@ class NativeRunner(NativeRows):
         decoder: Decoder | PagedDecoder,
         cache: KVCache,
         skipped: SkippedKVStore | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        super().__init__(LoadedModel(spec, decoder, cache), skipped)
+        super().__init__(LoadedModel(spec, decoder, cache, kernels or Kernels()), skipped)
         self.left: Left | None = None
         self._device = self.hidden.device
         self._exit: AtExit | None = None
@@ -78,7 +79,7 @@ class NativeRunner(NativeRows):
             engine = load_paged(spec, config, find_gpu())
             return cls(engine.spec, engine.decoder, engine.cache, engine.skipped)
         loaded = load_rows(spec, config)
-        return cls(spec, loaded.decoder, loaded.cache, loaded.skipped)
+        return cls(spec, loaded.decoder, loaded.cache, loaded.skipped, loaded.kernels)
 
     @property
     def spec(self) -> EngineSpec:

@@ -36,7 +36,7 @@ from quadriga.engine.memory import ALIGNMENT, HUGE_PAGE_BYTES, Arena
 
 logger = logging.getLogger(__name__)
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raise it when the order or the form of the tensors inside a part changes."""
 LOCK_TIMEOUT_S = 120.0
 """Longest wait for another process that is filling the part that is wanted here."""
@@ -246,12 +246,12 @@ class SharedParts:
         folder: Where the registry is; private to the user.
         files: The checkpoint's files; a part is shared only between processes that read the very
             same files, unchanged.
-        dtype: Of the tensors in memory.
+        form: Of the tensors in memory, in words.
     """
 
-    def __init__(self, folder: Path, files: list[Path], dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, files: list[Path], form: str) -> None:
         self._folder = folder
-        identity = [f"{LAYOUT_VERSION}", str(dtype), sys.byteorder]
+        identity = [f"{LAYOUT_VERSION}", form, sys.byteorder]
         for file in sorted(files):
             status = file.resolve().stat()
             identity.append(

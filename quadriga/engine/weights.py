@@ -6,17 +6,31 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quadriga.engine.matrix import Matrix
+
 
 @dataclass(slots=True)
-class Affine:
-    """Weight and optional bias of a linear projection or a norm.
+class Linear:
+    """A linear projection: weight [out, in] and bias [out]."""
 
-    Attributes:
-        weight: [out, in] for a projection, [size] for a norm; None for a norm without scale.
-    """
+    weight: Matrix
+    bias: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(slots=True)
+class Norm:
+    """A norm's scale and shift, [size] each; None for a norm without."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
 
 
 @dataclass(slots=True)
@@ -29,14 +43,21 @@ class LayerWeights:
         up: Gate and up projections stacked [2 · ffn, hidden]; up alone [ffn, hidden] if not gated.
     """
 
-    attn_norm: Affine
-    qkv: Affine
-    out: Affine
-    mlp_norm: Affine
-    up: Affine
-    down: Affine
+    attn_norm: Norm
+    qkv: Linear
+    out: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the whole layer."""
+        parts = (self.attn_norm, self.qkv, self.out, self.mlp_norm, self.up, self.down)
+        norms = (t for t in (self.q_norm, self.k_norm) if t is not None)
+        return sum(part.nbytes for part in (*parts, *norms))
 
 
 @dataclass(slots=True)
@@ -48,8 +69,8 @@ class KVMap:
         kv: [2 · kv_size, hidden], keys first, before their norm and rotation.
     """
 
-    norm: Affine
-    kv: Affine
+    norm: Norm
+    kv: Linear
 
 
 @dataclass(slots=True)
@@ -59,13 +80,13 @@ class Head:
     Attributes:
         norm: None for a model without a final norm.
         project: [embed_size, hidden] where embed_size differs from hidden_size.
-        weight: [vocab, embed_size]; the same tensor as the embedding where tied, and one tensor
+        weight: [vocab, embed_size]; the same matrix as the embedding where tied, and one matrix
             for all exits that share it.
     """
 
-    norm: Affine | None
-    weight: torch.Tensor
-    project: torch.Tensor | None = None
+    norm: Norm | None
+    weight: Matrix
+    project: Matrix | None = None
 
 
 @dataclass(slots=True)
@@ -73,6 +94,10 @@ class ModelWeights:
     """Embedding, the first `len(layers)` layers, and the heads.
 
     Attributes:
+        dtype: What is computed in, and what norms and biases are kept in.
+        device: Where everything is.
+        keeps_forms: Matrices are in the form they are stored in, where it is one that the kernels
+            know; else they are of `dtype`.
         embed: [vocab, embed_size]
         positions: Learned positions, OPT only: [max_positions, hidden].
         project_in: [hidden, embed_size] where embed_size differs from hidden_size.
@@ -81,9 +106,12 @@ class ModelWeights:
             hidden state at that exit; what lies before the exit is never asked for.
     """
 
-    embed: torch.Tensor
-    heads: dict[int, Head]
+    dtype: torch.dtype
+    device: torch.device
+    keeps_forms: bool
+    embed: Matrix
+    heads: dict[int, Head] = field(default_factory=dict)
     positions: torch.Tensor | None = None
-    project_in: torch.Tensor | None = None
+    project_in: Matrix | None = None
     layers: list[LayerWeights] = field(default_factory=list)
     kv_maps: dict[int, list[KVMap]] = field(default_factory=dict)

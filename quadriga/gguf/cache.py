@@ -28,7 +28,7 @@ from quadriga.json_files import GARBLED, read_object
 if TYPE_CHECKING:
     from quadriga.gguf.checkpoint_folder import Conversion
 
-VERSION = 1
+VERSION = 2
 """Raise it whenever a conversion would write something else."""
 PATIENCE_S = 120.0
 """Longest wait for another process that converts the same file and writes nothing."""
@@ -78,6 +78,30 @@ def converted_folder(file: Path, cache: Path) -> Path:
             "folder",
             param="model",
         ) from exc
+    return folder
+
+
+def plain_folder(file: Path, folder: Path) -> Path:
+    """Write a checkpoint that other programs read as well: every matrix in numbers.
+
+    Args:
+        file: Absolute.
+        folder: New, or empty.
+
+    Raises:
+        ConfigError: The file cannot be served, or the folder not be written to.
+    """
+    from quadriga.gguf.checkpoint_folder import Conversion  # its libraries take a second
+
+    conversion = Conversion(file, keeps_blocks=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--plain: {folder} is not empty; name a new folder", param="plain")
+        with _shown_progress(conversion) as progress:
+            conversion.write(folder, _sha256(file), progress)
+    except OSError as exc:
+        raise ConfigError(f"--plain: {folder} cannot be written: {exc}", param="plain") from exc
     return folder
 
 

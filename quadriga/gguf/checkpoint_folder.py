@@ -1,8 +1,9 @@
 """Write a Hugging Face checkpoint folder from a GGUF file, a few megabytes at a time.
 
-Weights stay what they are: float32, float16 and bfloat16 are copied, quantised values are written
-as float32, which is what they are defined in. bfloat16 would halve the disk and lose the half of
-their digits.
+Weights stay what they are: float32, float16 and bfloat16 are copied, and so are the blocks that the
+engine computes with (`quadriga.forms`). Other quantised values are written as float32, which is what
+they are defined in; bfloat16 would halve the disk and lose the half of their digits. A plain folder
+has float32 in the place of all blocks, so that anybody can read it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _SAMPLING = {
 class Conversion:
     """One GGUF file, looked through, and ready to be written.
 
+    Args:
+        keeps_blocks: Write matrices in blocks as they are; else as float32.
+
     Attributes:
         num_bytes: Of the weights to write.
 
@@ -42,11 +46,11 @@ class Conversion:
             `tokenizer`.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, keeps_blocks: bool = True) -> None:
         self.file = file
         self._header: GgufHeader = read_gguf(file)
         self._model: GgufModel = read_model(self._header)
-        self._tensors: list[TensorCopy] = plan_tensors(self._model)
+        self._tensors: list[TensorCopy] = plan_tensors(self._model, keeps_blocks=keeps_blocks)
         self._frequencies = frequency_factors(self._model)
         self._vocabulary: Vocabulary = read_vocabulary(self._header, self._model.vocab_size)
         self._config = hugging_face_config(self._model, self._frequencies, **self._token_ids())

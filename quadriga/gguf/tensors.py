@@ -12,9 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
+from quadriga.forms import BLOCK_FORMS
 from quadriga.gguf.header import DAMAGED, SUPPORTED, GgufHeader, TensorEntry
 from quadriga.gguf.model_config import GgufModel
 
+_KEPT = {"F16": "<u2", "BF16": "<u2", "U8": "u1"}
+"""By what elements tensors are copied that stay what they are."""
 PIECE_VALUES = 1 << 20
 """About so many values of a tensor are held at a time: 4 MiB as float32."""
 FREQUENCIES = "rope_freqs.weight"
@@ -23,8 +26,9 @@ _STORED = {
     GGMLQuantizationType.F16: "F16",
     GGMLQuantizationType.BF16: "BF16",
 }
-"""Types that are kept; all others are written as float32, which holds each of their values."""
-_NUM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Types of numbers that are kept. So are the blocks of `quadriga.forms`, in matrices; all others are
+written as float32, which holds each of their values."""
+_NUM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,10 @@ class TensorCopy:
     """One tensor to write.
 
     Attributes:
-        name: In the checkpoint.
+        name: In the checkpoint; of blocks, with their form behind it.
         source: In the GGUF file; None is zeros.
+        shape: As it is written: of a matrix in blocks, [rows, bytes of a row].
+        dtype: As safetensors calls it; U8 of blocks.
         rotated_head_dim: Not 0: the rows of each head of so many lie in the order of interleaved
             rotations, and go back into that of halves.
     """
@@ -49,8 +55,11 @@ class TensorCopy:
         return math.prod(self.shape) * _NUM_BYTES[self.dtype]
 
 
-def plan_tensors(model: GgufModel) -> list[TensorCopy]:
+def plan_tensors(model: GgufModel, *, keeps_blocks: bool = True) -> list[TensorCopy]:
     """Return every tensor of the checkpoint, in the order of its layers.
+
+    Args:
+        keeps_blocks: Matrices in blocks stay so; else they are written as float32.
 
     Raises:
         ConfigError: A tensor is missing, is of another shape than the model's sizes say, has a
@@ -74,6 +83,10 @@ def plan_tensors(model: GgufModel) -> list[TensorCopy]:
                 DAMAGED,
             )
         dtype = "F32" if entry is None else _dtype(header, entry)
+        form = BLOCK_FORMS.get(entry.kind.name) if entry is not None and keeps_blocks else None
+        width = form.row_bytes(shape[1]) if form is not None and len(shape) == 2 else None
+        if form is not None and width is not None:
+            name, shape, dtype = f"{name}.{form.name}", (shape[0], width), "U8"
         copies.append(TensorCopy(name, entry, shape, dtype, rotated))
 
     add("model.embed_tokens.weight", "token_embd.weight", model.vocab_size, hidden)
@@ -188,7 +201,7 @@ def read_pieces(header: GgufHeader, copy: TensorCopy, stream: BinaryIO) -> Itera
         values = _numbers(raw, source.kind)
         if not np.isfinite(values).all():
             header.refuse(f"the tensor {source.name} holds NaN or infinity", DAMAGED)
-        stored = values if copy.dtype == "F32" else np.frombuffer(raw, dtype="<u2")
+        stored = values if copy.dtype == "F32" else np.frombuffer(raw, dtype=_KEPT[copy.dtype])
         if copy.rotated_head_dim:
             stored = _in_halves(stored, copy)
         yield stored.tobytes()

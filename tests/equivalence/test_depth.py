@@ -18,7 +18,6 @@ from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.handoff import LeaseTable
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
-from quadriga.engine.depth import layer_bytes
 from quadriga.engine.runner import NativeRunner
 from quadriga.engine.tensor_files import SINGLE_FILE
 from quadriga.engine_spec import EngineSpec
@@ -392,7 +391,7 @@ def test_freed_memory_holds_more_sequences(tmp_path: Path) -> None:
     room = replace(spec, num_rows=64, kv_capacity_tokens=96, kv_memory_bytes=None)
     runner = NativeRunner.load(room)
     width = spec.checkpoint.kv_bytes_per_token(1, 4)
-    weights = layer_bytes(runner.weights.layers[0])
+    weights = runner.weights.layers[0].nbytes
     for depth in (3, 1):
         runner.drop_to(depth)
         memory = 96 * LAYERS * width + (LAYERS - depth) * weights

@@ -94,7 +94,7 @@ class PagedDecoder:
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
         if config.rope is not None:
-            cos, sin = rope_table(config.rope, config.head_dim, cache.capacity, weights.embed.dtype)
+            cos, sin = rope_table(config.rope, config.head_dim, cache.capacity, weights.dtype)
             self._cos, self._sin = cos.to(self._device), sin.to(self._device)
 
     @property

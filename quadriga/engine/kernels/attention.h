@@ -13,8 +13,6 @@
 
 namespace quadriga {
 
-constexpr int kScoreTile = kLanes >= 16 ? 16 : 8;  // accumulators in a tile of scores
-
 constexpr int64_t kBlock = 16;  // positions; `KV_BLOCK` of kv_cache.py
 
 // Where a head's vector of one position lies in a row [blocks, kv_heads, kBlock, dim].
@@ -51,10 +49,18 @@ struct Context {
 template <int M>
 static inline void score_block(const float* q, const float* keys, int64_t n, int64_t dim,
                                float* out, int64_t ldo) {
-  constexpr int kN = M == 1 ? 8 : kScoreTile / (M == 3 ? 4 : M);
+  constexpr int kN = kRegisters == 32 ? (M < 4 ? 8 : 4) : (M == 1 ? 8 : 8 / (M == 3 ? 4 : M));
+  const auto* at = reinterpret_cast<const uint8_t*>(keys);
+  const int64_t bytes = row_bytes<Float32>(dim);
   int64_t j = 0;
-  for (; j + kN <= n; j += kN) tile<M, kN>(q, dim, keys + j * dim, dim, dim, out + j, ldo);
-  for (; j < n; ++j) tile<M, 1>(q, dim, keys + j * dim, dim, dim, out + j, ldo);
+  if (dim % kLanes == 0) {
+    for (; j + kN <= n; j += kN)
+      tile<Float32, M, kN, false>(q, dim, at + j * bytes, bytes, dim, out + j, ldo);
+    for (; j < n; ++j) tile<Float32, M, 1, false>(q, dim, at + j * bytes, bytes, dim, out + j, ldo);
+  }
+  for (; j < n; ++j)
+    for (int m = 0; m < M; ++m)
+      out[m * ldo + j] = dot_with_rest<Float32>(q + m * dim, at + j * bytes, dim);
 }
 
 // Softmax of n scores, in place. Lanes past n become 0.

@@ -39,7 +39,7 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* 
   for (i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
 }
 
-void layer_norm(const float* x, const QuadrigaAffine& a, int64_t n, float eps, float* out) {
+void layer_norm(const float* x, const QuadrigaNorm& a, int64_t n, float eps, float* out) {
   double total = 0.0, squares = 0.0;
   for (int64_t i = 0; i < n; ++i) total += x[i];
   const double mean = total / static_cast<double>(n);
@@ -133,22 +133,23 @@ class PassRunner {
     });
   }
 
-  void normalise(const float* x, const QuadrigaAffine& affine, float* out) {
+  void normalise(const float* x, const QuadrigaNorm& norm, float* out) {
     const int64_t n = model_.hidden;
     const float eps = static_cast<float>(model_.norm_eps);
     const double ns = static_cast<double>(n) * (model_.layer_norm ? 1.0 : 0.1);
     share(tokens_, ns, [&](int64_t t) {
       if (model_.layer_norm)
-        layer_norm(x + t * n, affine, n, eps, out + t * n);
+        layer_norm(x + t * n, norm, n, eps, out + t * n);
       else
-        rms_norm(x + t * n, affine.weight, n, eps, out + t * n);
+        rms_norm(x + t * n, norm.weight, n, eps, out + t * n);
     });
   }
 
   // out[tokens, n] = x[tokens, k] · Wᵀ + bias, handed to `finish(t0, t1, n0, n1)` block by block.
   template <typename Finish>
-  void project(const float* x, int64_t k, const float* w, int64_t n, float* out, int64_t ldo,
-               const Finish& finish) {
+  void project(const float* x, int64_t k, const QuadrigaMatrix& w, int64_t n, float* out,
+               int64_t ldo, const Finish& finish) {
+    const int64_t ldw = row_bytes(w.form, k);
     const int64_t blocks = (tokens_ + kTokenBlock - 1) / kTokenBlock;
     const int64_t chunk = chunk_rows(n, k);
     const int64_t chunks = (n + chunk - 1) / chunk;
@@ -156,12 +157,13 @@ class PassRunner {
       const int64_t t0 = i % blocks * kTokenBlock, n0 = i / blocks * chunk;
       const int64_t t1 = t0 + kTokenBlock < tokens_ ? t0 + kTokenBlock : tokens_;
       const int64_t n1 = n0 + chunk < n ? n0 + chunk : n;
-      matmul(t1 - t0, n1 - n0, k, x + t0 * k, k, w + n0 * k, k, out + t0 * ldo + n0, ldo);
+      matmul(w.form, t1 - t0, n1 - n0, k, x + t0 * k, k, w.rows + n0 * ldw, out + t0 * ldo + n0,
+             ldo);
       finish(t0, t1, n0, n1);
     });
   }
 
-  void project(const float* x, int64_t k, const QuadrigaAffine& a, int64_t n, float* out) {
+  void project(const float* x, int64_t k, const QuadrigaLinear& a, int64_t n, float* out) {
     project(x, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
       if (!a.bias) return;
       for (int64_t t = t0; t < t1; ++t)
@@ -170,7 +172,7 @@ class PassRunner {
   }
 
   // x += y · Wᵀ + bias; `buffer` [tokens, hidden] takes the product.
-  void project_add(const float* y, int64_t k, const QuadrigaAffine& a, float* buffer, float* x) {
+  void project_add(const float* y, int64_t k, const QuadrigaLinear& a, float* buffer, float* x) {
     const int64_t n = model_.hidden;
     project(y, k, a.weight, n, buffer, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
       for (int64_t t = t0; t < t1; ++t)
@@ -181,12 +183,13 @@ class PassRunner {
 
   // The MLP's first half: out[tokens, ffn] = act(x · Gateᵀ) ∘ (x · Upᵀ), or act(x · Upᵀ).
   //   buffer: [tokens, ffn] for the up projection where there is a gate.
-  void project_activate(const float* x, const QuadrigaAffine& a, float* out, float* buffer) {
+  void project_activate(const float* x, const QuadrigaLinear& a, float* out, float* buffer) {
     const int64_t n = model_.ffn, k = model_.hidden;
-    const float* up_weight = a.weight + n * k;
+    const int64_t ldw = row_bytes(a.weight.form, k);
     project(x, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
       if (model_.gated)
-        matmul(t1 - t0, n1 - n0, k, x + t0 * k, k, up_weight + n0 * k, k, buffer + t0 * n + n0, n);
+        matmul(a.weight.form, t1 - t0, n1 - n0, k, x + t0 * k, k, a.weight.rows + (n + n0) * ldw,
+               buffer + t0 * n + n0, n);
       for (int64_t t = t0; t < t1; ++t) {
         float* gate = out + t * n;
         float* up = model_.gated ? buffer + t * n : nullptr;
@@ -260,7 +263,7 @@ class PassRunner {
     const double compute = kNsPerMultiplyAdd * static_cast<double>(tokens);
     const double row = static_cast<double>(k) * (compute > kNsPerWeight ? compute : kNsPerWeight);
     constexpr int64_t kUnit = 48;
-    static_assert(kUnit % kTileN == 0 && kUnit * sizeof(float) % 64 == 0);
+    static_assert(kUnit % kStrip == 0 && kUnit * sizeof(float) % 64 == 0);
     return (pieces_per_chunk(row) + kUnit - 1) / kUnit * kUnit;
   }
 
@@ -283,6 +286,16 @@ void* quadriga_pool_new(int64_t threads) {
 }
 
 void quadriga_pool_free(void* pool) { delete static_cast<quadriga::Pool*>(pool); }
+
+void quadriga_rows(const QuadrigaMatrix* matrix, int64_t k, int64_t count, const int64_t* ids,
+                   float* out) {
+  quadriga::with_form(matrix->form, [&](auto form) {
+    using Form = decltype(form);
+    for (int64_t i = 0; i < count; ++i)
+      quadriga::expand_row<Form>(matrix->rows + ids[i] * quadriga::row_bytes<Form>(k), k,
+                                 out + i * k);
+  });
+}
 
 int64_t quadriga_scratch(const QuadrigaModel* m, int64_t tokens) {
   const int64_t q = m->heads * m->head_dim, kv = m->kv_heads * m->head_dim;
@@ -338,7 +351,7 @@ void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* h
     pass.normalise(x, head->norm, scratch);
     input = scratch;
   }
-  if (head->project) {
+  if (head->project.rows) {
     float* projected = scratch + tokens * model->hidden;
     pass.project(input, model->hidden, {head->project, nullptr}, head->embed, projected);
     input = projected;

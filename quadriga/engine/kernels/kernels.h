@@ -1,19 +1,32 @@
-// The library's C interface: what `library.py` mirrors with ctypes. All tensors are float32,
-// row-major and contiguous; every pointer outlives the call.
+// The library's C interface: what `library.py` mirrors with ctypes. Matrices are stored in one of
+// the forms of forms.h, all other tensors are float32; all are row-major and contiguous, and every
+// pointer outlives the call.
 #pragma once
 
 #include <cstdint>
 
 extern "C" {
 
-// A linear projection [out, in] or a norm's scale [size]; null members are absent.
-struct QuadrigaAffine {
-  const float* weight;
-  const float* bias;
+struct QuadrigaMatrix {
+  const uint8_t* rows;  // null where there is none
+  int64_t form;         // its number in `Form` of matrix.py
+};
+
+struct QuadrigaLinear {
+  QuadrigaMatrix weight;  // [out, in]
+  const float* bias;      // [out] or null
+};
+
+struct QuadrigaNorm {
+  const float* weight;  // [size], null where there is no scale
+  const float* bias;    // [size] or null
 };
 
 struct QuadrigaLayer {
-  QuadrigaAffine attn_norm, qkv, out, mlp_norm, up, down;
+  QuadrigaNorm attn_norm;
+  QuadrigaLinear qkv, out;
+  QuadrigaNorm mlp_norm;
+  QuadrigaLinear up, down;
   const float* q_norm;  // [head_dim], null without qk norm
   const float* k_norm;
   float* keys;  // [num_rows, capacity / kBlock, kv_heads, kBlock, head_dim]
@@ -38,20 +51,24 @@ struct QuadrigaModel {
 
 struct QuadrigaHead {
   int64_t has_norm, embed, vocab;  // embed: width of the head's input
-  QuadrigaAffine norm;
-  const float* project;  // [embed, hidden], or null where embed = hidden
-  const float* weight;   // [vocab, embed]
+  QuadrigaNorm norm;
+  QuadrigaMatrix project;  // [embed, hidden], or none where embed = hidden
+  QuadrigaMatrix weight;   // [vocab, embed]
 };
 
 // How K and V of a layer are made of a hidden state that skips it.
 struct QuadrigaKVMap {
-  QuadrigaAffine norm;
-  QuadrigaAffine kv;  // [2 * kv_heads * head_dim, hidden]
+  QuadrigaNorm norm;
+  QuadrigaLinear kv;  // [2 * kv_heads * head_dim, hidden]
 };
 
 // Null when the threads cannot be started.
 void* quadriga_pool_new(int64_t threads);
 void quadriga_pool_free(void* pool);
+
+// Rows `ids` of a matrix of k columns as floats: out [count, k].
+void quadriga_rows(const QuadrigaMatrix* matrix, int64_t k, int64_t count, const int64_t* ids,
+                   float* out);
 
 // Floats of scratch memory that a pass over `tokens` tokens needs.
 int64_t quadriga_scratch(const QuadrigaModel* model, int64_t tokens);

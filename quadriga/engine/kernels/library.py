@@ -8,32 +8,55 @@ from pathlib import Path
 
 import torch
 
-from quadriga.engine.weights import Affine
+from quadriga.engine.matrix import Matrix
+from quadriga.engine.weights import Linear, Norm
 
 
-class CAffine(Structure):
-    """Mirror of `QuadrigaAffine`."""
+class CMatrix(Structure):
+    """Mirror of `QuadrigaMatrix`."""
+
+    _fields_ = (("rows", c_void_p), ("form", c_int64))
+
+    @classmethod
+    def of(cls, matrix: Matrix | None) -> CMatrix:
+        """Point at a matrix's rows, which the caller keeps alive."""
+        if matrix is None:
+            return cls()
+        return cls(pointer(matrix.rows, matrix.form.dtype), matrix.form)
+
+
+class CLinear(Structure):
+    """Mirror of `QuadrigaLinear`."""
+
+    _fields_ = (("weight", CMatrix), ("bias", c_void_p))
+
+    @classmethod
+    def of(cls, linear: Linear) -> CLinear:
+        """Point at a projection's tensors, which the caller keeps alive."""
+        return cls(CMatrix.of(linear.weight), pointer(linear.bias))
+
+
+class CNorm(Structure):
+    """Mirror of `QuadrigaNorm`."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
     @classmethod
-    def of(cls, affine: Affine | None) -> CAffine:
-        """Point at an affine's tensors, which the caller keeps alive."""
-        if affine is None:
-            return cls()
-        return cls(pointer(affine.weight), pointer(affine.bias))
+    def of(cls, norm: Norm | None) -> CNorm:
+        """Point at a norm's tensors, which the caller keeps alive."""
+        return cls() if norm is None else cls(pointer(norm.weight), pointer(norm.bias))
 
 
 class CLayer(Structure):
     """Mirror of `QuadrigaLayer`."""
 
     _fields_ = (
-        ("attn_norm", CAffine),
-        ("qkv", CAffine),
-        ("out", CAffine),
-        ("mlp_norm", CAffine),
-        ("up", CAffine),
-        ("down", CAffine),
+        ("attn_norm", CNorm),
+        ("qkv", CLinear),
+        ("out", CLinear),
+        ("mlp_norm", CNorm),
+        ("up", CLinear),
+        ("down", CLinear),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("keys", c_void_p),
@@ -67,7 +90,7 @@ class CModel(Structure):
 class CKVMap(Structure):
     """Mirror of `QuadrigaKVMap`."""
 
-    _fields_ = (("norm", CAffine), ("kv", CAffine))
+    _fields_ = (("norm", CNorm), ("kv", CLinear))
 
 
 class CHead(Structure):
@@ -77,18 +100,18 @@ class CHead(Structure):
         ("has_norm", c_int64),
         ("embed", c_int64),
         ("vocab", c_int64),
-        ("norm", CAffine),
-        ("project", c_void_p),
-        ("weight", c_void_p),
+        ("norm", CNorm),
+        ("project", CMatrix),
+        ("weight", CMatrix),
     )
 
 
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Address of a tensor's data. Raises: ValueError unless it is contiguous float32 on the CPU."""
+def pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    """Address of a tensor's data. Raises: ValueError unless it is contiguous `dtype` on the CPU."""
     if tensor is None:
         return None
-    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ValueError(f"kernels take contiguous float32 CPU tensors, not {tensor.dtype}")
+    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(f"this kernel takes contiguous {dtype} CPU tensors, not {tensor.dtype}")
     return tensor.data_ptr()
 
 
@@ -103,6 +126,9 @@ class KernelLibrary:
         self.pool_free = library.quadriga_pool_free
         self.pool_free.argtypes = [c_void_p]
         self.pool_free.restype = None
+        self.rows = library.quadriga_rows
+        self.rows.argtypes = [POINTER(CMatrix), c_int64, c_int64, c_void_p, c_void_p]
+        self.rows.restype = None
         self.scratch = library.quadriga_scratch
         self.scratch.argtypes = [POINTER(CModel), c_int64]
         self.scratch.restype = c_int64

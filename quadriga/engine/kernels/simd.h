@@ -9,31 +9,33 @@
 
 namespace quadriga {
 
+#define QUADRIGA_INLINE static inline __attribute__((always_inline))
+
 #if defined(__AVX512F__)
-constexpr int kLanes = 16;  // floats in a vector
-constexpr int kTileM = 4;   // rows of x in a register tile
-constexpr int kTileN = 6;   // rows of W in a register tile
+constexpr int kLanes = 16;      // floats in a vector
+constexpr int kRegisters = 32;  // vector registers
 #elif defined(__AVX__)
 constexpr int kLanes = 8;
-constexpr int kTileM = 3;
-constexpr int kTileN = 4;
+constexpr int kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4;
+constexpr int kRegisters = 32;
 #else
 constexpr int kLanes = 4;
-constexpr int kTileM = 4;
-constexpr int kTileN = 6;
+constexpr int kRegisters = 16;
 #endif
 
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-static inline Vec load(const float* p) {
+QUADRIGA_INLINE Vec load(const float* p) {
   Vec v;
   std::memcpy(&v, p, sizeof(Vec));
   return v;
 }
 
 // The first `count` lanes from memory, zeros in the others.
-static inline Vec load_partial(const float* p, int64_t count) {
+QUADRIGA_INLINE Vec load_partial(const float* p, int64_t count) {
   Vec v = {};
   std::memcpy(&v, p, static_cast<size_t>(count) * sizeof(float));
   return v;
@@ -41,7 +43,7 @@ static inline Vec load_partial(const float* p, int64_t count) {
 
 // Keep a value in a register: compilers otherwise fold one load into each of its uses, and the loads
 // become the bottleneck.
-static inline void pin(Vec& v) {
+QUADRIGA_INLINE void pin(Vec& v) {
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
 #elif defined(__AVX__)
@@ -53,16 +55,16 @@ static inline void pin(Vec& v) {
 #endif
 }
 
-static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(Vec)); }
+QUADRIGA_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(Vec)); }
 
-static inline void store_partial(float* p, Vec v, int64_t count) {
+QUADRIGA_INLINE void store_partial(float* p, Vec v, int64_t count) {
   std::memcpy(p, &v, static_cast<size_t>(count) * sizeof(float));
 }
 
-static inline Vec splat(float x) { return Vec{} + x; }
+QUADRIGA_INLINE Vec splat(float x) { return Vec{} + x; }
 
 // Sum of the lanes, always as a balanced tree.
-static inline float sum(Vec v) {
+QUADRIGA_INLINE float sum(Vec v) {
   float lanes[kLanes];
   store(lanes, v);
   for (int width = kLanes / 2; width > 0; width /= 2)
@@ -70,7 +72,7 @@ static inline float sum(Vec v) {
   return lanes[0];
 }
 
-static inline float max_lane(Vec v) {
+QUADRIGA_INLINE float max_lane(Vec v) {
   float lanes[kLanes];
   store(lanes, v);
   float best = lanes[0];
@@ -78,11 +80,11 @@ static inline float max_lane(Vec v) {
   return best;
 }
 
-static inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+QUADRIGA_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // e^x to about 1 ulp, by range reduction to [-ln2/2, ln2/2] and a polynomial of degree 6.
 // Below -87.3 the result is 0, above 88 it stays at e^88.
-static inline Vec exp(Vec x) {
+QUADRIGA_INLINE Vec exp(Vec x) {
   const Vec low = splat(-87.3f), high = splat(88.0f);
   IntVec vanishes = x < low;
   x = x > high ? high : x;

@@ -108,7 +108,7 @@ class Decoder:
         self.sin: torch.Tensor | None = None
         if config.rope is not None:
             self.cos, self.sin = rope_table(
-                config.rope, config.head_dim, cache.capacity, weights.embed.dtype
+                config.rope, config.head_dim, cache.capacity, weights.dtype
             )
 
     def over(self, weights: ModelWeights, cache: RowKVCache) -> Decoder:

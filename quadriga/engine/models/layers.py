@@ -13,9 +13,10 @@ import torch
 from torch.nn import functional as F
 
 from quadriga.engine.kv_cache import KV_BLOCK
+from quadriga.engine.matrix import Matrix
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.rope import rotate
-from quadriga.engine.weights import Affine, Head, KVMap, LayerWeights, ModelWeights
+from quadriga.engine.weights import Head, KVMap, LayerWeights, Linear, ModelWeights, Norm
 
 
 @dataclass(slots=True)
@@ -54,12 +55,12 @@ class Pass:
     context: int
 
 
-def norm(x: torch.Tensor, affine: Affine, config: ModelConfig) -> torch.Tensor:
+def norm(x: torch.Tensor, weights: Norm, config: ModelConfig) -> torch.Tensor:
     """RMSNorm or LayerNorm of [T, hidden], computed in float32."""
     if config.norm == "layer":
-        return F.layer_norm(x, x.shape[-1:], affine.weight, affine.bias, config.norm_eps)
-    assert affine.weight is not None
-    return rms_norm(x, affine.weight, config.norm_eps)
+        return F.layer_norm(x, x.shape[-1:], weights.weight, weights.bias, config.norm_eps)
+    assert weights.weight is not None
+    return rms_norm(x, weights.weight, config.norm_eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -130,9 +131,9 @@ def layer_forward(
 
 def embed(weights: ModelWeights, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Token ids and their positions, T of each → hidden states [T, hidden]."""
-    x = weights.embed[ids]
+    x = weights.embed.take(ids, weights.dtype)
     if weights.project_in is not None:
-        x = F.linear(x, weights.project_in)
+        x = _product(x, weights.project_in)
     return x if weights.positions is None else x + weights.positions[positions]
 
 
@@ -141,13 +142,16 @@ def apply_head(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor
     if head.norm is not None:
         x = norm(x, head.norm, config)
     if head.project is not None:
-        x = F.linear(x, head.project)
-    return F.linear(x, head.weight).float()
+        x = _product(x, head.project)
+    return _product(x, head.weight).float()
 
 
-def _linear(x: torch.Tensor, affine: Affine) -> torch.Tensor:
-    assert affine.weight is not None
-    return F.linear(x, affine.weight, affine.bias)
+def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    return _product(x, linear.weight, linear.bias)
+
+
+def _product(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x, matrix.values(x.dtype), bias)
 
 
 def project_qkv(
