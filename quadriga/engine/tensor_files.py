@@ -156,7 +156,7 @@ class TensorFiles:
         """Read several vectors into one, one behind the other. Raises: ConfigError as `read`."""
         target = self._arena.take((sum(sizes),), self._dtype)
         if not self._arena.is_filled:
-            for name, part in zip(names, target.split(sizes), strict=True):
+            for name, part in zip(names, torch.split(target, sizes), strict=True):
                 self._numbers_into(name, part)
         return target
 
@@ -181,7 +181,7 @@ class TensorFiles:
             raise self._misfit(names[0], [sizes[0], columns], f"blocks of {form.name}")
         rows = self._arena.take((sum(sizes), width), form.dtype)
         if not self._arena.is_filled:
-            for name, part in zip(names, rows.split(sizes), strict=True):
+            for name, part in zip(names, torch.split(rows, sizes), strict=True):
                 self._matrix_into(name, Matrix(form, part))
         return Matrix(form, rows)
 

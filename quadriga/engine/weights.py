@@ -55,9 +55,9 @@ class LayerWeights:
     @property
     def nbytes(self) -> int:
         """Memory of the whole layer."""
-        parts = (self.attn_norm, self.qkv, self.out, self.mlp_norm, self.up, self.down)
-        norms = (t for t in (self.q_norm, self.k_norm) if t is not None)
-        return sum(part.nbytes for part in (*parts, *norms))
+        linears = sum(part.nbytes for part in (self.qkv, self.out, self.up, self.down))
+        norms = self.attn_norm.nbytes + self.mlp_norm.nbytes
+        return linears + norms + sum(t.nbytes for t in (self.q_norm, self.k_norm) if t is not None)
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ _STORED = {
     GGMLQuantizationType.F16: "F16",
     GGMLQuantizationType.BF16: "BF16",
 }
-"""Types of numbers that are kept. So are the blocks of `quadriga.forms`, in matrices; all others are
-written as float32, which holds each of their values."""
+"""Types of numbers that are kept. So are the blocks of `quadriga.forms`, in matrices; all others
+are written as float32, which holds each of their values."""
 _NUM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 

@@ -26,7 +26,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from quadriga.engine import load_runner
 from quadriga.engine.models.layers import Span
 from quadriga.engine.runner import NativeRunner
-from quadriga.gguf import converted_folder
+from quadriga.engine.tensor_files import WeightSource
+from quadriga.gguf.cache import converted_folder, plain_folder
 from quadriga.text import load_tokenizer
 from tests.equivalence.models import make_spec, make_state
 from tests.gguf_files import LARGEST_VALUE, READABLE, smollm2, write_model
@@ -149,9 +150,17 @@ def test_every_type(kind: Kind, tmp_path: Path) -> None:
     file = write_model(tmp_path / "m.gguf", made(LlamaConfig(**SIZES)), kind=kind)
     folder = converted_folder(file, tmp_path / "cache")
     model = of_transformers(file)
-    ours = load_file(folder / "model.safetensors")
+    with WeightSource(folder, torch.float32).open() as files:
+        for name, theirs in model.state_dict().items():
+            ours = (
+                files.matrix(name, *theirs.shape).values(torch.float32)
+                if theirs.ndim == 2
+                else files.read(name, *theirs.shape)
+            )
+            assert torch.equal(ours, theirs), name
+    plain = load_file(plain_folder(file, tmp_path / "plain") / "model.safetensors")
     for name, theirs in model.state_dict().items():
-        assert torch.equal(ours[name].float(), theirs), name
+        assert torch.equal(plain[name].float(), theirs), name
     assert_same_logits(folder, model, some_ids(320))
 
 

@@ -25,7 +25,7 @@ from quadriga.catalogue.headers import read_header
 from quadriga.checkpoint import ASSETS, read_checkpoint
 from quadriga.config import load_config
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.tensor_files import TensorFiles
+from quadriga.engine.tensor_files import WeightSource
 from quadriga.errors import ConfigError
 from quadriga.exits import read_exits
 from quadriga.gguf.checkpoint_folder import Conversion
@@ -67,7 +67,10 @@ JSON_FILES: dict[str, tuple[dict[str, Any], Callable[[Path], Any]]] = {
     "generation_config.json": (GENERATION, lambda path: read_checkpoint(str(path))),
     "exits.json": (EXITS, lambda path: read_exits(path, 8)),
     "length_heads.json": (HEADS, read_length_heads),
-    "model.safetensors.index.json": (INDEX, lambda path: TensorFiles(path, torch.float32)),
+    "model.safetensors.index.json": (
+        INDEX,
+        lambda path: WeightSource(path, torch.float32).open(),
+    ),
 }
 
 
@@ -115,7 +118,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path, shard: str) -> None:
     folder.mkdir()
     save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
-    with pytest.raises(ConfigError), TensorFiles(folder, torch.float32) as files:
+    with pytest.raises(ConfigError), WeightSource(folder, torch.float32).open() as files:
         files.read("w", 2)
 
 
@@ -127,7 +130,7 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def read_tensors(folder: Path) -> None:
-    with TensorFiles(folder, torch.float32) as files:
+    with WeightSource(folder, torch.float32).open() as files:
         for name, shape in (("a.weight", (3, 2)), ("b", (4,))):
             files.read(name, *shape)
 

@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.engine.loading import load_weights
+from quadriga.engine.matrix import FORM_OF_DTYPE, Form
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.tensor_files import INDEX_FILE, SINGLE_FILE
+from quadriga.engine.tensor_files import INDEX_FILE, SINGLE_FILE, WeightSource
 from quadriga.engine.weights import ModelWeights
 from quadriga.errors import ConfigError
 from tests.equivalence.models import build, save
 
 
 def load(path: Path, depth: int = 3, dtype: torch.dtype = torch.float32) -> ModelWeights:
-    return load_weights(path, read_model_config(path), depth, dtype, 96)
+    return load_weights(WeightSource(path, dtype), read_model_config(path), depth, 96)
 
 
 @pytest.fixture
@@ -39,9 +40,10 @@ def rewrite(path: Path, change) -> None:  # type: ignore[no-untyped-def]
 def equal(a: ModelWeights, b: ModelWeights) -> bool:
     pairs = [(a.embed, b.embed), (a.heads[max(a.heads)].weight, b.heads[max(b.heads)].weight)]
     for x, y in zip(a.layers, b.layers, strict=True):
+        assert torch.equal(x.attn_norm.weight, y.attn_norm.weight)  # type: ignore[arg-type]
         pairs += [(x.qkv.weight, y.qkv.weight), (x.up.weight, y.up.weight)]
-        pairs += [(x.down.weight, y.down.weight), (x.attn_norm.weight, y.attn_norm.weight)]
-    return all(torch.equal(x, y) for x, y in pairs)  # type: ignore[arg-type]
+        pairs += [(x.down.weight, y.down.weight)]
+    return all(torch.equal(x.rows, y.rows) for x, y in pairs)
 
 
 def test_depth_loads_the_first_layers_only(checkpoint: Path) -> None:
@@ -83,9 +85,14 @@ def test_half_precision_is_converted(checkpoint: Path, stored: torch.dtype) -> N
     rewrite(checkpoint, halve)
     weights = load(checkpoint)
     original = load_file(checkpoint / SINGLE_FILE)["model.embed_tokens.weight"]
-    assert weights.embed.dtype is torch.float32
-    assert torch.equal(weights.embed, original.float())
-    assert load(checkpoint, dtype=torch.bfloat16).embed.dtype is torch.bfloat16
+    assert torch.equal(weights.embed.rows, original.float())
+    assert load(checkpoint, dtype=torch.bfloat16).embed.form is Form.BFLOAT16
+    kept = WeightSource(checkpoint, torch.float32, keeps_forms=True)
+    weights = load_weights(kept, read_model_config(checkpoint), 3, 96)
+    assert weights.embed.form is weights.layers[2].qkv.weight.form is FORM_OF_DTYPE[stored]
+    assert torch.equal(weights.embed.rows, original)
+    assert weights.layers[0].attn_norm.weight is not None
+    assert weights.layers[0].attn_norm.weight.dtype is torch.float32
 
 
 def test_missing_shard(tmp_path: Path) -> None:
@@ -142,6 +149,7 @@ from pathlib import Path
 import torch
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.loading import load_weights
+from quadriga.engine.tensor_files import WeightSource
 
 def peak():
     status = Path("/proc/self/status").read_text()
@@ -150,7 +158,7 @@ def peak():
 path, depth = Path(sys.argv[1]), int(sys.argv[2])
 config = read_model_config(path)
 before = peak()
-weights = load_weights(path, config, depth, torch.float32, 64)
+weights = load_weights(WeightSource(path, torch.float32), config, depth, 64)
 print(peak() - before)
 """
 

@@ -18,6 +18,7 @@ from quadriga.engine.cuda.loading import bytes_per_token, tokens_that_fit
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
 from quadriga.engine.loading import load_weights
 from quadriga.engine.models.config import read_model_config
+from quadriga.engine.tensor_files import WeightSource
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.exits import ExitSpec
@@ -45,10 +46,9 @@ def test_every_tensor_goes_to_the_device(variant: str, tmp_path: Path) -> None:
     exits = ExitSpec((2, 4), "head")
     path = save_with_exits(build_deep(variant), tmp_path, exits)
     config = read_model_config(path)
-    here = load_weights(path, config, 6, torch.bfloat16, 96, exits, fitted_maps=True)
-    there = load_weights(
-        path, config, 6, torch.bfloat16, 96, exits, fitted_maps=True, device=torch.device("meta")
-    )
+    here = load_weights(WeightSource(path, torch.bfloat16), config, 6, 96, exits, fitted_maps=True)
+    meta = WeightSource(path, torch.bfloat16, torch.device("meta"))
+    there = load_weights(meta, config, 6, 96, exits, fitted_maps=True)
     mine, its = list(tensors(here)), list(tensors(there))
     assert {t.device.type for t in its} == {"meta"}
     assert [(t.shape, t.dtype) for t in mine] == [(t.shape, t.dtype) for t in its]
