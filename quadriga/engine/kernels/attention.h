@@ -55,7 +55,7 @@ static inline void score_block(const float* q, const float* keys, int64_t n, int
   int64_t j = 0;
   if (dim % kLanes == 0) {
     for (; j + kN <= n; j += kN)
-      tile<Float32, M, kN, false>(q, dim, at + j * bytes, bytes, dim, out + j, ldo);
+      tile<Float32, M, kN, true>(q, dim, at + j * bytes, bytes, dim, out + j, ldo);
     for (; j < n; ++j) tile<Float32, M, 1, false>(q, dim, at + j * bytes, bytes, dim, out + j, ldo);
   }
   for (; j < n; ++j)
@@ -92,7 +92,10 @@ static inline void mix_columns(const float* weights, int64_t ldw, const float* v
     for (int d = 0; d < D; ++d) acc[m][d] = get(out + m * dim + d * kLanes);
   for (int64_t j = 0; j < n; ++j) {
     Vec v[D];
-    for (int d = 0; d < D; ++d) v[d] = get(values + j * dim + d * kLanes);
+    for (int d = 0; d < D; ++d) {
+      __builtin_prefetch(values + (j + kBlock) * dim + d * kLanes, 0, 2);
+      v[d] = get(values + j * dim + d * kLanes);
+    }
     for (int m = 0; m < M; ++m) {
       const Vec p = splat(weights[m * ldw + j]);
       for (int d = 0; d < D; ++d) acc[m][d] += p * v[d];

@@ -254,3 +254,25 @@ def test_named_models_must_share_a_tokenizer(checkpoint: Path, tmp_path: Path) -
     assert len(read_catalogue(source).models) == 2, "they may stand side by side"
     with pytest.raises(ConfigError, match="small and quadriga-l have different tokenizers"):
         read_catalogue(source, only=["small", "quadriga-l"])
+
+
+def blocks(folder: Path, form: str, num_rows: int, row_bytes: int, byte: int = 0) -> Path:
+    """A checkpoint of one matrix in blocks, all of whose bytes are the same."""
+    size = num_rows * row_bytes
+    entry = {"dtype": "U8", "shape": [num_rows, row_bytes], "data_offsets": [0, size]}
+    write_tensors(folder / SINGLE_FILE, {f"w.{form}": entry}, bytes([byte]) * size)
+    return folder
+
+
+@pytest.mark.parametrize(("form", "block_bytes"), [("Q8_0", 34), ("Q4_0", 18), ("Q4_1", 20)])
+def test_a_matrix_in_blocks_is_known_by_its_name(
+    tmp_path: Path, form: str, block_bytes: int
+) -> None:
+    place = read_checkpoint_headers(blocks(tmp_path, form, 3, 2 * block_bytes))["w"]
+    assert (place.dtype, place.shape, place.num_values) == (form, (3, 64), 192)
+    check_finite([place], whole_below_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="no matrix in blocks"):
+        read_checkpoint_headers(blocks(tmp_path, form, 3, 2 * block_bytes - 1))
+    damaged = read_checkpoint_headers(blocks(tmp_path, form, 3, 2 * block_bytes, byte=0xFF))
+    with pytest.raises(ConfigError, match="tensor w holds NaN"):
+        check_finite(damaged.values(), whole_below_bytes=1 << 20)

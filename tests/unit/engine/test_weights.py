@@ -95,6 +95,36 @@ def test_half_precision_is_converted(checkpoint: Path, stored: torch.dtype) -> N
     assert weights.layers[0].attn_norm.weight.dtype is torch.float32
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.zeros(64, 39, dtype=torch.uint8), r"torch.uint8 of shape \[64, 39\]"),
+        (torch.zeros(64, 40), r"torch.float32 of shape \[64, 40\]"),
+        (torch.full((64, 40), 0xFF, dtype=torch.uint8), "NaN or infinity as Q4_1"),
+    ],
+    ids=["of another size", "of numbers", "not finite"],
+)
+@pytest.mark.parametrize("keeps_forms", [False, True])
+def test_blocks_that_are_none(
+    tmp_path: Path, rows: torch.Tensor, message: str, keeps_forms: bool
+) -> None:
+    save_file({"w.Q4_1": rows}, tmp_path / SINGLE_FILE)
+    source = WeightSource(tmp_path, torch.float32, keeps_forms=keeps_forms)
+    with source.open() as files, pytest.raises(ConfigError, match=message):
+        files.matrix("w", 64, 64)
+
+
+def test_matrices_of_several_forms_become_one(tmp_path: Path) -> None:
+    """What is stacked has one form: theirs, or else float32."""
+    ones = {"a": torch.ones(2, 32), "b": torch.ones(2, 32, dtype=torch.bfloat16)}
+    save_file(ones | {"c.Q8_0": torch.zeros(2, 34, dtype=torch.uint8)}, tmp_path / SINGLE_FILE)
+    with WeightSource(tmp_path, torch.float32, keeps_forms=True).open() as files:
+        assert files.matrix("c", 2, 32).form is Form.Q8_0
+        mixed = files.stack(["a", "b", "c"], [2, 2, 2], 32)
+    assert mixed.form is Form.FLOAT32
+    assert torch.equal(mixed.rows, torch.cat((torch.ones(4, 32), torch.zeros(2, 32))))
+
+
 def test_missing_shard(tmp_path: Path) -> None:
     path = save(build("llama"), tmp_path, max_shard_size="40KB")
     sorted(path.glob("*.safetensors"))[-1].unlink()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quadriga.catalogue.headers import read_header
 from quadriga.checkpoint import on_this_node, read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder, file_lock
@@ -261,6 +262,18 @@ def test_the_command_prints_the_folder(
     assert json.loads((folder / "source.json").read_text())["file"] == str(file)
     assert main([str(file) + "x", "--cache-dir", str(cache)]) == 2
     assert "cannot be" in capsys.readouterr().err
+
+
+def test_a_plain_folder_is_written_once(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "plain"
+    assert main([str(file), "--plain", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder)
+    kinds = {place.dtype for place in read_header(folder / "model.safetensors")}
+    assert kinds == {"F32"}
+    assert main([str(file), "--plain", str(folder)]) == 2
+    assert "is not empty; name a new folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
