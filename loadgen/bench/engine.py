@@ -3,6 +3,10 @@
 Every engine runs in a process of its own; rounds are interleaved, so that a disturbance of the
 machine hits all alike, and medians are reported. Loading, compilation and a warm-up of each
 workload stay outside the clock. Results are JSON lines on stdout; progress goes to stderr.
+
+Of a GGUF file the engine computes with the weights as they are stored. All other engines, and
+`quadriga-plain`, read an ordinary checkpoint that is written from it, with the same numbers in
+float32.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -28,8 +33,11 @@ from loadgen.bench.workloads import Workload, WorkloadError, load_workload, make
 from loadgen.options import whole
 from quadriga.checkpoint import read_checkpoint
 from quadriga.errors import ConfigError
+from quadriga.files import cache_folder
+from quadriga.gguf.cache import plain_beside
 
 OURS = "quadriga"
+PLAIN = "quadriga-plain"
 REFERENCE = "transformers"
 
 
@@ -72,6 +80,10 @@ class Results:
         """Median over the rounds."""
         return statistics.median(g.seconds for g in self.runs[peer][workload])
 
+    def cpu_s(self, peer: str, workload: str) -> float:
+        """Median processor time over the rounds: other programs on the machine are not in it."""
+        return statistics.median(g.cpu_s for g in self.runs[peer][workload])
+
 
 def run(args: argparse.Namespace) -> int:
     """Measure; returns 1 when `--suite` finds tokens that differ from the reference."""
@@ -87,16 +99,17 @@ def run(args: argparse.Namespace) -> int:
     if len({w.name for w in workloads}) < len(workloads):
         raise ConfigError("two workloads have the same name; results could not be told apart")
     pythons = interpreters(args.peer_python)
-    peers = _choose_peers(args, pythons)
+    plain = plain_beside(checkpoint.path, cache_folder())
+    peers = _choose_peers(args, pythons, has_plain=plain != checkpoint.path)
     results = measure(
         peers, workloads, checkpoint.path, args.threads, args.rounds or (3 if args.suite else 1),
-        pythons,
+        pythons, plain=plain,
     )  # fmt: skip
     if args.dump is not None:
         _dump(args.dump, results, workloads)
     agreed = True
     if args.suite:
-        agreed = _print_report(results, workloads, checkpoint.path, args.threads)
+        agreed = _print_report(results, workloads, plain, args.threads)
     for line in _json_lines(results, workloads):
         print(json.dumps(line), flush=True)
     if args.suite:
@@ -111,8 +124,14 @@ def measure(
     threads: int,
     rounds: int,
     pythons: dict[str, str],
+    *,
+    plain: Path | None = None,
 ) -> Results:
-    """Run every workload on every peer, `rounds` times, taking turns."""
+    """Run every workload on every peer, `rounds` times, taking turns.
+
+    Args:
+        plain: What all but our engine read, where that is another folder than `checkpoint`.
+    """
     results = Results()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         files = [Path(folder) / f"{i}.json" for i in range(len(workloads))]
@@ -121,7 +140,8 @@ def measure(
         running: list[PeerProcess] = []
         for name in peers:
             _say(f"{name}: loading, compiling, warming up")
-            process = stack.enter_context(PeerProcess(name, checkpoint, threads, pythons[name]))
+            folder = checkpoint if name == OURS or plain is None else plain
+            process = stack.enter_context(PeerProcess(name, folder, threads, pythons[name]))
             try:
                 process.prepare(files)
             except ConfigError as exc:
@@ -152,8 +172,12 @@ def _check_counts(peer: str, workload: Workload, done: Generation) -> None:
         )
 
 
-def _choose_peers(args: argparse.Namespace, pythons: dict[str, str]) -> list[str]:
+def _choose_peers(
+    args: argparse.Namespace, pythons: dict[str, str], *, has_plain: bool
+) -> list[str]:
     wanted = [name for name in PEERS if args.suite or name in args.peer or name == OURS]
+    if PLAIN in wanted and not has_plain:  # it would be the same once more
+        wanted.remove(PLAIN)
     peers = []
     for name in wanted:
         if is_installed(name, pythons[name]):
@@ -186,6 +210,7 @@ def _json_lines(results: Results, workloads: Sequence[Workload]) -> list[dict[st
                     "tokens": workload.output_tokens,
                     "seconds": round(seconds, 6),
                     "tokens_per_s": round(workload.output_tokens / seconds, 2),
+                    "cpu_seconds": round(results.cpu_s(peer, workload.name), 6),
                     "ttft_p50": round(_quantile(ttfts, 0.5), 6),
                     "ttft_p99": round(_quantile(ttfts, 0.99), 6),
                 }
@@ -204,17 +229,27 @@ def _print_report(
     """Print speeds, ratios, floor and agreement; False when tokens differ."""
     rates = measure_machine(threads)
     costs = model_costs(checkpoint)
-    others = [peer for peer in results.runs if peer != OURS]
+    others = [peer for peer in results.runs if peer not in (OURS, PLAIN)]
+    columns = [peer for peer in results.runs if peer != OURS]
     print(f"machine, {threads} thread(s): {rates.describe()}")
-    header = f"{'workload':>12} {OURS:>10} " + " ".join(f"{p:>13}" for p in others)
-    print(f"{header} {'ratio':>7} {'floor':>8} {'of floor':>8}   (tokens/s; ratio to the fastest)")
+    header = f"{'workload':>12} {OURS:>10} " + " ".join(f"{p:>14}" for p in columns)
+    print(f"{header} {'ratio':>7} {'by cpu':>7} {'floor':>8} {'of floor':>8}")
     for w in workloads:
         ours = w.output_tokens / results.seconds(OURS, w.name)
-        theirs = [w.output_tokens / results.seconds(p, w.name) for p in others]
+        least_s = min((results.seconds(p, w.name) for p in others), default=math.nan)
+        least_cpu_s = min((results.cpu_s(p, w.name) for p in others), default=math.nan)
+        ratio = least_s / results.seconds(OURS, w.name)
+        by_cpu = least_cpu_s / results.cpu_s(OURS, w.name)
         floor = w.output_tokens / floor_s(w, costs, rates)
-        ratio = f"{ours / max(theirs):6.2f}x" if theirs else "-"
-        cells = " ".join(f"{speed:13.0f}" for speed in theirs)
-        print(f"{w.name:>12} {ours:10.0f} {cells} {ratio:>7} {floor:8.0f} {ours / floor:8.0%}")
+        cells = " ".join(f"{w.output_tokens / results.seconds(p, w.name):14.0f}" for p in columns)
+        print(
+            f"{w.name:>12} {ours:10.0f} {cells} {ratio:6.2f}x {by_cpu:6.2f}x {floor:8.0f} "
+            f"{ours / floor:8.0%}"
+        )
+    print(
+        "tokens/s; ratio to the fastest other engine, by the clock and by processor time; "
+        "the floor is that of float32"
+    )
     if REFERENCE not in results.runs:
         print(f"{REFERENCE} is not installed: tokens not compared")
         return True

@@ -77,7 +77,7 @@ class PeerProcess:
     def run(self, file: Path) -> Generation:
         """Run one workload. Raises: ConfigError when the peer fails or does not answer."""
         answer = self._ask({"run": str(file)}, RUN_TIMEOUT_S)
-        return Generation(answer["seconds"], answer["ttft_s"], answer["token_ids"])
+        return Generation(answer["seconds"], answer["ttft_s"], answer["token_ids"], answer["cpu_s"])
 
     def _ask(self, command: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,14 @@ def _obey(peer: Peer, command: dict[str, Any]) -> dict[str, Any]:
             peer.generate(workload.warm_up())
         return {"ready": peer.name}
     workload = load_workload(Path(command["run"]))
+    cpu_s = time.process_time()
     done = peer.generate(workload)
-    return {"seconds": done.seconds, "ttft_s": done.ttft_s, "token_ids": done.token_ids}
+    return {
+        "seconds": done.seconds,
+        "ttft_s": done.ttft_s,
+        "token_ids": done.token_ids,
+        "cpu_s": time.process_time() - cpu_s,
+    }
 
 
 if __name__ == "__main__":

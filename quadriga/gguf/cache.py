@@ -105,6 +105,28 @@ def plain_folder(file: Path, folder: Path) -> Path:
     return folder
 
 
+def plain_beside(folder: Path, cache: Path) -> Path:
+    """The plain form of a converted folder, kept in `gguf-plain/` of the cache.
+
+    Returns:
+        `folder` itself where it was not converted from a GGUF file.
+
+    Raises:
+        ConfigError: As `plain_folder`.
+    """
+    if not (folder / RECORD).is_file():
+        return folder
+    plain = cache / "gguf-plain" / folder.name
+    if not plain.is_dir():
+        partial = plain.with_name(f".{plain.name}.{os.getpid()}")
+        try:
+            plain_folder(Path(read_object(folder / RECORD)["file"]), partial)
+            partial.rename(plain)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return plain
+
+
 def _convert(conversion: Conversion, folder: Path, sha256: str) -> None:
     """Write `folder`, unless another process does so meanwhile."""
     partial, lock = _partial(folder), _lock(folder)
