@@ -274,11 +274,11 @@ class Kernels:
     """What an engine that starts knows of its kernels.
 
     Attributes:
-        library: Where they are; the engine has them from its first pass on.
+        library: The engine has them from its first pass on.
         in_background: They have to be compiled first.
     """
 
-    library: Path | None = None
+    library: KernelLibrary | None = None
     in_background: bool = False
 
 
@@ -296,13 +296,21 @@ def find_kernels(spec: EngineSpec) -> Kernels:
         logger.info("kernels are float32 only; %s runs eagerly", spec.dtype)
         return Kernels()
     try:
-        library = cached_library(spec.cache_dir)
-        if library is None and spec.compile == "wait":
-            library = build_library(spec.cache_dir)
+        path = cached_library(spec.cache_dir)
+        if path is None and spec.compile == "auto":
+            return Kernels(in_background=True)
+        return Kernels(_loaded(path or build_library(spec.cache_dir)))
     except BuildUnavailable as exc:
         logger.warning("the engine stays eager: %s", exc)
         return Kernels()
-    return Kernels(library, in_background=library is None)
+
+
+def _loaded(path: Path) -> KernelLibrary:
+    """Load a library. Raises: BuildUnavailable when it is none for this machine."""
+    try:
+        return KernelLibrary(path)
+    except (OSError, AttributeError) as exc:
+        raise BuildUnavailable(f"{path} cannot be loaded: {exc}") from exc
 
 
 class KernelSwap:
@@ -319,7 +327,7 @@ class KernelSwap:
         self._spec = spec
         self._thread: threading.Thread | None = None
         if kernels.library is not None:
-            self._load(kernels.library, eager)
+            self._finish(kernels.library, eager)
         elif kernels.in_background:
             self._thread = threading.Thread(target=self._build, name="kernel-build", daemon=True)
             self._thread.start()
@@ -345,19 +353,15 @@ class KernelSwap:
     def _build(self) -> None:
         eager = self._eager
         try:
-            path = build_library(self._spec.cache_dir)
+            library = _loaded(build_library(self._spec.cache_dir))
             weights = load_spec(self._spec, eager.config, keeps_forms=True)
         except (BuildUnavailable, ConfigError) as exc:
             logger.warning("the engine stays eager: %s", exc)
             return
-        self._load(path, eager.over(weights, eager.cache))
+        self._finish(library, eager.over(weights, eager.cache))
 
-    def _load(self, path: Path, eager: Decoder) -> None:
+    def _finish(self, library: KernelLibrary, eager: Decoder) -> None:
         try:
-            library = KernelLibrary(path)
-            workers = _Workers(library, self._spec.threads)
-            self._ready = CompiledDecoder(library, eager, workers)
-        except OSError as exc:
-            logger.warning("the engine stays eager: %s cannot be loaded: %s", path, exc)
+            self._ready = CompiledDecoder(library, eager, _Workers(library, self._spec.threads))
         except BuildUnavailable as exc:
             logger.warning("the engine stays eager: %s", exc)
