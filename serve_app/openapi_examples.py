@@ -62,7 +62,11 @@ CHAT: dict[str, Any] = {
     "choices": [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "The capital of France is Paris.", "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": "The capital of France is Paris.",
+                "refusal": None,
+            },
             "logprobs": None,
             "finish_reason": "stop",
         }

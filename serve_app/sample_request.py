@@ -48,7 +48,7 @@ class Samples:
 
 ENGLISH = Samples(
     SampleRequest("What is the capital of France?"),
-    SampleRequest("Why is the sky blue? Answer in one sentence."),
+    SampleRequest("Why is the sky blue?"),
 )
 TASKS = Samples(SampleRequest("Sort: 42 7 19 3 88"), SampleRequest("Reverse: 5 6 7 8 9"))
 """What the bundled models were trained on; they know nothing else."""
