@@ -261,7 +261,7 @@ def _model(eager: Decoder, layers: ctypes.Array[CLayer]) -> CModel:
 def _head(eager: Decoder, head: Head) -> CHead:
     return CHead(
         has_norm=head.norm is not None,
-        embed=eager.config.embed_size,
+        embed=head.weight.shape[1],
         vocab=eager.config.vocab_size,
         norm=CNorm.of(head.norm),
         project=CMatrix.of(head.project),

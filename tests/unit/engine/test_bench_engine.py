@@ -148,7 +148,8 @@ def test_from_end_to_end(
     ]  # fmt: skip
     for entry in lines:
         assert set(entry) == {
-            "peer", "workload", "tokens", "seconds", "tokens_per_s", "ttft_p50", "ttft_p99",
+            "peer", "workload", "tokens", "seconds", "tokens_per_s", "cpu_seconds", "ttft_p50",
+            "ttft_p99",
         }  # fmt: skip
         assert 0 < entry["ttft_p50"] <= entry["ttft_p99"] <= entry["seconds"]
         assert entry["tokens_per_s"] == pytest.approx(entry["tokens"] / entry["seconds"], rel=1e-2)
