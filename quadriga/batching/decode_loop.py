@@ -139,12 +139,15 @@ class DecodeLoop:
         state: SequenceState,
         resume: ResumePoint | None = None,
         depth: int | None = None,
+        *,
+        is_attached: bool = False,
     ) -> None:
         """Let a sequence, whose row is reserved and filled, take part from the next step on.
 
         Args:
             resume: Where it stood, for one that was decoding elsewhere.
             depth: Layers of its KV, where it was prefilled shallower than this replica is.
+            is_attached: Its prompt was computed in this row, by this runner.
 
         Raises:
             InvariantViolation: It has no reservation, or nothing to continue from.
@@ -157,7 +160,8 @@ class DecodeLoop:
             raise InvariantViolation(f"sequence {state.sequence_id} joins without a first token")
         came_with = self.depth.came_with(state.sequence_id, depth)
         if resume is None:
-            self._runner.attach(slot.row, state)
+            if not is_attached:
+                self._runner.attach(slot.row, state)
             self.depth.attached(slot.row, came_with)
             self._enter(slot.row, state, self._places.front)
             return

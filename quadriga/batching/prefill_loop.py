@@ -11,7 +11,7 @@ from quadriga.batching.finish import append_token, finish_reason
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.rates import Ewma, RateMeter
 from quadriga.batching.rebuild import check_record, chunk_of, num_prefill_tokens
-from quadriga.batching.slots import SlotTable
+from quadriga.batching.slots import Slot, SlotTable
 from quadriga.batching.step_totals import StepMeter
 from quadriga.clock import Clock
 from quadriga.errors import (
@@ -83,6 +83,8 @@ class PrefillLoop:
         max_unplaced: No prompt is begun while so many sequences that hold a row have none at a
             decode replica, so that a full decode class is not met by ever more first tokens.
         num_placed: How many of those that hold a row have one at a decode replica as well.
+        reserve: Promises a sequence its row in `slots`, where it goes on to decode in that row;
+            None: for its prompt alone. Raises as `SlotTable.reserve`.
 
     Attributes:
         meter: What its steps cost.
@@ -104,8 +106,10 @@ class PrefillLoop:
         full_depth: int = 0,
         max_unplaced: int = sys.maxsize,
         num_placed: Callable[[], int] = lambda: 0,
+        reserve: Callable[[SequenceState], Slot] | None = None,
     ) -> None:
         self.slots = slots
+        self._reserve = reserve or self._reserve_prompt
         self._max_unplaced = max_unplaced
         self._num_placed = num_placed
         self._full_depth = full_depth
@@ -160,6 +164,14 @@ class PrefillLoop:
         self._is_stalled = False
         self._runner.detach(slot.row)
         return True
+
+    def hand_over(self, sequence_id: str) -> None:
+        """A computed sequence goes on to decode in its row: the slot is its new loop's."""
+        del self._computed[sequence_id]
+
+    def retry(self) -> None:
+        """Others gave back what was reserved: who waits for it is tried again."""
+        self._is_stalled = False
 
     @property
     def has_work(self) -> bool:
@@ -288,7 +300,7 @@ class PrefillLoop:
         if self._is_ahead:
             return False
         try:
-            slot = self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
+            slot = self._reserve(state)
         except KVCacheExhausted:
             self._is_stalled = True
             return False
@@ -299,6 +311,9 @@ class PrefillLoop:
         self._active.append(_Job(state, slot.row))
         self._events.on_start(state, slot.row)
         return True
+
+    def _reserve_prompt(self, state: SequenceState) -> Slot:
+        return self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
 
     def _schedule(self) -> list[tuple[_Job, PrefillChunk]]:
         """Fill the token budget from the active jobs, oldest first."""
@@ -347,12 +362,16 @@ class PrefillLoop:
         Raises: InvariantViolation.
         """
         self.slots.check()
-        known = sorted([*(job.state.sequence_id for job in self._active), *self._computed])
-        if sorted(self.slots.holders) != known:
+        if sorted(self.slots.holders) != sorted(self.holders):
             raise InvariantViolation(
-                f"slots are held for {sorted(self.slots.holders)}; {known} are being computed or "
-                "handed off"
+                f"slots are held for {sorted(self.slots.holders)}; {sorted(self.holders)} are "
+                "being computed or handed off"
             )
+
+    @property
+    def holders(self) -> list[str]:
+        """Sequences that are being computed or handed off."""
+        return [*(job.state.sequence_id for job in self._active), *self._computed]
 
     @property
     def needs_depth(self) -> int:

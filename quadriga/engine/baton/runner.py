@@ -115,6 +115,9 @@ class BatonRunner:
         """Nothing is compiled; returns `is_compiled` at once."""
         return self.is_compiled
 
+    def close(self) -> None:
+        """All it holds are tensors, which go with it."""
+
     def attach(self, row: int, state: SequenceState) -> None:
         """See `ModelRunner.attach`. Raises: InvariantViolation when the row is taken or absent."""
         self._check_row(row)
