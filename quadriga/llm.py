@@ -182,8 +182,8 @@ class LLM:
         places = {state.sequence_id: index for index, state in enumerate(states)}
         tokenizer, stops = self.tokenizer, tuple(stop)
         texts = [AnswerText(tokenizer.detokenizer(), stops) for _ in states] if tokenizer else []
-        with closing(self.loop.run(states)) as said:
-            for emission in said:
+        with closing(self.loop.run(states)) as passes:
+            for emission in itertools.chain.from_iterable(passes):
                 if emission.error is not None:
                     raise emission.error
                 index, text = places[emission.sequence_id], ""

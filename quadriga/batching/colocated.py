@@ -35,11 +35,11 @@ class _Run:
 
     Attributes:
         names: Those that have not ended.
-        inbox: What they said and was not read yet.
+        said: What was not read yet.
     """
 
     names: set[str] = field(default_factory=set)
-    inbox: deque[Emission] = field(default_factory=deque)
+    said: list[Emission] = field(default_factory=list)
 
 
 class ColocatedLoop:
@@ -48,7 +48,8 @@ class ColocatedLoop:
     Args:
         spec: What the runner was loaded from.
         chunk_tokens: Most prompt tokens in one forward pass.
-        max_age_s: See `PrefillQueue`, which has no limits here: who submits holds the prompts.
+        max_age_s: See `PrefillQueue`, which has no limits here: who submits holds the prompts. At
+            0 the first come is the first computed.
         max_slots: Sequences at once, at most; None: as many as the runner has rows.
         kv_capacity_tokens: Tokens of KV over all rows; None: as many as `spec` says.
         rebatcher, counters, is_partial: See `DecodeLoop`.
@@ -66,7 +67,7 @@ class ColocatedLoop:
         *,
         clock: Clock,
         chunk_tokens: int = 512,
-        max_age_s: float = 1.0,
+        max_age_s: float = 0.0,
         max_slots: int | None = None,
         kv_capacity_tokens: int | None = None,
         reservation: Reservation = "longest",
@@ -107,8 +108,8 @@ class ColocatedLoop:
         self._told: list[Emission] = []
         self._runs: dict[str, _Run] = {}
 
-    def run(self, states: Iterable[SequenceState]) -> Generator[Emission]:
-        """Run sequences to their ends, and yield what they say.
+    def run(self, states: Iterable[SequenceState]) -> Generator[list[Emission]]:
+        """Run sequences to their ends, and yield what they say, pass by pass.
 
         Several runs may be read in turn: whoever is read runs the passes, for all. Closing the
         generator lets go of those that have not ended.
@@ -116,29 +117,30 @@ class ColocatedLoop:
         waiting, run = deque(states), _Run()
         most = AHEAD * self.decode.slots.num_rows
         try:
-            while waiting or run.names or run.inbox:
+            while waiting or run.names or run.said:
                 while waiting and len(self._runs) < most:
                     state = waiting.popleft()
                     self._runs[state.sequence_id] = run
                     run.names.add(state.sequence_id)
                     self.submit(state)
-                if not run.inbox:
+                if not run.said:
                     self._deliver()
-                while run.inbox:
-                    yield run.inbox.popleft()
+                if run.said:
+                    said, run.said = run.said, []
+                    yield said
         finally:
             for name in list(run.names):
                 self.release(name)
 
     def _deliver(self) -> None:
         """Run one pass, and put what was said where it is read. Raises: InvariantViolation."""
-        if not self.has_work:
-            raise InvariantViolation(f"{len(self._runs)} sequences wait, and nothing can run")
-        for emission in self.step():
-            run = self._runs[emission.sequence_id]
-            run.inbox.append(emission)
+        said = self.step()
+        for emission in said:
+            self._runs[emission.sequence_id].said.append(emission)
             if emission.finish is not None or emission.error is not None:
                 self._forget(emission.sequence_id)
+        if not said and not self.has_work:
+            raise InvariantViolation(f"{len(self._runs)} sequences wait, and nothing can run")
 
     def _forget(self, sequence_id: str) -> None:
         run = self._runs.pop(sequence_id, None)
@@ -164,13 +166,14 @@ class ColocatedLoop:
         Returns:
             What is new; of no sequence more than one emission.
         """
-        if self.prefill.has_work:
-            self.prefill.step()
+        prefill = self.prefill
+        if prefill.has_work:
+            prefill.step()
             said, self._told = self._told, []
             return said
         said = [emission for _, emission in self.decode.step()]
-        if any(e.finish is not None or e.error is not None for e in said):
-            self.prefill.retry()
+        if prefill.is_stalled and any(e.finish is not None or e.error for e in said):
+            prefill.retry()
         return said
 
     @property

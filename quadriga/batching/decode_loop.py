@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from quadriga.batching.departures import Departures
 from quadriga.batching.depth import DepthChanges
 from quadriga.batching.exit_gate import ExitGate
-from quadriga.batching.finish import FinishRule, append_token
+from quadriga.batching.finish import FinishRule
 from quadriga.batching.places import Place, Places, Running, summary
 from quadriga.batching.preemption import Preemption
 from quadriga.batching.rates import Ewma, RateMeter
@@ -314,16 +314,18 @@ class DecodeLoop:
         depth = tokens[0].exit_layer  # they all left at one exit
         self.counters.tokens[depth] = self.counters.tokens.get(depth, 0) + len(tokens)
         for running, token in zip(leavers, tokens, strict=True):
-            state = running.state
-            append_token(state, token)
+            state, token_id = running.state, token.token_id
+            output_ids = state.output_ids
+            output_ids.append(token_id)
+            state.exit_layers.append(depth)
             running.num_tokens += 1
-            finish = running.finish.reason(state.output_ids)
+            finish = running.finish.reason(output_ids)
             emission = Emission(
                 state.sequence_id,
                 state.epoch,
-                len(state.output_ids) - 1,
-                [token.token_id],
-                [token.exit_layer],
+                len(output_ids) - 1,
+                [token_id],
+                [depth],
                 None if token.logprob is None else [token.logprob],
                 finish=finish,
             )

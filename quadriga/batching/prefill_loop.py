@@ -88,6 +88,7 @@ class PrefillLoop:
 
     Attributes:
         meter: What its steps cost.
+        is_stalled: Who is first in line found no room, and waits until some is given back.
 
     Not thread-safe: one thread calls everything.
     """
@@ -125,7 +126,7 @@ class PrefillLoop:
         self._clock = clock
         self._active: list[_Job] = []
         self._computed: dict[str, SequenceState] = {}
-        self._is_stalled = False
+        self.is_stalled = False
         self.meter = StepMeter()
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
         self._step_time = Ewma(0.1)
@@ -161,7 +162,7 @@ class PrefillLoop:
         slot = self.slots.release(sequence_id)
         if slot is None:
             return False
-        self._is_stalled = False
+        self.is_stalled = False
         self._runner.detach(slot.row)
         return True
 
@@ -171,15 +172,16 @@ class PrefillLoop:
 
     def retry(self) -> None:
         """Others gave back what was reserved: who waits for it is tried again."""
-        self._is_stalled = False
+        self.is_stalled = False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         if self._active:
             return True
-        may_start = not (self._is_stalled or self._is_held or self._is_ahead)
-        return may_start and (len(self._queue) > 0 or self._is_deepened)
+        if not (self._queue or self._shallow) or self.is_stalled or self._is_held:
+            return False
+        return not self._is_ahead and (len(self._queue) > 0 or self._is_deepened)
 
     def hold(self) -> None:
         """Start no more sequences, until `resume`: those under way go on, others wait in the queue.
@@ -201,7 +203,7 @@ class PrefillLoop:
             kv_capacity_tokens: What fits now; None: as much as before.
         """
         self._is_held = False
-        self._is_stalled = False
+        self.is_stalled = False
         self._group_ends = _group_ends(self._runner.num_layers, self._layer_groups)
         if kv_capacity_tokens is not None:
             self.slots.resize(kv_capacity_tokens)
@@ -270,7 +272,7 @@ class PrefillLoop:
             return
         self._queue_deepened(now_s)
         budget = self._chunk_tokens - sum(_remaining(job) for job in self._active)
-        self._is_stalled = False
+        self.is_stalled = False
         self._queue.take(self._try_start, token_budget=budget, now_s=now_s)
 
     def _queue_deepened(self, now_s: float) -> None:
@@ -302,7 +304,7 @@ class PrefillLoop:
         try:
             slot = self._reserve(state)
         except KVCacheExhausted:
-            self._is_stalled = True
+            self.is_stalled = True
             return False
         except QuadrigaError as exc:
             self._events.on_error(state, exc)
