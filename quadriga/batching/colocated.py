@@ -156,9 +156,16 @@ class ColocatedLoop:
         self._forget(sequence_id)
         if self.decode.departures.state(sequence_id) is not None:
             self.decode.leave(sequence_id)
-            self.prefill.retry()
         else:
             self.prefill.release(sequence_id)
+        self.prefill.retry()
+
+    def compute_prompts(self) -> list[Emission]:
+        """Run prompts while there is room for more; returns their first tokens."""
+        said = []
+        while self.prefill.has_work:
+            said += self.step()
+        return said
 
     def step(self) -> list[Emission]:
         """Run one pass: of prompts while there is room for more, else one step of the batch.
