@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.bench.profile import decode_step_s, prefill_s
+from loadgen.paper.helios_shadow import read_again
 from loadgen.paper.task_suite import Prompt, TaskSuite
 from quadriga.batching.calibration import Dummies
 from quadriga.catalogue.energy import EnergyMeter
@@ -226,18 +227,6 @@ def unchanged_share(llm: LLM, prompts: Sequence[Prompt], answers: Sequence[Seque
         for pair in zip(one, said, strict=True)
     ]
     return sum(a == b for a, b in pairs) / max(1, len(pairs))
-
-
-def read_again(
-    llm: LLM, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """What a model says in the place of each token of answers: read as prompts, a pass each."""
-    asked = SamplingParams(0, temperature=0.0, num_prompt_logprobs=1)
-    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    return [
-        [said.top[0][0] for said in (read.prompt_logprobs or ())[len(prompt) :]]
-        for prompt, read in zip(prompts, llm.generate(texts, asked, progress=False), strict=True)
-    ]
 
 
 def _resident_bytes() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loadgen.bench.peers.base import Generation
-from loadgen.bench.workloads import Request, Workload
+from loadgen.bench.workloads import Workload
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
