@@ -27,7 +27,7 @@ class DeviceModel:
     source: str
 
     def pass_s(self, share: float, rows: int, num_tokens: int = 0) -> float:
-        """Seconds for `rows` through this share of the layers and one head; contexts cost nothing."""
+        """Seconds for `rows` through this share of the layers and a head; context is free."""
         layers_s = share * (self.base_s + self.per_row_s * rows)
         return layers_s + self.head_s + self.head_row_s * rows
 

@@ -245,7 +245,11 @@ class ColocatedLoop:
             self.on_rebuilt(state)
 
     def on_rebuilt(self, state: SequenceState) -> None:
-        """See `PrefillEvents`: it decodes from the next step on."""
+        """See `PrefillEvents`: its prompt is done."""
+        self.join(state)
+
+    def join(self, state: SequenceState) -> None:
+        """Let a sequence whose prompt is done decode from the next step on."""
         self.prefill.hand_over(state.sequence_id)
         self.decode.join(state, is_attached=True)
 
