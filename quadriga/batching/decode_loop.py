@@ -310,6 +310,7 @@ class DecodeLoop:
     ) -> None:
         """Append the tokens, send their sequences back to the front, and finish those that end."""
         places = self._places
+        front = places.front
         gap_s = self._rebatcher.target_gap_s(self.num_running)
         depth = tokens[0].exit_layer  # they all left at one exit
         self.counters.tokens[depth] = self.counters.tokens.get(depth, 0) + len(tokens)
@@ -327,14 +328,15 @@ class DecodeLoop:
                 [token_id],
                 [depth],
                 None if token.logprob is None else [token.logprob],
-                finish=finish,
+                None,
+                finish,
             )
             emissions.append((state.ingress_id, emission))
             if finish is not None:
                 self.leave(state.sequence_id)
                 continue
-            if running.place is not places.front:
-                places.move(running, places.front, now_s)
+            if running.place is not front:
+                places.move(running, front, now_s)
             running.deadline_s = now_s + (running.gap_s or gap_s)
 
     def _expire(self) -> Emissions:

@@ -35,5 +35,7 @@ def test_nothing_outside_the_library_and_the_replicas_runs_passes() -> None:
 
 
 def test_a_private_loop_would_be_found() -> None:
-    source = 'runner.prefill([chunk])\nself._runner.decode(rows)\ntokenizer.decode(ids)\nb"".decode()'
+    source = (
+        'runner.prefill([chunk])\nself._runner.decode(rows)\ntokenizer.decode(ids)\nb"".decode()'
+    )
     assert [line.split(":")[0] for line in passes(source)] == ["1", "2"]
