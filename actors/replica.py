@@ -399,6 +399,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             draining=self._is_draining,
             num_paused=load.num_paused,
             least_priority=load.least_priority,
+            upper_tokens=load.upper_tokens,
             sent_s=self.clock.now_s(),
             loaded_s=loaded_s,
         )

@@ -180,10 +180,10 @@ class DecodeConfig(Section):
         "Models without exits run at full depth whatever is said here.",
     )
     reservation: Literal["longest", "used"] = Field(
-        "longest",
-        description="longest: a sequence reserves all it can grow to, nobody is ever paused; used: "
-        "it reserves what it has and grows, more fit, and where memory fills the least important "
-        "are paused to host memory.",
+        "used",
+        description="used: a sequence reserves what it has and what answers usually add, and grows; "
+        "where memory fills, some are paused to host memory for a while; longest: it reserves all "
+        "it can grow to, fewer fit, and nobody is ever paused.",
     )
     pace: str | None = Field(
         None, description="Pad each step to a modelled device time: a profile's name."

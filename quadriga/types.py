@@ -535,6 +535,8 @@ class ReplicaSnapshot(Dated):
         num_paused: Sequences in host memory; they come back before new ones of their priority.
         least_priority: Of the running sequences, where one may be paused for a more important
             newcomer; else None.
+        upper_tokens: What a newcomer's answer is taken to be where memory is promised as it is
+            used; see `quadriga.policies.promises`.
         taken_unix_s: When it was sent.
         sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's
             own monotonic clock: only to be compared with what the same replica says.
@@ -558,6 +560,7 @@ class ReplicaSnapshot(Dated):
     sent_s: float = 0.0
     loaded_s: float = 0.0
     prompt_tokens: int = 0
+    upper_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from quadriga.types import Reservation, SamplingParams, SequenceState
 from tests.fake_runner import FakeRunner, next_token
 
 ROW = 160
-CAPACITY = 320  # newcomers are let in up to 240
+CAPACITY = 320  # newcomers are let in up to 288
 
 
 def output_of(prompt: list[int], count: int) -> list[int]:

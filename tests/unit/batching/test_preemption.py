@@ -20,11 +20,11 @@ def test_many_fit_by_what_they_use_and_all_end() -> None:
     assert replica.loop.num_resumes == replica.loop.num_pauses
 
 
-def test_newcomers_are_let_in_up_to_the_low_mark() -> None:
+def test_newcomers_are_let_in_up_to_the_mark() -> None:
     replica = Replica(rows=30)
-    for i in range(240 // BLOCK_TOKENS):
+    for i in range(288 // BLOCK_TOKENS):
         replica.take(f"s{i}", max_tokens=10)
-    with pytest.raises(KVCacheExhausted, match="up to 240 tokens"):
+    with pytest.raises(KVCacheExhausted, match="up to 288 tokens"):
         replica.take("one too many")
     assert replica.loop.num_pauses == 0
     replica.finish()
