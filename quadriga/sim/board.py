@@ -74,7 +74,7 @@ class Board:
         self.num_paused = np.zeros(n, dtype=np.int64)
         self.prompt_tokens = np.zeros(n)
         self.upper_tokens = np.ones(n, dtype=np.int64)
-        self._spare_tokens = np.zeros(n)
+        self._spare_tokens, self._num_growing = np.zeros(n), np.zeros(n)
         self._now_s: float | None = None  # of `_new_steps`
         self._new_steps = np.zeros(n)
 
@@ -100,7 +100,9 @@ class Board:
         self._half_s[index] = half_s = factor * cost.per_token_s * num / 2.0
         self._linear_s[index] = factor * first_s - half_s
         self._aside_tokens[index] = replica.held_tokens - replica.tokens
-        self._spare_tokens[index] = replica.spare_tokens
+        spare = replica.spare_tokens()
+        self._spare_tokens[index] = sum(spare)
+        self._num_growing[index] = num - len(spare)
         self.upper_tokens[index] = replica.answers.upper_tokens
         self._num_held[index] = replica.num_held
         self.num_paused[index] = replica.num_halted
@@ -134,12 +136,8 @@ class Board:
         return self.running_tokens(new_steps) + self._aside_tokens
 
     def reserved_tokens(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The same with what the running were promised and do not use yet, [n].
-
-        Between two events they grow into it; who outgrows it before the others counts from the
-        next event on.
-        """
-        running = np.maximum(self.running_tokens(new_steps), self._tokens + self._spare_tokens)
+        """The same with what the running were promised and do not use yet, [n]."""
+        running = self._tokens + self._spare_tokens + self._num_growing * new_steps
         return np.asarray(running + self._aside_tokens)
 
     @property

@@ -69,13 +69,16 @@ class DecodeReplica:
         paused = sum(s.tokens for s in self._halted.values())
         return self.tokens + paused + sum(self.promised.values())
 
-    @property
-    def spare_tokens(self) -> int:
-        """At the anchor: promised to the running and not used."""
+    def spare_tokens(self) -> list[int]:
+        """At the anchor: what is promised to each of the running and not used, where it is any.
+
+        Until the next event these grow into it, and the others beyond what they were promised.
+        """
         if self.rules.reservation == "longest":
-            return 0
+            return []
         steps = self.steps
-        return sum(max(0, s.promised_tokens - s.base - steps) for s in self.running.values())
+        spare = [s.promised_tokens - s.base - steps for s in self.running.values()]
+        return [tokens for tokens in spare if tokens > 0]
 
     @property
     def num_held(self) -> int:
@@ -161,7 +164,7 @@ class DecodeReplica:
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self.steps
         room = self.profile.kv_capacity_tokens - self.tokens
-        steps = min(steps, max(0, room // len(self.running) + 1))
+        steps = min(steps, max(0, room // len(self.running) + 1), *self.spare_tokens())
         wanted_s = min(self._leave_from_s, self._joining[0][0] if self._joining else math.inf)
         if wanted_s < self.anchor_s + self._duration_s(steps):
             steps = self._boundary(wanted_s)

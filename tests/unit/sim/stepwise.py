@@ -39,11 +39,11 @@ class StepwiseReplica:
         paused = sum(s.tokens for _, s in self.halted_at.values())
         return self.tokens + paused + sum(self.promised.values())
 
-    @property
-    def spare_tokens(self) -> int:
+    def spare_tokens(self) -> list[int]:
         if self.rules.reservation == "longest":
-            return 0
-        return sum(max(0, s.promised_tokens - self.size[i]) for i, s in self.running.items())
+            return []
+        spare = [s.promised_tokens - self.size[i] for i, s in self.running.items()]
+        return [tokens for tokens in spare if tokens > 0]
 
     factor = 1.0
 
