@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PATTERNS = ("*.md", "docs/**/*.md", "deploy/**/*.md", "helm/**/*.md", "examples/*.md")
 DOCUMENTS = sorted({path for pattern in PATTERNS for path in ROOT.glob(pattern)})
-LANGUAGES = {"sh", "python", "yaml", "json", "promql", "text", ""}
+LANGUAGES = {"sh", "python", "yaml", "json", "promql", "ini", "text", ""}
 NOT_RUN, RUN, SERVICE, SLOW, SLOW_SERVICE = "", "run", "service", "slow", "slow service"
 KINDS = (NOT_RUN, RUN, SERVICE, SLOW, SLOW_SERVICE)
 

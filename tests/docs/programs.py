@@ -25,6 +25,7 @@ import yaml
 
 from deploy.config_reference import ENVIRONMENT
 from quadriga.config import load_config
+from serve_app.arguments import ServeParser
 from tests.docs.cluster_programs import docker, helm, kubectl
 from tests.docs.pages import ROOT, RUN, Command, Shown, commands
 from tests.docs.yaml_pieces import serve_file
@@ -34,6 +35,7 @@ PYTHON = re.compile(r"(?:.*/)?python3?$")
 MAINS = {
     "loadgen": "loadgen.__main__",
     "serve_app": "serve_app.__main__",
+    "quadriga.gguf": "quadriga.gguf.__main__",
     "quadriga.training": "quadriga.training.cli",
     "deploy.multinode": "deploy.multinode",
     "loadgen.bench.gpu": "loadgen.bench.gpu",
@@ -92,12 +94,20 @@ def parsed(module: str, words: Sequence[str]) -> argparse.Namespace:
     """
     original = argparse.ArgumentParser.parse_args
 
+    with_settings = ServeParser.parse_with_settings
+
     def parse_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         raise _Parsed(original(self, args, namespace))
 
+    def parse_with_settings(self: ServeParser, *given: Any) -> argparse.Namespace:
+        raise _Parsed(with_settings(self, *given))
+
     said = io.StringIO()
     main = importlib.import_module(MAINS[module]).main
-    with patch.object(argparse.ArgumentParser, "parse_args", parse_args):
+    with (
+        patch.object(argparse.ArgumentParser, "parse_args", parse_args),
+        patch.object(ServeParser, "parse_with_settings", parse_with_settings),
+    ):
         try:
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
                 status = main(list(words))

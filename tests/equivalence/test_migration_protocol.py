@@ -81,7 +81,7 @@ class Side(DecodeReplica):
             name, Role.DECODE, bench.runner.spec.depth_class, "", name, 6, 576
         )
         self._is_draining = self._is_ending = False
-        self._cancelled, self._accepted = OrderedDict(), []
+        self._cancelled, self._accepted, self._arrived = OrderedDict(), [], []
         self._news = asyncio.Event()
         self.receiver = HandoffReceiver(
             bench.runner.spec.depth_class, self, self.clock, ["local"], any_depth=True

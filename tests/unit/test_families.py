@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quadriga.checkpoint import read_checkpoint
-from quadriga.config import load_config
+from quadriga.config import QuadrigaConfig, load_config
 from quadriga.engine.models.config import _FAMILIES
 from quadriga.errors import ConfigError
 from quadriga.families import NATIVE_ARCHITECTURES, read_facts
@@ -85,4 +85,4 @@ def test_a_dense_batch_has_only_as_many_rows_as_fit_at_full_length(tmp_path: Pat
     memory = {"engine.kv_memory_bytes": int(5.5 * bytes_per_row)}
     found = engines(path, **memory)
     assert (found[Role.DECODE].num_rows, found[Role.DECODE].kv_capacity_tokens) == (5, 480)
-    assert found[Role.PREFILL].num_rows == 16, "prefill rows are as long as their prompts"
+    assert found[Role.PREFILL].num_rows == QuadrigaConfig().prefill.num_rows, "as long as prompts"

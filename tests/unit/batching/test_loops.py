@@ -93,6 +93,7 @@ class Harness:
         chunk: int = 8,
         capacity: int = 1024,
         queued: int = 8,
+        queued_tokens: int = 1000,
         max_unplaced: int = sys.maxsize,
     ) -> None:
         self.placed: set[str] = set()
@@ -100,7 +101,7 @@ class Harness:
         self.events = Events()
         self.runner = FakeRunner(rows)
         self.slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=capacity)
-        self.queue = PrefillQueue(max_sequences=queued, max_tokens=1000, max_age_s=1.0)
+        self.queue = PrefillQueue(max_sequences=queued, max_tokens=queued_tokens, max_age_s=1.0)
         self.loop = PrefillLoop(
             runner=self.runner,
             slots=self.slots,

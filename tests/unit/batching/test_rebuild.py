@@ -69,7 +69,7 @@ def test_it_shares_a_pass_with_prompts() -> None:
 
 
 def test_the_queue_counts_what_will_be_computed() -> None:
-    h = Harness()
+    h = Harness(queued_tokens=100)
     for i in range(3):
         h.loop.submit(lost(f"s{i}", 26))
     assert h.loop.waiting_tokens == 90

@@ -194,7 +194,9 @@ def test_the_benchmarks_settings_are_a_configuration(policy: str) -> None:
     settings = dict(s.split("=", 1) for s in rescheduling.settings_of(args, policy, 9999))
     values = {k: int(v) if v.isdigit() else v for k, v in settings.items()}
     config = load_config(values)
-    assert config.scheduler.ares.mode == policy.split("-")[0]
+    wanted = dict(setting.split("=", 1) for setting in rescheduling.POLICIES[policy])
+    assert config.scheduler.ares.mode == wanted["scheduler.ares.mode"]
+    assert config.scheduler.placement == wanted["scheduler.placement"]
     specs = rescheduling.make_specs(args)
     assert specs == rescheduling.make_specs(args)
     assert len(specs) == 40

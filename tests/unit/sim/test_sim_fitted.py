@@ -194,7 +194,7 @@ def test_what_a_move_costs_is_learned_as_on_the_cluster() -> None:
     run = Simulation(
         config,
         make_policy("oracle", SETTINGS),
-        *load(2, 80),
+        *load(2, 160),
         on_decision=lambda now, cluster, costs, *_: believed.append(costs),
     ).run()
     assert sum(m.num_tokens * SMALL.kv_bytes_per_token > 65_536 for m in run.migrations) > 3
@@ -205,7 +205,7 @@ def test_what_a_move_costs_is_learned_as_on_the_cluster() -> None:
     Simulation(
         replace(config, learns_link=False),
         make_policy("oracle", SETTINGS),
-        *load(2, 80),
+        *load(2, 160),
         on_decision=lambda now, cluster, costs, *_: known.append(costs),
     ).run()
     assert set(known) == {config.link}

@@ -363,14 +363,15 @@ def test_a_load_without_a_span_has_no_rate_in_it() -> None:
     s = summarise(simulate("current_load", requests), requests[0], requests[2], Slo(5.0, 1.0))
     assert np.isnan([s.rate, s.window.finished, s.window.good, s.window.tokens]).all()
     assert s.makespan.finished == pytest.approx(1 / s.makespan.span_s)
-    assert 5 < s.makespan.finished < 20
+    assert 5 < s.makespan.finished < 25
     assert s.good_share == 1.0
-    assert not np.isnan([s.most_used, s.mean_used, s.variance_ms2]).any()
+    assert not np.isnan([s.most_used, s.mean_used]).any()
+    assert np.isnan(s.variance_ms2), "no two replicas ever ran at once"
 
 
 def test_no_throughput_is_above_what_arrives_in_an_overload() -> None:
     """The load is several times what the cluster can do; the queue drains long after it."""
-    requests = load(3, 120, 40.0)
+    requests = load(3, 120, 80.0)
     run = simulate("current_load", requests, num_decode=2)
     s = summarise(run, requests[0], requests[2], Slo(1.0, 0.05))
     assert s.makespan.span_s > 3 * s.window.span_s
