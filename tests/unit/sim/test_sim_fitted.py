@@ -11,7 +11,7 @@ from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, TransferCosts
 from quadriga.policies.ares.link import FIRST_BANDWIDTH_BYTES_PER_S, ROUND_TRIP_S
 from quadriga.policies.load import has_room
-from quadriga.policies.promises import ADMIT_SHARE
+from quadriga.policies.promises import ADMIT_SHARE, RETURN_SHARE
 from quadriga.sim.board import Board
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
@@ -165,7 +165,7 @@ def test_the_memory_limit_of_a_taker_follows_how_memory_is_promised() -> None:
         policy = make_policy("ares", settings, reservation=rules.reservation)
         assert policy.rescheduler is not None
         limits.append(policy.rescheduler.settings.memory_limit)
-    assert limits == [0.85, ADMIT_SHARE]
+    assert limits == [0.85, RETURN_SHARE]
 
 
 def test_moves_by_forecast_need_no_placement_by_forecast() -> None:
