@@ -317,6 +317,7 @@ class ReplicaInfo:
         name: Ray actor name inside the application's namespace; unique per incarnation.
         num_slots: Sequences it can hold at once.
         kv_capacity_tokens: Tokens of KV cache it can hold at its depth.
+        max_model_len: Most tokens of one sequence; 0 until it is known.
     """
 
     name: str
@@ -328,6 +329,7 @@ class ReplicaInfo:
     kv_capacity_tokens: int
     transports: tuple[str, ...] = ()
     reservation: Reservation = "longest"
+    max_model_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,10 @@ def describe(
         for replica in status.get("replicas", [])
     ]
     lines += [
+        f"  {name}: prompt and answer together {why}"
+        for name, why in status.get("contexts", {}).items()
+    ]
+    lines += [
         "",
         f"  HTTP  {http_url}   (docs at {http_url}/docs)",
         f"""    curl {http_url}/v1/completions -H 'content-type: application/json'{header} \\

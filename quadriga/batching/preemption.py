@@ -87,7 +87,9 @@ def choose_return(paused: Iterable[PausedSequence], now_s: float) -> PausedSeque
     return min(
         paused,
         key=lambda p: (
-            (False, 0, p.paused_at_s) if p.is_overdue(now_s) else (True, p.state.priority, p.paused_at_s)
+            (False, 0, p.paused_at_s)
+            if p.is_overdue(now_s)
+            else (True, p.state.priority, p.paused_at_s)
         ),
         default=None,
     )

@@ -302,9 +302,7 @@ class DecodeReplica:
         return sequence
 
     def _candidate(self, sequence: Sequence) -> PausedSequence:
-        return PausedSequence(
-            self._state(sequence), None, None, self.anchor_s, sequence.num_pauses
-        )
+        return PausedSequence(self._state(sequence), None, None, self.anchor_s, sequence.num_pauses)
 
     def _state(self, sequence: Sequence) -> SequenceState:
         """The sequence as the batching code knows it: its ids do not matter, their number does."""

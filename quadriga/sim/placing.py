@@ -157,9 +157,7 @@ class Placing:
         cluster.tokens[row] += memory_rows(size, mean, ahead)[0]
         return int(alive[row])
 
-    def _takes(
-        self, reserved: NDArray[np.float64], wanted: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def _takes(self, reserved: NDArray[np.float64], wanted: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once.
 
         Args:

@@ -60,9 +60,7 @@ class StepwiseReplica:
         return math.floor(self.rules.high * self.profile.kv_capacity_tokens)
 
     def join(self, sequence: Sequence, *, ready_s: float) -> None:
-        self.promised.setdefault(
-            sequence.index, max(sequence.tokens, sequence.promised_tokens)
-        )
+        self.promised.setdefault(sequence.index, max(sequence.tokens, sequence.promised_tokens))
         self.waiting.append((ready_s, sequence))
 
     def leave(self, index: int, *, from_s: float) -> None:
