@@ -184,7 +184,7 @@ class DecodeConfig(Section):
     reservation: Literal["longest", "used"] = Field(
         "used",
         description="used: a sequence reserves what it has and what answers usually add, and "
-        "grows; where memory fills, some are paused to host memory for a while; longest: it reserves "
+        "grows; where memory fills, some are paused to host memory; longest: it reserves "
         "all it can grow to, fewer fit, and nobody is ever paused.",
     )
     pace: str | None = Field(
