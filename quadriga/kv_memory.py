@@ -136,10 +136,11 @@ def describe_length(
         return f"{length} tokens: all positions of the model"
     if not is_auto:
         return f"{length} of {positions} positions: engine.max_model_len"
-    size = f"{kv_tokens * token_bytes / (1 << 30):.1f} GiB of KV memory"
+    held = kv_tokens * token_bytes
+    size = f"{held / (1 << 30):.1f} GiB" if held >= 1 << 30 else f"{held >> 20} MiB"
     parts = SEQUENCES[runner]
     why = f"{PARTS[parts]} of" if length <= kv_tokens // parts else "what fits into"
     return (
-        f"{length} of {positions} positions: {why} {size}; more with engine.kv_memory_bytes or "
-        "engine.max_model_len"
+        f"{length} of {positions} positions: {why} {size} of KV memory; more with "
+        "engine.kv_memory_bytes or engine.max_model_len"
     )

@@ -144,7 +144,7 @@ def test_the_sentence_says_why() -> None:
 
     assert said(8192).startswith("8192 of 131072 positions: half of 1.0 GiB of KV memory; more")
     assert "an eighth of 1.0 GiB" in said(2048, runner="baton")
-    assert "what fits into 0.1 GiB" in said(1024, kv_tokens=1024)
+    assert "what fits into 64 MiB of KV memory" in said(1024, kv_tokens=1024)
     assert said(4096, is_auto=False) == "4096 of 131072 positions: engine.max_model_len"
     assert said(131_072) == "131072 tokens: all positions of the model"
 
