@@ -111,19 +111,24 @@ class LocalStop:
         """All steps, or those that are still due before the rest is killed."""
         import ray
 
+        asyncio.run(self._end_on_loop(report))
+        if self._is_drained.is_set():
+            self._is_ending_ray.set()
+            ray.shutdown(wait_for_processes=True)
+            self._is_ended.set()
+
+    async def _end_on_loop(self, report: Callable[[Drain], None]) -> None:
+        """All that goes before Ray's end; Serve shuts its handles down in the loop they are of."""
         if self._drains:
-            self._drain(report)
+            await self._drain(report)
         if self._is_hurried.is_set():
-            time.sleep(LINGER_S)
+            await asyncio.sleep(LINGER_S)
             return
         self._is_drained.set()
-        self._end_actors()
-        self._end_serve()
-        self._is_ending_ray.set()
-        ray.shutdown(wait_for_processes=True)
-        self._is_ended.set()
+        await asyncio.to_thread(self._end_actors)
+        await self._end_serve()
 
-    def _drain(self, report: Callable[[Drain], None]) -> None:
+    async def _drain(self, report: Callable[[Drain], None]) -> None:
         """Have the ingresses take nothing new, and wait until they have answered what they have.
 
         They do it, and not Serve: its proxy answers 404 as soon as Serve stops an application.
@@ -131,7 +136,7 @@ class LocalStop:
         drain = Drain(self._config.lifecycle.drain_timeout_s)
         report(drain)
         try:
-            asyncio.run(self._drained(drain, report))
+            await self._drained(drain, report)
         except TimeoutError:
             self._progress("running requests were not ended in time")
         except Exception as exc:  # a border: Serve has no common base for what fails here
@@ -181,12 +186,12 @@ class LocalStop:
         except (QuadrigaError, ray.exceptions.RayError, RuntimeError) as exc:
             self._progress(f"the actors did not stop in order: {exc}")
 
-    def _end_serve(self) -> None:
+    async def _end_serve(self) -> None:
         from ray import serve
 
         try:
-            _end_proxies()
-            serve.shutdown()  # type: ignore[no-untyped-call]
+            await asyncio.to_thread(_end_proxies)
+            await serve.shutdown_async()  # type: ignore[no-untyped-call]
         except Exception as exc:  # a border: Serve has no common base for what fails here
             self._progress(f"Serve did not stop in order: {exc}")
 

@@ -54,9 +54,9 @@ from serve_app.validation import largest_n
 
 Errors = tuple[type[QuadrigaError], ...]
 
-_ALWAYS: Errors = (HeadersTooLarge, InvariantViolation)
+_ALWAYS: Errors = (InvalidRequest, HeadersTooLarge, InvariantViolation)
 _KEYED: Errors = (*_ALWAYS, Unauthenticated, Overloaded)
-_POSTED: Errors = (*_KEYED, InvalidRequest, UnknownModel, RequestTimeout, BodyTooLarge)
+_POSTED: Errors = (*_KEYED, UnknownModel, RequestTimeout, BodyTooLarge)
 _GENERATED: Errors = (*_POSTED, Unavailable, DeadlineExceeded, TakenOver)
 HEADER_TEXTS = {
     "retry-after": "Seconds after which a retry may succeed.",

@@ -5,8 +5,9 @@ a shell, a service manager) would end Ray's GCS before we have ended anything in
 without its GCS waits for a minute and then ends its own process with status 1. So every process
 that `ray.init` starts gets a session of its own, which all processes below it inherit.
 
-`ray.init` also takes SIGTERM from its caller, to end in its own way and with status 1; here the
-caller keeps it.
+`ray.init` also takes SIGTERM from its caller, twice: in Python, to end in its own way and with
+status 1; and below Python, with a handler that prints a stack, passes the signal on, and aborts the
+process some seconds later, whatever it does by then. Here the caller keeps it.
 
 Ray's own tie stays: a process of Ray's is killed with the process that started it.
 """
@@ -48,7 +49,10 @@ class RayProcesses:
             _replaced(services, "ConsolePopen", start) as popen,
             _replaced(utils, "set_sigterm_handler", lambda handler: None),
         ):
-            yield
+            try:
+                yield
+            finally:  # sets the system's handler again, which Ray's took the place of
+                signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
     @property
     def has_started(self) -> bool:

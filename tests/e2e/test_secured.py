@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 150
 STOP_TIMEOUT_S = 60
 ONCE = RetryPolicy(max_attempts=1)
-OPEN_PATHS = {"/health", "/live"}
+OPEN_PATHS = {"/health", "/live", "/ping", "/version"}
 PLAIN, SLOW, STUCK, PACED = "plain-key", "slow-key", "stuck-key", "paced-key"
 BOSS, LATE = "boss-key", "late-key"
 
