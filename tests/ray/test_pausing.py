@@ -18,7 +18,7 @@ MAX_LEN = 256
 TOKEN_BYTES = 8 * 2 * 2 * 32 * 4  # quadriga-s in float32
 CAPACITY_TOKENS = 2 * MAX_LEN
 NUM_SEQUENCES = 10
-NUM_OUTPUT = 120
+NUM_OUTPUT = 200
 UNKNOWN: dict[str, Any] = {"ignore_eos": False, "min_tokens": NUM_OUTPUT}
 """Nobody can tell in advance how long such a sequence becomes, and all become equally long."""
 
