@@ -25,7 +25,7 @@ from quadriga.batching.slots import BLOCK_TOKENS, SlotTable
 from quadriga.clock import Clock
 from quadriga.errors import InvariantViolation, KVCacheExhausted
 from quadriga.interfaces import ModelRunner
-from quadriga.policies.promises import ADMIT_SHARE, RETURN_SHARE
+from quadriga.policies.promises import ADMIT_SHARE, RETURN_SHARE, admitted_tokens
 from quadriga.types import LengthPrediction, SequenceState
 
 PATIENCE_S = 10.0
@@ -169,7 +169,7 @@ class Preemption:
             )
         if slots.reservation != "used":
             return
-        limit = int(ADMIT_SHARE * slots.kv_capacity_tokens)
+        limit = admitted_tokens(slots.kv_capacity_tokens, slots.num_rows, slots.row_capacity_tokens)
         rows, tokens = slots.num_free_rows, slots.reserved_tokens
         less = [r for r in self._displaceable() if r.state.priority > priority]
         less.sort(key=_expendability)

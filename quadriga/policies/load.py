@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quadriga.policies.promises import ADMIT_SHARE, promised_tokens
+from quadriga.policies.promises import admitted_tokens, promised_tokens
 from quadriga.types import DepthClass, PlaceRequest, ReplicaSnapshot, Role
 
 
@@ -59,7 +59,8 @@ def has_room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
     tokens = snapshot.reserved_tokens + tokens_wanted(snapshot, request)
     if info.reservation == "longest":
         return held < info.num_slots and tokens <= info.kv_capacity_tokens
-    is_below = held == 0 or tokens <= ADMIT_SHARE * info.kv_capacity_tokens
+    limit = admitted_tokens(info.kv_capacity_tokens, info.num_slots, info.max_model_len)
+    is_below = held == 0 or tokens <= limit
     if held < info.num_slots and is_below and not snapshot.num_paused:
         return True
     return snapshot.least_priority is not None and request.priority < snapshot.least_priority

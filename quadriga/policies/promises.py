@@ -19,7 +19,7 @@ from quadriga.types import LengthPrediction
 
 ADMIT_SHARE = 0.9
 """Newcomers are let in while promises stay below this share of the memory. The rest is for
-sequences that outgrow their promise."""
+sequences that outgrow their promise; see `admitted_tokens`."""
 RETURN_SHARE = 0.75
 """Paused sequences come back while promises stay below this share, so that the one that comes back
 does not at once push another one out."""
@@ -52,6 +52,18 @@ class AnswerLengths:
         insort(self._sorted, num_tokens)
         at = min(len(self._sorted) - 1, math.ceil(QUANTILE * len(self._sorted)))
         self.upper_tokens = max(1, self._sorted[at])
+
+
+def admitted_tokens(kv_capacity_tokens: int, num_rows: int, max_model_len: int) -> int:
+    """Return up to how many promised tokens newcomers are let in.
+
+    Args:
+        max_model_len: Most tokens of one row; 0 where it is not known. Where all rows fit at that
+            length nobody can ever be short, and all of the memory is promised.
+    """
+    if 0 < num_rows * max_model_len <= kv_capacity_tokens:
+        return kv_capacity_tokens
+    return int(ADMIT_SHARE * kv_capacity_tokens)
 
 
 def promised_tokens(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from quadriga.config import PrefillConfig
 from quadriga.policies.appointments import Appointments
-from quadriga.policies.promises import ADMIT_SHARE, promised_tokens
+from quadriga.policies.promises import admitted_tokens, promised_tokens
 from quadriga.types import AdmitRequest, ReplicaSnapshot
 
 MEMORY_S = 20.0
@@ -243,7 +243,7 @@ def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
             request.num_prompt_tokens, longest, upper_tokens=snapshot.upper_tokens
         )
         if snapshot.num_running + snapshot.num_waiting:  # who is alone may have it all
-            capacity = int(ADMIT_SHARE * capacity)
+            capacity = admitted_tokens(capacity, info.num_slots, info.max_model_len)
     free = capacity - snapshot.reserved_tokens
     return max(0, min(slots, free // max(1, wanted)))
 

@@ -89,7 +89,7 @@ def test_who_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_is_paused_in_vain() -> None:
-    replica = Replica(rows=2)
+    replica = Replica(rows=3)
     replica.take("important", prompt=150, max_tokens=5, priority=0)
     replica.take("other", prompt=60, max_tokens=5, priority=1)
     with pytest.raises(KVCacheExhausted):
@@ -122,6 +122,16 @@ def test_a_newcomer_is_promised_what_answers_usually_add() -> None:
         replica.take("one too many", max_tokens=100)
     replica.take("short", max_tokens=20)  # its own limit is nearer
     replica.finish()
+
+
+def test_where_every_row_fits_at_its_longest_all_of_the_memory_is_promised() -> None:
+    """Two rows of 160 in 320 tokens: nobody can outgrow anything."""
+    replica = Replica(rows=2, answer_tokens=200)
+    for name in ("a", "b"):
+        replica.take(name, prompt=20, max_tokens=140)
+    assert replica.loop.slots.reserved_tokens == 320
+    replica.finish()
+    assert replica.loop.num_pauses == 0
 
 
 def test_a_known_length_counts_instead_of_the_usual_one() -> None:
