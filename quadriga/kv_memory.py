@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quadriga.catalogue.headers import read_header
+from quadriga.catalogue.headers import read_checkpoint_headers
 from quadriga.checkpoint import Checkpoint
 from quadriga.engine_spec import Runner
 from quadriga.errors import ConfigError
@@ -63,14 +63,15 @@ class Weights:
 
 
 def weight_bytes(checkpoint: Checkpoint, value_bytes: int) -> int:
-    """Bytes of a checkpoint's weights at `value_bytes` each, all layers; reads headers alone."""
-    total = 0
-    for file in checkpoint.path.glob("*.safetensors"):
-        try:
-            total += value_bytes * sum(place.num_values for place in read_header(file))
-        except ConfigError:  # the engine says what is wrong with it
-            total += file.stat().st_size
-    return total
+    """Bytes of a checkpoint's weights at `value_bytes` each, all layers; reads headers alone.
+
+    0 where they cannot be read: whoever loads them says why.
+    """
+    try:
+        places = read_checkpoint_headers(checkpoint.path)
+    except ConfigError:  # the engine says what is wrong with them
+        return 0
+    return value_bytes * sum(place.num_values for place in places.values())
 
 
 def kv_bytes_per_replica(
