@@ -9,6 +9,9 @@ that `ray.init` starts gets a session of its own, which all processes below it i
 status 1; and below Python, with a handler that prints a stack, passes the signal on, and aborts the
 process some seconds later, whatever it does by then. Here the caller keeps it.
 
+Ray gives its node 30 s to come up, which a busy machine may not keep; here it has
+`NODE_PATIENCE_S`.
+
 Ray's own tie stays: a process of Ray's is killed with the process that started it.
 """
 
@@ -26,6 +29,8 @@ from typing import Any
 VITAL = ("gcs_server", "raylet")
 """Without these nothing of Ray works, and calls to it hang."""
 LOOK_INTERVAL_S = 0.05
+NODE_PATIENCE_S = 240.0
+"""For a node to report to Ray's GCS after its processes were started."""
 _PROC = Path("/proc")
 
 
@@ -45,8 +50,19 @@ class RayProcesses:
             self._started.append(process)
             return process
 
+        def get_node(*words: Any) -> Any:
+            give_up_s = time.monotonic() + NODE_PATIENCE_S
+            while True:
+                try:
+                    return get_node_once(*words)
+                except RuntimeError:  # it has not reported yet
+                    if self.ended() or time.monotonic() > give_up_s:
+                        raise
+                time.sleep(LOOK_INTERVAL_S)
+
         with (
             _replaced(services, "ConsolePopen", start) as popen,
+            _replaced(services, "get_node", get_node) as get_node_once,
             _replaced(utils, "set_sigterm_handler", lambda handler: None),
         ):
             try:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from serve_app.ray_processes import RayProcesses
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
@@ -19,7 +21,13 @@ def ray_cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     is_ours = not ray.is_initialized()
     if is_ours:
-        _start()
+        with RayProcesses().starting():
+            ray.init(
+                num_cpus=4,
+                object_store_memory=128 << 20,
+                include_dashboard=False,
+                log_to_driver=False,
+            )
     yield
     if is_ours:
         with warnings.catch_warnings():
@@ -27,24 +35,3 @@ def ray_cluster() -> Iterator[None]:
             warnings.simplefilter("ignore", ResourceWarning)
             ray.shutdown()
             gc.collect()
-
-
-def _start() -> None:
-    """A machine that is very busy may not start a node within the 30 s that Ray gives it."""
-    import ray
-
-    def start() -> None:
-        ray.init(
-            num_cpus=4,
-            object_store_memory=128 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-        )
-
-    try:
-        start()
-    except Exception as exc:
-        if "timed out during startup" not in str(exc):
-            raise
-        ray.shutdown()
-        start()
