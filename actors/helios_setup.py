@@ -9,12 +9,13 @@ from pathlib import Path
 
 from actors import kept
 from actors.fleet import Key
-from quadriga.catalogue.inspection import inspect
+from quadriga.catalogue.inspection import inspect, tokenizer_fingerprint
+from quadriga.checkpoint import Checkpoint
 from quadriga.config import QuadrigaConfig
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import Device, Helios, HistoryTable, history_file
-from quadriga.policies.helios.start import start_helios
+from quadriga.policies.helios.start import Started, start_helios
 from quadriga.resolve import Hardware, ReplicaSpec, resolve
 from quadriga.types import DepthClass, Role
 
@@ -67,6 +68,7 @@ def set_up(
         table=_load_history(app, config),
         cache_dir=config.engine.cache_dir,
     )
+    _require_tokenizer(checkpoint, started)
     specs: dict[tuple[Role, DepthClass], ReplicaSpec] = {}
     for model in started.picked.candidates:
         for depth in model.exit_depths:
@@ -90,6 +92,19 @@ def set_up(
             base[key] = full if (role, full) in specs else next(c for r, c in specs if r is role)
     refusals = {r.model: r.reason for r in started.picked.refusals}
     return HeliosSetup(config, started.machine, refusals, specs, base, frozenset(scouts))
+
+
+def _require_tokenizer(checkpoint: Checkpoint, started: Started) -> None:
+    """Raises: ConfigError where the front door's token ids would mean other text to a candidate."""
+    candidates = started.picked.candidates
+    tokenizer = tokenizer_fingerprint(checkpoint.path)
+    if other := [model.id for model in candidates if model.tokenizer != tokenizer]:
+        raise ConfigError(
+            f"pools.0.model: {checkpoint.id} has another tokenizer than {', '.join(other)}, among "
+            "which helios.enabled chooses; name one of these, or a catalogue of its family in "
+            "helios.catalogue",
+            param="pools.0.model",
+        )
 
 
 def _device(decode: EngineSpec) -> Device:

