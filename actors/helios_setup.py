@@ -9,12 +9,13 @@ from pathlib import Path
 
 from actors import kept
 from actors.fleet import Key
-from quadriga.catalogue.inspection import inspect
+from quadriga.catalogue.inspection import inspect, tokenizer_fingerprint
+from quadriga.checkpoint import Checkpoint
 from quadriga.config import QuadrigaConfig
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import Device, Helios, HistoryTable, history_file
-from quadriga.policies.helios.start import start_helios
+from quadriga.policies.helios.start import Started, start_helios
 from quadriga.resolve import Hardware, ReplicaSpec, resolve
 from quadriga.types import DepthClass, Role
 
@@ -67,10 +68,11 @@ def set_up(
         table=_load_history(app, config),
         cache_dir=config.engine.cache_dir,
     )
+    _require_tokenizer(checkpoint, started)
     specs: dict[tuple[Role, DepthClass], ReplicaSpec] = {}
     for model in started.picked.candidates:
         for depth in model.exit_depths:
-            for spec in _specs_at(config, hardware, model.source, depth):
+            for spec in _specs_at(config, hardware, model.source, depth, decode.kv_memory_bytes):
                 like = next(s for (role, _), s in places.items() if role is spec.role)
                 specs[spec.role, DepthClass(model.id, depth)] = replace(
                     spec,
@@ -92,6 +94,19 @@ def set_up(
     return HeliosSetup(config, started.machine, refusals, specs, base, frozenset(scouts))
 
 
+def _require_tokenizer(checkpoint: Checkpoint, started: Started) -> None:
+    """Raises: ConfigError where the front door's token ids would mean other text to a candidate."""
+    candidates = started.picked.candidates
+    tokenizer = tokenizer_fingerprint(checkpoint.path)
+    if other := [model.id for model in candidates if model.tokenizer != tokenizer]:
+        raise ConfigError(
+            f"pools.0.model: {checkpoint.id} has another tokenizer than {', '.join(other)}, among "
+            "which helios.enabled chooses; name one of these, or a catalogue of its family in "
+            "helios.catalogue",
+            param="pools.0.model",
+        )
+
+
 def _device(decode: EngineSpec) -> Device:
     """What a decode replica has: the KV memory it was given, beside the weights it starts with."""
     width = DTYPE_BYTES[decode.dtype]
@@ -103,13 +118,24 @@ def _device(decode: EngineSpec) -> Device:
 
 
 def _specs_at(
-    config: QuadrigaConfig, hardware: Hardware, model: str, depth: int
+    config: QuadrigaConfig, hardware: Hardware, model: str, depth: int, memory: int | None
 ) -> tuple[ReplicaSpec, ...]:
-    """What each role runs at a class. Raises: ConfigError."""
+    """What each role runs at a class.
+
+    Args:
+        memory: Bytes of KV that every replica has; None: what its GPU has left.
+
+    Raises: ConfigError.
+    """
+    engine = config.engine
+    if memory is not None:
+        engine = engine.model_copy(update={"kv_memory_bytes": memory})
     pool = config.pools[0].model_copy(
         update={"model": model, "depth": depth, "prefill_replicas": 1, "decode_replicas": 1}
     )
-    return resolve(config.model_copy(update={"pools": (pool,)}), hardware).replicas
+    return resolve(
+        config.model_copy(update={"pools": (pool,), "engine": engine}), hardware
+    ).replicas
 
 
 def _load_history(app: str, config: QuadrigaConfig) -> HistoryTable:

@@ -1,16 +1,18 @@
 #!/bin/sh
-# Plain curl: health, models, an answer, a stream.
+# Plain curl: health, models, an answer, a stream. Arguments are the question.
 set -eu
 URL="${QUADRIGA_URL:-http://127.0.0.1:8000}"
 KEY="authorization: Bearer ${QUADRIGA_API_KEY:-none}"
 TYPE="content-type: application/json"
+QUESTION="${*:-What is the capital of France?}"
+BODY="\"messages\": [{\"role\": \"user\", \"content\": \"$QUESTION\"}], \"max_tokens\": 64"
 
 curl -sS --fail-with-body "$URL/health"
 echo
 curl -sS --fail-with-body -H "$KEY" "$URL/v1/models"
 echo
 curl -sS --fail-with-body -H "$KEY" -H "$TYPE" "$URL/v1/chat/completions" \
-  -d '{"messages": [{"role": "user", "content": "Sort: 7 3 9 1"}], "max_tokens": 32, "temperature": 0}'
+  -d "{$BODY}"
 echo
-curl -sSN --fail-with-body -H "$KEY" -H "$TYPE" "$URL/v1/completions" \
-  -d '{"prompt": "Count from 3 to 9.\n", "max_tokens": 32, "temperature": 0, "stream": true}'
+curl -sSN --fail-with-body -H "$KEY" -H "$TYPE" "$URL/v1/chat/completions" \
+  -d "{$BODY, \"stream\": true}"

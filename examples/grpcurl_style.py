@@ -2,11 +2,12 @@
 
 With grpcurl itself:
     grpcurl -plaintext -H "authorization: Bearer $QUADRIGA_API_KEY" \\
-        -d '{"prompt": "Sort: 7 3 9 1\\n", "max_tokens": 32}' \\
+        -d '{"prompt": "The capital of France is", "max_tokens": 32}' \\
         127.0.0.1:9000 quadriga.v1.Quadriga/GenerateOnce
 """
 
 import os
+import sys
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -17,6 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 target = os.environ.get("QUADRIGA_GRPC", "127.0.0.1:9000")
+question = " ".join(sys.argv[1:]) or "What is the capital of France?"
 metadata = [("authorization", f"Bearer {os.environ['QUADRIGA_API_KEY']}")]
 
 with grpc.insecure_channel(target) as channel:
@@ -30,6 +32,7 @@ with grpc.insecure_channel(target) as channel:
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=GetMessageClass(method.output_type).FromString,
     )
-    fields = {"prompt": "Sort: 7 3 9 1\n", "max_tokens": 32, "temperature": 0}
+    chat = {"messages": [{"role": "user", "content": question}]}
+    fields = {"chat": chat, "max_tokens": 64, "temperature": 0}
     request = ParseDict(fields, GetMessageClass(method.input_type)())
     print(MessageToJson(call(request, metadata=metadata, timeout=60)))

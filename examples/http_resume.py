@@ -12,7 +12,7 @@ HEADERS = {
     "idempotency-key": uuid.uuid4().hex,  # the same for every attempt at this request
 }
 BODY = {
-    "prompt": "Count from 3 to 30.\n",
+    "prompt": "Once upon a time",
     "max_tokens": 60,
     "temperature": 1,
     "ignore_eos": True,

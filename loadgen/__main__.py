@@ -209,7 +209,7 @@ def usage() -> str:
         [
             "usage: python -m loadgen COMMAND [options]   (COMMAND --help lists them)",
             "",
-            "first: python -m loadgen run --tasks 50   (a service runs at http://127.0.0.1:8000)",
+            "first: python -m loadgen run   (a service runs at http://127.0.0.1:8000)",
             "",
             "commands:",
             *rows(None),

@@ -32,6 +32,8 @@ MAX_TEMPERATURE = 100.0
 MAX_FACTOR = 1e6
 MAX_THINK_S = 3600.0
 _EXAMPLES = """examples:
+  python -m loadgen run
+  python -m loadgen run --prompts questions.txt --same-as results/loadgen/before
   python -m loadgen run --tasks 50
   python -m loadgen run --trace azure.csv.gz --limit 300 --scale-lengths auto
   python -m loadgen run --prompts prompts.jsonl --arrivals poisson:5 --transport grpc
@@ -53,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slo-tpot-s", type=number(0), metavar="SECONDS", help="goodput: limit of TPOT"
     )
     measure.add_argument(
+        "--same-as",
+        type=Path,
+        metavar="RUN",
+        help="folder or file of an earlier run of the same load: each answer must be the same as "
+        "there, which greedy ones are, and seeded ones",
+    )
+    measure.add_argument(
         "--honour-retry-after",
         type=whole(0, MAX_RETRIES),
         default=0,
@@ -63,8 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add what is sent, the transport included, and return the group."""
-    load = parser.add_argument_group("load (one of --trace, --prompts, --tasks, --sessions)")
-    source = load.add_mutually_exclusive_group(required=True)
+    load = parser.add_argument_group(
+        "load (one of --trace, --prompts, --tasks, --sessions; none: 100 English questions, or 100 "
+        "tasks for a bundled model)"
+    )
+    source = load.add_mutually_exclusive_group()
     source.add_argument(
         "--trace",
         type=Path,
@@ -75,7 +87,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON lines(.gz): prompt, answer, max_tokens",
+        help="text(.txt, .txt.gz): a question a line, asked as a chat; or JSON lines(.gz): "
+        "prompt, answer, max_tokens",
     )
     source.add_argument(
         "--tasks", type=whole(1, MAX_USERS), metavar="N", help="N task prompts, scored"
@@ -172,7 +185,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--endpoint",
         choices=("completions", "chat", "both"),
-        help="default: completions; chat for --sessions FILE",
+        help="default: completions; chat for --sessions FILE and --prompts FILE.txt",
     )
     shape.add_argument(
         "--stream", choices=("true", "false", "both"), default="true", help="both: in turns"

@@ -76,6 +76,7 @@ def request_line(record: Record, start_s: float) -> dict[str, Any]:
         # Per choice: [time, tokens] of every write.
         "writes": [[[at(w.time_s), w.num_tokens] for w in c.writes] for c in verdict.choices],
         "finish_reasons": [choice.finish_reason for choice in verdict.choices],
+        "answers": [choice.digest for choice in verdict.choices],
         "score": record.score,
         "bytes": record.num_bytes,
         "num_faults": verdict.num_faults,

@@ -59,6 +59,7 @@ class _Request(_Line):
     prompt_tokens: NonNegativeInt | None = None
     completion_tokens: NonNegativeInt | None = None
     writes: list[list[tuple[FiniteFloat, NonNegativeInt]]]
+    answers: list[str] = Field(default_factory=list)
     score: bool | None = None
     bytes: NonNegativeInt = 0
 
@@ -142,6 +143,8 @@ class Results:
 
     Attributes:
         steps, capacity: Of a ramp; empty and None otherwise.
+        answers: Of each request that passed every check, by its index: what stands for the answer
+            of each choice; empty in files from before these were kept.
     """
 
     path: Path
@@ -150,6 +153,7 @@ class Results:
     summary: SummaryLine
     steps: list[StepSpan]
     capacity: CapacityLine | None
+    answers: dict[int, list[str]]
 
 
 def read_results(path: Path) -> Results:
@@ -164,6 +168,7 @@ def read_results(path: Path) -> Results:
     capacity: CapacityLine | None = None
     records: list[Record] = []
     steps: list[StepSpan] = []
+    answers: dict[int, list[str]] = {}
     lines = read_objects(file, param=_PARAM, max_rows=MAX_REQUESTS, max_line_bytes=MAX_LINE_BYTES)
     for where, row in lines:
         try:
@@ -171,7 +176,10 @@ def read_results(path: Path) -> Results:
                 case "run" | "ramp" if header is None:
                     header = Header.model_validate(row)
                 case "request" if header is not None:
-                    records.append(_Request.model_validate(row).record())
+                    request = _Request.model_validate(row)
+                    records.append(request.record())
+                    if request.outcome is Outcome.OK and request.answers:
+                        answers[request.index] = request.answers
                 case "step" if header is not None:
                     steps.append(_StepLine.model_validate(row).step)
                 case "capacity" if header is not None:
@@ -194,4 +202,4 @@ def read_results(path: Path) -> Results:
         raise ConfigError(f"{file}: cut off: it has no summary line", param=_PARAM)
     if len({record.spec.index for record in records}) != len(records):
         raise ConfigError(f"{file}: a request index comes twice", param=_PARAM)
-    return Results(file, header, records, summary, steps, capacity)
+    return Results(file, header, records, summary, steps, capacity, answers)

@@ -18,6 +18,7 @@ from loadgen.output import output_folder
 from loadgen.plots import write_plots
 from loadgen.progress import progress_bar
 from loadgen.runner import Live, RunOptions, RunResult, run_load
+from loadgen.same_answers import EarlierAnswers
 from loadgen.stage import open_stage, print_failures
 
 __all__ = ["add_arguments", "run"]
@@ -30,8 +31,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; 0 only when no response failed its check and at least one passed."""
     console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     arrivals = parse_arrivals(args.arrivals or ("trace" if args.trace else "closed:8"))
+    earlier = EarlierAnswers.read(args.same_as) if args.same_as else None
     with output_folder(args.output) as folder:
-        result, summary = run_event_loop(lambda: _run(args, arrivals, console, folder))
+        result, summary = run_event_loop(lambda: _run(args, arrivals, console, folder, earlier))
         title = f"{describe(args)} over {args.transport}"
         if not args.no_plots:
             write_plots(folder, result, title)
@@ -44,11 +46,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(
-    args: argparse.Namespace, arrivals: Arrivals, console: Console, folder: Path
+    args: argparse.Namespace,
+    arrivals: Arrivals,
+    console: Console,
+    folder: Path,
+    earlier: EarlierAnswers | None,
 ) -> tuple[RunResult, Summary]:
     live = Live()
     async with open_stage(args, arrivals, live) as stage:
         load = stage.load
+        if earlier is not None:
+            earlier.check(load.fingerprint(), stage.target.model)
         live.num_requests = load.num_requests
         options = RunOptions(arrivals.concurrency, args.honour_retry_after)
         async with progress_bar(console, live, enabled=not args.no_progress):
@@ -62,6 +70,9 @@ async def _run(
                 follow=load.follow,
             )
         await stage.finish(result)
+        if earlier is not None:
+            num_same = earlier.compare(result.records)
+            console.print(f"answers as in {earlier.path}: {num_same:,} of {len(result.records):,}")
     unsent = {} if load.dialogues is None else dict(load.dialogues.unsent)
     summary = summarise(result, Slo(args.slo_ttft_s, args.slo_tpot_s), unsent=unsent)
     report.write_results(folder, stage.header("run", result), result, summary)

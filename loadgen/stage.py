@@ -13,7 +13,14 @@ from rich.console import Console
 from loadgen import report
 from loadgen.judge import Judgement, score
 from loadgen.load.arrivals import Arrivals
-from loadgen.load.scenario import Load, build_load, check_load, config_of, describe
+from loadgen.load.scenario import (
+    Load,
+    build_load,
+    check_load,
+    choose_load,
+    config_of,
+    describe,
+)
 from loadgen.options import api_key
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
@@ -83,6 +90,7 @@ async def open_stage(
         on_data=live.on_data if args.transport == "http" else None,
     )
     target = await find_target(http, args.model)
+    choose_load(args, target.model)
     load = await build_load(args, arrivals, http, target)
     async with open_client(args, http, live) as client:
         stage = Stage(args, http, client, target, load, Judgement(target))

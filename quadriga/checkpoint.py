@@ -1,8 +1,8 @@
 """Find a model's checkpoint and read its facts, without torch and without opening the weights.
 
-A model is named by a bundled id (`quadriga-s`, `quadriga-l`), by a directory in Hugging Face
-format, by a GGUF file, or by a hub id; clients know it by the name of its folder, or of its file
-without `.gguf`.
+A model is named by a bundled id (`quadriga-s`, `quadriga-l`), by the name of a packaged model
+(`smollm2-135m-instruct`), by a directory in Hugging Face format, by a GGUF file, or by a hub id;
+clients know it by that name, or by that of its folder, or of its file without `.gguf`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from quadriga.exits import ExitSpec, read_exits
 from quadriga.families import read_facts
 from quadriga.files import cache_folder
 from quadriga.json_files import GARBLED, read_object
+from quadriga.packaged_models import PACKAGED_MODELS, packaged_file
 
 ASSETS = Path(__file__).parent / "assets"
 GGUF_SUFFIX = ".gguf"
@@ -81,11 +82,12 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
         cache_dir: `engine.cache_dir`, where converted files are kept.
 
     Raises:
-        ConfigError: It is none of bundled id, checkpoint directory, GGUF file, or reachable hub id.
+        ConfigError: It is none of bundled id, installed packaged model, checkpoint directory, GGUF
+            file, or reachable hub id.
     """
     if (ASSETS / model / "config.json").is_file():
         return ASSETS / model
-    path = Path(model).expanduser()
+    path = packaged_file(model) or Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
@@ -99,6 +101,7 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
     if "/" not in model or model.startswith((".", "/", "~")) or path.suffix == GGUF_SUFFIX:
         raise ConfigError(
             f"model: {model!r} is neither bundled ({', '.join(bundled_models())}) "
+            f"nor packaged ({', '.join(PACKAGED_MODELS)}) "
             "nor a directory or GGUF file here, nor a hub id (org/name)",
             param="model",
         )
@@ -175,11 +178,13 @@ def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
 
 def _source(model: str) -> str:
     path = Path(model).expanduser()
-    is_bundled = (ASSETS / model / "config.json").is_file()
-    return str(path.resolve()) if path.exists() and not is_bundled else model
+    is_name = model in PACKAGED_MODELS or (ASSETS / model / "config.json").is_file()
+    return str(path.resolve()) if path.exists() and not is_name else model
 
 
 def _public_name(model: str, path: Path) -> str:
+    if model in PACKAGED_MODELS:
+        return model
     if path.parent.name == "snapshots":
         return model.rsplit("/", 1)[-1]
     source = Path(model).expanduser()

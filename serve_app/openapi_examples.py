@@ -21,46 +21,52 @@ from quadriga.errors import (
 )
 
 CREATED = 1_767_225_600
+SERVED = "smollm2-135m-instruct"
+QUESTION = "What is the capital of France?"
 USAGE = {
-    "prompt_tokens": 11,
-    "completion_tokens": 9,
-    "total_tokens": 20,
-    "quadriga": {"exits": {"4": 5, "8": 4}},
+    "prompt_tokens": 37,
+    "completion_tokens": 8,
+    "total_tokens": 45,
+    "quadriga": {"exits": {"30": 8}},
 }
 MODEL = {
     "id": "quadriga-auto",
     "object": "model",
     "created": CREATED,
     "owned_by": "quadriga",
-    "root": "quadriga-s",
+    "root": SERVED,
     "parent": None,
-    "max_model_len": 2048,
+    "max_model_len": 8192,
 }
-MODELS = {"object": "list", "data": [MODEL | {"id": "quadriga-s"}, MODEL]}
-HEALTH = {"status": "ok", "models": ["quadriga-s"]}
+MODELS = {"object": "list", "data": [MODEL | {"id": SERVED}, MODEL]}
+HEALTH = {"status": "ok", "models": [SERVED]}
 ALIVE = {"status": "alive"}
 VERSION = {"version": "0.1.0"}
 LOAD = {"server_load": 3, "num_running": 4, "num_waiting": 0}
 METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n"
-TOKENS = {"tokens": [52, 81, 84], "count": 3, "max_model_len": 2048}
-TEXT = {"prompt": "Sort: 7 3 9 1\n"}
+TOKENS = {"tokens": [52, 81, 84], "count": 3, "max_model_len": 8192}
+TEXT = {"prompt": "The capital of France is"}
 COMPLETION: dict[str, Any] = {
     "id": "cmpl-5f0c1d",
     "object": "text_completion",
     "created": CREATED,
-    "model": "quadriga-s",
-    "choices": [{"index": 0, "text": "1 3 7 9", "logprobs": None, "finish_reason": "stop"}],
+    "model": SERVED,
+    "choices": [{"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "stop"}],
     "usage": USAGE,
 }
 CHAT: dict[str, Any] = {
     "id": "chatcmpl-5f0c1d",
     "object": "chat.completion",
     "created": CREATED,
-    "model": "quadriga-s",
+    "model": SERVED,
     "choices": [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "1 3 7 9", "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": "The capital of France is Paris.",
+                "refusal": None,
+            },
             "logprobs": None,
             "finish_reason": "stop",
         }
@@ -69,10 +75,10 @@ CHAT: dict[str, Any] = {
 }
 STREAM = 'data: {"id":"cmpl-5f0c1d", …}\n\ndata: [DONE]\n\n'
 COMPLETION_REQUESTS: dict[str, Any] = {
-    "text": {"model": "quadriga-auto", "prompt": "Sort: 7 3 9 1\n", "max_tokens": 32},
+    "text": {"model": "quadriga-auto", "prompt": "The capital of France is", "max_tokens": 32},
     "token ids, scored": {"prompt": [52, 81, 84], "max_tokens": 4, "logprobs": 2, "echo": True},
     "events": {
-        "prompt": "Count from 3 to 30.\n",
+        "prompt": "Once upon a time",
         "max_tokens": 64,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -81,13 +87,13 @@ COMPLETION_REQUESTS: dict[str, Any] = {
 CHAT_REQUESTS: dict[str, Any] = {
     "one turn": {
         "model": "quadriga-auto",
-        "messages": [{"role": "user", "content": "Sort: 7 3 9 1"}],
+        "messages": [{"role": "user", "content": QUESTION}],
         "max_completion_tokens": 32,
     },
     "parts": {
         "messages": [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "Reverse: 5 6 7"}]},
+            {"role": "user", "content": [{"type": "text", "text": "Why is the sky blue?"}]},
         ],
         "max_tokens": 16,
         "temperature": 0.7,
@@ -95,15 +101,15 @@ CHAT_REQUESTS: dict[str, Any] = {
     },
 }
 TOKENIZE_REQUESTS: dict[str, Any] = {
-    "text": {"prompt": "Sort: 7 3 9 1\n"},
-    "messages": {"messages": [{"role": "user", "content": "Sort: 7 3 9 1"}]},
+    "text": {"prompt": "The capital of France is"},
+    "messages": {"messages": [{"role": "user", "content": QUESTION}]},
 }
 DETOKENIZE_REQUESTS: dict[str, Any] = {"ids": {"tokens": [52, 81, 84]}}
 ERRORS: dict[type[QuadrigaError], str] = {
     InvalidRequest: "temperature: Input should be less than or equal to 2 (got 3)",
     Unauthenticated: "the API key is not known here",
     Forbidden: "the API key 'alice' is not an admin's",
-    UnknownModel: "model 'gpt' is not served here; served: quadriga-s (or 'quadriga-auto')",
+    UnknownModel: f"model 'gpt' is not served here; served: {SERVED} (or 'quadriga-auto')",
     RequestTimeout: "the body was not here within 30 s",
     BodyTooLarge: "the body is larger than the limit of 4000000 bytes",
     Overloaded: "the queues are full; retry in 1 s",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from quadriga.config import QuadrigaConfig
 from quadriga.errors import QuadrigaError
+from quadriga.packaged_models import FALLBACK_MODEL, default_model
+from serve_app.sample_request import sample_requests
 
 POLL_INTERVAL_S = 0.5
 STATUS_TIMEOUT_S = 5.0
@@ -53,19 +56,28 @@ def describe(
         needs_key: HTTP asks for the API key.
         key_hint: How to use the API key, where gRPC is on.
     """
-    model = (status.get("models") or ["quadriga-auto"])[0]
+    models = status.get("models") or ["quadriga-auto"]
+    samples = sample_requests(models[0])
     header = ' -H "authorization: Bearer $QUADRIGA_API_KEY"' if needs_key else ""
-    lines = ["", f"Quadriga serves {', '.join(status.get('models', []))}", ""]
+    lines = ["", f"Quadriga serves {', '.join(status.get('models', []))}"]
+    if FALLBACK_MODEL in models and (lack := default_model().lack):
+        lines.append(f"  {lack}")
+    lines.append("")
     lines += [
-        f"  {replica['role']:<8}{replica.get('depth_class') or '':<16}{replica['name']}  "
+        f"  {replica['role']:<8}{replica.get('depth_class') or '':<25}{replica['name']}  "
         f"on node {str(replica.get('node_id') or '?')[:8]}"
         for replica in status.get("replicas", [])
+    ]
+    json_type = "-H 'content-type: application/json'"
+    lines += [
+        f"  {name}: prompt and answer together {why}"
+        for name, why in status.get("contexts", {}).items()
     ]
     lines += [
         "",
         f"  HTTP  {http_url}   (docs at {http_url}/docs)",
-        f"""    curl {http_url}/v1/completions -H 'content-type: application/json'{header} \\
-      -d '{{"model": "{model}", "prompt": "Sort: 7 3 9 1\\n"}}'""",
+        f"""    curl -sN {http_url}{samples.http.path} {json_type}{header} \\
+      -d '{json.dumps(samples.http.body(models[0]))}'""",
     ]
     if grpc_address is not None:
         lines += [
@@ -73,7 +85,7 @@ def describe(
             f"  gRPC  {grpc_address}   {key_hint}",
             f"""    from quadriga.client import Client
     with Client("{grpc_address}", api_key=KEY) as client:
-        for piece in client.stream("Sort: 7 3 9 1\\n"):
+        for piece in client.stream({json.dumps(samples.grpc.prompt)}):
             print(piece.text, end="")""",
         ]
     return "\n".join([*lines, ""])

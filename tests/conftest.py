@@ -1,6 +1,7 @@
-"""How Hypothesis looks for examples in every folder.
+"""How Hypothesis looks for examples in every folder, and what is served where no model is named.
 
-Always the same ones, and no example is timed: a machine that stands still for a moment shows
+The bundled model is: its answers can be checked, and it is there on every machine. Examples are
+always the same ones, and none is timed: a machine that stands still for a moment shows
 nothing about the code. `make fuzz` asks for other examples each time, and for those that failed
 before first; `tests.hostile` says how many.
 """
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
+from quadriga import packaged_models
 from tests.hostile import EXAMPLES
+
+packaged_models.DEFAULT_MODEL = "quadriga-s"
 
 settings.register_profile(
     "steady",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
 MAX_FAULTS = 20  # kept per request; the first ones tell the story
 MAX_DETAIL_CHARS = 300
+DIGEST_CHARS = 16
 
 
 class Outcome(StrEnum):
@@ -43,6 +45,7 @@ class FaultKind(StrEnum):
     DONE = "done"  # [DONE] missing, repeated or not last
     UNCOUNTED = "uncounted"  # nothing in the response to count tokens by
     TEXT = "text"  # text differs from its own token ids
+    ANSWER = "answer"  # another answer than in the run that it was compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,12 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def digest(self) -> str:
+        """What stands for the answer in a results file: of its text, and of how it ended."""
+        content = f"{self.finish_reason}\n{self.text}"
+        return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Read files of one JSON object a line, plain or gzip, with bounds on everything."""
+"""Read files of one JSON object or one text a line, plain or gzip, with bounds on everything."""
 
 from __future__ import annotations
 
@@ -32,6 +32,29 @@ def read_objects(
     Raises:
         ConfigError: The file cannot be read, is empty, or a line is too long or no object.
     """
+    for where, line in _lines(path, param, limit, max_rows, max_line_bytes):
+        yield where, _parse(line, where, param)
+
+
+def read_texts(path: Path, *, param: str, limit: int | None = None) -> Iterator[str]:
+    """Yield each line that is not blank, without space around it.
+
+    Args:
+        param, limit: See `read_objects`.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty, or a line is too long or not UTF-8.
+    """
+    for where, line in _lines(path, param, limit, MAX_ROWS, MAX_LINE_BYTES):
+        try:
+            yield line.decode("utf-8").strip()
+        except UnicodeDecodeError as exc:
+            raise ConfigError(f"{where}: not UTF-8: {exc}", param=param) from exc
+
+
+def _lines(
+    path: Path, param: str, limit: int | None, max_rows: int, max_line_bytes: int
+) -> Iterator[tuple[str, bytes]]:
     count = number = 0
     try:
         with open_packed(path) as stream:
@@ -45,7 +68,7 @@ def read_objects(
                 if count == max_rows:
                     raise ConfigError(f"{where}: more than {max_rows} rows", param=param)
                 count += 1
-                yield where, _parse(line, where, param)
+                yield where, line
     except (OSError, EOFError, zlib.error) as exc:
         raise ConfigError(f"{path}: cannot be read: {exc}", param=param) from exc
     if not count:

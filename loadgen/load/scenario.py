@@ -28,8 +28,13 @@ from loadgen.load.workload import RequestSpec
 from loadgen.runner import Follow
 from loadgen.target import POOL_TEXT, Target, fit_prompts, token_pool
 from loadgen.wire.client_http import HttpClient
+from quadriga.checkpoint import bundled_models
 from quadriga.errors import ConfigError
 
+QUESTIONS = Path(__file__).parent / "questions.txt"
+"""English questions, one a line; sent where no load is named."""
+NUM_DEFAULT_TASKS = 100
+"""Sent instead to a model that knows nothing but the tasks."""
 PROMPT_MAX_TOKENS = 128
 TASK_MAX_TOKENS = 1024  # longer than the longest answer of any task
 _SECRETS = ("api_key", "api_key_file", "ca_file")
@@ -100,14 +105,31 @@ class Load:
         return digest.hexdigest()
 
 
+def choose_load(args: argparse.Namespace, model: str) -> None:
+    """Where no load is named, name the one that suits the model.
+
+    Raises:
+        ConfigError: An option says nothing about that load.
+    """
+    if _named_load(args) is not None:
+        return
+    if model in bundled_models():
+        args.tasks = NUM_DEFAULT_TASKS
+    else:
+        args.prompts = QUESTIONS
+    check_load(args)
+
+
 def check_load(args: argparse.Namespace) -> None:
     """Look at the options before anybody is connected to.
 
     Raises:
         ConfigError: An option cannot be, or its file is not there.
     """
-    _refuse_unused(args)
     _extra(args.extra)
+    if _named_load(args) is None:
+        return
+    _refuse_unused(args)
     if args.fit_prompts and endpoint_of(args) != "completions":
         raise ConfigError(
             "--fit-prompts: token ids have no chat form; use --endpoint completions",
@@ -169,8 +191,9 @@ async def build_load(
 
 def endpoint_of(args: argparse.Namespace) -> str:
     """Return `--endpoint`, or what suits the load."""
-    default = "chat" if isinstance(args.sessions, Path) else "completions"
-    return str(args.endpoint or default)
+    is_question = args.prompts is not None and workload.is_plain_text(args.prompts)
+    is_chat = isinstance(args.sessions, Path) or is_question
+    return str(args.endpoint or ("chat" if is_chat else "completions"))
 
 
 def describe(args: argparse.Namespace) -> str:
@@ -189,12 +212,16 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options for the record, without secrets and without folders."""
     config = {k: v for k, v in vars(args).items() if k not in _SECRETS}
     names = {key: config[key].name for key in _FILES if isinstance(config[key], Path)}
-    return config | names | {"endpoint": endpoint_of(args), "output": None}
+    return config | names | {"endpoint": endpoint_of(args), "output": None, "same_as": None}
+
+
+def _named_load(args: argparse.Namespace) -> str | None:
+    return next((n for n in ("trace", "tasks", "prompts", "sessions") if vars(args)[n]), None)
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     """Raises: ConfigError for an option that says nothing about this load: it would be ignored."""
-    load = next(name for name in ("trace", "tasks", "prompts", "sessions") if vars(args)[name])
+    load = _named_load(args)
     if load == "sessions":
         load = "sessions FILE" if isinstance(args.sessions, Path) else "sessions N"
     for name, (default, loads) in _ONLY_FOR.items():

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from loadgen.load.arrivals import Arrivals
-from loadgen.load.json_lines import read_objects
+from loadgen.load.json_lines import read_objects, read_texts
 from loadgen.load.traces import MAX_TOKENS, Trace
 from quadriga.errors import ConfigError
 
@@ -129,16 +129,20 @@ def from_tasks(
 def from_prompt_file(
     path: Path, arrivals: Arrivals, *, limit: int | None, max_tokens: int, seed: int
 ) -> list[RequestSpec]:
-    """Requests from JSON lines (or gzip): `prompt`, and optionally `answer`, `task`, `max_tokens`.
+    """Requests from a text file of a prompt a line, or from JSON lines; either may be packed.
 
-    `completion` and other fields are ignored.
+    JSON lines have `prompt`, and optionally `answer`, `task`, `max_tokens`; `completion` and other
+    fields are ignored.
 
     Raises:
         ConfigError: Naming file, line, field and value.
     """
-    rows = [
-        _check_row(row, where) for where, row in read_objects(path, param="prompts", limit=limit)
-    ]
+    rows: list[dict[str, Any]]
+    if is_plain_text(path):
+        rows = [{"prompt": text} for text in read_texts(path, param="prompts", limit=limit)]
+    else:
+        lines = read_objects(path, param="prompts", limit=limit)
+        rows = [_check_row(row, where) for where, row in lines]
     times = arrivals.times_s(len(rows), seed=seed)
     return [
         RequestSpec(
@@ -152,6 +156,11 @@ def from_prompt_file(
         )
         for index, row in enumerate(rows)
     ]
+
+
+def is_plain_text(path: Path) -> bool:
+    """Whether the name says that each line is a prompt as it stands."""
+    return path.name.removesuffix(".gz").endswith(".txt")
 
 
 def forms(endpoint: str, stream: str) -> list[Form]:

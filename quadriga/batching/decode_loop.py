@@ -26,8 +26,15 @@ from quadriga.exits import Criterion, ExitCounters, ExitUse
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
+from quadriga.policies.promises import AnswerLengths
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
-from quadriga.types import Emission, ResumePoint, SampledToken, SequenceState
+from quadriga.types import (
+    Emission,
+    LengthPrediction,
+    ResumePoint,
+    SampledToken,
+    SequenceState,
+)
 
 RATE_WINDOW_S = 10.0
 
@@ -49,6 +56,7 @@ class DecodeLoop:
             or the sequence is taken away; `depth.needs_deeper` names them.
 
     Attributes:
+        answers: Lengths of those that ended here; newcomers are promised memory by them.
         depth: Changes of the depth that is loaded.
         meter: What its steps cost.
 
@@ -71,6 +79,7 @@ class DecodeLoop:
     ) -> None:
         self.slots = slots
         self.counters = counters or ExitCounters()
+        self.answers = AnswerLengths()
         self._runner = runner
         self._eos_token_ids = eos_token_ids
         self._clock = clock
@@ -119,18 +128,33 @@ class DecodeLoop:
         max_total_tokens: int,
         num_tokens: int | None = None,
         priority: int = 0,
+        prediction: LengthPrediction | None = None,
     ) -> Slot:
         """Promise a row to a sequence on its way; the less important may be paused for it.
 
         Args:
             num_tokens: What it has now.
+            prediction: Of its tokens still to come, where that is known.
 
         Raises:
             KVCacheExhausted: No room now; paused sequences come before new ones.
             ContextTooLong: It can never fit.
         """
-        self._preemption.make_room(max_total_tokens, num_tokens, priority)
-        slot = self.slots.reserve(sequence_id, max_total_tokens, num_tokens)
+        upper_tokens = self.answers.upper_tokens
+        self._preemption.make_room(
+            max_total_tokens,
+            num_tokens,
+            priority,
+            upper_tokens=upper_tokens,
+            prediction=prediction,
+        )
+        slot = self.slots.reserve(
+            sequence_id,
+            max_total_tokens,
+            num_tokens,
+            upper_tokens=upper_tokens,
+            prediction=prediction,
+        )
         self.depth.reserved(sequence_id)
         return slot
 
@@ -196,6 +220,7 @@ class DecodeLoop:
             is_strict=state.exits.policy == "strict",
         )
         self.depth.settle_in(running)
+        self._preemption.note_room(running)
         self._places.add(running)
         self._first_deadline_unix_s = min(self._first_deadline_unix_s, state.deadline_unix_s)
         gap_s = running.gap_s or self._rebatcher.target_gap_s(self.num_running)
@@ -215,6 +240,7 @@ class DecodeLoop:
             return resting
         paused = self._preemption.paused.pop(sequence_id, None)
         if paused is not None:
+            self.answers.ended(len(paused.state.output_ids))
             return paused.state
         row = self._places.rows.get(sequence_id)
         if row is None:
@@ -224,6 +250,7 @@ class DecodeLoop:
             return None
         running = self._places.remove(row)
         self._runner.detach(row)
+        self.answers.ended(len(running.state.output_ids))
         return running.state
 
     def pause(self, sequence_id: str) -> bool:
@@ -415,10 +442,7 @@ class DecodeLoop:
     @property
     def least_priority(self) -> int | None:
         """Of the running sequences, where one may be paused for a more important newcomer."""
-        if self.slots.reservation != "used":
-            return None
-        running = self._places.running.values()
-        return max((r.state.priority for r in running), default=None)
+        return self._preemption.least_priority
 
     @property
     def num_running(self) -> int:

@@ -37,7 +37,8 @@ class ServeCommand:
         self._processes: dict[int, str] = {}
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "serve_app", "decode_replicas=1", "engine.compile=off"),
+                *(sys.executable, "-m", "serve_app", "model=quadriga-s", "decode_replicas=1"),
+                "engine.compile=off",
                 *("--http-port", str(http_port), "--grpc-port", str(grpc_port), *arguments),
             ],
             env=environment

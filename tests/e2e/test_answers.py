@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 
 from quadriga.client import Client
-from serve_app.demo import NUM_TASKS, ask_tasks, chat_over_http, stream_over_grpc
+from serve_app.demo import NUM_TASKS, ask_tasks, stream_over_grpc, stream_over_http
+from serve_app.sample_request import sample_requests
 from tests.e2e.conftest import Service
 
 
 def test_the_demonstration_gets_right_answers(service: Service, sdk: Client) -> None:
     out = io.StringIO()
-    counted = chat_over_http(service.base_url, service.model, out)
-    assert counted == "Counting: " + " ".join(map(str, range(3, 31)))
-    assert stream_over_grpc(sdk, service.model, out) == "Reversed: 9 8 7 6 5"
+    samples = sample_requests(service.model)
+    sorted_list = stream_over_http(service.base_url, service.model, samples.http, out)
+    assert sorted_list.text == "Sorted: 3 7 19 42 88"
+    assert sorted_list.faults("HTTP") == []
+    reversed_list = stream_over_grpc(sdk, service.model, samples.grpc, out)
+    assert reversed_list.text == "Reversed: 9 8 7 6 5"
+    assert reversed_list.faults("gRPC") == []
     score = ask_tasks(sdk, service.model, out)
     assert score.asked == NUM_TASKS
-    assert score.faults(knows_tasks=True) == []
+    assert score.faults() == []
     assert f"{score.right} answers right" in out.getvalue()

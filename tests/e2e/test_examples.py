@@ -15,6 +15,14 @@ FOLDER = Path(__file__).parents[2] / "examples"
 CLIENTS_PYTHON = "QUADRIGA_CLIENTS_PYTHON"
 TIMEOUT_S = 90
 
+SORT, COUNT, REVERSE = "Sort: 7 3 9 1", "Count from 3 to 30.", ("Reverse: 5 6 7", "Reverse: 9 8")
+# What each is asked, so that the answer of the model under test can be checked.
+QUESTIONS = {
+    "openai_stream.py": [COUNT],
+    "openai_async.py": REVERSE,
+    "sdk_stream.py": [COUNT],
+    "sdk_async.py": REVERSE,
+}
 # What each must print.
 EXPECTED = {
     "openai_chat.py": ["1 3 7 9", "quadriga-s: "],
@@ -38,7 +46,8 @@ ELSEWHERE = {"sdk_tls.py", "README.md"}  # in test_secured; no program
 
 
 def run(name: str, service: Service, python: str) -> str:
-    command = ["sh", name] if name.endswith(".sh") else [python, name]
+    questions = QUESTIONS.get(name, [SORT])
+    command = ["sh" if name.endswith(".sh") else python, name, *questions]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("QUADRIGA_")} | {
         "QUADRIGA_URL": service.base_url,
         "QUADRIGA_GRPC": service.grpc_target,

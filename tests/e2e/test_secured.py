@@ -100,7 +100,8 @@ def started(folder: Path, *options: str) -> Iterator[Secured]:
     write_keys(keys_file)
     https, plain_grpc, grpc_tls, admin = (free_port() for _ in range(4))
     command = [
-        *(sys.executable, "-m", "serve_app", "decode_replicas=1", "engine.compile=off"),
+        *(sys.executable, "-m", "serve_app", "model=quadriga-s", "decode_replicas=1"),
+        "engine.compile=off",
         "deterministic=true",  # early exits and all, the same answer every time
         *(f"auth.api_keys_file={keys_file}", f"admin.port={admin}"),
         *("--https-port", str(https), "--grpc-port", str(plain_grpc)),

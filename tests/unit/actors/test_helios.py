@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from actors.helios import HeliosControl
 from actors.helios_setup import set_up
 from actors.members import class_of, place_name
 from actors.status import Load, ParkedSequence, ReplicaStatus
+from quadriga.checkpoint import ASSETS
 from quadriga.clock import ManualClock
 from quadriga.config import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError, ReplicaDied
@@ -425,6 +429,18 @@ def test_what_cannot_be_chosen_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     made = load_config({"helios.enabled": True, "decode.rebatching": "drex", **two})
     with pytest.raises(ConfigError, match="2 pools"):
         set_up("app", made, HARDWARE, {})
+
+
+def test_a_pool_of_another_family_than_the_catalogue_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "another"
+    shutil.copytree(ASSETS / "quadriga-s", folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["added_tokens"] = tokenizer["added_tokens"][1:]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(ConfigError, match="another has another tokenizer than quadriga-"):
+        Stand(monkeypatch, model=str(folder))
 
 
 async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:

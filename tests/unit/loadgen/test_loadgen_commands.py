@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gzip
 import json
@@ -14,6 +15,9 @@ import pytest
 
 from loadgen.__main__ import COMMANDS, main
 from loadgen.fakes.server import FakeServer
+from loadgen.load.scenario import QUESTIONS, choose_load
+from loadgen.load_options import add_arguments
+from quadriga.errors import ConfigError
 from quadriga.training.tasks import TASKS, make_example, sample_examples
 from tests.unit.loadgen.conftest import Service
 
@@ -116,6 +120,63 @@ def test_prompt_file_with_answers(service: Service, tmp_path: Path) -> None:
     *_, last, summary = lines(tmp_path)
     assert summary["scores"] == {"answer": [1, 2], "copy": [1, 1]}
     assert last["max_tokens"] == 5 and last["score"] is None
+
+
+def test_a_text_file_is_a_chat_question_a_line(service: Service, tmp_path: Path) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("Why?\n\n  Where to?  \n")
+    assert run(service(), tmp_path, "--prompts", str(path), "--max-tokens", "4") == 0
+    _, *requests, _ = lines(tmp_path)
+    assert [r["endpoint"] for r in requests] == ["chat", "chat"]
+
+
+def test_a_text_file_must_be_utf_8(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_bytes(b"Why?\n\xff\xfe\n")
+    assert run(service(), tmp_path, "--prompts", str(path)) == 2
+    assert "questions.txt, line 2: not UTF-8" in capsys.readouterr().err
+
+
+def test_without_a_load_a_model_is_asked_the_questions(service: Service, tmp_path: Path) -> None:
+    assert run(service(), tmp_path, "--max-tokens", "2", "--warmup", "0") == 0
+    head, *requests, _ = lines(tmp_path)
+    assert head["scenario"] == "prompts questions.txt"
+    assert len(requests) == 100 and {r["endpoint"] for r in requests} == {"chat"}
+    questions = QUESTIONS.read_text(encoding="utf-8").splitlines()
+    assert len(set(questions)) == 100 and all(q == q.strip() != "" for q in questions)
+
+
+def test_without_a_load_a_model_that_knows_the_tasks_is_asked_them() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args([])
+    choose_load(args, "quadriga-s")
+    assert (args.tasks, args.prompts) == (100, None)
+    limited = parser.parse_args(["--limit", "5"])
+    with pytest.raises(ConfigError, match="--limit: not for --tasks"):
+        choose_load(limited, "quadriga-s")
+
+
+def test_answers_are_compared_with_an_earlier_run(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("one\ntwo\nthree\n")
+    words = ["--prompts", str(path), "--max-tokens", "40"]
+    started = service(answer={"one": "1", "two": "2", "three": "3"}.get)
+    assert run(started, tmp_path, *words, "--arrivals", "closed:1") == 0
+    before = (tmp_path / "out").rename(tmp_path / "before")
+    again = [*words, "--same-as", str(before)]
+    assert run(started, tmp_path, *again) == 0
+    assert "run.jsonl: 3 of 3" in capsys.readouterr().out.replace("\n", "")
+    other = service(answer={"one": "1", "two": "II", "three": "3"}.get)
+    assert run(other, tmp_path, *again) == 1
+    *_, summary = lines(tmp_path)
+    assert summary["faults"] == {"answer": 1} and summary["ok"] == 2
+    assert run(started, tmp_path, *again, "--seed", "7") == 2
+    assert "sent another load" in capsys.readouterr().err
 
 
 def test_fit_prompts_cuts_to_the_context(service: Service, tmp_path: Path) -> None:

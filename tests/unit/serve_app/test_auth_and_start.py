@@ -186,7 +186,7 @@ def test_the_banner_names_what_runs_and_how_to_try_it() -> None:
         ],
     }
     text = describe(status, http_url="http://h:1", grpc_address="h:2", key_hint="key: in f")
-    for part in ("prefill", "quadriga-s@8", "curl http://h:1/v1/completions", "h:2", "key: in f"):
+    for part in ("prefill", "quadriga-s@8", "curl -sN http://h:1/v1/chat/", "h:2", "key: in f"):
         assert part in text
 
 

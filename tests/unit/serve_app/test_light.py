@@ -12,7 +12,7 @@ from quadriga.config import load_config
 from serve_app.models import ModelDirectory
 import actors.controller, actors.lookup, actors.scheduler
 
-models = ModelDirectory.load(load_config({}))
+models = ModelDirectory.load(load_config({"model": "quadriga-s"}))
 tokenizer = models.find("quadriga-auto").tokenizer
 tokenizer.render_chat([{"role": "user", "content": "a"}])
 print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "safetensors"}))

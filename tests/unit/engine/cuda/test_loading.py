@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.config import QuadrigaConfig
+from quadriga.config import QuadrigaConfig, load_config
 from quadriga.engine.cuda import loading
 from quadriga.engine.cuda.loading import bytes_per_token, tokens_that_fit
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
@@ -97,6 +97,25 @@ def test_capacity_is_lowered_to_the_share(
         loading._fit(long, config, GPU)
 
 
+def test_the_length_of_a_sequence_follows_the_gpu_where_nobody_names_it(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_model_config(spec.checkpoint.path)
+    page = PAGE_TOKENS * bytes_per_token(spec, config)
+    long = replace(
+        spec, fits_length=True, row_capacity_tokens=131_072, kv_capacity_tokens=4 * 131_072
+    )
+    with_memory(monkeypatch, free=200 * page, total=200 * page, reserved=0)
+    fitted = loading._fit(long, config, GPU)
+    assert fitted.kv_capacity_tokens == (99 - 4) * PAGE_TOKENS
+    assert fitted.row_capacity_tokens == fitted.kv_capacity_tokens // 2 // 256 * 256
+    with_memory(monkeypatch, free=8 * page, total=200 * page, reserved=0)
+    assert loading._fit(long, config, GPU).row_capacity_tokens == (7 - 4) * PAGE_TOKENS
+    with_memory(monkeypatch, free=5 * page, total=200 * page, reserved=0)
+    with pytest.raises(ConfigError, match=r"hold 0 tokens .* less than one sequence of 256"):
+        loading._fit(long, config, GPU)
+
+
 def test_kept_states_take_memory_too(spec: EngineSpec) -> None:
     config = read_model_config(spec.checkpoint.path)
     exits = replace(spec, exits=ExitSpec((1,)), skipped_kv="project")
@@ -121,12 +140,12 @@ def test_a_named_capacity_is_held_or_refused(
 def test_configuration() -> None:
     """Auto leaves the capacity to the replica; a number does not."""
     gpus = Hardware(num_cpus=8, num_gpus=4)
-    auto = resolve(QuadrigaConfig(), gpus).replicas[-1].engine
+    auto = resolve(load_config({}), gpus).replicas[-1].engine
     assert (auto.device, auto.dtype, auto.attention) == ("cuda", "bfloat16", "auto")
     assert auto.gpu_memory_share == 0.85
     assert auto.kv_capacity_tokens == auto.num_rows * auto.row_capacity_tokens
     engine = {"kv_memory_bytes": 1 << 26, "attention": "triton"}
-    named = resolve(QuadrigaConfig.model_validate({"engine": engine}), gpus).replicas[-1].engine
+    named = resolve(load_config({"engine": engine}), gpus).replicas[-1].engine
     assert named.gpu_memory_share is None and named.attention == "triton"
     assert named.kv_capacity_tokens < auto.kv_capacity_tokens
     for key, value in (("gpu_memory_share", 0.0), ("gpu_memory_share", 1.1), ("attention", "sdpa")):
