@@ -144,6 +144,7 @@ class Controller:
         return {
             "app": self._app,
             "models": desired.models if desired is not None else [],
+            "contexts": self._contexts(desired),
             "num_desired": num_wanted,
             "num_ready": len(ready),
             "is_ready": num_wanted > 0 and len(ready) == num_wanted == len(members),
@@ -161,6 +162,19 @@ class Controller:
                 for m in sorted(members, key=lambda m: m.name)
             ],
         }
+
+    def _contexts(self, desired: Desired | None) -> dict[str, str]:
+        """By model: how long a sequence may be, and why; of those that serve."""
+        told: dict[str, tuple[int, str]] = {}
+        for member in self._fleet.members.values():
+            if desired is None or member.status is None or member.phase is not Phase.READY:
+                continue
+            info = member.status.info
+            sentence = desired.why_so_long(info)
+            if sentence is not None:
+                least = told.get(info.depth_class.model, (info.max_model_len + 1, ""))
+                told[info.depth_class.model] = min(least, (info.max_model_len, sentence))
+        return {model: sentence for model, (_, sentence) in sorted(told.items())}
 
     async def operators_view(self) -> dict[str, Any]:
         """The fleet and what its replicas count at their exits, for the admin port."""

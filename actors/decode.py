@@ -182,12 +182,16 @@ class DecodeReplica(Replica[DecodeCore]):
 
     # RowHost
 
-    async def reserve_row(
-        self, sequence_id: str, max_total_tokens: int, num_tokens: int, priority: int
-    ) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> int:
         def reserve(core: DecodeCore) -> int:
-            slot = core.loop.reserve(sequence_id, max_total_tokens, num_tokens, priority)
-            self.arrived(sequence_id)
+            slot = core.loop.reserve(
+                offer.sequence_id,
+                offer.max_total_tokens,
+                offer.num_tokens,
+                offer.priority,
+                offer.prediction,
+            )
+            self.arrived(offer.sequence_id)
             return slot.row
 
         return await self.engine.call(reserve)

@@ -204,6 +204,7 @@ class DecodeCore:
                 num_pauses=loop.num_pauses,
                 num_resumes=loop.num_resumes,
                 least_priority=loop.least_priority,
+                upper_tokens=loop.answers.upper_tokens,
                 relay=self._relay_figures(),
                 strict_depth=self._strict_depth,
                 parked=self._parked,

@@ -10,9 +10,11 @@ from actors.fleet import Key
 from actors.helios_setup import HeliosSetup, set_up
 from actors.placement import cluster_hardware
 from quadriga.config import load_config
+from quadriga.engine_spec import DTYPE_BYTES
+from quadriga.kv_memory import describe_length
 from quadriga.pacing import find_profile
 from quadriga.resolve import Deployment, Hardware, ReplicaSpec, resolve
-from quadriga.types import Role
+from quadriga.types import ReplicaInfo, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,22 @@ class Desired:
     config: dict[str, Any]
     deployment: Deployment
     places: Mapping[Key, ReplicaSpec]
+
+    def why_so_long(self, info: ReplicaInfo) -> str | None:
+        """How long a sequence may be at a replica, and why; None for a model nobody named here."""
+        checkpoint = self.deployment.checkpoint(info.depth_class.model)
+        spec = next((s.engine for (role, _), s in self.places.items() if role is info.role), None)
+        if checkpoint is None or spec is None:
+            return None
+        depth = info.depth_class.depth or checkpoint.num_layers
+        return describe_length(
+            info.max_model_len,
+            checkpoint.max_model_len,
+            kv_tokens=info.kv_capacity_tokens,
+            token_bytes=checkpoint.kv_bytes_per_token(depth, DTYPE_BYTES[spec.dtype]),
+            is_auto=self.deployment.config.engine.max_model_len == "auto",
+            runner=spec.runner,
+        )
 
     @property
     def models(self) -> list[str]:

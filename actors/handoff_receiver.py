@@ -32,9 +32,7 @@ MAX_LIVE = 2
 class RowHost(Protocol):
     """What the receiving side asks of the engine that owns the rows."""
 
-    async def reserve_row(
-        self, sequence_id: str, max_total_tokens: int, num_tokens: int, priority: int
-    ) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> int:
         """Promise a row; see `DecodeLoop.reserve`. Raises: KVCacheExhausted, ContextTooLong."""
 
     async def release_row(self, sequence_id: str) -> None:
@@ -106,9 +104,7 @@ class HandoffReceiver:
             self._reserving.discard(offer.sequence_id)
 
     async def _open(self, offer: TransferOffer) -> None:
-        row = await self._host.reserve_row(
-            offer.sequence_id, offer.max_total_tokens, offer.num_tokens, offer.priority
-        )
+        row = await self._host.reserve_row(offer)
         try:
             with self._lock:
                 self._check_live(offer)

@@ -72,7 +72,7 @@ def set_up(
     specs: dict[tuple[Role, DepthClass], ReplicaSpec] = {}
     for model in started.picked.candidates:
         for depth in model.exit_depths:
-            for spec in _specs_at(config, hardware, model.source, depth):
+            for spec in _specs_at(config, hardware, model.source, depth, decode.kv_memory_bytes):
                 like = next(s for (role, _), s in places.items() if role is spec.role)
                 specs[spec.role, DepthClass(model.id, depth)] = replace(
                     spec,
@@ -118,13 +118,24 @@ def _device(decode: EngineSpec) -> Device:
 
 
 def _specs_at(
-    config: QuadrigaConfig, hardware: Hardware, model: str, depth: int
+    config: QuadrigaConfig, hardware: Hardware, model: str, depth: int, memory: int | None
 ) -> tuple[ReplicaSpec, ...]:
-    """What each role runs at a class. Raises: ConfigError."""
+    """What each role runs at a class.
+
+    Args:
+        memory: Bytes of KV that every replica has; None: what its GPU has left.
+
+    Raises: ConfigError.
+    """
+    engine = config.engine
+    if memory is not None:
+        engine = engine.model_copy(update={"kv_memory_bytes": memory})
     pool = config.pools[0].model_copy(
         update={"model": model, "depth": depth, "prefill_replicas": 1, "decode_replicas": 1}
     )
-    return resolve(config.model_copy(update={"pools": (pool,)}), hardware).replicas
+    return resolve(
+        config.model_copy(update={"pools": (pool,), "engine": engine}), hardware
+    ).replicas
 
 
 def _load_history(app: str, config: QuadrigaConfig) -> HistoryTable:

@@ -47,12 +47,16 @@ def parse_replica_name(app: str, name: str) -> tuple[Role, int] | None:
 def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     """Hash of all that a replica was started with and cannot change while it lives.
 
-    What Ray reserves for it is left out: that follows the cluster's size. So is the depth, where it
-    changes while a replica lives.
+    What Ray reserves for it, and what KV memory it has where nobody says how much, are left out:
+    these follow the cluster's size. So is the depth, where it changes while a replica lives.
     """
     engine = asdict(spec.engine)
+    engine |= dict.fromkeys(
+        ("num_rows", "row_capacity_tokens", "kv_capacity_tokens", "kv_memory_bytes")
+    )
+    engine["memory"] = [config["engine"][name] for name in ("max_model_len", "kv_memory_bytes")]
     if config["helios"]["enabled"]:
-        engine |= dict.fromkeys(("depth", "exits", "kv_capacity_tokens"))
+        engine |= dict.fromkeys(("depth", "exits"))
     sections = ("transport", "lifecycle", spec.role.value)
     facts = [engine, dict(spec.node_labels), *(config[section] for section in sections)]
     facts.append(config["deterministic"])

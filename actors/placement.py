@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import NAMESPACE, forget_actor
 from actors.lifecycle import parse_replica_name
+from quadriga.kv_memory import NodeMemory
 from quadriga.resolve import Hardware, ReplicaSpec
 from quadriga.types import Role
 
@@ -98,6 +99,13 @@ def groups_of(app: str) -> list[str]:
 def cluster_hardware() -> Hardware:
     """What the cluster has now."""
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    nodes = []
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        has = node["Resources"]
+        if node["Alive"] and has.get("CPU") and has.get("memory"):
+            nodes.append(NodeMemory(float(has["CPU"]), int(has["memory"])))
     return Hardware(
-        num_cpus=float(resources.get("CPU", 1.0)), num_gpus=float(resources.get("GPU", 0.0))
+        num_cpus=float(resources.get("CPU", 1.0)),
+        num_gpus=float(resources.get("GPU", 0.0)),
+        nodes=tuple(nodes),
     )

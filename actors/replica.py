@@ -137,6 +137,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             kv_capacity_tokens=spec.engine.kv_capacity_tokens,
             transports=self.transport.names,
             reservation=self.config.decode.reservation if spec.role is Role.DECODE else "longest",
+            max_model_len=spec.engine.row_capacity_tokens,
         )
         self._resizing = Resizing(self)
         self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed)
@@ -151,7 +152,12 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         On the engine's thread, before the core is there: nobody asks for a capacity earlier.
         """
         self.spec = replace(self.spec, engine=engine)
-        self.info_record = replace(self.info_record, kv_capacity_tokens=engine.kv_capacity_tokens)
+        self.info_record = replace(
+            self.info_record,
+            num_slots=engine.num_rows,
+            kv_capacity_tokens=engine.kv_capacity_tokens,
+            max_model_len=engine.row_capacity_tokens,
+        )
 
     def resized(self, engine: EngineSpec) -> None:
         """Another depth is served from now on."""
@@ -399,6 +405,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             draining=self._is_draining,
             num_paused=load.num_paused,
             least_priority=load.least_priority,
+            upper_tokens=load.upper_tokens,
             sent_s=self.clock.now_s(),
             loaded_s=loaded_s,
         )

@@ -47,6 +47,7 @@ class Load:
     num_pauses: int = 0
     num_resumes: int = 0
     least_priority: int | None = None
+    upper_tokens: int = 1
     relay: RelayMemory | None = None
     strict_depth: int = 0
     parked: tuple[ParkedSequence, ...] = ()

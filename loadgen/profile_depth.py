@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.bench.profile import decode_step_s, prefill_s
+from loadgen.paper.helios_shadow import read_again
 from loadgen.paper.task_suite import Prompt, TaskSuite
 from quadriga.batching.calibration import Dummies
 from quadriga.catalogue.energy import EnergyMeter
@@ -25,8 +26,9 @@ from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.engine_spec import EngineSpec
 from quadriga.exits import NO_EXITS
 from quadriga.files import cache_folder
-from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.types import SamplingParams, SequenceState, TokenLogprob
+from quadriga.interfaces import ModelRunner
+from quadriga.llm import LLM
+from quadriga.types import SamplingParams
 
 CONTEXT_TOKENS = 128
 PROMPT_TOKENS = 64
@@ -135,7 +137,8 @@ def measure(
     exits: dict[int, AtExit] = {}
     if job.examples:
         suite = TaskSuite.make(checkpoint, job.examples, seed=job.seed)
-        answers = generate(runner, suite.prompts, suite.eos, max(job.batches), say)
+        llm = LLM.over(runner)
+        answers = generate(llm, suite.prompts, say)
         right = suite.right(dict(enumerate(answers.token_ids)))
         accuracy = sum(right) / len(right)
         perplexity = math.exp(answers.nll / max(1, answers.num_tokens))
@@ -149,7 +152,7 @@ def measure(
             for file in sorted(folder.glob("*.json")):
                 depth = int(file.stem)
                 if depth != job.depth:
-                    share = unchanged_share(runner, suite.prompts, json.loads(file.read_text()))
+                    share = unchanged_share(llm, suite.prompts, json.loads(file.read_text()))
                     exits[depth] = replace(exits[depth], unchanged=share)
     record = DepthRecord(
         depth=job.depth,
@@ -186,103 +189,44 @@ def spec_of(checkpoint: Checkpoint, job: Job) -> EngineSpec:
 
 def joules_per_token(runner: ModelRunner, meter: EnergyMeter, batch: int) -> float | None:
     """Energy of decoding, over half a second of it; None where the counter stood still."""
-    rows = list(range(batch))
-    with Dummies(runner, batch, CONTEXT_TOKENS):
-        runner.decode(rows)
+    with Dummies(runner, batch, CONTEXT_TOKENS) as dummies:
+        dummies.decode()
         before, num_steps = meter.read(), 0
         end_s = time.perf_counter() + ENERGY_S
         while time.perf_counter() < end_s:
-            runner.decode(rows)
+            dummies.decode()
             num_steps += 1
         joules = meter.read().joules - before.joules
     return joules / (num_steps * batch) if joules > 0.0 else None
 
 
-def generate(
-    runner: ModelRunner,
-    prompts: Sequence[Prompt],
-    eos: frozenset[int],
-    num_rows: int,
-    say: Callable[[dict[str, Any]], None],
-) -> Answers:
+def generate(llm: LLM, prompts: Sequence[Prompt], say: Callable[[dict[str, Any]], None]) -> Answers:
     """Answer every prompt greedily, each token from the deepest layer there is."""
     answers = Answers([[] for _ in prompts])
-    waiting = list(range(len(prompts)))[::-1]
-    free = list(range(num_rows))[::-1]
-    running: dict[int, tuple[int, SequenceState]] = {}
-
-    def take(row: int, token_id: int, logprob: TokenLogprob | None) -> None:
-        index, state = running[row]
-        assert logprob is not None and logprob.logprob is not None  # asked for
-        answers.token_ids[index].append(token_id)
-        answers.nll -= logprob.logprob
-        state.output_ids.append(token_id)
-        if token_id in eos or len(state.output_ids) >= state.sampling.max_tokens:
-            del running[row]
-            runner.detach(row)
-            free.append(row)
+    most = llm.loop.decode.slots.row_capacity_tokens
+    asked = [
+        SamplingParams(
+            min(MAX_ANSWER_TOKENS, most - len(p.token_ids)), temperature=0.0, num_logprobs=0
+        )
+        for p in prompts
+    ]
+    for news in llm.stream([p.token_ids for p in prompts], asked):
+        answers.token_ids[news.index] += news.token_ids
+        answers.nll -= sum(said.logprob or 0.0 for said in news.logprobs)
+        if news.finish_reason is not None:
             say({"done": 1})
-
-    while waiting or running:
-        while waiting and free:
-            row, index = free.pop(), waiting.pop()
-            ids = prompts[index].token_ids
-            room = runner.row_capacity_tokens - len(ids)
-            state = _state(ids, min(MAX_ANSWER_TOKENS, room), num_logprobs=0)
-            running[row] = (index, state)
-            runner.attach(row, state)
-            first = runner.prefill([PrefillChunk(row, ids, 0, True)])[0]
-            assert first is not None  # the prompt ends there
-            take(row, first.token_id, first.logprob)
-        rows = list(running)
-        if rows:
-            for row, token in zip(rows, runner.decode(rows), strict=True):
-                take(row, token.token_id, token.logprob)
     return answers
 
 
-def unchanged_share(
-    runner: ModelRunner, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]
-) -> float:
-    """Share of another depth's tokens that this one says too, after the same text.
-
-    The answers are read as prompts, teacher-forced: one pass each.
-    """
-    same = seen = 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = [*prompt.token_ids, *answer]
-        runner.attach(0, _state(ids, 1, num_prompt_logprobs=1))
-        read = runner.prefill([PrefillChunk(0, ids, 0, True)])[0]
-        runner.detach(0)
-        assert read is not None and read.prompt_logprobs is not None  # asked for
-        for said, found in zip(answer, read.prompt_logprobs[-len(answer) :], strict=True):
-            same += found.top[0][0] == said
-        seen += len(answer)
-    return same / max(1, seen)
-
-
-def _state(
-    prompt_ids: Sequence[int],
-    max_tokens: int,
-    *,
-    num_logprobs: int | None = None,
-    num_prompt_logprobs: int | None = None,
-) -> SequenceState:
-    return SequenceState(
-        sequence_id="profile",
-        request_id="profile",
-        model="",
-        prompt_ids=list(prompt_ids),
-        sampling=SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0,
-            num_logprobs=num_logprobs,
-            num_prompt_logprobs=num_prompt_logprobs,
-        ),
-        ingress_id="",
-        arrival_unix_s=0.0,
-        deadline_unix_s=math.inf,
-    )
+def unchanged_share(llm: LLM, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> float:
+    """Share of another depth's tokens that this one says too, after the same text."""
+    again = read_again(llm, [p.token_ids for p in prompts], answers)
+    pairs = [
+        pair
+        for one, said in zip(answers, again, strict=True)
+        for pair in zip(one, said, strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / max(1, len(pairs))
 
 
 def _resident_bytes() -> int:

@@ -1,0 +1,28 @@
+"""Quadriga: early-exit language models, served on Ray or run in this process (`quadriga.LLM`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quadriga.exits import ExitParams
+    from quadriga.llm import LLM
+    from quadriga.types import RequestOutput, SamplingParams
+
+_HOMES = {
+    "LLM": "quadriga.llm",
+    "RequestOutput": "quadriga.types",
+    "SamplingParams": "quadriga.types",
+    "ExitParams": "quadriga.exits",
+}
+
+__all__ = ["LLM", "ExitParams", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for only then: the client needs neither torch nor pydantic."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quadriga' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -117,12 +117,14 @@ class EngineConfig(Section):
         "$XDG_CACHE_HOME/quadriga, which without that variable is ~/.cache/quadriga.",
     )
     max_model_len: Auto | Annotated[int, Field(ge=1, le=1 << 30)] = Field(
-        "auto", description="Most tokens of one sequence; auto: what the checkpoint allows."
+        "auto",
+        description="Most tokens of one sequence; auto: what the checkpoint allows, but at most "
+        "half of what the KV memory holds (an eighth in the relay batch), or 2,048.",
     )
     kv_memory_bytes: Auto | Annotated[int, Field(ge=1, le=1 << 50)] = Field(
         "auto",
-        description="KV cache per replica; auto: 1 GiB on CPUs, on GPUs what gpu_memory_share "
-        "leaves beside the weights.",
+        description="KV cache per replica; auto: on CPUs an equal share of half of the memory that "
+        "the weights leave on a node, on GPUs what gpu_memory_share leaves beside the weights.",
     )
     gpu_memory_share: float = Field(
         0.85,
@@ -186,10 +188,10 @@ class DecodeConfig(Section):
         "Models without exits run at full depth whatever is said here.",
     )
     reservation: Literal["longest", "used"] = Field(
-        "longest",
-        description="longest: a sequence reserves all it can grow to, nobody is ever paused; used: "
-        "it reserves what it has and grows, more fit, and where memory fills the least important "
-        "are paused to host memory.",
+        "used",
+        description="used: a sequence reserves what it has and what answers usually add, and "
+        "grows; where memory fills, some are paused to host memory; longest: it reserves "
+        "all it can grow to, fewer fit, and nobody is ever paused.",
     )
     pace: str | None = Field(
         None, description="Pad each step to a modelled device time: a profile's name."

@@ -27,6 +27,8 @@ class EngineSpec:
         num_rows: Sequences whose KV it can hold at once.
         row_capacity_tokens: Most tokens of one sequence.
         kv_capacity_tokens: Tokens of KV over all rows; at most num_rows · row_capacity_tokens.
+        fits_length: Lower `row_capacity_tokens` at load, too, to what `kv_memory.fitting_length`
+            says of the KV that the GPU holds.
         exits: Early exits in use, all below `depth`.
         can_exit: Tokens may leave early here. A prefill replica knows the exits only to give tokens
             of a sequence that is rebuilt the depth at which they once left.
@@ -63,6 +65,7 @@ class EngineSpec:
     runner: Runner = "native"
     attention: Attention = "auto"
     gpu_memory_share: float | None = None
+    fits_length: bool = False
     exit_plan: ExitSpec = NO_EXITS
     kv_memory_bytes: int | None = None
     keep_tokens: int = 256

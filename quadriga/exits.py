@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.json_files import read_object
 
 ExitKind = Literal["shared", "norm", "head"]
@@ -83,6 +83,44 @@ class ExitParams:
     policy: ExitPolicy = "strict"
     max_depth: int = 0
     sla_tbt_s: float = 0.0
+
+
+def read_exit_params(
+    asked: ExitParams | None, exits: ExitSpec, model: str, *, depth: int, full: int
+) -> ExitParams:
+    """Return what a request asks of a model's exits, if it can be had.
+
+    Args:
+        asked: None: the model's own threshold, `bounded`.
+        exits: Those in use.
+        depth: Layers that are loaded, of `full`.
+
+    Raises:
+        InvalidRequest: There are no exits, no token can leave at `max_depth`, or `strict` cannot
+            be kept.
+    """
+    if not exits.layers:
+        if asked is not None and (asked.threshold < NEVER or asked.max_depth):
+            raise InvalidRequest(
+                f"exits: {model} has no early exits here; leave it out", param="exits"
+            )
+        return FULL_DEPTH
+    params = asked or ExitParams(exits.threshold, "bounded")
+    if params.max_depth and not exits.layers[0] <= params.max_depth <= full:
+        raise InvalidRequest(
+            f"max_depth: {params.max_depth} must be in {exits.layers[0]}..{full}; {model} can be "
+            f"left after {', '.join(str(k) for k in exits.layers)} or {full} layers",
+            param="max_depth",
+        )
+    limit = params.max_depth or depth
+    if params.policy == "strict" and params.threshold < NEVER and limit < full:
+        what = "max_depth" if params.max_depth else "this deployment"
+        raise InvalidRequest(
+            f"exit_policy: 'strict' lets no token leave below its threshold, but {what} ends "
+            f"at {limit} of {full} layers; use 'bounded'",
+            param="exit_policy",
+        )
+    return params
 
 
 NO_EXITS = ExitSpec()

@@ -8,8 +8,16 @@ and say so.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from quadriga.errors import ConfigError
+
+
+class Device(Protocol):
+    """A modelled device."""
+
+    def pass_s(self, share: float, num_sequences: int, num_tokens: int, /) -> float:
+        """Seconds of a pass through this share of the layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,10 @@ class PaceProfile:
     def step_s(self, num_sequences: int, num_tokens: int) -> float:
         """Seconds one step takes for a batch of this size."""
         return self.base_s + self.per_sequence_s * num_sequences + self.per_token_s * num_tokens
+
+    def pass_s(self, share: float, num_sequences: int, num_tokens: int) -> float:
+        """Seconds through this share of the layers."""
+        return share * self.step_s(num_sequences, num_tokens)
 
 
 # ARES §5.3 measures one point: 18.23 ms a step for DeepSeek-R1-Distill-Qwen-7B on an RTX 4090D

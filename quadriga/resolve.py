@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from quadriga.checkpoint import Checkpoint, read_checkpoint
@@ -12,6 +12,15 @@ from quadriga.errors import ConfigError
 from quadriga.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS, ExitSpec, SkippedKV
 from quadriga.families import NATIVE_ARCHITECTURES
 from quadriga.files import cache_folder
+from quadriga.kv_memory import (
+    FLOOR_TOKENS,
+    NodeMemory,
+    Weights,
+    fitting_length,
+    kv_bytes_per_replica,
+    least_length,
+    weight_bytes,
+)
 from quadriga.types import Role
 
 __all__ = [
@@ -24,15 +33,18 @@ __all__ = [
     "resolve",
 ]
 
-CPU_KV_MEMORY_BYTES = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the cluster has."""
+    """What the cluster has.
+
+    Attributes:
+        nodes: Those that may run replicas, as far as they have joined.
+    """
 
     num_cpus: float
     num_gpus: float = 0
+    nodes: tuple[NodeMemory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +96,12 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
             "transport.kind: 'nccl' moves KV between GPUs and engine.device is 'cpu'; use 'auto'",
             param="transport.kind",
         )
+    engine = config.engine
+    dtype: Dtype = (
+        engine.dtype if engine.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    )
     checkpoints: dict[str, Checkpoint] = {}
-    replicas: list[ReplicaSpec] = []
-    num_replicas = sum(p.prefill_replicas + p.decode_replicas for p in config.pools)
+    pools: list[_Pool] = []
     for index, pool in enumerate(config.pools):
         checkpoint = read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
         checkpoint = replace(checkpoint, exits=configured_exits(pool.exits, index, checkpoint))
@@ -97,15 +112,28 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
                 f"({known.path}, {checkpoint.path}); rename one of them",
                 param=f"pools.{index}.model",
             )
+        depth = pool.depth or checkpoint.num_layers
+        if depth > checkpoint.num_layers:
+            raise ConfigError(
+                f"pools.{index}.depth: {depth} is beyond the {checkpoint.num_layers} layers of "
+                f"{checkpoint.id}",
+                param=f"pools.{index}.depth",
+            )
+        runner = _runner(pool, index, checkpoint, depth)
+        pools.append(_Pool(index, pool, checkpoint, depth, runner))
+    cpus_each = _cpus(config, device, hardware, _num_replicas(config))
+    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each)
+    replicas: list[ReplicaSpec] = []
+    for one in pools:
+        pool, memory = one.config, memory_for(one.checkpoint)
         for role, count, rows, labels in (
             (Role.PREFILL, pool.prefill_replicas, config.prefill.num_rows, pool.prefill_labels),
             (Role.DECODE, pool.decode_replicas, config.decode.max_slots, pool.decode_labels),
         ):
-            engine = _engine_spec(config, pool, index, role, checkpoint, device, rows)
             spec = ReplicaSpec(
                 role,
-                engine,
-                num_cpus=_cpus(config, device, hardware, num_replicas),
+                _engine_spec(config, one, role, device, dtype, rows, memory),
+                num_cpus=cpus_each,
                 num_gpus=_gpus(config, device),
                 node_labels=labels,
             )
@@ -115,40 +143,21 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
 
 def _engine_spec(
     config: QuadrigaConfig,
-    pool: PoolConfig,
-    index: int,
+    pool: _Pool,
     role: Role,
-    checkpoint: Checkpoint,
     device: Device,
+    dtype: Dtype,
     num_rows: int,
+    memory: int | None,
 ) -> EngineSpec:
-    depth = pool.depth or checkpoint.num_layers
-    if depth > checkpoint.num_layers:
-        raise ConfigError(
-            f"pools.{index}.depth: {depth} is beyond the {checkpoint.num_layers} layers of "
-            f"{checkpoint.id}",
-            param=f"pools.{index}.depth",
-        )
-    runner = _runner(pool, index, checkpoint, depth)
-    engine = config.engine
-    dtype: Dtype = (
-        engine.dtype if engine.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    engine, checkpoint = config.engine, pool.checkpoint
+    index, depth, runner = pool.index, pool.depth, pool.runner
+    max_len, capacity = _kv_capacity(
+        config, checkpoint, dtype, runner, depth=depth, num_rows=num_rows, memory=memory
     )
-    max_len = checkpoint.max_model_len
-    if engine.max_model_len != "auto":
-        if engine.max_model_len > max_len:
-            raise ConfigError(
-                f"engine.max_model_len: {engine.max_model_len} is beyond the {max_len} positions "
-                f"of {checkpoint.id}",
-                param="engine.max_model_len",
-            )
-        max_len = engine.max_model_len
-    capacity, fits_to_gpu = _kv_capacity(
-        config, checkpoint, depth, device, dtype, num_rows, max_len
-    )
-    if runner == "baton" and role is Role.DECODE:
+    if runner == "baton" and role is Role.DECODE and memory is not None:
         # Its batch is dense: a short row takes as much as the longest beside it.
-        num_rows = capacity // max_len
+        num_rows = max(1, capacity // max_len)
         capacity = num_rows * max_len
     cache_dir = cache_folder(engine.cache_dir)
     return EngineSpec(
@@ -166,11 +175,12 @@ def _engine_spec(
         exits=_exits_in_use(config, index, checkpoint, depth, runner),
         can_exit=role is Role.DECODE,
         exit_plan=_exits_in_use(config, index, checkpoint, checkpoint.num_layers, runner),
-        kv_memory_bytes=_kv_memory(config, device),
-        skipped_kv=_skipped_kv(pool, index, checkpoint),
+        kv_memory_bytes=memory,
+        skipped_kv=_skipped_kv(pool.config, index, checkpoint),
         replay_newest=_replay_newest(config, index, checkpoint),
         attention=engine.attention,
-        gpu_memory_share=engine.gpu_memory_share if fits_to_gpu else None,
+        gpu_memory_share=engine.gpu_memory_share if memory is None else None,
+        fits_length=memory is None and engine.max_model_len == "auto",
         host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl")),
         shared_in=cache_dir / "shared" if device == "cpu" else None,
     )
@@ -179,40 +189,109 @@ def _engine_spec(
 def _kv_capacity(
     config: QuadrigaConfig,
     checkpoint: Checkpoint,
-    depth: int,
-    device: Device,
     dtype: Dtype,
+    runner: Runner,
+    *,
+    depth: int,
     num_rows: int,
-    max_len: int,
-) -> tuple[int, bool]:
-    """Tokens of KV, and whether that is a ceiling that the replica lowers to what its GPU holds.
+    memory: int | None,
+) -> tuple[int, int]:
+    """Most tokens of one sequence, and tokens of KV over all of them.
 
-    A GPU's memory is known to the process that has it alone, once the weights are in it.
+    The first goes by full depth, so that a model has one limit, whatever is loaded of it.
+
+    Args:
+        memory: Bytes; None where a GPU's decides, which is known to the process that has it alone,
+            once the weights are in it: then both are ceilings that the replica lowers.
 
     Raises:
         ConfigError: The memory named holds not even one sequence.
     """
-    memory = _kv_memory(config, device)
-    if memory is None:
-        return num_rows * max_len, True
-    bytes_per_token = checkpoint.kv_bytes_per_token(depth, DTYPE_BYTES[dtype])
-    capacity = min(memory // bytes_per_token, num_rows * max_len)
-    if capacity < max_len:
+    wanted, width = config.engine.max_model_len, DTYPE_BYTES[dtype]
+    positions = checkpoint.max_model_len
+    if wanted != "auto" and wanted > positions:
         raise ConfigError(
-            f"engine.kv_memory_bytes: {memory} bytes hold {capacity} tokens of "
-            f"{checkpoint.id} at depth {depth}, less than one sequence of {max_len}; raise it to "
-            f"{max_len * bytes_per_token} or lower engine.max_model_len",
+            f"engine.max_model_len: {wanted} is beyond the {positions} positions of "
+            f"{checkpoint.id}",
+            param="engine.max_model_len",
+        )
+    if memory is None:
+        max_len = positions if wanted == "auto" else wanted
+        return max_len, num_rows * max_len
+    at_full_depth = memory // checkpoint.kv_bytes_per_token(checkpoint.num_layers, width)
+    if wanted == "auto":
+        max_len = fitting_length(positions, at_full_depth, runner)
+        least = least_length(positions)
+    else:
+        max_len = least = wanted
+    bytes_per_token = checkpoint.kv_bytes_per_token(depth, width)
+    fitting = memory // bytes_per_token
+    if fitting < least:
+        remedy = "or lower engine.max_model_len" if wanted != "auto" else "or load less depth"
+        raise ConfigError(
+            f"engine.kv_memory_bytes: {memory} bytes hold {fitting} tokens of {checkpoint.id} at "
+            f"depth {depth}, less than one sequence of {least}; raise it to "
+            f"{least * bytes_per_token} {remedy}",
             param="engine.kv_memory_bytes",
         )
-    return capacity, False
+    return max_len, min(fitting, num_rows * max_len)
 
 
-def _kv_memory(config: QuadrigaConfig, device: Device) -> int | None:
-    """Bytes that a replica's KV may take; None: what its GPU has left."""
-    memory = config.engine.kv_memory_bytes
-    if memory != "auto":
-        return memory
-    return None if device == "cuda" else CPU_KV_MEMORY_BYTES
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A pool, its place in the configuration, and what it runs."""
+
+    index: int
+    config: PoolConfig
+    checkpoint: Checkpoint
+    depth: int
+    runner: Runner
+
+
+def _kv_memory(
+    config: QuadrigaConfig,
+    hardware: Hardware,
+    device: Device,
+    dtype: Dtype,
+    pools: list[_Pool],
+    cpus_each: float,
+) -> Callable[[Checkpoint], int | None]:
+    """What a replica's KV may take, by its model: bytes, or None for what its GPU has left."""
+    named = config.engine.kv_memory_bytes
+    if named != "auto":
+        return lambda _: named
+    if device == "cuda":
+        return lambda _: None
+    width = DTYPE_BYTES[dtype]
+    weights = {
+        pool.checkpoint.id: Weights(
+            weight_bytes(pool.checkpoint, width),
+            # Only the native engine reads weights from one copy for all processes of a node.
+            1
+            if pool.runner == "native"
+            else pool.config.prefill_replicas + pool.config.decode_replicas,
+        )
+        for pool in pools
+    }
+    share = kv_bytes_per_replica(
+        hardware.nodes,
+        list(weights.values()),
+        num_replicas=_num_replicas(config),
+        cpus_each=cpus_each,
+    )
+
+    def bytes_for(checkpoint: Checkpoint) -> int:
+        least = min(checkpoint.max_model_len, FLOOR_TOKENS)
+        return max(share, least * checkpoint.kv_bytes_per_token(checkpoint.num_layers, width))
+
+    return bytes_for
+
+
+def _num_replicas(config: QuadrigaConfig) -> int:
+    """All that may run at once."""
+    helios = config.helios
+    scouts = len(Role) if helios.enabled and helios.scout else 0
+    return scouts + sum(p.prefill_replicas + p.decode_replicas for p in config.pools)
 
 
 def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:

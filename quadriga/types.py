@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Literal
 
-from quadriga.errors import QuadrigaError
+from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.exits import FULL_DEPTH, ExitParams
 
 AUTO_MODEL = "quadriga-auto"
@@ -97,6 +97,36 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def check(self) -> None:
+        """Raises: InvalidRequest: A value is outside what the sampler can do."""
+        for name, (low, high) in SAMPLING_BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidRequest(f"{name}: {value} must be in {low}..{high}", param=name)
+        least = max(self.min_tokens, self.num_prompt_logprobs is None)
+        if self.max_tokens < least:
+            raise InvalidRequest(
+                f"max_tokens: {self.max_tokens} must be at least 1 (0 only with "
+                f"num_prompt_logprobs) and at least min_tokens ({self.min_tokens})",
+                param="max_tokens",
+            )
+
+
+SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
+    "min_tokens": (0, 1 << 30),
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 1 << 30),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 1e6),
+    "presence_penalty": (-1e6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "num_logprobs": (0, 1000),
+    "num_prompt_logprobs": (0, 1000),
+}
+"""Of `SamplingParams`; those of requests are narrower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +296,42 @@ class Emission:
 
 
 @dataclass(slots=True)
+class RequestOutput:
+    """What was generated for one prompt; in a stream, what is new of it.
+
+    Attributes:
+        index: Place of the prompt in the call.
+        text: Without the token or the string that stopped it.
+        token_ids: Every token generated, the stopping one included.
+        exit_layers: Layers run for each of them.
+        finish_reason: None while it goes on.
+        logprobs: Of each token, where `num_logprobs` asked for them.
+        prompt_logprobs: Of the prompt's tokens, where `num_prompt_logprobs` asked for them.
+        ttft_s: Seconds from the call of `generate` to the first token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    exit_layers: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+    ttft_s: float = 0.0
+
+    def add(self, emission: Emission, text: str) -> None:
+        """Take in what the loops said next."""
+        self.text += text
+        self.token_ids += emission.token_ids
+        self.exit_layers += emission.exit_layers
+        self.finish_reason = emission.finish
+        if emission.logprobs is not None:
+            self.logprobs += emission.logprobs
+        if emission.prompt_logprobs is not None:
+            self.prompt_logprobs = emission.prompt_logprobs
+
+
+@dataclass(slots=True)
 class PollReply:
     """Answer of one poll: everything pending for an ingress, kept until acknowledged.
 
@@ -317,6 +383,7 @@ class ReplicaInfo:
         name: Ray actor name inside the application's namespace; unique per incarnation.
         num_slots: Sequences it can hold at once.
         kv_capacity_tokens: Tokens of KV cache it can hold at its depth.
+        max_model_len: Most tokens of one sequence; 0 until it is known.
     """
 
     name: str
@@ -328,6 +395,7 @@ class ReplicaInfo:
     kv_capacity_tokens: int
     transports: tuple[str, ...] = ()
     reservation: Reservation = "longest"
+    max_model_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,6 +603,8 @@ class ReplicaSnapshot(Dated):
         num_paused: Sequences in host memory; they come back before new ones of their priority.
         least_priority: Of the running sequences, where one may be paused for a more important
             newcomer; else None.
+        upper_tokens: What a newcomer's answer is taken to be where memory is promised as it is
+            used; see `quadriga.policies.promises`.
         taken_unix_s: When it was sent.
         sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's
             own monotonic clock: only to be compared with what the same replica says.
@@ -558,6 +628,7 @@ class ReplicaSnapshot(Dated):
     sent_s: float = 0.0
     loaded_s: float = 0.0
     prompt_tokens: int = 0
+    upper_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

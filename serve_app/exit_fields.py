@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quadriga.errors import InvalidRequest
-from quadriga.exits import NEVER, ExitParams
+from quadriga.exits import NEVER, ExitParams, read_exit_params
 from serve_app.models import ServedModel
 from serve_app.openai_schema import GenerationFields
 
@@ -23,28 +23,7 @@ def read_exit_fields(body: GenerationFields, model: ServedModel) -> ExitParams:
                 )
         return ExitParams(threshold=NEVER)
     threshold = model.exits.threshold if body.exit_threshold is None else body.exit_threshold
-    policy = body.exit_policy or "bounded"
-    max_depth = body.max_depth or 0
-    if body.max_depth is not None:
-        _check_depth(body.max_depth, model)
-    if policy == "strict" and threshold < NEVER:
-        limit = max_depth or model.depth
-        if limit < model.checkpoint.num_layers:
-            what = "max_depth" if max_depth else "this deployment"
-            raise InvalidRequest(
-                f"exit_policy: 'strict' lets no token leave below its threshold, but {what} ends "
-                f"at {limit} of {model.checkpoint.num_layers} layers; use 'bounded'",
-                param="exit_policy",
-            )
-    return ExitParams(threshold, policy, max_depth, (body.sla_tbt_ms or 0.0) / 1000)
-
-
-def _check_depth(max_depth: int, model: ServedModel) -> None:
-    layers, shallowest = model.checkpoint.num_layers, model.exits.layers[0]
-    if not shallowest <= max_depth <= layers:
-        exits = ", ".join(str(k) for k in model.exits.layers)
-        raise InvalidRequest(
-            f"max_depth: {max_depth} must be in {shallowest}..{layers}; {model.id} can be left "
-            f"after {exits} or {layers} layers",
-            param="max_depth",
-        )
+    policy, gap_s = body.exit_policy or "bounded", (body.sla_tbt_ms or 0.0) / 1000
+    asked = ExitParams(threshold, policy, body.max_depth or 0, gap_s)
+    full = model.checkpoint.num_layers
+    return read_exit_params(asked, model.exits, model.id, depth=model.depth, full=full)

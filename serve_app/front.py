@@ -130,7 +130,7 @@ class FrontDesk:
         """Start the background loops; call once, inside the event loop."""
         beat_s = self.config.lifecycle.heartbeat_interval_s
         self.tasks.repeat(self._road.reaper.report_ended_sequences, REAP_INTERVAL_S)
-        self.tasks.repeat(self._watch.refresh, HOUSEKEEPING_INTERVAL_S)
+        self.tasks.repeat(self._look, HOUSEKEEPING_INTERVAL_S)
         self.tasks.repeat(self._end_what_is_lost, HOUSEKEEPING_INTERVAL_S)
         self.tasks.repeat(self._send_heartbeats, beat_s)
         self.tasks.repeat(self._push_metrics, METRICS_INTERVAL_S)
@@ -379,6 +379,11 @@ class FrontDesk:
         for choice in session.choices:
             self._road.retire(choice, cancel=True)
         self._session_ended(session)
+
+    async def _look(self) -> None:
+        """Ask what the replicas are, and how long a sequence they take. Raises: ReplicaError."""
+        await self._watch.refresh()
+        self.models.follow(self._watch.view.snapshots)
 
     def check_ready(self) -> None:
         """Raises: Unavailable while draining, or while nobody can serve."""

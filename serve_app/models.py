@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from quadriga.errors import UnknownModel
 from quadriga.exits import NO_EXITS, ExitSpec
 from quadriga.resolve import configured_exits
 from quadriga.text import TextTokenizer, load_tokenizer
-from quadriga.types import AUTO_MODEL
+from quadriga.types import AUTO_MODEL, ReplicaSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class ServedModel:
     """One model with its tokenizer.
 
     Attributes:
-        max_model_len: Most tokens of prompt plus answer.
+        max_model_len: Most tokens of prompt plus answer; see `ModelDirectory.follow`.
         exits: Where tokens may leave early; no layers where the deployment has none.
         depth: Layers of the deepest replicas.
         is_auto: It stands for whatever model the cluster chooses; all have one tokenizer.
@@ -36,6 +37,17 @@ class ServedModel:
     @property
     def id(self) -> str:
         return self.checkpoint.id
+
+    @property
+    def longer_remedy(self) -> str:
+        """How the limit could be higher, where that is not the model's own; for refusals."""
+        positions = self.checkpoint.max_model_len
+        if self.max_model_len >= positions:
+            return ""
+        return (
+            f" (the model has {positions} positions: the service's engine.max_model_len and "
+            "engine.kv_memory_bytes allow more)"
+        )
 
 
 class ModelDirectory:
@@ -70,6 +82,28 @@ class ModelDirectory:
                 exits = replace(exits, layers=())
             models[checkpoint.id] = ServedModel(checkpoint, tokenizer, length, exits, depth)
         return cls(list(models.values()), chooses=config.helios.enabled)
+
+    def follow(self, snapshots: Iterable[ReplicaSnapshot]) -> None:
+        """Take over what the replicas say: how long a sequence may be that all of them can have.
+
+        Their memory decides it where no setting does. A model that no replica holds keeps its
+        last limit; one that is chosen for each request has the least of all.
+        """
+        limits: dict[str, int] = {}
+        for info in (s.info for s in snapshots):
+            if info.max_model_len:
+                model, most = info.depth_class.model, info.max_model_len
+                limits[model] = min(most, limits.get(model, most))
+        for model, most in limits.items():
+            if model in self._models and self._models[model].max_model_len != most:
+                self._models[model] = replace(self._models[model], max_model_len=most)
+        of_default = (
+            min(limits.values())
+            if self._default.is_auto and limits
+            else (limits.get(self._default.id, self._default.max_model_len))
+        )
+        if of_default != self._default.max_model_len:
+            self._default = replace(self._default, max_model_len=of_default)
 
     def find(self, model: str) -> ServedModel:
         """Return the model a client means.

@@ -114,7 +114,8 @@ def check_length(num_tokens: int, model: ServedModel, field: str) -> None:
     """Refuse token ids by their number alone. Raises: ContextTooLong."""
     if num_tokens > model.max_model_len:
         raise ContextTooLong(
-            f"{field}: {num_tokens} tokens; {model.id} takes {model.max_model_len} with the answer",
+            f"{field}: {num_tokens} tokens; {model.id} takes {model.max_model_len} with the answer"
+            f"{model.longer_remedy}; shorten it",
             param=field,
         )
 

@@ -70,6 +70,10 @@ def describe(
     ]
     json_type = "-H 'content-type: application/json'"
     lines += [
+        f"  {name}: prompt and answer together {why}"
+        for name, why in status.get("contexts", {}).items()
+    ]
+    lines += [
         "",
         f"  HTTP  {http_url}   (docs at {http_url}/docs)",
         f"""    curl -sN {http_url}{samples.http.path} {json_type}{header} \\

@@ -123,13 +123,13 @@ def _check_context(
     if room < min(wanted, 1):
         raise ContextTooLong(
             f"{prompt_field}: the prompt has {prompt} tokens; {model.id} takes {limit} with the "
-            "answer; shorten it",
+            f"answer{model.longer_remedy}; shorten it",
             param=prompt_field,
         )
     if wanted > room:
         raise ContextTooLong(
             f"prompt ({prompt} tokens) plus {field} ({wanted}) is {prompt + wanted}; {model.id} "
-            f"takes {limit}; lower {field} to {room} or shorten the prompt",
+            f"takes {limit}{model.longer_remedy}; lower {field} to {room} or shorten the prompt",
             param=field,
         )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
+from quadriga.policies.promises import WINDOW
 from quadriga.types import Reservation, SamplingParams, SequenceState
 from tests.fake_runner import FakeRunner, next_token
 
 ROW = 160
-CAPACITY = 320  # newcomers are let in up to 240
+CAPACITY = 320  # newcomers are let in up to 288
 
 
 def output_of(prompt: list[int], count: int) -> list[int]:
@@ -21,10 +22,24 @@ def output_of(prompt: list[int], count: int) -> list[int]:
 
 
 class Replica:
-    """One decode loop over a fake runner."""
+    """One decode loop over a fake runner.
 
-    def __init__(self, *, rows: int = 8, reservation: Reservation = "used") -> None:
+    Args:
+        answer_tokens: Length of all answers it has seen so far.
+        step_s: What every step takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int = 8,
+        reservation: Reservation = "used",
+        answer_tokens: int = 1,
+        step_s: float = 0.0,
+    ) -> None:
         self.runner = FakeRunner(rows)
+        self.clock = ManualClock()
+        self._step_s = step_s
         self.loop = DecodeLoop(
             runner=self.runner,
             slots=SlotTable(
@@ -34,8 +49,10 @@ class Replica:
                 reservation=reservation,
             ),
             eos_token_ids=(),
-            clock=ManualClock(),
+            clock=self.clock,
         )
+        for _ in range(WINDOW):
+            self.loop.answers.ended(answer_tokens)
         self.states: dict[str, SequenceState] = {}
 
     def take(
@@ -61,12 +78,18 @@ class Replica:
         self.states[name] = state
         return state
 
+    def step(self) -> None:
+        """One step, after which the books are right."""
+        self.clock.advance(self._step_s)
+        self.loop.step()
+        self.loop.check()
+        assert self.loop.slots.reserved_tokens <= self.loop.slots.kv_capacity_tokens
+
     def finish(self) -> None:
         for _ in range(5000):
             if not self.loop.has_work:
                 break
-            self.loop.step()
-            self.loop.check()
+            self.step()
         for state in self.states.values():
             wanted = output_of(state.prompt_ids, state.sampling.max_tokens)
             assert state.output_ids == wanted, state.sequence_id

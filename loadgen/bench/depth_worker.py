@@ -16,10 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quadriga.batching.colocated import ColocatedLoop
 from quadriga.checkpoint import read_checkpoint
+from quadriga.clock import SystemClock
 from quadriga.engine.runner import NativeRunner
 from quadriga.engine_spec import EngineSpec
-from quadriga.interfaces import PrefillChunk
+from quadriga.exits import NEVER, ExitParams
 from quadriga.types import SamplingParams, SequenceState
 
 _KERNELS = Path(tempfile.gettempdir()) / "quadriga-bench-kernels"
@@ -61,50 +63,42 @@ def make_spec(order: dict[str, Any], depth: int) -> EngineSpec:
 class Batch:
     """Sequences that decode in step, every token through all that is loaded."""
 
-    def __init__(self, runner: NativeRunner, count: int, prompt: int) -> None:
-        self._runner = runner
-        self.rows = list(range(count))
-        self.states = [_state(row, prompt) for row in self.rows]
-        for row, state in enumerate(self.states):
-            runner.attach(row, state)
-            token = runner.prefill([PrefillChunk(row, state.prompt_ids, 0, True)])[0]
-            assert token is not None
-            state.output_ids.append(token.token_id)
-            state.exit_layers.append(token.exit_layer)
+    def __init__(self, runner: NativeRunner, order: dict[str, Any]) -> None:
+        self.loop = ColocatedLoop(
+            runner,
+            runner.spec,
+            clock=SystemClock(),
+            kv_capacity_tokens=runner.num_rows * runner.row_capacity_tokens,
+        )
+        self._states = [
+            _state(row, order["prompt"], order["steps"]) for row in range(order["rows"])
+        ]
+        for state in self._states:
+            self.loop.submit(state)
+        self.loop.compute_prompts()
 
     def step(self) -> float:
         """One token each; returns seconds."""
         started_s = time.perf_counter()
-        for state, token in zip(self.states, self._runner.decode(self.rows), strict=True):
-            state.output_ids.append(token.token_id)
-            state.exit_layers.append(token.exit_layer)
+        self.loop.step()
         return time.perf_counter() - started_s
 
-    def rewind(self, num_tokens: int) -> None:
-        """Begin anew where rows would overflow."""
-        if self.states[0].num_tokens < self._runner.row_capacity_tokens - num_tokens:
-            return
-        for row, state in enumerate(self.states):
-            self._runner.detach(row)
-            del state.output_ids[1:], state.exit_layers[1:]
-            self._runner.attach(row, state)
-            self._runner.prefill([PrefillChunk(row, state.prompt_ids, 0, True)])
-
     def leave(self) -> None:
-        for row in self.rows:
-            self._runner.detach(row)
+        for state in self._states:
+            self.loop.release(state.sequence_id)
 
 
-def _state(row: int, prompt: int) -> SequenceState:
+def _state(row: int, prompt: int, steps: int) -> SequenceState:
     return SequenceState(
         sequence_id=f"bench-{row}",
         request_id="bench",
         model="",
         prompt_ids=[3 + (7 * row + 13 * i) % 97 for i in range(prompt)],
-        sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=4 * steps, temperature=0.0, ignore_eos=True),
         ingress_id="",
         arrival_unix_s=0.0,
         deadline_unix_s=float("inf"),
+        exits=ExitParams(NEVER, "bounded"),
     )
 
 
@@ -119,8 +113,8 @@ def one_depth(order: dict[str, Any]) -> dict[str, Any]:
     load_s = time.perf_counter() - started_s
     loaded = memory_bytes() - before
     weights = runner.weights
-    batch = Batch(runner, order["rows"], order["prompt"])
-    for _ in range(4):
+    batch = Batch(runner, order)
+    for _ in range(min(4, order["steps"])):
         batch.step()
     times = [batch.step() for _ in range(order["steps"])]
     return {
@@ -140,19 +134,19 @@ def changing(order: dict[str, Any]) -> dict[str, Any]:
     full = read_checkpoint(order["checkpoint"]).num_layers
     runner = NativeRunner.load(make_spec(order, full))
     shallow = runner.depths[0]
-    batch = Batch(runner, order["rows"], order["prompt"])
     changes = []
     for _ in range(order["changes"]):
-        batch.rewind(3 * order["steps"])
+        batch = Batch(runner, order)
         changes.append(_drop(runner, batch, shallow, order["steps"]))
         changes.append(_grow(runner, batch, full, order["steps"]))
+        batch.leave()
     return {"changes": changes}
 
 
 def _drop(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[str, Any]:
     times = [batch.step() for _ in range(steps // 2)]
     before, memory = runner.num_layers, memory_bytes()
-    take_ms = _timed_ms(lambda: runner.drop_to(depth))
+    take_ms = _timed_ms(lambda: batch.loop.decode.depth.drop_to(depth))
     runner.wait_freed(_FREE_TIMEOUT_S)
     return {
         "before": before,
@@ -179,10 +173,8 @@ def _grow(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[st
         else:
             loader.join(60.0)
     with made[0] as prepared:
-        take_ms = _timed_ms(lambda: runner.take_depth(prepared))
+        take_ms = _timed_ms(lambda: batch.loop.decode.depth.take(prepared))
         load_s = prepared.load_s
-    for row in batch.rows:  # what the rows owe is no part of a change's own time
-        runner.repay(row, runner.row_capacity_tokens)
     return {
         "before": before,
         "after": depth,
@@ -194,7 +186,7 @@ def _grow(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[st
     }
 
 
-def _timed_ms(call: Callable[[], None]) -> float:
+def _timed_ms(call: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - started_s)

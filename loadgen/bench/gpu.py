@@ -26,11 +26,12 @@ import torch
 
 from loadgen import provenance
 from loadgen.bench.floor import model_costs
-from loadgen.bench.offline import OfflineDriver, engine_spec
+from loadgen.bench.offline import engine_spec, run_offline
 from loadgen.bench.workloads import Request, Workload
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.engine import load_runner
 from quadriga.errors import ConfigError
+from quadriga.llm import LLM
 
 RANDOM = "random-1b"
 _COPY_BYTES = 1 << 30
@@ -137,13 +138,12 @@ def _contestant(
         if options.device.type == "cuda":
             spec = replace(spec, device="cuda", dtype=options.dtype, gpu_memory_share=options.share)  # type: ignore[arg-type]
         runner = load_runner(replace(spec, **forms[name]))
+        llm = LLM.over(runner)
         try:
-            yield lambda workload: OfflineDriver(runner).run(workload).token_ids
+            yield lambda workload: run_offline(llm, workload).token_ids
         finally:
-            close = getattr(runner, "close", None)
-            if close is not None:
-                close()
-            del runner
+            llm.close()
+            del runner, llm
     gc.collect()
     if options.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,22 +1,22 @@
-"""Offline generation with our own engine: prefill and decode in one process, over one runner."""
+"""Offline generation with our own engine, through `quadriga.LLM`."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loadgen.bench.peers.base import Generation
-from loadgen.bench.workloads import Request, Workload
+from loadgen.bench.workloads import Workload
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
-from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.llm import LLM
+from quadriga.types import SamplingParams
 
-PREFILL_TOKENS = 512
-"""Prompt tokens in one forward pass, at most; a longer prompt is chunked."""
+if TYPE_CHECKING:
+    from quadriga.engine import AnyRunner
 
 
 class QuadrigaPeer:
@@ -27,7 +27,7 @@ class QuadrigaPeer:
     def __init__(self, checkpoint: Path, threads: int) -> None:
         self._checkpoint = read_checkpoint(str(checkpoint))
         self._threads = threads
-        self._runner: ModelRunner | None = None
+        self._runner: AnyRunner | None = None
 
     def prepare(self, workloads: list[Workload]) -> None:
         """Load the model with rows for the widest and longest of the workloads."""
@@ -46,7 +46,7 @@ class QuadrigaPeer:
     def generate(self, workload: Workload) -> Generation:
         """Run one workload to its end."""
         assert self._runner is not None, "prepare comes first"
-        return OfflineDriver(self._runner).run(workload)
+        return run_offline(LLM.over(self._runner, max_slots=workload.concurrency), workload)
 
 
 def engine_spec(
@@ -82,95 +82,19 @@ def _check(checkpoint: Checkpoint, workloads: list[Workload]) -> None:
             )
 
 
-class OfflineDriver:
-    """Continuous batching without a service: rows are refilled the step they fall free.
-
-    A row's KV stays where prefill put it; decode goes on in place.
-    """
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._free: list[int] = []
-        self._running: dict[int, SequenceState] = {}
-
-    def run(self, workload: Workload) -> Generation:
-        """Generate exactly `max_tokens` greedy tokens per request."""
-        states = [_state(i, r) for i, r in enumerate(workload.requests)]
-        num_rows = min(workload.concurrency, self._runner.num_rows)
-        self._free = list(range(num_rows - 1, -1, -1))
-        self._running = {}
-        waiting = deque(states)
-        first_token_s: dict[str, float] = {}
-        started_s = time.perf_counter()
-        while waiting or self._running:
-            if waiting and self._free:
-                for state in self._prefill(waiting):
-                    first_token_s[state.sequence_id] = time.perf_counter() - started_s
-            if self._running:
-                self._decode()
-        seconds = time.perf_counter() - started_s
-        return Generation(
-            seconds=seconds,
-            ttft_s=[first_token_s[s.sequence_id] for s in states],
-            token_ids=[s.output_ids for s in states],
-        )
-
-    def _prefill(self, waiting: deque[SequenceState]) -> list[SequenceState]:
-        """One forward pass over as many waiting prompts as rows and budget allow."""
-        chunks: list[PrefillChunk] = []
-        started: list[SequenceState] = []
-        budget = PREFILL_TOKENS
-        while waiting and self._free and (not chunks or len(waiting[0].prompt_ids) <= budget):
-            state = waiting.popleft()
-            row = self._free.pop()
-            self._runner.attach(row, state)
-            start = self._prefill_head(row, state)
-            chunks.append(PrefillChunk(row, state.prompt_ids[start:], start, True))
-            budget -= len(state.prompt_ids) - start
-            started.append(state)
-        for chunk, state, token in zip(chunks, started, self._runner.prefill(chunks), strict=True):
-            assert token is not None, "the last chunk of a prompt samples"
-            state.output_ids.append(token.token_id)
-            self._running[chunk.row] = state
-        self._drop_finished()
-        return started
-
-    def _prefill_head(self, row: int, state: SequenceState) -> int:
-        """Compute all but the last chunk of a long prompt; return where that one starts."""
-        start = 0
-        while len(state.prompt_ids) - start > PREFILL_TOKENS:
-            ids = state.prompt_ids[start : start + PREFILL_TOKENS]
-            self._runner.prefill([PrefillChunk(row, ids, start, False)])
-            start += PREFILL_TOKENS
-        return start
-
-    def _decode(self) -> None:
-        for state, token in zip(
-            self._running.values(), self._runner.decode(list(self._running)), strict=True
-        ):
-            state.output_ids.append(token.token_id)
-        self._drop_finished()
-
-    def _drop_finished(self) -> None:
-        done = [
-            row
-            for row, state in self._running.items()
-            if len(state.output_ids) >= state.sampling.max_tokens
-        ]
-        for row in done:
-            del self._running[row]
-            self._runner.detach(row)
-            self._free.append(row)
-
-
-def _state(index: int, request: Request) -> SequenceState:
-    return SequenceState(
-        sequence_id=str(index),
-        request_id=str(index),
-        model="",
-        prompt_ids=request.prompt,
-        sampling=SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True),
-        ingress_id="",
-        arrival_unix_s=0.0,
-        deadline_unix_s=float("inf"),
+def run_offline(llm: LLM, workload: Workload) -> Generation:
+    """Generate exactly `max_tokens` greedy tokens per request."""
+    started_s = time.perf_counter()
+    outputs = llm.generate(
+        [request.prompt for request in workload.requests],
+        [
+            SamplingParams(request.max_tokens, temperature=0.0, ignore_eos=True)
+            for request in workload.requests
+        ],
+        progress=False,
+    )
+    return Generation(
+        seconds=time.perf_counter() - started_s,
+        ttft_s=[output.ttft_s for output in outputs],
+        token_ids=[output.token_ids for output in outputs],
     )

@@ -24,7 +24,7 @@ from rich.table import Table
 from loadgen import provenance
 from loadgen.options import whole
 from quadriga.batching.calibration import Dummies
-from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.interfaces import ModelRunner
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (16, 128, 384)
@@ -90,15 +90,14 @@ def run(args: argparse.Namespace) -> int:
 
 def decode_step_s(runner: ModelRunner, batch: int, context: int, repeats: int) -> float:
     """Median processor seconds of one decode step of `batch` rows with `context` tokens each."""
-    with Dummies(runner, batch, context):
-        return _median_s(lambda: runner.decode(list(range(batch))), repeats)
+    with Dummies(runner, batch, context) as dummies:
+        return _median_s(dummies.decode, repeats)
 
 
 def prefill_s(runner: ModelRunner, num_tokens: int, repeats: int) -> float:
     """Median processor seconds of one prompt's prefill."""
     with Dummies(runner, 1, num_tokens + 1) as dummies:
-        chunk = PrefillChunk(0, dummies.states[0].prompt_ids, 0, True)
-        return _median_s(lambda: runner.prefill([chunk]), repeats)
+        return _median_s(dummies.prefill, repeats)
 
 
 def _median_s(work: Callable[[], object], repeats: int) -> float:

@@ -143,8 +143,8 @@ def _step_s(checkpoint: Path, *, batch: int) -> float:
     )
     runner = NativeRunner.load(spec)
     runner.wait_compiled(120.0)
-    with Dummies(runner, batch, 100):
-        return timed(lambda: runner.decode(list(range(batch))))
+    with Dummies(runner, batch, 100) as dummies:
+        return timed(dummies.decode)
 
 
 def _print(

@@ -64,7 +64,7 @@ class _Stock:
     def _refill(self) -> bool:
         count = min(self._window, len(self._waiting))
         lives = [self._relay.start(self._waiting.popleft()) for _ in range(count)]
-        self._relay.prefill(lives)
+        self._relay.compute(lives)
         self._ready.extend(lives)
         return bool(lives)
 
@@ -75,7 +75,7 @@ def run_to_completion(
     relay = Relay(runner, record)
     for first in range(0, len(queries), batch):
         lives = [relay.start(query) for query in queries[first : first + batch]]
-        relay.prefill_padded(lives)
+        relay.compute_padded(lives)
         _complete(relay, lives)
 
 
@@ -101,26 +101,26 @@ def inline(runner: BatonRunner, record: Record, queries: Sequence[Query], batch:
     while waiting or running:
         free = min(batch - len(running), len(waiting))
         joining = [relay.start(waiting.popleft()) for _ in range(free)]
-        relay.prefill(joining)
+        relay.compute(joining)
         running += joining
-        relay.decode(running)
-        running = relay.release(running)
+        relay.run_batch(running)
+        running = relay.let_go(running)
 
 
 def chunked(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int) -> None:
-    relay = Relay(runner, record)
+    relay = Relay(runner, record, chunk_tokens=CHUNK_TOKENS)
     waiting = deque(queries)
     joining: list[Live] = []
     running: list[Live] = []
     while waiting or joining or running:
         free = min(batch - len(running) - len(joining), len(waiting))
         joining += [relay.start(waiting.popleft()) for _ in range(free)]
-        relay.prefill(joining, budget=CHUNK_TOKENS)
+        relay.compute(joining, passes=1)
         running += [live for live in joining if live.state.output_ids]
         joining = [live for live in joining if not live.state.output_ids]
         if running:
-            relay.decode(running)
-            running = relay.release(running)
+            relay.run_batch(running)
+            running = relay.let_go(running)
 
 
 def baton(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int) -> None:
@@ -128,16 +128,16 @@ def baton(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: 
     stock = _Stock(relay, queries, batch)
     running = stock.take(batch)
     while running:
-        relay.decode(running)
-        running = relay.release(running)
+        relay.run_batch(running)
+        running = relay.let_go(running)
         running += stock.take(batch - len(running))
 
 
 def _complete(relay: Relay, lives: list[Live]) -> None:
     """Decode a batch until the longest answer is done."""
     while not all(live.is_done for live in lives):
-        relay.decode(lives)
-    relay.release(lives)
+        relay.run_batch(lives)
+    relay.let_go(lives)
 
 
 CONTESTANTS: dict[str, Contestant] = {

@@ -1,7 +1,8 @@
-"""The operations that every contestant is written in, over the service's own relay-batch runner."""
+"""The operations that every contestant is written in, over the service's own loops and runner."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,14 @@ import torch
 
 from loadgen.paper.baton_queries import Query
 from loadgen.paper.baton_record import Record
+from quadriga.batching.colocated import ColocatedLoop
+from quadriga.clock import SystemClock
 from quadriga.engine.baton.passes import prompt_pass
 from quadriga.engine.baton.prompts import PromptSpan, group_prompts
 from quadriga.engine.baton.row_kv import RowKV
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.types import Emission, SamplingParams, SequenceState
 
 MEMORY_EVERY = 8
 """Passes between two looks at the memory."""
@@ -22,44 +25,48 @@ MEMORY_EVERY = 8
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A query that holds a row.
+    """A query under way.
 
     Attributes:
         num_prefilled: Prompt tokens computed so far.
+        is_submitted: It is in the prefill loop's line, or through it.
     """
 
     query: Query
     state: SequenceState
-    row: int
     num_prefilled: int = 0
+    is_submitted: bool = False
 
     @property
     def is_done(self) -> bool:
         return len(self.state.output_ids) >= self.query.num_output
 
 
-def make_state(query: Query) -> SequenceState:
-    """The sequence behind a query: greedy, and nothing ends it but its length."""
-    return SequenceState(
-        sequence_id=str(query.index),
-        request_id=str(query.index),
-        model="",
-        prompt_ids=list(query.prompt_ids),
-        sampling=SamplingParams(max_tokens=query.num_output, temperature=0.0, ignore_eos=True),
-        ingress_id="",
-        arrival_unix_s=0.0,
-        deadline_unix_s=float("inf"),
-    )
+class Relay(ColocatedLoop):
+    """The service's loops at work on a query set; notes in `record` what they do.
 
+    A query goes on to decode when its contestant says so, and until it is released: what comes
+    after its end is of no use to anybody.
 
-class Relay:
-    """A runner at work on a query set; notes in `record` what it does."""
+    Args:
+        chunk_tokens: Prompt tokens between two steps, at most.
+    """
 
-    def __init__(self, runner: BatonRunner, record: Record) -> None:
+    def __init__(
+        self, runner: BatonRunner, record: Record, *, chunk_tokens: int = sys.maxsize
+    ) -> None:
+        super().__init__(
+            runner,
+            runner.spec,
+            clock=SystemClock(),
+            chunk_tokens=chunk_tokens,
+            kv_capacity_tokens=runner.num_rows * runner.row_capacity_tokens,
+        )
         self.runner = runner
         self.record = record
-        self._free = list(range(runner.num_rows - 1, -1, -1))
-        self._live: dict[int, Live] = {}
+        self._live: dict[str, Live] = {}
+        self._joined: set[str] = set()
+        self._chunks: list[PrefillChunk] = []  # of the pass under way
         self._token_bytes = runner.geometry.values_per_token * torch.finfo(self._dtype).bits // 8
         self._passes = 0
 
@@ -69,53 +76,72 @@ class Relay:
         return dtype
 
     def start(self, query: Query) -> Live:
-        """Give a query a row."""
-        live = Live(query, make_state(query), self._free.pop())
-        self.runner.attach(live.row, live.state)
-        self._live[live.row] = live
+        """A query is under way."""
+        state = SequenceState(
+            sequence_id=str(query.index),
+            request_id=str(query.index),
+            model="",
+            prompt_ids=list(query.prompt_ids),
+            # Nothing ends it here: rows that are done may idle until the longest answer is.
+            sampling=SamplingParams(
+                max_tokens=self.runner.row_capacity_tokens - len(query.prompt_ids),
+                temperature=0.0,
+                ignore_eos=True,
+            ),
+            ingress_id="",
+            arrival_unix_s=0.0,
+            deadline_unix_s=float("inf"),
+        )
+        live = Live(query, state)
+        self._live[state.sequence_id] = live
         return live
 
-    def release(self, batch: Sequence[Live]) -> list[Live]:
+    def let_go(self, batch: Sequence[Live]) -> list[Live]:
         """Let go of the rows of those that are done; returns the others."""
         for live in batch:
             if live.is_done:
-                self.runner.detach(live.row)
-                self._free.append(live.row)
-                del self._live[live.row]
+                self.release(live.state.sequence_id)
+                self._joined.discard(live.state.sequence_id)
+                del self._live[live.state.sequence_id]
         return [live for live in batch if not live.is_done]
 
-    def prefill(self, lives: Sequence[Live], *, budget: int | None = None) -> None:
+    def compute(self, lives: Sequence[Live], *, passes: int | None = None) -> None:
         """Compute prompts, similar lengths together, and their first tokens.
 
         Args:
-            budget: At most so many tokens, the first in line first; None is all.
+            passes: So many, at most; None: until all are done.
         """
-        chunks, chosen = [], []
-        left = budget if budget is not None else sum(len(x.query.prompt_ids) for x in lives)
         for live in lives:
-            prompt, start = live.query.prompt_ids, live.num_prefilled
-            stop = min(len(prompt), start + left)
-            if stop > start:
-                is_last = stop == len(prompt)
-                chunks.append(PrefillChunk(live.row, prompt[start:stop], start, is_last))
-                chosen.append(live)
-                left -= stop - start
-        if not chunks:
-            return
-        sampled = self.runner.prefill(chunks)
-        groups = group_prompts(chunks, max_padding=self.runner.max_padding)
-        computed = sum(len(g) * max(len(chunks[i].token_ids) for i in g) for g in groups)
-        self.record.passed(computed=computed, useful=sum(len(c.token_ids) for c in chunks))
-        ended = []
-        for live, chunk, token in zip(chosen, chunks, sampled, strict=True):
-            live.num_prefilled += len(chunk.token_ids)
-            if token is not None:
-                live.state.output_ids.append(token.token_id)
-                ended.append((live.query, token.token_id))
-        self.record.emitted(ended)
-        self._look()
+            if not live.is_submitted:
+                live.is_submitted = True
+                self.submit(live.state)
+        while self.prefill.has_work and passes != 0:
+            passes = None if passes is None else passes - 1
+            said = self.step()
+            chunks, self._chunks = self._chunks, []
+            groups = group_prompts(chunks, max_padding=self.runner.max_padding)
+            computed = sum(len(g) * max(len(chunks[i].token_ids) for i in g) for g in groups)
+            self.record.passed(computed=computed, useful=sum(len(c.token_ids) for c in chunks))
+            self._emitted(said)
 
-    def prefill_padded(self, lives: Sequence[Live]) -> None:
+    def on_kv(
+        self,
+        state: SequenceState,
+        row: int,
+        first_layer: int,
+        num_layers: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        """See `PrefillEvents`: a piece of a prompt is computed."""
+        self._live[state.sequence_id].num_prefilled = stop
+        ids = state.prompt_ids[start:stop]
+        self._chunks.append(PrefillChunk(row, ids, start, stop == len(state.prompt_ids)))
+
+    def on_rebuilt(self, state: SequenceState) -> None:
+        """See `PrefillEvents`: it waits for its contestant to let it join."""
+
+    def compute_padded(self, lives: Sequence[Live]) -> None:
         """Compute prompts in one pass, each padded to the longest, and their first tokens."""
         runner = self.runner
         rows = [
@@ -136,26 +162,32 @@ class Relay:
         self.record.passed(computed=len(lives) * max(lengths), useful=sum(lengths))
         ended = []
         for i, (live, row, n) in enumerate(zip(lives, rows, lengths, strict=True)):
-            token_id = int(logits[i, keep.index(n - 1)].argmax())
-            runner.write_kv(live.row, 0, 0, row.prefix(n))
+            state, token_id = live.state, int(logits[i, keep.index(n - 1)].argmax())
+            slot = self.decode.reserve(state.sequence_id, state.max_total_tokens)
+            runner.write_kv(slot.row, 0, 0, row.prefix(n))
             live.num_prefilled = n
-            live.state.output_ids.append(token_id)
+            state.output_ids.append(token_id)
+            state.exit_layers.append(runner.num_layers)
+            self.decode.join(state)
+            self._joined.add(state.sequence_id)
             ended.append((live.query, token_id))
         self.record.emitted(ended)
         self._look()
 
-    def decode(self, batch: Sequence[Live]) -> None:
+    def run_batch(self, batch: Sequence[Live]) -> None:
         """One step of the batch; rows whose query is done take part, to no use."""
+        for live in batch:
+            if live.state.sequence_id not in self._joined:
+                self._joined.add(live.state.sequence_id)
+                self.join(live.state)
         useful = sum(not live.is_done for live in batch)
-        tokens = self.runner.decode([live.row for live in batch])
-        for live, token in zip(batch, tokens, strict=True):
-            live.state.output_ids.append(token.token_id)
-        record = self.record
-        record.steps += 1
-        record.passed(computed=len(batch), useful=useful)
-        record.emitted(
-            (live.query, token.token_id) for live, token in zip(batch, tokens, strict=True)
-        )
+        said = [emission for _, emission in self.decode.step()]
+        self.record.steps += 1
+        self.record.passed(computed=len(batch), useful=useful)
+        self._emitted(said)
+
+    def _emitted(self, said: Sequence[Emission]) -> None:
+        self.record.emitted((self._live[e.sequence_id].query, e.token_ids[0]) for e in said)
         self._look()
 
     def _look(self) -> None:

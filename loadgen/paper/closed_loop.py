@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from loadgen.paper.task_suite import Prompt
+from quadriga.batching.colocated import ColocatedLoop
 from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
 from quadriga.checkpoint import Checkpoint
 from quadriga.clock import Clock
 from quadriga.engine.runner import NativeRunner
@@ -24,9 +23,9 @@ from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError
 from quadriga.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.files import cache_folder
-from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.interfaces import ModelRunner
 from quadriga.policies.rebatching import Rebatcher
-from quadriga.types import SampledToken, SamplingParams, SequenceState
+from quadriga.types import SamplingParams, SequenceState
 
 ROW_CAPACITY_TOKENS = 1024
 COMPILE_TIMEOUT_S = 300.0
@@ -70,14 +69,6 @@ class Outcome:
         """Share of the tokens that left before layer `num_layers`."""
         tokens = self.at_exit
         return 1.0 - tokens.get(num_layers, 0) / max(1, sum(tokens.values()))
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A prompt's first token, and its KV at full depth."""
-
-    token: SampledToken
-    kv: Any
 
 
 class ProcessorClock:
@@ -153,15 +144,13 @@ def run_closed_loop(
     slots: int,
     exits: ExitParams,
     max_tokens: int,
-    prefilled: MutableMapping[int, Prefilled] | None = None,
     on_loop: Callable[[DecodeLoop], None] | None = None,
 ) -> Outcome:
     """Decode every prompt with `slots` of them in flight.
 
     Args:
         runner: What the loop calls; `native` itself or something around it.
-        prefilled: By the number of the prompt; what is missing is computed and added.
-        on_loop: Called with the loop before its first step.
+        on_loop: Called with the decode loop before its first step.
 
     Raises:
         ConfigError: There are too few prompts to fill the slots.
@@ -172,48 +161,45 @@ def run_closed_loop(
         )
     outcome = Outcome()
     watch = StopWatch(clock)
-    known = {} if prefilled is None else prefilled
     skipped = native.skipped
     before = (skipped.num_filled, skipped.copied_bytes) if skipped is not None else (0, 0)
-    loop = DecodeLoop(
-        runner=runner,
-        slots=SlotTable(
-            num_rows=slots,
-            row_capacity_tokens=native.row_capacity_tokens,
-            kv_capacity_tokens=slots * native.row_capacity_tokens,
-        ),
-        eos_token_ids=native.spec.checkpoint.eos_token_ids,
+    loop = ColocatedLoop(
+        runner,
+        native.spec,
         clock=watch,
+        max_slots=slots,
+        kv_capacity_tokens=slots * native.row_capacity_tokens,
         rebatcher=make_rebatcher(outcome.counters),
         counters=outcome.counters,
-        criterion=native.spec.exits.criterion,
     )
+    decode = loop.decode
     if on_loop is not None:
-        on_loop(loop)
+        on_loop(decode)
     queue = deque(enumerate(prompts))
     joined_s: dict[str, float] = {}
     last_s: dict[str, float] = {}
     started_s, is_full, num_ended, warm_up = watch.now_s(), True, 0, dict[int, int]()
     while queue or loop.has_work or is_full:
         with watch.stopped():
-            while queue and loop.num_running < slots:
+            while queue and decode.num_running < slots:
                 index, prompt = queue.popleft()
-                if index not in known:
-                    known[index] = _prefill(loop, native, prompt)
-                _join(loop, native, index, prompt, exits, max_tokens, known[index], outcome)
-                joined_s[str(index)] = last_s[str(index)] = watch.now_s()
-            if is_full and loop.num_running < slots:
+                loop.submit(_state(index, native, prompt, exits, max_tokens))
+                for first in loop.compute_prompts():
+                    outcome.outputs[index] = list(first.token_ids)
+                    outcome.exit_layers[index] = list(first.exit_layers)
+                    joined_s[str(index)] = last_s[str(index)] = watch.now_s()
+            if is_full and decode.num_running < slots:
                 is_full, outcome.seconds = False, watch.now_s() - started_s
                 tokens = outcome.counters.tokens
                 outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
             if outcome.steps % _BYTES_EVERY == 0:
-                outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(loop.rows))
+                outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(decode.rows))
         if not loop.has_work:
             continue  # the only slot's last sequence has ended
         emissions = loop.step()
         now_s = watch.now_s()
         outcome.steps += is_full
-        for _, emission in emissions:
+        for emission in emissions:
             key = emission.sequence_id
             outcome.outputs[int(key)].extend(emission.token_ids)
             outcome.exit_layers[int(key)].extend(emission.exit_layers)
@@ -235,48 +221,12 @@ def run_closed_loop(
     return outcome
 
 
-def _prefill(loop: DecodeLoop, native: NativeRunner, prompt: Prompt) -> Prefilled:
-    """Compute a prompt in a row that is free just now."""
-    state = _state("prefill", native, prompt, ExitParams(), 1)
-    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
-    native.attach(slot.row, state)
-    token = native.prefill([PrefillChunk(slot.row, prompt.token_ids, 0, True)])[0]
-    assert token is not None
-    kv = native.read_kv(slot.row, 0, native.num_layers, 0, len(prompt.token_ids))
-    native.detach(slot.row)
-    loop.leave(state.sequence_id)
-    return Prefilled(token, kv)
-
-
-def _join(
-    loop: DecodeLoop,
-    native: NativeRunner,
-    index: int,
-    prompt: Prompt,
-    exits: ExitParams,
-    max_tokens: int,
-    prefilled: Prefilled,
-    outcome: Outcome,
-) -> None:
-    state = _state(str(index), native, prompt, exits, max_tokens)
-    first = prefilled.token
-    state.output_ids.append(first.token_id)
-    state.exit_layers.append(first.exit_layer)
-    outcome.outputs[index] = [first.token_id]
-    outcome.exit_layers[index] = [first.exit_layer]
-    if first.token_id in native.spec.checkpoint.eos_token_ids:
-        return
-    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
-    native.write_kv(slot.row, 0, 0, prefilled.kv)
-    loop.join(state)
-
-
 def _state(
-    name: str, native: NativeRunner, prompt: Prompt, exits: ExitParams, max_tokens: int
+    index: int, native: NativeRunner, prompt: Prompt, exits: ExitParams, max_tokens: int
 ) -> SequenceState:
     return SequenceState(
-        sequence_id=name,
-        request_id=name,
+        sequence_id=str(index),
+        request_id=str(index),
         model=native.spec.checkpoint.id,
         prompt_ids=prompt.token_ids,
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from loadgen.paper.closed_loop import Outcome, Prefilled, load_runner, run_closed_loop
+from loadgen.paper.closed_loop import Outcome, load_runner, run_closed_loop
 from loadgen.paper.judged import Decisions, JudgedRebatcher
-from loadgen.paper.modelled import WEIGHT_BOUND, ModelledRunner
+from loadgen.paper.modelled import WEIGHT_BOUND
 from loadgen.paper.task_suite import TaskSuite
 from quadriga.batching.calibration import calibrate
 from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.paced_runner import PacedRunner
 from quadriga.checkpoint import read_checkpoint
 from quadriga.clock import Clock, ManualClock
 from quadriga.engine.runner import NativeRunner
@@ -87,7 +88,6 @@ class Bench:
         self._batch = batch
         self._max_tokens = max_tokens
         self._say = say
-        self._prefilled: dict[int, Prefilled] = {}
 
     @classmethod
     def load(
@@ -152,7 +152,7 @@ class Bench:
         device = WEIGHT_BOUND
         for policy in policies:
             clock = ManualClock()
-            runner = ModelledRunner(self._native, clock, device)
+            runner = PacedRunner(self._native, device, now_s=clock.now_s, sleep=clock.advance)
             costs = calibrate(runner, clock, max_rows=self._batch)
             outcome = self._loop(policy, threshold, runner, clock, costs)
             self._report(policy, threshold, device.name, outcome)
@@ -187,7 +187,6 @@ class Bench:
             slots=slots or self._batch,
             exits=ExitParams(threshold),
             max_tokens=self._max_tokens,
-            prefilled=self._prefilled,
             on_loop=on_loop,
         )
 

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.paper.closed_loop import Outcome, Prefilled, load_runner, run_closed_loop
+from loadgen.paper.closed_loop import Outcome, load_runner, run_closed_loop
 from loadgen.paper.results import publish
 from loadgen.paper.task_suite import TaskSuite
 from quadriga.checkpoint import read_checkpoint
@@ -126,7 +126,6 @@ def measure(
     suite = TaskSuite.make(checkpoint, per_task * len(TASKS), seed=_SEED)
     rows: list[Quality] = []
     full: Outcome | None = None
-    prefilled: dict[int, Prefilled] = {}
     for mode in modes:
         if mode == "linear" and not (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file():
             console.print(f"{model} has no fitted maps: linear is left out")
@@ -139,11 +138,11 @@ def measure(
             replay_newest=replay_newest,
         )
         if full is None:
-            full = _decode(native, suite, prefilled, NEVER)
+            full = _decode(native, suite, NEVER)
             rows.append(_row(native, suite, "", NEVER, full, full))
             console.print(_line(rows[-1]))
         for threshold in thresholds:
-            outcome = _decode(native, suite, prefilled, threshold)
+            outcome = _decode(native, suite, threshold)
             rows.append(_row(native, suite, mode, threshold, outcome, full))
             console.print(_line(rows[-1]))
     return rows
@@ -155,9 +154,7 @@ def choose(rows: Iterable[Quality], model: str) -> Quality | None:
     return max(good, key=lambda r: (round(r.early_share, 2), r.tokens_per_s), default=None)
 
 
-def _decode(
-    native: NativeRunner, suite: TaskSuite, prefilled: dict[int, Prefilled], threshold: float
-) -> Outcome:
+def _decode(native: NativeRunner, suite: TaskSuite, threshold: float) -> Outcome:
     num_segments = len(native.segment_ends)
     return run_closed_loop(
         suite.prompts,
@@ -174,7 +171,6 @@ def _decode(
         slots=_SLOTS,
         exits=ExitParams(threshold),
         max_tokens=_MAX_TOKENS,
-        prefilled=prefilled,
     )
 
 

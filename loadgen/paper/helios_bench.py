@@ -39,6 +39,7 @@ from loadgen.paper.task_suite import TaskSuite
 from quadriga.checkpoint import Checkpoint, read_checkpoint
 from quadriga.config import HeliosConfig
 from quadriga.errors import ConfigError
+from quadriga.llm import LLM
 from quadriga.policies.helios import Device, Helios
 from quadriga.policies.helios.start import start_helios
 from quadriga.types import DepthClass
@@ -269,14 +270,16 @@ class Bench:
         """Read a sample of each run's answers again, with one engine a model."""
         shadows = {setting: Shadow() for setting in runs}
         for checkpoint in (self._small, self._large):
-            native = load_engine(
-                checkpoint, checkpoint.num_layers, num_rows=1, threads=self._plan.threads
-            )
+            depth, threads = checkpoint.num_layers, self._plan.threads
+            llm = LLM.over(load_engine(checkpoint, depth, num_rows=1, threads=threads))
             for setting, run in runs.items():
                 mine = [q for q in run.requests if {c.model for c in q.classes} == {checkpoint.id}]
                 step = max(1, math.ceil(len(mine) / max(1, self._plan.shadows)))
-                for request in mine[::step]:
-                    said = read_again(native, request)
+                mine = mine[::step]
+                again = read_again(
+                    llm, [q.prompt.token_ids for q in mine], [q.token_ids for q in mine]
+                )
+                for request, said in zip(mine, again, strict=True):
                     shadows[setting].add(request, said, checkpoint.num_layers)
         return shadows
 

@@ -13,12 +13,9 @@ from typing import Protocol
 
 from loadgen.paper.helios_engine import VALUE_BYTES, Room, ServedModel, load_engine, weight_bytes
 from loadgen.paper.helios_record import Request
-from loadgen.paper.helios_shadow import read_again, reading
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
-from quadriga.errors import ConfigError, InvariantViolation, KVCacheExhausted
+from quadriga.batching.colocated import ColocatedLoop
+from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.exits import ExitCounters, ExitParams
-from quadriga.interfaces import PrefillChunk
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.types import DepthClass, Emission, SamplingParams, SequenceState, TokenLogprob
 
@@ -73,15 +70,12 @@ class Replica:
         self._model, self._native = model, native
         self.weight_bytes = weight_bytes(native)
         self._counters = ExitCounters()
-        self._loop = DecodeLoop(
-            runner=native,
-            slots=SlotTable(
-                num_rows=self._room.num_rows,
-                row_capacity_tokens=native.row_capacity_tokens,
-                kv_capacity_tokens=self._capacity_tokens(),
-            ),
-            eos_token_ids=checkpoint.eos_token_ids,
+        self._loop = ColocatedLoop(
+            native,
+            native.spec,
             clock=self._clock,
+            max_slots=self._room.num_rows,
+            kv_capacity_tokens=self._capacity_tokens(),
             rebatcher=make_rebatcher(
                 "drex",
                 model.costs.resized(full_ends, native.segment_ends),
@@ -89,7 +83,6 @@ class Replica:
                 deterministic=not self._room.is_adaptive,
             ),
             counters=self._counters,
-            criterion=checkpoint.exits.criterion,
             is_partial=depth_class.depth < checkpoint.num_layers,
         )
 
@@ -108,15 +101,15 @@ class Replica:
     @property
     def kv_bytes(self) -> int:
         """KV, hidden states kept and those that wait, as far as they are in use."""
-        return self._native.held_bytes(self._loop.rows)
+        return self._native.held_bytes(self._loop.decode.rows)
 
     @property
     def num_running(self) -> int:
-        return self._loop.num_running
+        return self._loop.decode.num_running
 
     @property
     def used_tokens(self) -> int:
-        return self._loop.used_tokens
+        return self._loop.decode.used_tokens
 
     @property
     def has_work(self) -> bool:
@@ -125,7 +118,7 @@ class Replica:
     @property
     def max_batch(self) -> int | None:
         """Sequences it can hold, at the length promised now."""
-        slots = self._loop.slots
+        slots = self._loop.decode.slots
         if not slots.num_held:
             return None
         each = slots.reserved_tokens / slots.num_held
@@ -151,54 +144,60 @@ class Replica:
 
     def admit(self, request: Request) -> bool:
         """Compute the prompt and let it take part from the next step on; False: no room now."""
-        native, loop, prompt = self._native, self._loop, request.prompt
-        state = SequenceState(
-            sequence_id=str(request.index),
-            request_id=str(request.index),
-            model=self._model.checkpoint.id,
-            prompt_ids=prompt.token_ids,
-            sampling=SamplingParams(
+        state = self._state(
+            request,
+            request.prompt.token_ids,
+            SamplingParams(
                 max_tokens=MAX_TOKENS,
                 temperature=0.0,
                 num_logprobs=0 if request.is_scored else None,
             ),
+        )
+        first = self._compute(state)
+        if first is None:
+            return False
+        request.classes.append(self.depth_class)
+        request.first_s = request.last_s = self._clock.now_s()
+        logprob = first.logprobs[0] if first.logprobs else None
+        _append(request, first.token_ids[0], first.exit_layers[0], 0.0, logprob)
+        if first.finish is None:
+            self._running[state.sequence_id] = request
+            self.peak_running = max(self.peak_running, self.num_running)
+        return True
+
+    def read_again(self, request: Request) -> list[int] | None:
+        """What it says now in the place of each token of an answer; None: no room to ask."""
+        prompt_ids = request.prompt.token_ids
+        asked = SamplingParams(0, temperature=0.0, num_prompt_logprobs=1)
+        read = self._compute(self._state(request, [*prompt_ids, *request.token_ids], asked))
+        if read is None:
+            return None
+        assert read.prompt_logprobs is not None  # asked for
+        return [said.top[0][0] for said in read.prompt_logprobs[len(prompt_ids) :]]
+
+    def _state(
+        self, request: Request, prompt_ids: list[int], sampling: SamplingParams
+    ) -> SequenceState:
+        return SequenceState(
+            sequence_id=str(request.index),
+            request_id=str(request.index),
+            model=self._model.checkpoint.id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
             ingress_id="",
             arrival_unix_s=0.0,
             deadline_unix_s=float("inf"),
             exits=ExitParams(self._model.threshold, "bounded"),
         )
-        try:
-            slot = loop.reserve(state.sequence_id, state.max_total_tokens)
-        except KVCacheExhausted:
-            return False
-        native.attach(slot.row, state)
-        first = native.prefill([PrefillChunk(slot.row, prompt.token_ids, 0, True)])[0]
-        assert first is not None  # the prompt ends there
-        kv = native.read_kv(slot.row, 0, native.num_layers, 0, len(prompt.token_ids))
-        native.detach(slot.row)
-        state.output_ids.append(first.token_id)
-        state.exit_layers.append(first.exit_layer)
-        request.classes.append(self.depth_class)
-        request.first_s = request.last_s = self._clock.now_s()
-        _append(request, first.token_id, first.exit_layer, 0.0, first.logprob)
-        if first.token_id in self._model.checkpoint.eos_token_ids:
-            loop.leave(state.sequence_id)
-            return True
-        native.write_kv(slot.row, 0, 0, kv)
-        loop.join(state)
-        self._running[state.sequence_id] = request
-        self.peak_running = max(self.peak_running, loop.num_running)
-        return True
 
-    def read_again(self, request: Request) -> list[int] | None:
-        """What it says now in the place of each token of an answer; None: no room to ask."""
-        state = reading(request)
-        try:
-            slot = self._loop.reserve(state.sequence_id, state.max_total_tokens)
-        except KVCacheExhausted:
-            return None
-        said = read_again(self._native, request, slot.row)
-        self._loop.leave(state.sequence_id)
+    def _compute(self, state: SequenceState) -> Emission | None:
+        """Compute a prompt; returns what it says, or None where there is no room for it now."""
+        self._loop.submit(state)
+        said = next(iter(self._loop.compute_prompts()), None)
+        if said is None:
+            self._loop.release(state.sequence_id)
+        elif said.error is not None:
+            raise said.error
         return said
 
     def is_over(self, request: Request) -> bool:
@@ -207,9 +206,8 @@ class Replica:
 
     def step(self) -> list[Request]:
         """Run one step; return who is done."""
-        before, running = self._counters.breaches, self._loop.num_running
-        emissions = [e for _, e in self._loop.step()]
-        return self._take(emissions, self._counters.breaches - before, running)
+        before, running = self._counters.breaches, self.num_running
+        return self._take(self._loop.step(), self._counters.breaches - before, running)
 
     def _take(self, emissions: list[Emission], breaches: int, running: int) -> list[Request]:
         now_s, ended, here = self._clock.now_s(), [], self.depth_class
@@ -252,17 +250,17 @@ class Replica:
         if depth > self._native.num_layers:
             with self._native.prepare_depth(depth, timeout_s=_LOAD_TIMEOUT_S) as prepared:
                 load_s = prepared.load_s
-                self._loop.depth.take(prepared)
+                self._loop.decode.depth.take(prepared)
         else:
-            before, running = self._counters.breaches, self._loop.num_running
-            shrunk = self._loop.depth.drop_to(depth)
+            before, running = self._counters.breaches, self.num_running
+            shrunk = self._loop.decode.depth.drop_to(depth)
             if shrunk.blocked_by:
                 raise ConfigError(f"{len(shrunk.blocked_by)} sequences need the layers")
             emissions = [e for _, e in shrunk.emissions]
             ended = self._take(emissions, self._counters.breaches - before, running)
             self._native.wait_freed(_LOAD_TIMEOUT_S)
         self.weight_bytes = weight_bytes(self._native)
-        self._loop.slots.resize(self._capacity_tokens())
+        self._loop.decode.slots.resize(self._capacity_tokens())
         for request in self._running.values():
             if self.depth_class not in request.classes:
                 request.classes.append(self.depth_class)
@@ -291,7 +289,6 @@ class Replica:
     def check(self) -> None:
         """Verify the books. Raises: InvariantViolation."""
         self._loop.check()
-        self._loop.slots.check()
 
 
 def _append(

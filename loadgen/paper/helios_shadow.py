@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadgen.paper.helios_record import Request
-from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.llm import LLM
+from quadriga.types import SamplingParams
 
 
 @dataclass(slots=True)
@@ -48,29 +47,13 @@ class Shadow:
                 self.sure_same += same
 
 
-def reading(request: Request) -> SequenceState:
-    """A request and its answer as a prompt, of whose tokens the probabilities are asked."""
-    return SequenceState(
-        sequence_id="shadow",
-        request_id="shadow",
-        model="",
-        prompt_ids=[*request.prompt.token_ids, *request.token_ids],
-        sampling=SamplingParams(max_tokens=1, temperature=0.0, num_prompt_logprobs=1),
-        ingress_id="",
-        arrival_unix_s=0.0,
-        deadline_unix_s=math.inf,
-    )
-
-
-def read_again(native: ModelRunner, request: Request, row: int = 0) -> list[int]:
-    """What the engine, at full depth, says in the place of each token of the answer.
-
-    Args:
-        row: Nobody's.
-    """
-    prompt_ids, state = request.prompt.token_ids, reading(request)
-    native.attach(row, state)
-    read = native.prefill([PrefillChunk(row, state.prompt_ids, 0, True)])[0]
-    native.detach(row)
-    assert read is not None and read.prompt_logprobs is not None  # asked for
-    return [row.top[0][0] for row in read.prompt_logprobs[len(prompt_ids) :]]
+def read_again(
+    llm: LLM, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """What a model says in the place of each token of answers: read as prompts, a pass each."""
+    asked = SamplingParams(0, temperature=0.0, num_prompt_logprobs=1)
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    return [
+        [said.top[0][0] for said in (read.prompt_logprobs or ())[len(prompt) :]]
+        for prompt, read in zip(prompts, llm.generate(texts, asked, progress=False), strict=True)
+    ]

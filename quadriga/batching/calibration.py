@@ -6,7 +6,7 @@ from statistics import median
 
 from quadriga.clock import Clock
 from quadriga.exits import ExitParams
-from quadriga.interfaces import ModelRunner
+from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.types import SamplingParams, SequenceState
 
@@ -143,3 +143,11 @@ class Dummies:
     def __exit__(self, *_: object) -> None:
         for row in range(len(self.states)):
             self._runner.detach(row)
+
+    def decode(self) -> None:
+        """Run one token of each through all layers."""
+        self._runner.decode(list(range(len(self.states))))
+
+    def prefill(self) -> None:
+        """Compute the first one's prompt."""
+        self._runner.prefill([PrefillChunk(0, self.states[0].prompt_ids, 0, True)])

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from quadriga.batching.departures import Departures
 from quadriga.batching.depth import DepthChanges
 from quadriga.batching.exit_gate import ExitGate
-from quadriga.batching.finish import FinishRule, append_token
+from quadriga.batching.finish import FinishRule
 from quadriga.batching.places import Place, Places, Running, summary
 from quadriga.batching.preemption import Preemption
 from quadriga.batching.rates import Ewma, RateMeter
@@ -26,8 +26,15 @@ from quadriga.exits import Criterion, ExitCounters, ExitUse
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
+from quadriga.policies.promises import AnswerLengths
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
-from quadriga.types import Emission, ResumePoint, SampledToken, SequenceState
+from quadriga.types import (
+    Emission,
+    LengthPrediction,
+    ResumePoint,
+    SampledToken,
+    SequenceState,
+)
 
 RATE_WINDOW_S = 10.0
 
@@ -49,6 +56,7 @@ class DecodeLoop:
             or the sequence is taken away; `depth.needs_deeper` names them.
 
     Attributes:
+        answers: Lengths of those that ended here; newcomers are promised memory by them.
         depth: Changes of the depth that is loaded.
         meter: What its steps cost.
 
@@ -71,6 +79,7 @@ class DecodeLoop:
     ) -> None:
         self.slots = slots
         self.counters = counters or ExitCounters()
+        self.answers = AnswerLengths()
         self._runner = runner
         self._eos_token_ids = eos_token_ids
         self._clock = clock
@@ -119,18 +128,33 @@ class DecodeLoop:
         max_total_tokens: int,
         num_tokens: int | None = None,
         priority: int = 0,
+        prediction: LengthPrediction | None = None,
     ) -> Slot:
         """Promise a row to a sequence on its way; the less important may be paused for it.
 
         Args:
             num_tokens: What it has now.
+            prediction: Of its tokens still to come, where that is known.
 
         Raises:
             KVCacheExhausted: No room now; paused sequences come before new ones.
             ContextTooLong: It can never fit.
         """
-        self._preemption.make_room(max_total_tokens, num_tokens, priority)
-        slot = self.slots.reserve(sequence_id, max_total_tokens, num_tokens)
+        upper_tokens = self.answers.upper_tokens
+        self._preemption.make_room(
+            max_total_tokens,
+            num_tokens,
+            priority,
+            upper_tokens=upper_tokens,
+            prediction=prediction,
+        )
+        slot = self.slots.reserve(
+            sequence_id,
+            max_total_tokens,
+            num_tokens,
+            upper_tokens=upper_tokens,
+            prediction=prediction,
+        )
         self.depth.reserved(sequence_id)
         return slot
 
@@ -139,12 +163,15 @@ class DecodeLoop:
         state: SequenceState,
         resume: ResumePoint | None = None,
         depth: int | None = None,
+        *,
+        is_attached: bool = False,
     ) -> None:
         """Let a sequence, whose row is reserved and filled, take part from the next step on.
 
         Args:
             resume: Where it stood, for one that was decoding elsewhere.
             depth: Layers of its KV, where it was prefilled shallower than this replica is.
+            is_attached: Its prompt was computed in this row, by this runner.
 
         Raises:
             InvariantViolation: It has no reservation, or nothing to continue from.
@@ -157,7 +184,8 @@ class DecodeLoop:
             raise InvariantViolation(f"sequence {state.sequence_id} joins without a first token")
         came_with = self.depth.came_with(state.sequence_id, depth)
         if resume is None:
-            self._runner.attach(slot.row, state)
+            if not is_attached:
+                self._runner.attach(slot.row, state)
             self.depth.attached(slot.row, came_with)
             self._enter(slot.row, state, self._places.front)
             return
@@ -192,6 +220,7 @@ class DecodeLoop:
             is_strict=state.exits.policy == "strict",
         )
         self.depth.settle_in(running)
+        self._preemption.note_room(running)
         self._places.add(running)
         self._first_deadline_unix_s = min(self._first_deadline_unix_s, state.deadline_unix_s)
         gap_s = running.gap_s or self._rebatcher.target_gap_s(self.num_running)
@@ -211,6 +240,7 @@ class DecodeLoop:
             return resting
         paused = self._preemption.paused.pop(sequence_id, None)
         if paused is not None:
+            self.answers.ended(len(paused.state.output_ids))
             return paused.state
         row = self._places.rows.get(sequence_id)
         if row is None:
@@ -220,6 +250,7 @@ class DecodeLoop:
             return None
         running = self._places.remove(row)
         self._runner.detach(row)
+        self.answers.ended(len(running.state.output_ids))
         return running.state
 
     def pause(self, sequence_id: str) -> bool:
@@ -306,29 +337,33 @@ class DecodeLoop:
     ) -> None:
         """Append the tokens, send their sequences back to the front, and finish those that end."""
         places = self._places
+        front = places.front
         gap_s = self._rebatcher.target_gap_s(self.num_running)
         depth = tokens[0].exit_layer  # they all left at one exit
         self.counters.tokens[depth] = self.counters.tokens.get(depth, 0) + len(tokens)
         for running, token in zip(leavers, tokens, strict=True):
-            state = running.state
-            append_token(state, token)
+            state, token_id = running.state, token.token_id
+            output_ids = state.output_ids
+            output_ids.append(token_id)
+            state.exit_layers.append(depth)
             running.num_tokens += 1
-            finish = running.finish.reason(state.output_ids)
+            finish = running.finish.reason(output_ids)
             emission = Emission(
                 state.sequence_id,
                 state.epoch,
-                len(state.output_ids) - 1,
-                [token.token_id],
-                [token.exit_layer],
+                len(output_ids) - 1,
+                [token_id],
+                [depth],
                 None if token.logprob is None else [token.logprob],
-                finish=finish,
+                None,
+                finish,
             )
             emissions.append((state.ingress_id, emission))
             if finish is not None:
                 self.leave(state.sequence_id)
                 continue
-            if running.place is not places.front:
-                places.move(running, places.front, now_s)
+            if running.place is not front:
+                places.move(running, front, now_s)
             running.deadline_s = now_s + (running.gap_s or gap_s)
 
     def _expire(self) -> Emissions:
@@ -407,10 +442,7 @@ class DecodeLoop:
     @property
     def least_priority(self) -> int | None:
         """Of the running sequences, where one may be paused for a more important newcomer."""
-        if self.slots.reservation != "used":
-            return None
-        running = self._places.running.values()
-        return max((r.state.priority for r in running), default=None)
+        return self._preemption.least_priority
 
     @property
     def num_running(self) -> int:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from quadriga.errors import ConfigError
 from quadriga.interfaces import LayersDone, ModelRunner, PrefillChunk, ResizableRunner, Suspended
-from quadriga.pacing import PaceProfile
+from quadriga.pacing import Device
 from quadriga.types import KVExtent, SampledToken, SequenceState
 
 
 class PacedRunner:
-    """A runner whose decode steps take at least as long as a profile says.
+    """A runner whose decode steps take at least as long as on a modelled device.
 
     Everything else passes through. A step that really takes longer is counted in `num_late`:
     then the machine is too small for the experiment.
@@ -22,12 +22,12 @@ class PacedRunner:
     def __init__(
         self,
         runner: ModelRunner,
-        profile: PaceProfile,
+        device: Device,
         *,
         now_s: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.profile = profile
+        self._device = device
         self.num_late = 0
         self._runner = runner
         self._now_s = now_s
@@ -92,8 +92,7 @@ class PacedRunner:
         started_s = self._now_s()
         num_tokens = sum(self._states[row].num_tokens for row in rows)
         yield
-        step_s = share * self.profile.step_s(len(rows), num_tokens)
-        left_s = started_s + step_s - self._now_s()
+        left_s = started_s + self._device.pass_s(share, len(rows), num_tokens) - self._now_s()
         if left_s > 0:
             self._sleep(left_s)
         else:

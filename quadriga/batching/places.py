@@ -32,6 +32,10 @@ class Running:
         gap_s: Longest time between two tokens to plan for; 0 is the policy's default.
         since_s: When it came to its place.
         deadline_s: When its next token should be out.
+        room_tokens: Tokens it may become before it must ask for more room; infinite where all it
+            may become is reserved.
+        num_pauses: How often it was moved to host memory here.
+        stays_until: Tokens that it may become before a more important newcomer may displace it.
     """
 
     row: int
@@ -46,6 +50,9 @@ class Running:
     since_s: float
     deadline_s: float = math.inf
     is_strict: bool = False
+    room_tokens: float = math.inf
+    num_pauses: int = 0
+    stays_until: int = 0
     owes: bool = False
     wants: bool = False
 

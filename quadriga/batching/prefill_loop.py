@@ -11,7 +11,7 @@ from quadriga.batching.finish import append_token, finish_reason
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.rates import Ewma, RateMeter
 from quadriga.batching.rebuild import check_record, chunk_of, num_prefill_tokens
-from quadriga.batching.slots import SlotTable
+from quadriga.batching.slots import Slot, SlotTable
 from quadriga.batching.step_totals import StepMeter
 from quadriga.clock import Clock
 from quadriga.errors import (
@@ -83,9 +83,12 @@ class PrefillLoop:
         max_unplaced: No prompt is begun while so many sequences that hold a row have none at a
             decode replica, so that a full decode class is not met by ever more first tokens.
         num_placed: How many of those that hold a row have one at a decode replica as well.
+        reserve: Promises a sequence its row in `slots`, where it goes on to decode in that row;
+            None: for its prompt alone. Raises as `SlotTable.reserve`.
 
     Attributes:
         meter: What its steps cost.
+        is_stalled: Who is first in line found no room, and waits until some is given back.
 
     Not thread-safe: one thread calls everything.
     """
@@ -104,8 +107,10 @@ class PrefillLoop:
         full_depth: int = 0,
         max_unplaced: int = sys.maxsize,
         num_placed: Callable[[], int] = lambda: 0,
+        reserve: Callable[[SequenceState], Slot] | None = None,
     ) -> None:
         self.slots = slots
+        self._reserve = reserve or self._reserve_prompt
         self._max_unplaced = max_unplaced
         self._num_placed = num_placed
         self._full_depth = full_depth
@@ -121,7 +126,7 @@ class PrefillLoop:
         self._clock = clock
         self._active: list[_Job] = []
         self._computed: dict[str, SequenceState] = {}
-        self._is_stalled = False
+        self.is_stalled = False
         self.meter = StepMeter()
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
         self._step_time = Ewma(0.1)
@@ -157,17 +162,26 @@ class PrefillLoop:
         slot = self.slots.release(sequence_id)
         if slot is None:
             return False
-        self._is_stalled = False
+        self.is_stalled = False
         self._runner.detach(slot.row)
         return True
+
+    def hand_over(self, sequence_id: str) -> None:
+        """A computed sequence goes on to decode in its row: the slot is its new loop's."""
+        del self._computed[sequence_id]
+
+    def retry(self) -> None:
+        """Others gave back what was reserved: who waits for it is tried again."""
+        self.is_stalled = False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         if self._active:
             return True
-        may_start = not (self._is_stalled or self._is_held or self._is_ahead)
-        return may_start and (len(self._queue) > 0 or self._is_deepened)
+        if not (self._queue or self._shallow) or self.is_stalled or self._is_held:
+            return False
+        return not self._is_ahead and (len(self._queue) > 0 or self._is_deepened)
 
     def hold(self) -> None:
         """Start no more sequences, until `resume`: those under way go on, others wait in the queue.
@@ -189,7 +203,7 @@ class PrefillLoop:
             kv_capacity_tokens: What fits now; None: as much as before.
         """
         self._is_held = False
-        self._is_stalled = False
+        self.is_stalled = False
         self._group_ends = _group_ends(self._runner.num_layers, self._layer_groups)
         if kv_capacity_tokens is not None:
             self.slots.resize(kv_capacity_tokens)
@@ -258,7 +272,7 @@ class PrefillLoop:
             return
         self._queue_deepened(now_s)
         budget = self._chunk_tokens - sum(_remaining(job) for job in self._active)
-        self._is_stalled = False
+        self.is_stalled = False
         self._queue.take(self._try_start, token_budget=budget, now_s=now_s)
 
     def _queue_deepened(self, now_s: float) -> None:
@@ -288,9 +302,9 @@ class PrefillLoop:
         if self._is_ahead:
             return False
         try:
-            slot = self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
+            slot = self._reserve(state)
         except KVCacheExhausted:
-            self._is_stalled = True
+            self.is_stalled = True
             return False
         except QuadrigaError as exc:
             self._events.on_error(state, exc)
@@ -299,6 +313,9 @@ class PrefillLoop:
         self._active.append(_Job(state, slot.row))
         self._events.on_start(state, slot.row)
         return True
+
+    def _reserve_prompt(self, state: SequenceState) -> Slot:
+        return self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
 
     def _schedule(self) -> list[tuple[_Job, PrefillChunk]]:
         """Fill the token budget from the active jobs, oldest first."""
@@ -347,12 +364,16 @@ class PrefillLoop:
         Raises: InvariantViolation.
         """
         self.slots.check()
-        known = sorted([*(job.state.sequence_id for job in self._active), *self._computed])
-        if sorted(self.slots.holders) != known:
+        if sorted(self.slots.holders) != sorted(self.holders):
             raise InvariantViolation(
-                f"slots are held for {sorted(self.slots.holders)}; {known} are being computed or "
-                "handed off"
+                f"slots are held for {sorted(self.slots.holders)}; {sorted(self.holders)} are "
+                "being computed or handed off"
             )
+
+    @property
+    def holders(self) -> list[str]:
+        """Sequences that are being computed or handed off."""
+        return [*(job.state.sequence_id for job in self._active), *self._computed]
 
     @property
     def needs_depth(self) -> int:

@@ -1,8 +1,10 @@
 """Who holds which KV row, and how many tokens of cache are promised. The owner of both.
 
 Two ways to promise. `longest`: a sequence reserves the most it can grow to, so memory cannot run
-out in mid-decode and nobody is ever paused. `used`: it reserves what it has and grows by blocks;
-more sequences fit, and when the memory fills, whoever owns the table pauses some (BATON).
+out in mid-decode and nobody is ever paused. `used`: it reserves what it has and what it will
+probably add (`quadriga.policies.promises`), and grows by blocks beyond that; more sequences fit.
+When the memory fills, promises that are not used yet are taken back (`trim`), and whoever owns the
+table pauses some sequences (BATON).
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from quadriga.errors import ContextTooLong, InvariantViolation, KVCacheExhausted
-from quadriga.types import Reservation
+from quadriga.policies.promises import promised_tokens
+from quadriga.types import LengthPrediction, Reservation
 
 BLOCK_TOKENS = 16
 """Reservations are rounded up to blocks of this many tokens."""
@@ -55,12 +58,19 @@ class SlotTable:
         self._reserved_tokens = 0
 
     def reserve(
-        self, sequence_id: str, max_total_tokens: int, num_tokens: int | None = None
+        self,
+        sequence_id: str,
+        max_total_tokens: int,
+        num_tokens: int | None = None,
+        *,
+        upper_tokens: int = 1,
+        prediction: LengthPrediction | None = None,
     ) -> Slot:
         """Promise a row to a sequence, and the room it needs.
 
         Args:
-            num_tokens: What it has now; `longest` does not ask for it.
+            num_tokens: What it has now; `longest` asks for neither this nor what follows.
+            upper_tokens, prediction: What it will probably add; see `promised_tokens`.
 
         Raises:
             ContextTooLong: More than one row holds; no waiting helps.
@@ -69,7 +79,9 @@ class SlotTable:
         """
         if sequence_id in self._slots:
             raise InvariantViolation(f"sequence {sequence_id} already holds a slot")
-        tokens = self.tokens_wanted(max_total_tokens, num_tokens)
+        tokens = self.tokens_wanted(
+            max_total_tokens, num_tokens, upper_tokens=upper_tokens, prediction=prediction
+        )
         if not self._free_rows or self._reserved_tokens + tokens > self.kv_capacity_tokens:
             raise KVCacheExhausted(
                 f"no room for {tokens} tokens: {len(self._free_rows)} of {self.num_rows} rows and "
@@ -81,7 +93,14 @@ class SlotTable:
         self._reserved_tokens += tokens
         return slot
 
-    def tokens_wanted(self, max_total_tokens: int, num_tokens: int | None = None) -> int:
+    def tokens_wanted(
+        self,
+        max_total_tokens: int,
+        num_tokens: int | None = None,
+        *,
+        upper_tokens: int = 1,
+        prediction: LengthPrediction | None = None,
+    ) -> int:
         """What `reserve` would promise.
 
         Raises:
@@ -93,8 +112,13 @@ class SlotTable:
                 "sequence may have here; shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
-        is_used = self.reservation == "used" and num_tokens is not None
-        return self._rounded(num_tokens + 1 if is_used and num_tokens else max_total_tokens)
+        if self.reservation == "longest" or not num_tokens:
+            return self._rounded(max_total_tokens)
+        return self._rounded(
+            promised_tokens(
+                num_tokens, max_total_tokens, upper_tokens=upper_tokens, prediction=prediction
+            )
+        )
 
     def grow(self, sequence_id: str, num_tokens: int) -> bool:
         """Promise a sequence room for `num_tokens`; False where no block is free.
@@ -112,6 +136,24 @@ class SlotTable:
         self._slots[sequence_id] = replace(slot, reserved_tokens=slot.reserved_tokens + more)
         self._reserved_tokens += more
         return True
+
+    def trim(self, sequence_id: str, num_tokens: int) -> int:
+        """Take back what a sequence was promised beyond room for `num_tokens`.
+
+        Returns:
+            The tokens that are free now and were not.
+
+        Raises: InvariantViolation: It holds no slot.
+        """
+        slot = self._slots.get(sequence_id)
+        if slot is None:
+            raise InvariantViolation(f"sequence {sequence_id} holds no slot")
+        freed = slot.reserved_tokens - self._rounded(num_tokens)
+        if freed <= 0:
+            return 0
+        self._slots[sequence_id] = replace(slot, reserved_tokens=slot.reserved_tokens - freed)
+        self._reserved_tokens -= freed
+        return freed
 
     def _rounded(self, num_tokens: int) -> int:
         return min(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, self.row_capacity_tokens)

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from quadriga.engine.runner import NativeRunner
     from quadriga.engine_spec import EngineSpec
 
+    AnyRunner = NativeRunner | BatonRunner
+
 __all__ = ["load_runner"]
 
 
-def load_runner(spec: EngineSpec) -> NativeRunner | BatonRunner:
+def load_runner(spec: EngineSpec) -> AnyRunner:
     """Load the checkpoint's first `spec.depth` layers and return the runner the spec names.
 
     Sets this process's torch thread count to `spec.threads`.

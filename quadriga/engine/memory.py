@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import sys
 
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 _SLAB_BYTES = 64 << 20
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Python names it from 3.13 on."""
 ALIGNMENT = 128
 
 
@@ -29,7 +32,8 @@ def reserve(num_bytes: int, *, huge: bool) -> tuple[mmap.mmap, torch.Tensor]:
     """
     slack = HUGE_PAGE_BYTES if huge else 0
     # Python's default, a shared map, has no huge pages and keeps what was released.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    # KV rows are mapped at full length, which may be more than there is, and filled as far as used.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     buffer = mmap.mmap(-1, max(1, num_bytes) + slack, flags=flags)
     view = torch.frombuffer(buffer, dtype=torch.uint8)
     if not huge:

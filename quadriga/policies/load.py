@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quadriga.policies.promises import admitted_tokens, promised_tokens
 from quadriga.types import DepthClass, PlaceRequest, ReplicaSnapshot, Role
-
-LOW_WATERMARK = 0.75
-"""Where memory is promised by what is used, newcomers are let in up to this share of it."""
 
 
 def taking_work(
@@ -40,8 +38,14 @@ def candidates(
 
 def tokens_wanted(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:
     """What a decode replica would promise the sequence."""
-    is_used = snapshot.info.reservation == "used"
-    return request.num_tokens + 1 if is_used else request.max_total_tokens
+    if snapshot.info.reservation == "longest":
+        return request.max_total_tokens
+    return promised_tokens(
+        request.num_tokens,
+        request.max_total_tokens,
+        upper_tokens=snapshot.upper_tokens,
+        prediction=request.prediction,
+    )
 
 
 def has_room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
@@ -55,7 +59,8 @@ def has_room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
     tokens = snapshot.reserved_tokens + tokens_wanted(snapshot, request)
     if info.reservation == "longest":
         return held < info.num_slots and tokens <= info.kv_capacity_tokens
-    is_below = held == 0 or tokens <= LOW_WATERMARK * info.kv_capacity_tokens
+    limit = admitted_tokens(info.kv_capacity_tokens, info.num_slots, info.max_model_len)
+    is_below = held == 0 or tokens <= limit
     if held < info.num_slots and is_below and not snapshot.num_paused:
         return True
     return snapshot.least_priority is not None and request.priority < snapshot.least_priority

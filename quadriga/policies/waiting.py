@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from quadriga.config import PrefillConfig
 from quadriga.policies.appointments import Appointments
+from quadriga.policies.promises import admitted_tokens, promised_tokens
 from quadriga.types import AdmitRequest, ReplicaSnapshot
 
 MEMORY_S = 20.0
@@ -235,10 +236,15 @@ def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
     """How many sequences like the request a decode replica could take now."""
     info = snapshot.info
     slots = info.num_slots - snapshot.num_running - snapshot.num_waiting
-    # Where memory is promised as it is used, a sequence begins with its prompt.
-    is_used = info.reservation == "used"
-    wanted = request.num_prompt_tokens + (1 if is_used else request.max_tokens)
-    free = info.kv_capacity_tokens - snapshot.reserved_tokens
+    wanted = longest = request.num_prompt_tokens + request.max_tokens
+    capacity = info.kv_capacity_tokens
+    if info.reservation == "used":
+        wanted = promised_tokens(
+            request.num_prompt_tokens, longest, upper_tokens=snapshot.upper_tokens
+        )
+        if snapshot.num_running + snapshot.num_waiting:  # who is alone may have it all
+            capacity = admitted_tokens(capacity, info.num_slots, info.max_model_len)
+    free = capacity - snapshot.reserved_tokens
     return max(0, min(slots, free // max(1, wanted)))
 
 

@@ -43,6 +43,7 @@ class Board:
         moves, moved_s: Migrations so far, and when the last one was.
         is_draining: Replicas that take nothing new.
         num_paused: Sequences preempted and not back.
+        upper_tokens: What each replica takes an answer to be; see `policies.promises`.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class Board:
         self._aside_tokens, self._num_held = np.zeros(n), np.zeros(n, dtype=np.int64)
         self.num_paused = np.zeros(n, dtype=np.int64)
         self.prompt_tokens = np.zeros(n)
+        self.upper_tokens = np.ones(n, dtype=np.int64)
+        self._spare_tokens, self._num_growing = np.zeros(n), np.zeros(n)
         self._now_s: float | None = None  # of `_new_steps`
         self._new_steps = np.zeros(n)
 
@@ -97,6 +100,10 @@ class Board:
         self._half_s[index] = half_s = factor * cost.per_token_s * num / 2.0
         self._linear_s[index] = factor * first_s - half_s
         self._aside_tokens[index] = replica.held_tokens - replica.tokens
+        spare = replica.spare_tokens()
+        self._spare_tokens[index] = sum(spare)
+        self._num_growing[index] = num - len(spare)
+        self.upper_tokens[index] = replica.answers.upper_tokens
         self._num_held[index] = replica.num_held
         self.num_paused[index] = replica.num_halted
 
@@ -127,6 +134,11 @@ class Board:
     def used_tokens(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """KV tokens of running, paused and promised sequences, [n]."""
         return self.running_tokens(new_steps) + self._aside_tokens
+
+    def reserved_tokens(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The same with what the running were promised and do not use yet, [n]."""
+        running = self._tokens + self._spare_tokens + self._num_growing * new_steps
+        return np.asarray(running + self._aside_tokens)
 
     @property
     def num_held(self) -> NDArray[np.int64]:

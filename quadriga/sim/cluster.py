@@ -241,16 +241,19 @@ class Simulation:
         """Send a prefilled sequence to a decode replica; False where none has room."""
         tokens = self._rebuilt.get(index, self._input[index] + 1)
         prefilled_s = self._halted_s.setdefault(index, now_s)
-        replica = self._placing.choose(now_s, index, tokens, now_s - prefilled_s)
-        if replica is None:
+        placed = self._placing.choose(now_s, index, tokens, now_s - prefilled_s)
+        if placed is None:
             return False
+        replica, promised = placed
         self._rebuilt.pop(index, None)
+        keeps_promises = self._config.memory.reservation == "used"
         sequence = Sequence(
             index=index,
             tokens=tokens,
             final_tokens=self._input[index] + self._output[index],
             prompt_tokens=self._input[index],
             arrival_s=float(self._arrivals_s[index]),
+            promised_tokens=promised if keeps_promises else 0,
         )
         if self._handoff_s is None:
             handoff_s = self._config.link.seconds(tokens)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from quadriga.batching.preemption import PausedSequence, choose_return, choose_victim
 from quadriga.errors import InvariantViolation
+from quadriga.policies.promises import AnswerLengths
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 from quadriga.types import SamplingParams, SequenceState
@@ -39,6 +40,7 @@ class DecodeReplica:
         self.paused: dict[int, PausedSequence] = {}
         self.promised: dict[int, int] = {}  # tokens of the sequences on their way here
         self.num_preempted = 0
+        self.answers = AnswerLengths()
         self.factor = 1.0  # of the profile's step times, until the next draw
         self.draw_factor: Callable[[], float] | None = None
         self._drawn_s = -math.inf
@@ -67,6 +69,17 @@ class DecodeReplica:
         paused = sum(s.tokens for s in self._halted.values())
         return self.tokens + paused + sum(self.promised.values())
 
+    def spare_tokens(self) -> list[int]:
+        """At the anchor: what is promised to each of the running and not used, where it is any.
+
+        Until the next event these grow into it, and the others beyond what they were promised.
+        """
+        if self.rules.reservation == "longest":
+            return []
+        steps = self.steps
+        spare = [s.promised_tokens - s.base - steps for s in self.running.values()]
+        return [tokens for tokens in spare if tokens > 0]
+
     @property
     def num_held(self) -> int:
         return len(self.running) + len(self._halted) + len(self.promised)
@@ -84,7 +97,8 @@ class DecodeReplica:
 
     def join(self, sequence: Sequence, *, ready_s: float) -> None:
         """Let a sequence into the batch at the first step boundary from `ready_s` on."""
-        self.promised.setdefault(sequence.index, sequence.tokens)
+        wanted = max(sequence.tokens, sequence.promised_tokens)
+        self.promised.setdefault(sequence.index, wanted)
         heapq.heappush(self._joining, (ready_s, sequence.index, sequence))
 
     def leave(self, index: int, *, from_s: float) -> None:
@@ -149,8 +163,8 @@ class DecodeReplica:
         while self._ends and self._is_stale(*self._ends[0]):
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self.steps
-        room = math.floor(self.rules.high * self.profile.kv_capacity_tokens) - self.tokens
-        steps = min(steps, max(0, room // len(self.running) + 1))
+        room = self.profile.kv_capacity_tokens - self.tokens
+        steps = min(steps, max(0, room // len(self.running) + 1), *self.spare_tokens())
         wanted_s = min(self._leave_from_s, self._joining[0][0] if self._joining else math.inf)
         if wanted_s < self.anchor_s + self._duration_s(steps):
             steps = self._boundary(wanted_s)
@@ -205,6 +219,7 @@ class DecodeReplica:
             step, index = heapq.heappop(self._ends)
             sequence = self.running.get(index)
             if sequence is not None and sequence.base + step == sequence.final_tokens:
+                self.answers.ended(sequence.final_tokens - sequence.prompt_tokens)
                 happened.finished.append(self._take_out(sequence))
 
     def _let_leave(self, now_s: float, happened: Happened) -> None:
@@ -225,21 +240,30 @@ class DecodeReplica:
             happened.joined[index] = sequence
 
     def _preempt(self, happened: Happened) -> None:
+        if self.tokens <= self.profile.kv_capacity_tokens:
+            return
+        for sequence in self.running.values():
+            sequence.promised_tokens = 0
         limit = math.floor(self.rules.high * self.profile.kv_capacity_tokens)
         while self.tokens > limit and self.running:
-            states = [self._state(s) for s in self.running.values()]
-            victim = choose_victim(states)
+            # A lone one that cannot grow goes as well, but none for the sake of the mark alone.
+            if len(self.running) == 1 and self.tokens <= self.profile.kv_capacity_tokens:
+                break
+            victim = choose_victim(self._candidate(s) for s in self.running.values())
             if victim is None:
                 raise InvariantViolation(f"{self.name}: memory is full and nobody runs")
-            sequence = self._take_out(self.running[int(victim.sequence_id)])
+            sequence = self._take_out(self.running[int(victim.state.sequence_id)])
+            sequence.num_pauses += 1
             self._halted[sequence.index] = sequence
-            self.paused[sequence.index] = PausedSequence(victim, None, None, self.anchor_s)
+            self.paused[sequence.index] = PausedSequence(
+                victim.state, None, None, self.anchor_s, sequence.num_pauses
+            )
             self.num_preempted += 1
             happened.preempted.append(sequence)
 
     def _resume(self, happened: Happened) -> None:
         limit = self.rules.low * self.profile.kv_capacity_tokens
-        while (first := choose_return(self.paused.values())) is not None:
+        while (first := choose_return(self.paused.values(), self.anchor_s)) is not None:
             sequence = self._halted[int(first.state.sequence_id)]
             coming = sum(self.promised[i] for _, i, _ in self._joining if i in self.promised)
             is_alone = not self.running and not self._joining
@@ -276,6 +300,9 @@ class DecodeReplica:
     def _stopped(self, sequence: Sequence) -> Sequence:
         sequence.tokens = sequence.base + self.steps
         return sequence
+
+    def _candidate(self, sequence: Sequence) -> PausedSequence:
+        return PausedSequence(self._state(sequence), None, None, self.anchor_s, sequence.num_pauses)
 
     def _state(self, sequence: Sequence) -> SequenceState:
         """The sequence as the batching code knows it: its ids do not matter, their number does."""

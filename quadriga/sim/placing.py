@@ -9,6 +9,7 @@ from quadriga.policies.ares import DriftMonitor, horizon_s
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.placement import best_replica
+from quadriga.policies.promises import promised_tokens
 from quadriga.sim.board import Board
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
 from quadriga.sim.policies import PolicySet
@@ -51,6 +52,7 @@ class Placing:
         self._firsts: Predictions | None = None  # of all requests, right after their prefill
         # Of each replica's last report, and of what was placed there since.
         self._reported_tokens = np.zeros(len(board.names))
+        self._reported_reserved = np.zeros(len(board.names))
         self._reported_prompts = np.zeros(len(board.names))
         self._reported_held = np.zeros(len(board.names), dtype=np.int64)
         self._reported_paused = np.zeros(len(board.names), dtype=np.int64)
@@ -60,43 +62,63 @@ class Placing:
         """A decode replica as admission wants one: all have one class and one capacity."""
         return self._snapshots[0]
 
-    def choose(self, now_s: float, index: int, tokens: int, waited_s: float) -> int | None:
-        """The decode replica for a prefilled sequence, or None where it must wait.
+    def choose(
+        self, now_s: float, index: int, tokens: int, waited_s: float
+    ) -> tuple[int, int] | None:
+        """The decode replica for a prefilled sequence, and the tokens that it promises there.
+
+        None where it must wait.
 
         Args:
             tokens: Of its KV cache.
             waited_s: Since it was prefilled.
         """
-        used = self._board.used_tokens(self._board.new_steps(now_s))
-        takes = self._takes(used, tokens + 1)
+        new_steps = self._board.new_steps(now_s)
+        used = self._board.used_tokens(new_steps)
+        reserved = self._board.reserved_tokens(new_steps)
+        prediction = self._predict(index, tokens)
+        longest = tokens + 1
+        if self._config.memory.reservation == "used":
+            longest = int(self._board.input_tokens[index]) + self._config.profile.max_tokens
+        wanted = np.array(
+            [
+                promised_tokens(tokens, longest, upper_tokens=upper, prediction=prediction)
+                for upper in self._board.upper_tokens.tolist()
+            ]
+        )
+        takes = self._takes(reserved, wanted)
         if self._config.report_every_s == 0.0 and not takes.any():
             return None  # what no policy places
-        prediction = self._predict(index, tokens)
         request = PlaceRequest(
             sequence_id=str(index),
             depth_class=DEPTH_CLASS,
             num_tokens=tokens,
-            max_total_tokens=tokens + 1,  # memory is promised as it is used
+            max_total_tokens=longest,
             prediction=prediction,
             waited_s=waited_s,
         )
         cluster = self.forecast
         if prediction is None or cluster is None or self.drift.is_drifting:
-            chosen = self._by_present(request, used)
+            chosen = self._by_present(request, used, reserved)
         else:
             chosen = self._by_forecast(cluster, request, takes)
-        if chosen is not None:
-            self._reported_tokens[chosen] += tokens
-            self._reported_prompts[chosen] += tokens
-            self._reported_held[chosen] += 1
-        if chosen is not None and prediction is not None:
+        if chosen is None:
+            return None
+        promised = int(wanted[chosen])
+        self._reported_tokens[chosen] += tokens
+        self._reported_reserved[chosen] += promised
+        self._reported_prompts[chosen] += tokens
+        self._reported_held[chosen] += 1
+        if prediction is not None:
             self._said.setdefault(index, prediction)
-        return chosen
+        return chosen, promised
 
     def reported(self, now_s: float, replica: int) -> None:
         """A replica tells what it holds, what is on its way to it included."""
         board = self._board
-        self._reported_tokens[replica] = board.used_tokens(board.new_steps(now_s))[replica]
+        new_steps = board.new_steps(now_s)
+        self._reported_tokens[replica] = board.used_tokens(new_steps)[replica]
+        self._reported_reserved[replica] = board.reserved_tokens(new_steps)[replica]
         self._reported_prompts[replica] = board.prompt_tokens[replica]
         self._reported_held[replica] = board.num_held[replica]
         self._reported_paused[replica] = board.num_paused[replica]
@@ -135,26 +157,40 @@ class Placing:
         cluster.tokens[row] += memory_rows(size, mean, ahead)[0]
         return int(alive[row])
 
-    def _takes(self, used: NDArray[np.float64], max_total_tokens: int) -> NDArray[np.bool_]:
-        """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once."""
+    def _takes(self, reserved: NDArray[np.float64], wanted: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once.
+
+        Args:
+            reserved, wanted: Tokens promised by each, and what it would promise the newcomer, [n].
+        """
         board = self._board
-        fits = used + max_total_tokens <= self._config.admitted_tokens
+        fits = reserved + wanted <= self._config.admitted_tokens
         if self._config.memory.reservation == "used":
             fits = (fits | (board.num_held == 0)) & (board.num_paused == 0)
         fits &= board.num_held < self._config.profile.num_slots
         return np.asarray(fits & board.is_alive & ~board.is_draining)
 
-    def _by_present(self, request: PlaceRequest, used: NDArray[np.float64]) -> int | None:
+    def _by_present(
+        self,
+        request: PlaceRequest,
+        used: NDArray[np.float64],
+        reserved: NDArray[np.float64],
+    ) -> int | None:
         """By what is there now, or was at the last reports."""
         if self._config.report_every_s > 0.0:
-            used, prompts = self._reported_tokens, self._reported_prompts
+            used, reserved = self._reported_tokens, self._reported_reserved
+            prompts = self._reported_prompts
             held, paused = self._reported_held, self._reported_paused
         else:
             prompts = self._board.prompt_tokens
             held, paused = self._board.num_held, self._board.num_paused
-        lists = (values.tolist() for values in (used, prompts, held, paused))
-        for snapshot, tokens, prompt, count, halted in zip(self._snapshots, *lists, strict=True):
-            snapshot.used_tokens = snapshot.reserved_tokens = int(tokens)
+        upper = self._board.upper_tokens
+        lists = (v.tolist() for v in (used, reserved, upper, prompts, held, paused))
+        for snapshot, tokens, all_promised, answer, prompt, count, halted in zip(
+            self._snapshots, *lists, strict=True
+        ):
+            snapshot.used_tokens, snapshot.reserved_tokens = int(tokens), int(all_promised)
+            snapshot.upper_tokens = answer
             snapshot.prompt_tokens = int(prompt)
             snapshot.num_running, snapshot.num_paused = count, halted
         takes = (self._board.is_alive & ~self._board.is_draining).tolist()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quadriga.batching.preemption import HIGH_WATERMARK
-from quadriga.policies.load import LOW_WATERMARK
+from quadriga.policies.promises import ADMIT_SHARE, RETURN_SHARE
 from quadriga.types import Reservation
 
 OnFull = Literal["recompute", "pause"]
@@ -19,14 +18,15 @@ class MemoryRules:
     Attributes:
         on_full: `recompute`: the victim's KV is dropped and computed again on this replica, while
             the batch stands still. `pause`: it goes to host memory and comes back over the link.
-        high: Share of the memory above which sequences are preempted.
+        high: Share of the memory down to which sequences are preempted once it is full.
         low: Share of the memory up to which they come back.
-        admits: Share of the memory up to which newcomers are let in.
+        admits: Share of the memory up to which newcomers are let in; with `pause` by what they
+            are promised, see `quadriga.policies.promises`, else by what they have.
     """
 
     on_full: OnFull = "recompute"
     high: float = 1.0
-    low: float = HIGH_WATERMARK
+    low: float = 0.9
     admits: float = 1.0
 
     @property
@@ -36,7 +36,7 @@ class MemoryRules:
 
 
 RECOMPUTE = MemoryRules()
-PAUSE = MemoryRules("pause", HIGH_WATERMARK, LOW_WATERMARK, LOW_WATERMARK)
+PAUSE = MemoryRules("pause", ADMIT_SHARE, RETURN_SHARE, ADMIT_SHARE)
 MEMORY_RULES = {"recompute": RECOMPUTE, "pause": PAUSE}
 
 
@@ -49,6 +49,9 @@ class Sequence:
         tokens: KV tokens when it last stood still; while it runs, `base` plus the replica's steps.
         final_tokens: KV tokens when its last token is out.
         prompt_tokens: What the client sent.
+        promised_tokens: KV tokens that its replica keeps for it where memory is promised as it is
+            used; nothing once it has more.
+        num_pauses: How often its replica paused it.
     """
 
     index: int
@@ -58,6 +61,8 @@ class Sequence:
     arrival_s: float
     priority: int = 0
     base: int = 0
+    promised_tokens: int = 0
+    num_pauses: int = 0
 
 
 @dataclass(slots=True)

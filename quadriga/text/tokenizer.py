@@ -61,6 +61,18 @@ class TextTokenizer:
                 "the text holds a lone surrogate, which no encoding can carry", param="prompt"
             ) from exc
 
+    def prompt_ids(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a prompt: of text, of a conversation, or as they are.
+
+        Raises: InvalidRequest: As `encode` and `render_chat`.
+        """
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        messages = [m for m in prompt if isinstance(m, Mapping)]
+        if messages:
+            return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return [t for t in prompt if not isinstance(t, Mapping)]
+
     def exceeds(self, text: str, limit: int, *, piece_chars: int = PIECE_CHARS) -> bool:
         """Whether a text certainly has more tokens than `limit`, for little more than their price.
 

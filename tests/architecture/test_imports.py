@@ -65,3 +65,8 @@ def test_the_load_generator_is_a_client(module: str) -> None:
 
 def test_the_ingress_loads_no_torch() -> None:
     assert "torch" not in loaded_by("serve_app.app")
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    assert not loaded_by("quadriga") & {"torch", "ray", "pydantic", "numpy", "transformers"}
+    assert not loaded_by("quadriga.llm") & {"torch", "ray"}

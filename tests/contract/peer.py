@@ -135,14 +135,12 @@ class Peer(BatchedCalls):
 
     # RowHost
 
-    async def reserve_row(
-        self, sequence_id: str, max_total_tokens: int, num_tokens: int, priority: int
-    ) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> int:
         free = set(range(NUM_ROWS)) - set(self._held.values())
         if not free:
             raise KVCacheExhausted("no row is free")
-        self._held[sequence_id] = min(free)
-        return self._held[sequence_id]
+        self._held[offer.sequence_id] = min(free)
+        return self._held[offer.sequence_id]
 
     async def release_row(self, sequence_id: str) -> None:
         del self._held[sequence_id]

@@ -8,10 +8,11 @@ import pytest
 
 from loadgen.paper.closed_loop import Outcome, load_runner, run_closed_loop
 from loadgen.paper.judged import Decisions, JudgedRebatcher
-from loadgen.paper.modelled import DeviceModel, ModelledRunner
+from loadgen.paper.modelled import DeviceModel
 from loadgen.paper.task_suite import TaskSuite
 from quadriga.batching.calibration import calibrate
 from quadriga.batching.decode_loop import DecodeLoop
+from quadriga.batching.paced_runner import PacedRunner
 from quadriga.checkpoint import read_checkpoint
 from quadriga.clock import ManualClock, SystemClock
 from quadriga.engine.runner import NativeRunner
@@ -45,7 +46,7 @@ def run(
     on_loop: Callable[[DecodeLoop], None] | None = None,
 ) -> Outcome:
     clock = ManualClock()
-    runner = ModelledRunner(native, clock, DEVICE)
+    runner = PacedRunner(native, DEVICE, now_s=clock.now_s, sleep=clock.advance)
     costs = calibrate(runner, clock, max_rows=SLOTS)
     return run_closed_loop(
         suite.prompts,

@@ -133,9 +133,7 @@ class FaultyDecode(BatchedCalls):
 
     # RowHost
 
-    async def reserve_row(
-        self, sequence_id: str, max_total_tokens: int, num_tokens: int, priority: int
-    ) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> int:
         return 0
 
     async def release_row(self, sequence_id: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quadriga.engine.baton.dense import RELEASE_COLUMNS
+from quadriga.engine.baton.fitting import fit
 from quadriga.engine.baton.geometry import CacheGeometry
 from quadriga.engine.baton.loading import load_model
 from quadriga.engine.baton.model import CausalModel
@@ -80,7 +81,12 @@ class BatonRunner:
                 param="engine.device",
             )
         torch.set_num_threads(spec.threads)
-        model, geometry = probe(spec, load_model(spec))
+        loaded = load_model(spec)
+        if spec.device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            weights = sum(p.nbytes for p in (*loaded.parameters(), *loaded.buffers()))
+            spec = fit(spec, weight_bytes=weights, free_bytes=free, total_bytes=total)
+        model, geometry = probe(spec, loaded)
         model.to(torch.device(spec.device))
         return cls(spec, model, geometry, release_columns=release_columns)
 
@@ -114,6 +120,9 @@ class BatonRunner:
     def wait_compiled(self, timeout_s: float) -> bool:
         """Nothing is compiled; returns `is_compiled` at once."""
         return self.is_compiled
+
+    def close(self) -> None:
+        """All it holds are tensors, which go with it."""
 
     def attach(self, row: int, state: SequenceState) -> None:
         """See `ModelRunner.attach`. Raises: InvariantViolation when the row is taken or absent."""

@@ -19,6 +19,7 @@ from quadriga.engine.skipped_kv import SkippedKVStore
 from quadriga.engine.weights import ModelWeights
 from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.errors import ConfigError
+from quadriga.kv_memory import fitting_length, least_length
 
 logger = logging.getLogger(__name__)
 
@@ -178,15 +179,18 @@ def _fit(spec: EngineSpec, config: ModelConfig, device: torch.device) -> EngineS
     mine = torch.cuda.memory_reserved(device)
     available = min(free, int(spec.gpu_memory_share * total) - mine)
     fitting = tokens_that_fit(available, token_bytes, spec.num_rows, spec.row_capacity_tokens)
-    if fitting < spec.row_capacity_tokens:
+    length = least = spec.row_capacity_tokens
+    if spec.fits_length:
+        length, least = fitting_length(length, fitting, spec.runner), least_length(length)
+    if fitting < least:
         raise ConfigError(
             f"engine.gpu_memory_share: {spec.gpu_memory_share} of the GPU's {total} bytes, less "
             f"{mine} of weights, and {free} that are free leave {max(0, available)} for KV; "
             f"{spec.num_rows} rows of {spec.checkpoint.id} hold {fitting} tokens in that, less "
-            f"than one sequence of {spec.row_capacity_tokens} ({token_bytes} bytes a token); "
+            f"than one sequence of {least} ({token_bytes} bytes a token); "
             "lower engine.max_model_len, the number of rows or the depth",
             param="engine.gpu_memory_share",
         )
-    capacity = min(spec.kv_capacity_tokens, fitting)
+    capacity = min(fitting, spec.num_rows * length)
     logger.info("KV: %d tokens, %d bytes each", capacity, token_bytes)
-    return replace(spec, kv_capacity_tokens=capacity)
+    return replace(spec, row_capacity_tokens=length, kv_capacity_tokens=capacity)

@@ -185,7 +185,7 @@ class Governor:
         return orders
 
     def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:
-        """Where memory is promised as it is used, newcomers are let in up to the low mark only."""
+        """See `settings_under`."""
         is_longest = all(s.info.reservation == "longest" for s in members)
         return settings_under(self.settings, "longest" if is_longest else "used")
 

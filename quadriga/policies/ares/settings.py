@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quadriga.errors import ConfigError
-from quadriga.policies.load import LOW_WATERMARK
+from quadriga.policies.promises import RETURN_SHARE
 from quadriga.types import Reservation
 
 NUM_POINTS = 16
@@ -123,11 +123,12 @@ def _weights(decay: float) -> NDArray[np.float64]:
 def settings_under(settings: AresSettings, reservation: Reservation) -> AresSettings:
     """Return the settings for replicas that promise memory in a way.
 
-    Where it is promised as it is used, newcomers are let in up to the low mark only.
+    Where it is promised as it is used, a move fills nobody beyond `RETURN_SHARE`: it shall not be
+    the reason why somebody is paused.
     """
     if reservation == "longest":
         return settings
-    return replace(settings, memory_limit=min(settings.memory_limit, LOW_WATERMARK))
+    return replace(settings, memory_limit=min(settings.memory_limit, RETURN_SHARE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,21 @@ class NoExits(GroupedExits):
         waits = (i + 1 for i, rows in enumerate(waiting) if rows.count)
         return Range(next(waits, 0), self.costs.num_segments, tests=False)
 
+    def observe(
+        self,
+        ran: Range,
+        count: int,
+        num_tokens: int,
+        seconds: float,
+        passed: int | None,
+        filled: int = 0,
+    ) -> None:
+        """See `Rebatcher.observe`; no choice here depends on times, nor on gaps."""
+
+    def target_gap_s(self, running: int) -> float:
+        """See `Rebatcher.target_gap_s`."""
+        return 0.0
+
     def tests(self, exit_index: int) -> bool:
         """See `Rebatcher.tests`."""
         return False

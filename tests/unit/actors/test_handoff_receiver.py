@@ -49,8 +49,8 @@ class RefusingHost:
         self.held: set[str] = set()
         self._refusal = refusal
 
-    async def reserve_row(self, sequence_id: str, *_: Any, **__: Any) -> int:
-        self.held.add(sequence_id)
+    async def reserve_row(self, offer: TransferOffer) -> int:
+        self.held.add(offer.sequence_id)
         return 0
 
     async def release_row(self, sequence_id: str) -> None:
@@ -210,10 +210,10 @@ class SlowHost(TakingHost):
         self.is_writing = threading.Event()
         self.may_end = threading.Event()
 
-    async def reserve_row(self, sequence_id: str, *_: Any, **__: Any) -> int:
-        if sequence_id in self.held:
-            raise InvariantViolation(f"sequence {sequence_id} already holds a slot")
-        return await super().reserve_row(sequence_id)
+    async def reserve_row(self, offer: TransferOffer) -> int:
+        if offer.sequence_id in self.held:
+            raise InvariantViolation(f"sequence {offer.sequence_id} already holds a slot")
+        return await super().reserve_row(offer)
 
     async def release_row(self, sequence_id: str) -> None:
         await asyncio.sleep(0)
@@ -264,9 +264,9 @@ async def test_a_second_try_waits_for_a_row_that_was_asked_for_in_vain() -> None
     class StandingHost(SlowHost):
         goes_on = asyncio.Event()
 
-        async def reserve_row(self, sequence_id: str, *_: Any, **__: Any) -> int:
+        async def reserve_row(self, offer: TransferOffer) -> int:
             await self.goes_on.wait()
-            return await super().reserve_row(sequence_id)
+            return await super().reserve_row(offer)
 
     host = StandingHost()
     receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])

@@ -9,8 +9,9 @@ import pytest
 from actors.desired import resolve_on
 from actors.lifecycle import fingerprint, new_replica_name, parse_replica_name
 from quadriga.errors import ConfigError
+from quadriga.kv_memory import NodeMemory
 from quadriga.resolve import Hardware
-from quadriga.types import Role
+from quadriga.types import DepthClass, ReplicaInfo, Role
 
 HARDWARE = Hardware(num_cpus=8)
 
@@ -60,6 +61,34 @@ def test_only_what_a_replica_cannot_change_makes_it_outdated() -> None:
     assert changed(prefill_labels={"quadriga/role": "prefill"}) == same
     assert changed(**{"decode.pace": "steady-15ms"}) != same
     assert changed(**{"transport.kind": "object_store"}) != same
+    assert changed(**{"engine.max_model_len": 512}) != same
+    assert changed(**{"engine.kv_memory_bytes": 1 << 24}) != same
+
+
+def test_memory_that_nobody_named_makes_no_replica_outdated() -> None:
+    """A node that joins may change what is left for each."""
+    found = []
+    for gib in (3, 4, 64):
+        hardware = replace(HARDWARE, nodes=(NodeMemory(8.0, gib << 30),))
+        desired = resolve_on({"model": "quadriga-s"}, hardware)
+        spec = desired.places[(Role.DECODE, 0)]
+        found.append((spec.engine.kv_capacity_tokens, fingerprint(spec, desired.config)))
+    capacities, fingerprints = zip(*found, strict=True)
+    assert len(set(capacities)) > 1 and len(set(fingerprints)) == 1
+
+
+def test_a_replicas_length_is_told_with_its_reason() -> None:
+    desired = resolve_on({"model": "quadriga-s", "engine.kv_memory_bytes": 1 << 24}, HARDWARE)
+    engine = desired.places[(Role.DECODE, 0)].engine
+    info = ReplicaInfo(
+        "r", Role.DECODE, engine.depth_class, "n", "i", engine.num_rows, engine.kv_capacity_tokens
+    )
+    told = desired.why_so_long(replace(info, max_model_len=engine.row_capacity_tokens))
+    assert told == "2048 tokens: all positions of the model"
+    told = desired.why_so_long(replace(info, max_model_len=1024))
+    assert told is not None and told.startswith("1024 of 2048 positions: half of 16 MiB")
+    other = replace(info, depth_class=DepthClass("another", 8))
+    assert desired.why_so_long(other) is None
 
 
 def test_an_unknown_pace_is_refused_at_once() -> None:

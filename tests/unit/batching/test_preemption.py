@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.batching.slots import BLOCK_TOKENS
+from quadriga.batching.preemption import choose_victim
 from quadriga.errors import ContextTooLong, KVCacheExhausted
+from quadriga.policies.promises import ASSUMED_TOKENS, WINDOW, AnswerLengths
+from quadriga.types import LengthPrediction
 from tests.crowded_replica import Replica
 
 
@@ -20,11 +22,11 @@ def test_many_fit_by_what_they_use_and_all_end() -> None:
     assert replica.loop.num_resumes == replica.loop.num_pauses
 
 
-def test_newcomers_are_let_in_up_to_the_low_mark() -> None:
+def test_newcomers_are_let_in_up_to_the_mark() -> None:
     replica = Replica(rows=30)
-    for i in range(240 // BLOCK_TOKENS):
+    for i in range(288 // 16):
         replica.take(f"s{i}", max_tokens=10)
-    with pytest.raises(KVCacheExhausted, match="up to 240 tokens"):
+    with pytest.raises(KVCacheExhausted, match="up to 288 tokens"):
         replica.take("one too many")
     assert replica.loop.num_pauses == 0
     replica.finish()
@@ -87,7 +89,7 @@ def test_who_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_is_paused_in_vain() -> None:
-    replica = Replica(rows=2)
+    replica = Replica(rows=3)
     replica.take("important", prompt=150, max_tokens=5, priority=0)
     replica.take("other", prompt=60, max_tokens=5, priority=1)
     with pytest.raises(KVCacheExhausted):
@@ -109,3 +111,89 @@ def test_an_engine_whose_room_is_all_promised_does_not_spin() -> None:
     assert replica.loop.has_work
     replica.finish()
     assert replica.loop.num_resumes == 1
+
+
+def test_a_newcomer_is_promised_what_answers_usually_add() -> None:
+    replica = Replica(rows=8, answer_tokens=60)
+    for i in range(3):
+        replica.take(f"s{i}", max_tokens=100)
+    assert replica.loop.slots.reserved_tokens == 3 * 80
+    with pytest.raises(KVCacheExhausted, match="no room for 80 tokens"):
+        replica.take("one too many", max_tokens=100)
+    replica.take("short", max_tokens=20)  # its own limit is nearer
+    replica.finish()
+
+
+def test_where_every_row_fits_at_its_longest_all_of_the_memory_is_promised() -> None:
+    """Two rows of 160 in 320 tokens: nobody can outgrow anything."""
+    replica = Replica(rows=2, answer_tokens=200)
+    for name in ("a", "b"):
+        replica.take(name, prompt=20, max_tokens=140)
+    assert replica.loop.slots.reserved_tokens == 320
+    replica.finish()
+    assert replica.loop.num_pauses == 0
+
+
+def test_a_known_length_counts_instead_of_the_usual_one() -> None:
+    replica = Replica(rows=8, answer_tokens=60)
+    replica.take("a")
+    slot = replica.loop.reserve("s", 115, 15, 0, LengthPrediction(3.0, 1.0, 9.5))
+    assert slot.reserved_tokens == 32
+    replica.loop.leave("s")
+    replica.finish()
+
+
+def test_what_is_promised_and_not_used_is_taken_back_before_anybody_is_paused() -> None:
+    replica = Replica(rows=8, answer_tokens=100)
+    replica.take("outlives its promise", max_tokens=140)
+    replica.loop.answers = AnswerLengths()
+    replica.take("promised much", prompt=100, max_tokens=60)
+    assert replica.loop.slots.reserved_tokens == 128 + 160
+    replica.finish()
+    assert replica.loop.num_pauses == 0
+
+
+def test_answers_that_end_teach_what_to_promise() -> None:
+    lengths = AnswerLengths()
+    assert lengths.upper_tokens == ASSUMED_TOKENS
+    for _ in range(4):
+        lengths.ended(500)
+    assert lengths.upper_tokens == 500  # more than a tenth of all it knows
+    for i in range(WINDOW):
+        lengths.ended(i % 10)
+    assert lengths.upper_tokens == 9
+    for _ in range(WINDOW):
+        lengths.ended(0)
+    assert lengths.upper_tokens == 1
+
+
+def test_who_was_paused_least_often_is_paused_next() -> None:
+    replica = Replica(rows=8)
+    replica.take("long", max_tokens=140)
+    replica.take("short", max_tokens=40)
+    assert replica.loop.pause("long")
+    replica.step()
+    assert replica.paused == set()
+    running = {r.state.sequence_id: r for r in replica.loop._places.running.values()}
+    victim = choose_victim(running.values())
+    assert victim is not None and victim.state.sequence_id == "short"
+    replica.finish()
+
+
+def test_one_that_was_paused_for_long_comes_before_the_more_important() -> None:
+    """More important sequences come without end: the patience of the paused one has one."""
+    replica = Replica(rows=1, step_s=0.25)
+    replica.take("low", max_tokens=30, priority=5)
+    refusals: list[str] = []
+    for i in range(200):
+        if len(replica.states["low"].output_ids) == 30:
+            break
+        try:
+            replica.take(f"important {i}", max_tokens=10, priority=0)
+        except KVCacheExhausted as exc:
+            refusals.append(exc.message)
+        replica.step()
+    assert len(replica.states["low"].output_ids) == 30
+    assert any("paused sequences wait" in refusal for refusal in refusals)
+    assert sum(name.startswith("important") for name in replica.states) > 3
+    replica.finish()

@@ -13,14 +13,14 @@ from loadgen.__main__ import main
 from loadgen.bench import engine as bench
 from loadgen.bench.agreement import Reference
 from loadgen.bench.floor import MachineRates, ModelCosts, floor_s
-from loadgen.bench.offline import OfflineDriver
+from loadgen.bench.offline import run_offline
 from loadgen.bench.peer_process import PeerProcess, interpreters
 from loadgen.bench.peers.hf_transformers import TransformersPeer
 from loadgen.bench.workloads import Request, Workload, WorkloadError, load_workload, make_suite
 from quadriga.engine import load_runner
 from quadriga.errors import ConfigError
+from quadriga.llm import LLM
 from tests.equivalence.models import build, make_spec, save
-from tests.fake_runner import FakeRunner, expected_output
 
 GOOD: dict[str, Any] = {
     "name": "w",
@@ -82,28 +82,10 @@ def test_the_suite_is_reproducible_and_fits() -> None:
     assert outputs[-1] > 4 * outputs[32]  # heavy tail
 
 
-def test_the_driver_generates_what_each_request_alone_would() -> None:
-    runner = FakeRunner(num_rows=3)
-    workload = Workload("w", 3, [Request([i, i + 1, i + 2], 1 + i % 5) for i in range(11)])
-    done = OfflineDriver(runner).run(workload)
-    for request, tokens in zip(workload.requests, done.token_ids, strict=True):
-        expected = expected_output(request.prompt, request.max_tokens)
-        assert tokens[: len(expected)] == expected
-        assert len(tokens) == request.max_tokens
-    assert runner.attached == {}
-    assert all(0 < t <= done.seconds for t in done.ttft_s)
-
-
-def test_long_prompts_are_chunked() -> None:
-    runner = FakeRunner(num_rows=1, row_capacity_tokens=4096)
-    prompt = [i % 50 for i in range(1300)]
-    done = OfflineDriver(runner).run(Workload("w", 1, [Request(prompt, 2)]))
-    assert done.token_ids[0][:1] == expected_output(prompt, 1)
-
-
 def test_equal_to_transformers(checkpoint: Path) -> None:
-    runner = load_runner(make_spec(checkpoint, num_rows=3))
-    ours = OfflineDriver(runner).run(mixed())
+    llm = LLM.over(load_runner(make_spec(checkpoint, num_rows=3)))
+    ours = run_offline(llm, mixed())
+    assert all(0 < t <= ours.seconds for t in ours.ttft_s)
     theirs = TransformersPeer(checkpoint, 1).generate(mixed())
     agreement = Reference(checkpoint).compare(mixed(), ours.token_ids, theirs.token_ids)
     assert agreement.ties + len(agreement.different) == 0

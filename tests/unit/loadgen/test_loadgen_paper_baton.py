@@ -105,9 +105,9 @@ def test_memory_is_looked_at(runner: BatonRunner) -> None:
     record = Record(ManualClock().now_s)
     relay = Relay(runner, record)
     lives = [relay.start(query) for query in queries_of((6, 40), (12, 40))]
-    relay.prefill(lives)
+    relay.compute(lives)
     for _ in range(15):
-        relay.decode(lives)
+        relay.run_batch(lives)
     first, last = record.memory[0], record.memory[-1]
     token = runner.geometry.values_per_token * 4
     assert first.live_bytes == (6 + 12 + 2 * 7) * token

@@ -13,6 +13,7 @@ from loadgen.profile_depth import Job, generate, spec_of, unchanged_share
 from quadriga.catalogue.files import read_catalogue
 from quadriga.checkpoint import read_checkpoint
 from quadriga.engine import load_runner
+from quadriga.llm import LLM
 
 
 def test_two_depths_are_measured_and_read_back(
@@ -49,15 +50,15 @@ def test_a_depth_says_its_own_answers_again() -> None:
     """Read teacher-forced, full depth agrees with itself, and not with altered answers."""
     checkpoint = read_checkpoint("quadriga-s")
     job = Job(checkpoint.id, 8, (4,), 8, 1, 1, 1.0, 1, "")
-    runner = load_runner(spec_of(checkpoint, job))
+    llm = LLM.over(load_runner(spec_of(checkpoint, job)))
     suite = TaskSuite.make(checkpoint, 8, seed=1)
     said: list[dict[str, int]] = []
-    answers = generate(runner, suite.prompts, suite.eos, 4, said.append)
+    answers = generate(llm, suite.prompts, said.append)
     assert len(said) == 8
     assert sum(suite.right(dict(enumerate(answers.token_ids)))) >= 5
-    assert unchanged_share(runner, suite.prompts, answers.token_ids) > 0.995
+    assert unchanged_share(llm, suite.prompts, answers.token_ids) > 0.995
     wrong = [[(t + 1) % checkpoint.vocab_size for t in ids] for ids in answers.token_ids]
-    assert unchanged_share(runner, suite.prompts, wrong) < 0.2
+    assert unchanged_share(llm, suite.prompts, wrong) < 0.2
 
 
 def test_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:

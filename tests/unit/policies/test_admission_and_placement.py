@@ -18,6 +18,7 @@ from quadriga.policies.placements import find_placement
 from quadriga.types import (
     AdmitRequest,
     DepthClass,
+    LengthPrediction,
     PlaceRequest,
     ReplicaInfo,
     ReplicaSnapshot,
@@ -42,7 +43,7 @@ def place(tokens: int = 10) -> PlaceRequest:
 
 
 def used(name: str, **load: object) -> ReplicaSnapshot:
-    """A replica that promises memory by what is used: newcomers are let in up to 750 tokens."""
+    """A replica that promises memory by what is used: newcomers are let in up to 900 tokens."""
     out = snapshot(name, **load)
     out.info = replace(out.info, reservation="used")
     return out
@@ -54,7 +55,13 @@ def test_memory_promised_by_what_is_used() -> None:
     choose = CurrentLoad().choose
     assert choose(short_now, [snapshot("a", num_running=1, reserved_tokens=200)]) is None
     assert choose(short_now, [used("a", num_running=1, reserved_tokens=200)]) == "a"
-    assert choose(short_now, [used("a", num_running=1, reserved_tokens=740)]) is None
+    assert choose(short_now, [used("a", num_running=1, reserved_tokens=890)]) is None
+    usual = {"num_running": 1, "upper_tokens": 64}
+    assert choose(short_now, [used("a", **usual, reserved_tokens=816)]) == "a"
+    assert choose(short_now, [used("a", **usual, reserved_tokens=817)]) is None
+    known = replace(short_now, prediction=LengthPrediction(5.0, 2.0, 9.5))
+    assert choose(known, [used("a", **usual, reserved_tokens=870)]) == "a"
+    assert choose(known, [used("a", **usual, reserved_tokens=871)]) is None
     assert choose(short_now, [used("a", num_running=1, num_paused=1)]) is None
 
 

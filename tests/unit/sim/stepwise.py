@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from quadriga.batching.preemption import PausedSequence, choose_return, choose_victim
+from quadriga.policies.promises import AnswerLengths
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 from quadriga.types import SamplingParams, SequenceState
@@ -27,6 +28,7 @@ class StepwiseReplica:
         self.promised: dict[int, int] = {}
         self.size: dict[int, int] = {}  # KV tokens of the running, counted one by one
         self.num_preempted = 0
+        self.answers = AnswerLengths()
 
     @property
     def tokens(self) -> int:
@@ -36,6 +38,12 @@ class StepwiseReplica:
     def held_tokens(self) -> int:
         paused = sum(s.tokens for _, s in self.halted_at.values())
         return self.tokens + paused + sum(self.promised.values())
+
+    def spare_tokens(self) -> list[int]:
+        if self.rules.reservation == "longest":
+            return []
+        spare = [s.promised_tokens - self.size[i] for i, s in self.running.items()]
+        return [tokens for tokens in spare if tokens > 0]
 
     factor = 1.0
 
@@ -52,7 +60,7 @@ class StepwiseReplica:
         return math.floor(self.rules.high * self.profile.kv_capacity_tokens)
 
     def join(self, sequence: Sequence, *, ready_s: float) -> None:
-        self.promised.setdefault(sequence.index, sequence.tokens)
+        self.promised.setdefault(sequence.index, max(sequence.tokens, sequence.promised_tokens))
         self.waiting.append((ready_s, sequence))
 
     def leave(self, index: int, *, from_s: float) -> None:
@@ -95,6 +103,8 @@ class StepwiseReplica:
         happened = Happened()
         for index in sorted(self.running):
             if self.size[index] == self.running[index].final_tokens:
+                done = self.running[index]
+                self.answers.ended(done.final_tokens - done.prompt_tokens)
                 happened.finished.append(self._out(index))
         for index in sorted(i for i, s in self.leaving.items() if s <= now_s):
             del self.leaving[index]
@@ -106,10 +116,21 @@ class StepwiseReplica:
                 del self.promised[item[1].index]
                 self._in(item[1])
                 happened.joined[item[1].index] = item[1]
-        while self.tokens > self.limit:
-            victim = choose_victim([self._state(s) for s in self.running.values()])
+        capacity = self.profile.kv_capacity_tokens
+        is_full = self.tokens > capacity
+        if is_full:
+            for sequence in self.running.values():
+                sequence.promised_tokens = 0
+        while is_full and self.tokens > (self.limit if len(self.running) > 1 else capacity):
+            victim = choose_victim(
+                [
+                    PausedSequence(self._state(s), None, None, 0.0, s.num_pauses)
+                    for s in self.running.values()
+                ]
+            )
             assert victim is not None
-            sequence = self._out(int(victim.sequence_id))
+            sequence = self._out(int(victim.state.sequence_id))
+            sequence.num_pauses += 1
             self.halted_at[sequence.index] = (self.anchor_s, sequence)
             self.num_preempted += 1
             happened.preempted.append(sequence)
@@ -119,7 +140,11 @@ class StepwiseReplica:
     def _resume(self, happened: Happened) -> None:
         while self.halted_at:
             first = choose_return(
-                PausedSequence(self._state(s), None, None, at) for at, s in self.halted_at.values()
+                (
+                    PausedSequence(self._state(s), None, None, at)
+                    for at, s in self.halted_at.values()
+                ),
+                self.anchor_s,
             )
             assert first is not None
             sequence = self.halted_at[int(first.state.sequence_id)][1]

@@ -10,7 +10,8 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, TransferCosts
 from quadriga.policies.ares.link import FIRST_BANDWIDTH_BYTES_PER_S, ROUND_TRIP_S
-from quadriga.policies.load import LOW_WATERMARK, has_room
+from quadriga.policies.load import has_room
+from quadriga.policies.promises import ADMIT_SHARE, RETURN_SHARE
 from quadriga.sim.board import Board
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
@@ -101,7 +102,7 @@ def test_room_is_what_the_cluster_calls_room(rules: MemoryRules) -> None:
         board._num_held = held
         size = int(rng.integers(1, 900))
         request = PlaceRequest("s", DEPTH_CLASS, size, size + 1)
-        found = placing._takes(used.astype(float), size + 1)
+        found = placing._takes(used.astype(float), np.full(8, size + 1))
         for i, name in enumerate(names):
             info = ReplicaInfo(
                 name, Role.DECODE, DEPTH_CLASS, name, name, SMALL.num_slots,
@@ -138,7 +139,7 @@ def test_placement_by_old_reports_is_less_even() -> None:
         SimConfig(ROOMY, 3, 1, report_every_s=-1.0)
 
 
-def test_who_pauses_lets_newcomers_in_below_the_low_mark_only() -> None:
+def test_who_pauses_lets_newcomers_in_below_the_mark_only() -> None:
     crowded: list[float] = []
 
     class Watched(DecodeReplica):
@@ -154,7 +155,7 @@ def test_who_pauses_lets_newcomers_in_below_the_low_mark_only() -> None:
     run = Simulation(config, policy, *requests, make_replica=Watched).run()
     check_conserved(run, requests)
     assert run.num_full > 0, "the load fills the memory"
-    assert max(crowded) <= LOW_WATERMARK * SMALL.kv_capacity_tokens
+    assert max(crowded) <= ADMIT_SHARE * SMALL.kv_capacity_tokens
 
 
 def test_the_memory_limit_of_a_taker_follows_how_memory_is_promised() -> None:
@@ -164,7 +165,7 @@ def test_the_memory_limit_of_a_taker_follows_how_memory_is_promised() -> None:
         policy = make_policy("ares", settings, reservation=rules.reservation)
         assert policy.rescheduler is not None
         limits.append(policy.rescheduler.settings.memory_limit)
-    assert limits == [0.85, LOW_WATERMARK]
+    assert limits == [0.85, RETURN_SHARE]
 
 
 def test_moves_by_forecast_need_no_placement_by_forecast() -> None:

@@ -97,6 +97,25 @@ def test_capacity_is_lowered_to_the_share(
         loading._fit(long, config, GPU)
 
 
+def test_the_length_of_a_sequence_follows_the_gpu_where_nobody_names_it(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_model_config(spec.checkpoint.path)
+    page = PAGE_TOKENS * bytes_per_token(spec, config)
+    long = replace(
+        spec, fits_length=True, row_capacity_tokens=131_072, kv_capacity_tokens=4 * 131_072
+    )
+    with_memory(monkeypatch, free=200 * page, total=200 * page, reserved=0)
+    fitted = loading._fit(long, config, GPU)
+    assert fitted.kv_capacity_tokens == (99 - 4) * PAGE_TOKENS
+    assert fitted.row_capacity_tokens == fitted.kv_capacity_tokens // 2 // 256 * 256
+    with_memory(monkeypatch, free=8 * page, total=200 * page, reserved=0)
+    assert loading._fit(long, config, GPU).row_capacity_tokens == (7 - 4) * PAGE_TOKENS
+    with_memory(monkeypatch, free=5 * page, total=200 * page, reserved=0)
+    with pytest.raises(ConfigError, match=r"hold 0 tokens .* less than one sequence of 256"):
+        loading._fit(long, config, GPU)
+
+
 def test_kept_states_take_memory_too(spec: EngineSpec) -> None:
     config = read_model_config(spec.checkpoint.path)
     exits = replace(spec, exits=ExitSpec((1,)), skipped_kv="project")
