@@ -72,10 +72,10 @@ def test_no_replica_ever_has_two_equal_sequences_more_than_another(
     held = np.zeros(len(slower), dtype=int)
     choose = made._placing.choose
 
-    def count(*arguments: Any) -> int | None:
+    def count(*arguments: Any) -> tuple[int, int] | None:
         chosen = choose(*arguments)
         assert chosen is not None
-        held[chosen] += 1
+        held[chosen[0]] += 1
         assert held.max() - held.min() <= 1
         return chosen
 
