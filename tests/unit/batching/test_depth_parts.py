@@ -13,7 +13,13 @@ from quadriga.batching.prefill_loop import MAX_SHALLOW, PrefillEvents, PrefillLo
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
-from quadriga.errors import ConfigError, InvariantViolation, KVCacheExhausted, Overloaded
+from quadriga.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvariantViolation,
+    KVCacheExhausted,
+    Overloaded,
+)
 from quadriga.exits import ExitCounters, ExitParams
 from quadriga.interfaces import PrefillChunk
 from quadriga.pacing import find_profile
@@ -129,7 +135,7 @@ def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None
         loop.release(name)
     assert loop.release("cancelled") and loop.num_waiting == 2
     clock.advance(2.0)
-    with pytest.raises(AssertionError, match="deadline"):
+    with pytest.raises(DeadlineExceeded, match="deadline"):
         loop.step()
     loop.hold()
     assert loop.is_quiet
