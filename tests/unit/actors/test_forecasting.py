@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.forecast_metrics import ForecastMetrics
 from actors.forecasting import Forecasting, load_lengths
-from loadgen.bench.offline import engine_spec
+from loadgen.bench.engines.offline import engine_spec
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.slots import SlotTable
 from quadriga.checkpoint import read_checkpoint

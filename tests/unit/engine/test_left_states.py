@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadgen.bench.offline import engine_spec
+from loadgen.bench.engines.offline import engine_spec
 from quadriga.checkpoint import read_checkpoint
 from quadriga.engine.left import Left
 from quadriga.engine.length_head import LengthHeads, RunnerLengths

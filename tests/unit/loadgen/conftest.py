@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from loadgen.checker import Verdict
-from loadgen.fakes.grpc_server import FakeGrpcOptions, FakeGrpcServer
-from loadgen.fakes.server import MODEL, FakeOptions, FakeServer
-from loadgen.judge import Judgement
+from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture
 from loadgen.wire.client_http import HttpClient, parse_url
+from tests.fake_service.grpc_server import FakeGrpcOptions, FakeGrpcServer
+from tests.fake_service.server import MODEL, FakeOptions, FakeServer
 
 
 class Exchange:

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from loadgen.checker import FaultKind, Outcome, Verdict
-from loadgen.fakes.grpc_server import (
-    GRPC_FAULTS,
-    GRPC_SERVER_FAULTS,
-    FakeGrpcOptions,
-    FakeGrpcServer,
-)
-from loadgen.judge import Judgement
+from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture
 from loadgen.wire.client_grpc import GrpcClient, encode_request
 from quadriga.errors import ConfigError
+from tests.fake_service.grpc_server import (
+    GRPC_FAULTS,
+    GRPC_SERVER_FAULTS,
+    FakeGrpcOptions,
+    FakeGrpcServer,
+)
 from tests.unit.loadgen.conftest import make_spec
 
 EXPECTED: dict[str, FaultKind] = {

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from loadgen.bench.peers import PEERS, PROBES
-from loadgen.bench.workloads import Request, Workload
+from loadgen.bench.engines.peers import PEERS, PROBES
+from loadgen.bench.engines.workloads import Request, Workload
 
 WORKLOAD = Workload(
     "mixed",

@@ -13,10 +13,7 @@ import pytest
 
 from loadgen.__main__ import main
 from loadgen.checker import Outcome
-from loadgen.fakes.generation import FakeOptions
-from loadgen.fakes.model import END_ID, tokenize
-from loadgen.fakes.server import MODEL, FakeServer
-from loadgen.judge import Judgement
+from loadgen.checker.judge import Judgement
 from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.dialogues import Dialogues
 from loadgen.load.scenario import Load
@@ -27,6 +24,9 @@ from loadgen.target import Target
 from loadgen.wire.client_grpc import encode_request
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
+from tests.fake_service.generation import FakeOptions
+from tests.fake_service.model import END_ID, tokenize
+from tests.fake_service.server import MODEL, FakeServer
 from tests.unit.loadgen.conftest import Service
 
 TEMPLATE = RequestSpec(index=0, arrival_s=0.0, prompt="", max_tokens=1, seed=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadgen.paper.length_contest import averaged
+from loadgen.paper.ares.length_contest import averaged
 from quadriga.batching.lengths import believed
 from quadriga.training.length import QUANTILES, LengthData
 from quadriga.types import LengthPrediction, SamplingParams, SequenceState

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.simulated import make_simulation, synthetic_load
+from loadgen.simulation.loads import make_simulation, synthetic_load
 from quadriga.config import SchedulerConfig, load_config
 from quadriga.policies.ares.amend import Promised, seconds_to_full, with_fixed, with_promised
 from quadriga.policies.ares.forecast import check_forecast
