@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from actors.idle_check import IdleCheck
 from actors.kv_feed import KVFeed, KVRange, LayerJoiner
 from actors.status import Load
-from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_loop import PrefillEvents, PrefillLoop
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.slots import SlotTable
 from quadriga.errors import Cancelled, QuadrigaError
-from quadriga.interfaces import ModelRunner
+from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.resolve import DTYPE_BYTES
 from quadriga.types import Emission, FinishReason, SequenceState, TokenLogprob
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quadriga.engine.runner import NativeRunner
 
 
-class PrefillCore:
+class PrefillCore(PrefillEvents):
     """The prefill loop in its host's clothing; everything here runs on the engine thread."""
 
     def __init__(
@@ -170,24 +170,20 @@ class PrefillCore:
             self._replica.post(self._replica.start_handoff, state, feed)
 
     def on_kv(
-        self,
-        state: SequenceState,
-        row: int,
-        first_layer: int,
-        num_layers: int,
-        start: int,
-        stop: int,
+        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
         feed = self._feeds.get(state.sequence_id)
         if feed is None:
             return
-        complete = KVRange(first_layer, num_layers, start, stop)
+        complete = KVRange(first_layer, num_layers, chunk.start, chunk.stop)
         span = self._joiner.join(state.sequence_id, complete)
         if span is None:
             return
         kv = None
         if feed.wants_copies and self._staging.has_room:
-            kv = self.runner.read_kv(row, span.first_layer, span.num_layers, start, stop)
+            kv = self.runner.read_kv(
+                chunk.row, span.first_layer, span.num_layers, span.start, span.stop
+            )
             self._staging.take(kv.nbytes)
         if span.first_layer + span.num_layers == self.runner.num_layers:
             self._at_end.append((feed.add, (span, kv)))  # the first token follows in a moment

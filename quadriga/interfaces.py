@@ -23,7 +23,7 @@ class PrefillChunk:
 
     Attributes:
         row: KV row of the sequence.
-        token_ids: Tokens at positions [start, start + len(token_ids)).
+        token_ids: Tokens at positions [start, stop).
         is_last: The prompt ends here: sample the next token.
         depths: Of a sequence that is rebuilt, the layers each token ran when it was first
             computed: deeper KV is made up for as it was then. None for a prompt, which runs all.
@@ -34,6 +34,10 @@ class PrefillChunk:
     start: int
     is_last: bool
     depths: Sequence[int] | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
 
 
 class Suspended(Protocol):

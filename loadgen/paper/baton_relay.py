@@ -125,18 +125,11 @@ class Relay(ColocatedLoop):
             self._emitted(said)
 
     def on_kv(
-        self,
-        state: SequenceState,
-        row: int,
-        first_layer: int,
-        num_layers: int,
-        start: int,
-        stop: int,
+        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
         """See `PrefillEvents`: a piece of a prompt is computed."""
-        self._live[state.sequence_id].num_prefilled = stop
-        ids = state.prompt_ids[start:stop]
-        self._chunks.append(PrefillChunk(row, ids, start, stop == len(state.prompt_ids)))
+        self._live[state.sequence_id].num_prefilled = chunk.stop
+        self._chunks.append(chunk)
 
     def on_rebuilt(self, state: SequenceState) -> None:
         """See `PrefillEvents`: it waits for its contestant to let it join."""

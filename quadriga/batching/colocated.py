@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 
 from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_loop import PrefillEvents, PrefillLoop
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.slots import Slot, SlotTable
 from quadriga.clock import Clock
@@ -42,7 +42,7 @@ class _Run:
     said: list[Emission] = field(default_factory=list)
 
 
-class ColocatedLoop:
+class ColocatedLoop(PrefillEvents):
     """A `PrefillLoop` and a `DecodeLoop` over the same rows.
 
     Args:
@@ -207,20 +207,6 @@ class ColocatedLoop:
         )
 
     # PrefillEvents
-
-    def on_start(self, state: SequenceState, row: int) -> None:
-        """See `PrefillEvents`: it has its row for decoding already."""
-
-    def on_kv(
-        self,
-        state: SequenceState,
-        row: int,
-        first_layer: int,
-        num_layers: int,
-        start: int,
-        stop: int,
-    ) -> None:
-        """See `PrefillEvents`: KV is where it is needed."""
 
     def on_first_token(
         self,

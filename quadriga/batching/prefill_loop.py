@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from quadriga.batching.finish import append_token, finish_reason
 from quadriga.batching.prefill_queue import PrefillQueue
@@ -29,22 +28,16 @@ MAX_SHALLOW = 256
 """Sequences that wait for layers; more are refused."""
 
 
-class PrefillEvents(Protocol):
-    """Who hosts the loop and acts on what happens; called on the loop's thread."""
+class PrefillEvents:
+    """What a host of the loop acts on, on the loop's thread; what it leaves out does nothing."""
 
     def on_start(self, state: SequenceState, row: int) -> None:
         """The first chunk is about to be computed: time to find a decode replica."""
 
     def on_kv(
-        self,
-        state: SequenceState,
-        row: int,
-        first_layer: int,
-        num_layers: int,
-        start: int,
-        stop: int,
+        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
-        """KV of these layers at positions [start, stop) is complete; deeper layers follow."""
+        """KV of these layers is complete at the chunk's positions; deeper layers follow."""
 
     def on_first_token(
         self,
@@ -59,7 +52,8 @@ class PrefillEvents(Protocol):
         """The KV of a sequence that spoke before is there again; it has nothing new to say."""
 
     def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
-        """The sequence ended here; its slot is free again."""
+        """The sequence ended here; its slot is free again. Raised where the host says nothing."""
+        raise error
 
 
 @dataclass(slots=True)
@@ -233,14 +227,7 @@ class PrefillLoop:
             if done not in ends:
                 return
             for job, chunk in batch:
-                self._events.on_kv(
-                    job.state,
-                    job.row,
-                    group_start,
-                    done - group_start,
-                    chunk.start,
-                    chunk.start + len(chunk.token_ids),
-                )
+                self._events.on_kv(job.state, chunk, group_start, done - group_start)
             group_start = done
 
         sampled = self._runner.prefill(chunks, layers_done)

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_loop import PrefillEvents, PrefillLoop
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import SystemClock
 from quadriga.engine.runner import NativeRunner
-from quadriga.errors import QuadrigaError
 from quadriga.types import FinishReason, Reservation, SequenceState, TokenLogprob
 from tests.equivalence.models import build, make_spec, make_state, save
 
@@ -21,17 +20,13 @@ CONTEXT = 96
 CHUNK = 32
 
 
-class Told:
+class Told(PrefillEvents):
     """What a prefill loop says of its sequence."""
 
     def __init__(self) -> None:
         self.finish: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.is_done = False
-
-    def on_start(self, state: SequenceState, row: int) -> None: ...
-
-    def on_kv(self, *_: Any) -> None: ...
 
     def on_first_token(
         self,
@@ -42,11 +37,6 @@ class Told:
     ) -> None:
         self.is_done = True
         self.finish, self.prompt_logprobs = finish, prompt_logprobs
-
-    def on_rebuilt(self, state: SequenceState) -> None: ...
-
-    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
-        raise error
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.outbox import Outbox
-from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_loop import PrefillEvents, PrefillLoop
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
-from quadriga.errors import KVCacheExhausted, QuadrigaError
+from quadriga.errors import KVCacheExhausted
 from quadriga.types import (
     Emission,
     FinishReason,
@@ -24,7 +24,7 @@ from tests.fake_runner import EOS, FakeRunner, expected_output
 ROW_TOKENS = 64
 
 
-class Pipeline:
+class Pipeline(PrefillEvents):
     """A prefill loop and a decode loop, with the hand-off done by hand between them."""
 
     def __init__(self, *, prefill_rows: int, decode_rows: int, decode_tokens: int, chunk: int):
@@ -58,15 +58,8 @@ class Pipeline:
             clock=self.clock,
         )
 
-    def on_start(self, state: SequenceState, row: int) -> None: ...
-
-    def on_kv(self, state: SequenceState, row: int, *span: int) -> None: ...
-
     def on_rebuilt(self, state: SequenceState) -> None:
         raise AssertionError("nothing is lost here")
-
-    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
-        raise error
 
     def on_first_token(
         self,

@@ -275,7 +275,7 @@ class BatonRunner:
     def _span(self, chunk: PrefillChunk) -> PromptSpan:
         """Check a chunk and find the row it goes to."""
         self._sampler(chunk.row)
-        stop = chunk.start + len(chunk.token_ids)
+        stop = chunk.stop
         if stop > self.row_capacity_tokens or stop == chunk.start:
             raise InvariantViolation(
                 f"prefill chunk of row {chunk.row} covers positions {chunk.start}.."

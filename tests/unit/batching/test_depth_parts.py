@@ -9,16 +9,23 @@ import pytest
 
 from quadriga.batching.decode_loop import DecodeLoop
 from quadriga.batching.paced_runner import PacedRunner
-from quadriga.batching.prefill_loop import MAX_SHALLOW, PrefillLoop
+from quadriga.batching.prefill_loop import MAX_SHALLOW, PrefillEvents, PrefillLoop
 from quadriga.batching.prefill_queue import PrefillQueue
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
-from quadriga.errors import ConfigError, InvariantViolation, KVCacheExhausted, Overloaded
+from quadriga.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvariantViolation,
+    KVCacheExhausted,
+    Overloaded,
+)
 from quadriga.exits import ExitCounters, ExitParams
+from quadriga.interfaces import PrefillChunk
 from quadriga.pacing import find_profile
 from quadriga.policies.baselines.exits import LazyExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.types import FinishReason, SamplingParams, SequenceState, TokenLogprob
+from quadriga.types import SamplingParams, SequenceState
 from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeRunner
 
@@ -47,31 +54,16 @@ def test_more_tokens_hold_more_sequences_and_fewer_wait_to_be_given_back() -> No
     slots.check()
 
 
-class Events:
+class Events(PrefillEvents):
     """A hand-off that ends when the test says so."""
 
     def __init__(self) -> None:
         self.kv: list[tuple[str, int, int]] = []
 
-    def on_start(self, state: SequenceState, row: int) -> None: ...
-
     def on_kv(
-        self, state: SequenceState, row: int, first: int, count: int, start: int, stop: int
+        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
-        self.kv.append((state.sequence_id, first, count))
-
-    def on_first_token(
-        self,
-        state: SequenceState,
-        logprobs: list[TokenLogprob] | None,
-        prompt_logprobs: list[TokenLogprob] | None,
-        finish: FinishReason | None,
-    ) -> None: ...
-
-    def on_rebuilt(self, state: SequenceState) -> None: ...
-
-    def on_error(self, state: SequenceState, error: Exception) -> None:
-        raise AssertionError(error)
+        self.kv.append((state.sequence_id, first_layer, num_layers))
 
 
 def prefill_loop(
@@ -143,7 +135,7 @@ def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None
         loop.release(name)
     assert loop.release("cancelled") and loop.num_waiting == 2
     clock.advance(2.0)
-    with pytest.raises(AssertionError, match="deadline"):
+    with pytest.raises(DeadlineExceeded, match="deadline"):
         loop.step()
     loop.hold()
     assert loop.is_quiet

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.prefill_loop import PrefillLoop
+from quadriga.batching.prefill_loop import PrefillEvents, PrefillLoop
 from quadriga.batching.prefill_queue import STARVING_S, PrefillQueue
 from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
@@ -19,6 +19,7 @@ from quadriga.errors import (
     Overloaded,
     QuadrigaError,
 )
+from quadriga.interfaces import PrefillChunk
 from quadriga.types import FinishReason, SamplingParams, SequenceState, TokenLogprob
 from tests.fake_runner import EOS, FakeRunner, expected_output
 
@@ -40,7 +41,7 @@ def sequence(
 
 
 @dataclass
-class Events:
+class Events(PrefillEvents):
     """Records what the prefill loop says."""
 
     started: list[str] = field(default_factory=list)
@@ -53,15 +54,9 @@ class Events:
         self.started.append(state.sequence_id)
 
     def on_kv(
-        self,
-        state: SequenceState,
-        row: int,
-        first_layer: int,
-        num_layers: int,
-        start: int,
-        stop: int,
+        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
-        self.kv.append((state.sequence_id, first_layer, num_layers, start, stop))
+        self.kv.append((state.sequence_id, first_layer, num_layers, chunk.start, chunk.stop))
 
     def on_first_token(
         self,
