@@ -14,7 +14,7 @@ from loadgen.paper.helios_record import Request
 from loadgen.paper.helios_serve import ProcessClock, TurnClock, open_replica
 from loadgen.paper.task_suite import Prompt
 from loadgen.profile_depth import AtExit
-from quadriga.checkpoint import Checkpoint
+from quadriga.checkpoint.folder import Checkpoint
 
 
 def served_exits(

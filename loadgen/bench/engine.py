@@ -31,7 +31,7 @@ from loadgen.bench.peers import PEERS
 from loadgen.bench.peers.base import Generation
 from loadgen.bench.workloads import Workload, WorkloadError, load_workload, make_suite
 from loadgen.options import whole
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
 from quadriga.gguf.cache import plain_beside

@@ -28,7 +28,7 @@ from loadgen import provenance
 from loadgen.bench.floor import model_costs
 from loadgen.bench.offline import engine_spec, run_offline
 from loadgen.bench.workloads import Request, Workload
-from quadriga.checkpoint import Checkpoint, read_checkpoint
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.engine import load_runner
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM

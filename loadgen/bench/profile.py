@@ -23,8 +23,8 @@ from rich.table import Table
 
 from loadgen import provenance
 from loadgen.options import whole
-from quadriga.batching.calibration import Dummies
 from quadriga.interfaces import ModelRunner
+from quadriga.scheduling.calibration import Dummies
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (16, 128, 384)
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and fit; prints a table and one JSON line."""
     from loadgen.bench.offline import engine_spec
-    from quadriga.checkpoint import read_checkpoint
+    from quadriga.checkpoint.folder import read_checkpoint
     from quadriga.engine import load_runner
 
     checkpoint = read_checkpoint(args.model)

@@ -27,8 +27,8 @@ from loadgen.bench.rescheduling_report import decoding, step_variances
 from loadgen.checker import Outcome
 from loadgen.metrics import ttft_s
 from loadgen.simulated import SimLoad
+from quadriga.config.pacing import PaceProfile
 from quadriga.errors import ConfigError
-from quadriga.pacing import PaceProfile
 from quadriga.sim.profiles import CostProfile, Delays
 
 COUNTERS = (

@@ -18,11 +18,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from actors.calls import NAMESPACE, call, forget_actor, get_actor, remember_handle
-from actors.lifecycle import controller_name, parse_replica_name, scheduler_name
+from actors.rpc.lifecycle import controller_name, parse_replica_name, scheduler_name
+from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor, get_actor, remember_handle
 from loadgen.chaos import inside
 from loadgen.robust.cluster import APP, ClusterHand
-from quadriga.types import DepthClass, Role
+from quadriga.core.replica import DepthClass, Role
 
 CALL_TIMEOUT_S = 5.0
 ORDER_TIMEOUT_S = 60.0

@@ -17,7 +17,7 @@ from loadgen.chaos.rig import Rig
 from loadgen.chaos.verdicts import CellResult
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
-from quadriga.metrics import parse_exposition
+from quadriga.observability.metrics import parse_exposition
 
 RESTORED_TIMEOUT_S = 90.0
 HELD = (

@@ -24,9 +24,9 @@ from loadgen.paper.drex_bench import Bench, Measured
 from loadgen.paper.drex_quality import run_quality
 from loadgen.paper.drex_report import headline, plain, print_table, read_rows, write_plot
 from loadgen.paper.results import publish
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import SkippedKV
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import SystemClock
-from quadriga.exits import SkippedKV
 from quadriga.policies.rebatchers import POLICIES
 
 _LESS_SURE = 0.9  # beside the model's own threshold

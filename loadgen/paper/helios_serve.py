@@ -20,9 +20,9 @@ from loadgen.paper.helios_replica import Replica
 from loadgen.paper.task_suite import TaskSuite
 from quadriga.catalogue.energy import EnergyMeter
 from quadriga.clock import Clock
+from quadriga.core.replica import DepthClass
 from quadriga.errors import InvariantViolation
 from quadriga.policies.helios import Helios
-from quadriga.types import DepthClass
 
 SCORED_EVERY = 4
 """One request in so many is scored, as in the service."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadgen.paper.helios_record import Request
+from quadriga.core.request import SamplingParams
 from quadriga.llm import LLM
-from quadriga.types import SamplingParams
 
 
 @dataclass(slots=True)

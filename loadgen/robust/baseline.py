@@ -9,7 +9,7 @@ from loadgen.robust.cluster import ClusterHand
 from loadgen.robust.processes import Holding, holding
 from loadgen.wire.client_http import HttpClient
 from quadriga.errors import QuadrigaError
-from quadriga.metrics import parse_exposition
+from quadriga.observability.metrics import parse_exposition
 
 HELD = (
     "quadriga_running_sequences",

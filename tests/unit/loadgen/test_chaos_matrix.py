@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from actors.kv_transport.payload import checksum
+from actors.kv_transfer.transports.payload import checksum
 from loadgen.chaos import inside
 from loadgen.chaos.cells import MATRIX, QUICK, QUICK_NEW, Cell, Fault, Moment, Stage, Victim
 from loadgen.chaos.command import choose
