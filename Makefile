@@ -28,7 +28,7 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 	$(BIN)/python -m serve_app $(ARGS)
 
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
-	$(BIN)/python -m serve_app.demo
+	$(BIN)/python -m serve_app.cli.demo
 
 test: test-fast test-ray test-e2e test-deploy ## Run every test (under 15 minutes on two cores)
 

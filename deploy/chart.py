@@ -1,8 +1,8 @@
-"""Make what follows from other files: run it after a change of the chart or of quadriga/config.py.
+"""Make what follows from other files: run it after a change of the chart or of quadriga/config/.
 
 `python deploy/chart.py` writes, `python deploy/chart.py --check` only compares:
 
-- the configuration's part of helm/quadriga/values.schema.json, from quadriga/config.py;
+- the configuration's part of helm/quadriga/values.schema.json, from quadriga/config/;
 - the table of values in helm/quadriga/README.md, from the comments of values.yaml;
 - the chart's copies of deploy/dashboards/*.json and deploy/alerts/*.yaml;
 - deploy/kuberay/*.yaml, from the chart and helm/quadriga/examples/*.yaml.
@@ -20,7 +20,9 @@ from typing import Any
 
 import yaml
 
-from quadriga.config import AuthConfig, PoolConfig, QuadrigaConfig
+from quadriga.config.engine import PoolConfig
+from quadriga.config.ingress import AuthConfig
+from quadriga.config.loader import QuadrigaConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "helm" / "quadriga"

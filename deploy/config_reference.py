@@ -1,4 +1,4 @@
-"""Make docs/configuration.md from quadriga/config.py: `python deploy/config_reference.py`."""
+"""Make docs/configuration.md from quadriga/config/: `python deploy/config_reference.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from quadriga.config import PoolConfig, QuadrigaConfig
+from quadriga.config.engine import PoolConfig
+from quadriga.config.loader import QuadrigaConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 POOLS = "pools"
@@ -55,7 +56,7 @@ ENVIRONMENT = {
 HEAD = """\
 # Configuration
 
-<!-- Made by `python deploy/config_reference.py` from quadriga/config.py; change texts there. -->
+<!-- Made by `python deploy/config_reference.py` from quadriga/config/; change texts there. -->
 
 Everything is checked at the start: unknown keys, wrong types and values out of bounds are refused
 with field, value and limit. The same tree goes to every way of starting the service:
@@ -141,7 +142,7 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[Row]:
 def row(key: str, field: FieldInfo) -> Row:
     """One key. Raises: ValueError where the model says nothing about it."""
     if not field.description:
-        raise ValueError(f"{key} has no description in quadriga/config.py")
+        raise ValueError(f"{key} has no description in quadriga/config/")
     parts = list(_parts(field.annotation, field.metadata))
     name = key.rpartition(".")[2]
     words = next((text for end, text in PATTERNS.items() if name.endswith(end)), None)

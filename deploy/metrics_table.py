@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve_app.metric_catalogue import markdown
+from serve_app.ops.metric_catalogue import markdown
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 

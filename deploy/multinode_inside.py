@@ -80,8 +80,8 @@ def run_command(*command: str) -> str:
 
 def serve_config(cluster: Sequence[Node], config: dict[str, Any]) -> dict[str, Any]:
     """What Serve is told: replicas on the nodes of their role, HTTP on every node's address."""
-    from quadriga.config import expand_dotted
-    from serve_app.environment import GRPC_SERVICERS
+    from quadriga.config.loader import expand_dotted
+    from serve_app.cli.environment import GRPC_SERVICERS
 
     count = {role: sum(n.role == role for n in cluster) for role in ("prefill", "decode")}
     own: dict[str, Any] = {
@@ -122,7 +122,7 @@ class Inside:
 
     def run(self) -> None:
         """Make the network, start Ray and Serve, then answer verbs until the input ends."""
-        from serve_app.environment import prepare_environment
+        from serve_app.cli.environment import prepare_environment
 
         prepare_environment()
         self._make_network()
@@ -261,8 +261,8 @@ def print_status(address: str) -> None:
     """Print the controller's status and the nodes' addresses as a line of JSON."""
     import ray
 
-    from actors.lifecycle import controller_name
-    from actors.lookup import NAMESPACE
+    from actors.rpc.lifecycle import controller_name
+    from actors.rpc.lookup import NAMESPACE
 
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     controller: Any = ray.get_actor(controller_name("quadriga"), namespace=NAMESPACE)

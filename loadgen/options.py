@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loadgen.load.sessions import Span
-from quadriga.checkpoint import read_checkpoint
-from quadriga.config import load_config
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
 
 API_KEY_VARIABLE = "QUADRIGA_API_KEY"

@@ -27,9 +27,9 @@ from loadgen.model_costs.published import (
 )
 from loadgen.options import number, whole
 from quadriga.catalogue.sizes import ModelSizes, sizes_of
-from quadriga.engine_spec import DTYPE_BYTES
+from quadriga.checkpoint.exits import read_exits
+from quadriga.config.engine_spec import DTYPE_BYTES
 from quadriga.errors import ConfigError
-from quadriga.exits import read_exits
 
 GIB = 2**30
 QUARTERS = (0.25, 0.5, 0.75, 1.0)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadriga.exits import ExitParams
+    from quadriga.checkpoint.exits import ExitParams
+    from quadriga.core.output import RequestOutput
+    from quadriga.core.request import SamplingParams
     from quadriga.llm import LLM
-    from quadriga.types import RequestOutput, SamplingParams
 
 _HOMES = {
     "LLM": "quadriga.llm",
-    "RequestOutput": "quadriga.types",
-    "SamplingParams": "quadriga.types",
-    "ExitParams": "quadriga.exits",
+    "RequestOutput": "quadriga.core.output",
+    "SamplingParams": "quadriga.core.request",
+    "ExitParams": "quadriga.checkpoint.exits",
 }
 
 __all__ = ["LLM", "ExitParams", "RequestOutput", "SamplingParams"]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from quadriga.types import KVExtent, KVPart, SampledToken, SequenceState
+from quadriga.core.kv import KVExtent, KVPart
+from quadriga.core.request import SampledToken, SequenceState
 
 LayersDone = Callable[[int, int], None]
 """Called by a runner during prefill with (first_layer, num_layers) whose KV is now complete for

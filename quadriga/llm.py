@@ -4,7 +4,7 @@
     for output in llm.generate(["Sort: 42 7 19 3 88\n", "Count from 3 to 20.\n"]):
         print(output.text, output.exit_layers)
 
-No Ray and no service: the loops are `quadriga.batching`'s, over the runner that a decode replica
+No Ray and no service: the loops are `quadriga.scheduling`'s, over the runner that a decode replica
 with the same settings would load. torch comes with the first model, not with this module.
 """
 
@@ -18,24 +18,19 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from quadriga.batching.calibration import calibrate
-from quadriga.batching.colocated import ColocatedLoop
-from quadriga.batching.paced_runner import PacedRunner
+from quadriga.checkpoint.exits import ExitCounters, ExitParams, read_exit_params
 from quadriga.clock import SystemClock
+from quadriga.config.pacing import find_profile
+from quadriga.core.output import EngineOutput, RequestOutput
+from quadriga.core.replica import Role
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.engine import load_runner
 from quadriga.errors import ConfigError, ContextTooLong, InvalidRequest
-from quadriga.exits import ExitCounters, ExitParams, read_exit_params
-from quadriga.pacing import find_profile
 from quadriga.policies.rebatchers import make_rebatcher
+from quadriga.scheduling.calibration import calibrate
+from quadriga.scheduling.colocated import ColocatedLoop
+from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.text import AnswerText, TextTokenizer, load_tokenizer
-from quadriga.types import (
-    Emission,
-    FinishReason,
-    RequestOutput,
-    Role,
-    SamplingParams,
-    SequenceState,
-)
 
 if TYPE_CHECKING:
     from quadriga.engine import AnyRunner
@@ -69,8 +64,8 @@ class LLM:
             raise ConfigError(f"{name}: an LLM takes {known} alone; leave it out", param=name)
         import torch
 
-        from quadriga.config import load_config  # pydantic, which `over` does without
-        from quadriga.resolve import Hardware, resolve
+        from quadriga.config.loader import load_config
+        from quadriga.config.resolve import Hardware, resolve
 
         config = load_config({"model": model, **settings})
         deployment = resolve(config, Hardware(os.cpu_count() or 1, torch.cuda.device_count()))
@@ -177,7 +172,7 @@ class LLM:
 
     def _run(
         self, states: list[SequenceState], stop: Sequence[str]
-    ) -> Generator[tuple[int, Emission, str]]:
+    ) -> Generator[tuple[int, EngineOutput, str]]:
         """Run the sequences of one call; yields (index, what is new, its text)."""
         places = {state.sequence_id: index for index, state in enumerate(states)}
         tokenizer, stops = self.tokenizer, tuple(stop)

@@ -1,6 +1,6 @@
 """`python -m serve_app [key=value …]`: the service on this machine until Ctrl-C.
 
-`python -m serve_app keys` makes API keys; see `serve_app.key_command`.
+`python -m serve_app keys` makes API keys; see `serve_app.auth.key_command`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quadriga.config import QuadrigaConfig, load_config, setting_names
+from quadriga.config.loader import QuadrigaConfig, load_config, setting_names
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.ports import LOOPBACK, is_free
-from serve_app.arguments import MAX_PORT, ServeParser, port_number
-from serve_app.auth import KEY_VARIABLE, ApiKeys
-from serve_app.environment import haproxy_enabled, prepare_environment
-from serve_app.key_command import key_command
-from serve_app.keys import make_key
-from serve_app.launch import Addresses
-from serve_app.local_run import Running, leave, run_local
-from serve_app.startup import describe
-from serve_app.tls import DEFAULT_GRPC_PORT, DEFAULT_HTTPS_PORT, Tls, is_loopback
+from serve_app.auth.api_keys import KEY_VARIABLE, ApiKeys
+from serve_app.auth.key_command import key_command
+from serve_app.auth.keys import make_key
+from serve_app.cli.arguments import MAX_PORT, ServeParser, port_number
+from serve_app.cli.environment import haproxy_enabled, prepare_environment
+from serve_app.cli.launch import Addresses
+from serve_app.cli.local_run import RunningService, leave, run_local
+from serve_app.cli.startup import describe
+from serve_app.http.tls import DEFAULT_GRPC_PORT, DEFAULT_HTTPS_PORT, Tls, is_loopback
 
 KEY_FILE = "api_key"
 DEFAULT_ADMIN_PORT = 8001
@@ -75,7 +75,7 @@ def _serve(
     Raises: ConfigError, Unavailable: It cannot be started, or Ray ended.
     """
 
-    def work(running: Running) -> int:
+    def work(running: RunningService) -> int:
         text = describe(
             running.service.status(),
             http_url=addresses.http_url,

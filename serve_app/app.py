@@ -6,17 +6,17 @@ from typing import Any
 
 from ray import serve
 
-from quadriga.config import QuadrigaConfig, load_config
-from serve_app.admin import check_admin
-from serve_app.auth import ApiKeys
-from serve_app.environment import haproxy_enabled
+from quadriga.config.loader import QuadrigaConfig, load_config
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.cli.environment import haproxy_enabled
+from serve_app.cli.ray_errors import explain_in_serve_cli
 from serve_app.ingress import Ingress
-from serve_app.ray_errors import explain_in_serve_cli
+from serve_app.ops.admin import check_admin
 
 AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 INGRESS = "Ingress"
 SERVE_SLACK = 1024
-"""Calls that are not generations yet, or at all: `serve_app.room` bounds those that may last."""
+"""Calls that are no generations, or not yet; `concurrency_limiter` bounds those that may last."""
 HEALTH_PERIOD_S = 3.0
 HEALTH_TIMEOUT_S = 7.0
 

@@ -11,19 +11,19 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from quadriga import tracing
-from quadriga.config import load_config
-from quadriga.logs import configure_logging
-from serve_app.admin import serve_admin
-from serve_app.auth import ApiKeys
-from serve_app.cluster import RayCluster
-from serve_app.front import FrontDesk
-from serve_app.grpc_door import GrpcDoor
-from serve_app.http import HttpDoor
-from serve_app.models import ModelDirectory
+from quadriga.config.loader import load_config
+from quadriga.observability import tracing
+from quadriga.observability.logs import configure_logging
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.cli.startup import announce_when_ready
+from serve_app.grpc.server import GrpcServer
+from serve_app.http.server import HttpServer
+from serve_app.http.tls import grpc_tls_port
+from serve_app.openai.models import ModelDirectory
+from serve_app.ops.admin import serve_admin
+from serve_app.request.cluster import RayCluster
+from serve_app.request.engine_client import EngineClient
 from serve_app.serve_replica import stop_timeout_s
-from serve_app.startup import announce_when_ready
-from serve_app.tls import grpc_tls_port
 
 LOOK_INTERVAL_S = 0.5
 CUT_MARGIN_S = 2.0
@@ -48,28 +48,30 @@ class Ingress:
         tracing.start(ingress_id)
         # Reading tokenizers and asking for the actors both block.
         models = await asyncio.to_thread(ModelDirectory.load, loaded)
-        from actors.collector import settle
-        from actors.lookup import ensure_cluster
+        from actors.replica.gc_tuning import settle
+        from actors.rpc.lookup import ensure_cluster
 
         await asyncio.to_thread(ensure_cluster, loaded)
-        self._desk = FrontDesk(
+        self._engine_client = EngineClient(
             loaded,
             models,
             keys,
             RayCluster(loaded.name),
             ingress_id=ingress_id,
         )
-        self._grpc = GrpcDoor(self._desk, needs_tls=grpc_tls_port())
+        self._grpc = GrpcServer(self._engine_client, needs_tls=grpc_tls_port())
         # Started here and not by a request: Ray cancels with a request what the request started.
-        self._desk.start()
-        self._desk.tasks.spawn(serve_admin(self._desk))
-        self._desk.tasks.repeat(self._follow_serve, LOOK_INTERVAL_S)
+        self._engine_client.start()
+        self._engine_client.tasks.spawn(serve_admin(self._engine_client))
+        self._engine_client.tasks.repeat(self._follow_serve, LOOK_INTERVAL_S)
         settle()
         if announces and serve.get_replica_context().rank.rank == 0:
-            self._desk.tasks.spawn(announce_when_ready(loaded, needs_key=not keys.is_http_open))
+            self._engine_client.tasks.spawn(
+                announce_when_ready(loaded, needs_key=not keys.is_http_open)
+            )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return HttpDoor(self._desk).application()
+        return HttpServer(self._engine_client).application()
 
     async def drain(self, within_s: float) -> int:
         """Refuse new requests and end the open ones, in an error after `within_s` seconds.
@@ -80,7 +82,7 @@ class Ingress:
         Returns:
             The number of requests that are open or still being answered.
         """
-        return self._desk.drain(within_s)
+        return self._engine_client.drain(within_s)
 
     async def _follow_serve(self) -> None:
         """End open requests in an error before Serve, which was asked to stop us, cuts them.
@@ -89,7 +91,9 @@ class Ingress:
         """
         timeout_s = stop_timeout_s()
         if timeout_s is not None:
-            self._desk.drain(timeout_s - min(CUT_MARGIN_S, timeout_s / 2), refuses_new=False)
+            self._engine_client.drain(
+                timeout_s - min(CUT_MARGIN_S, timeout_s / 2), refuses_new=False
+            )
 
     # gRPC: Serve calls these by the name of the method.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-from quadriga import packaged_models
+from quadriga.checkpoint import packaged_models
 from tests.hostile import EXAMPLES
 
 packaged_models.DEFAULT_MODEL = "quadriga-s"

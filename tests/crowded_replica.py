@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
-from quadriga.policies.promises import WINDOW
-from quadriga.types import Reservation, SamplingParams, SequenceState
+from quadriga.core.replica import Reservation
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.policies.slot_reservation import WINDOW
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, next_token
 
 ROW = 160

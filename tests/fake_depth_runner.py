@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quadriga.clock import ManualClock
+from quadriga.core.request import SequenceState
 from quadriga.errors import ConfigError
-from quadriga.types import SequenceState
 from tests.fake_runner import FakeSegmentRunner, FakeSuspended
 
 ALL_ENDS = (2, 5, 8)

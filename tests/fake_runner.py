@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.clock import ManualClock
+from quadriga.core.kv import KVExtent
+from quadriga.core.request import SampledToken, SequenceState
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.types import KVExtent, SampledToken, SequenceState
 
 EOS = 0
 

@@ -8,24 +8,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.request import FinishReason, ResumableSequence, SequenceState, TokenLogprob
+from quadriga.core.routing import Admission, AdmitRequest, AutoReport, ClusterView
 from quadriga.errors import QuadrigaError, ReplicaDied, TakenOver
-from quadriga.metrics import MetricsHub
-from quadriga.types import (
-    Admission,
-    AdmitRequest,
-    AutoReport,
-    ClusterView,
-    DepthClass,
-    Emission,
-    FinishReason,
-    Orphan,
-    PollReply,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-    SequenceState,
-    TokenLogprob,
-)
+from quadriga.observability.metrics import MetricsHub
 
 PREFILL, DECODE = "prefill-0", "decode-0"
 
@@ -35,7 +23,7 @@ class FakeMailbox:
 
     def __init__(self) -> None:
         self.seq = 0
-        self.log: list[tuple[int, Emission]] = []
+        self.log: list[tuple[int, EngineOutput]] = []
 
 
 class FakeReplica:
@@ -52,7 +40,7 @@ class FakeReplica:
         self._boxes: defaultdict[str, FakeMailbox] = defaultdict(FakeMailbox)
         self._news = asyncio.Event()
 
-    def put(self, ingress_id: str, emission: Emission) -> None:
+    def put(self, ingress_id: str, emission: EngineOutput) -> None:
         box = self._boxes[ingress_id]
         box.seq += 1
         box.log.append((box.seq, emission))
@@ -170,10 +158,10 @@ class FakeCluster:
         self._replica(replica)._check()
         return [s for s in sequence_ids if s in self._replica(replica).held]
 
-    async def find_orphans(self, claims: Sequence[str]) -> list[Orphan]:
+    async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
         self.num_orphan_calls += 1
         return [
-            Orphan(s.claim, DECODE, s.sequence_id, s.epoch + 1)
+            ResumableSequence(s.claim, DECODE, s.sequence_id, s.epoch + 1)
             for s in self.submitted
             if s.claim in claims and s.sequence_id in self.decode.held
         ]
@@ -237,7 +225,7 @@ class FakeCluster:
         self.decode.held.add(state.sequence_id)
         self.prefill.held.discard(state.sequence_id)
         self.prefill.put(
-            state.ingress_id, Emission(state.sequence_id, state.epoch, moved_to=DECODE)
+            state.ingress_id, EngineOutput(state.sequence_id, state.epoch, moved_to=DECODE)
         )
         at = 1
         while at < len(script):
@@ -256,12 +244,12 @@ class FakeCluster:
 
     def _emission(
         self, state: SequenceState, index: int, token_ids: list[int], *, moves: int = 0
-    ) -> Emission:
+    ) -> EngineOutput:
         logprobs = None
         if state.sampling.num_logprobs is not None:
             top = tuple((t, -0.5 - t / 1000) for t in range(state.sampling.num_logprobs))
             logprobs = [TokenLogprob(t, -0.5, top) for t in token_ids]
-        return Emission(
+        return EngineOutput(
             state.sequence_id,
             state.epoch + moves,
             index,

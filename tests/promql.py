@@ -7,7 +7,7 @@ from typing import Any
 
 import promql_parser as promql
 
-from quadriga.metrics import Declared
+from quadriga.observability.metrics import Declared
 
 SCRAPE_LABELS = frozenset({"job", "instance", "namespace", "pod"})
 RATES = frozenset({"rate", "irate", "increase"})

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_app.ray_processes import RayProcesses
+from serve_app.cli.ray_processes import RayProcesses
 
 
 @pytest.fixture(scope="session")

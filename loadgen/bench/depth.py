@@ -22,7 +22,7 @@ from rich.table import Table
 from loadgen.model_costs.subprocesses import python_process, read_line
 from loadgen.options import whole
 from loadgen.report import provenance
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
 
 WORKER_TIMEOUT_S = 600.0
 

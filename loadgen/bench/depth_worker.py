@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quadriga.batching.colocated import ColocatedLoop
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import NEVER, ExitParams
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import SystemClock
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import EngineSpec
-from quadriga.exits import NEVER, ExitParams
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.scheduling.colocated import ColocatedLoop
 
 _KERNELS = Path(tempfile.gettempdir()) / "quadriga-bench-kernels"
 _FREE_TIMEOUT_S = 60.0

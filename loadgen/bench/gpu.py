@@ -28,7 +28,7 @@ from loadgen.bench.engines.floor import model_costs
 from loadgen.bench.engines.offline import engine_spec, run_offline
 from loadgen.bench.engines.workloads import Request, Workload
 from loadgen.report import provenance
-from quadriga.checkpoint import Checkpoint, read_checkpoint
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.engine import load_runner
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and fit; prints a table and one JSON line."""
     from loadgen.bench.engines.offline import engine_spec
-    from quadriga.checkpoint import read_checkpoint
+    from quadriga.checkpoint.folder import read_checkpoint
     from quadriga.engine import load_runner
 
     checkpoint = read_checkpoint(args.model)

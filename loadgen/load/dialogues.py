@@ -52,7 +52,7 @@ class Dialogues:
         lengths = (len(session.turns) for session in sessions)
         self._first_index = [0, *itertools.accumulate(lengths)]
         # Session number → the turns still told, each with its answer.
-        self._told: dict[int, list[tuple[Turn, str | list[int]]]] = {}
+        self._request_log: dict[int, list[tuple[Turn, str | list[int]]]] = {}
 
     async def openings(self) -> list[RequestSpec]:
         """Return the first request of every conversation.
@@ -75,7 +75,7 @@ class Dialogues:
         if number is None:
             return None
         turns = self.sessions[number % len(self.sessions)].turns
-        told = self._told.pop(number, [])
+        told = self._request_log.pop(number, [])
         if turn + 1 == len(turns):
             return None
         try:
@@ -85,7 +85,7 @@ class Dialogues:
             reason = _TOO_LONG if exc.param == _CONTEXT else exc.message
             self.unsent[reason] += len(turns) - turn - 1
             return None
-        self._told[number] = told
+        self._request_log[number] = told
         return request
 
     def _answer(self, record: Record) -> str | list[int]:

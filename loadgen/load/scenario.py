@@ -28,7 +28,7 @@ from loadgen.load.workload import RequestSpec
 from loadgen.runner import Follow
 from loadgen.target import POOL_TEXT, Target, fit_prompts, token_pool
 from loadgen.wire.client_http import HttpClient
-from quadriga.checkpoint import bundled_models
+from quadriga.checkpoint.folder import bundled_models
 from quadriga.errors import ConfigError
 
 QUESTIONS = Path(__file__).parent / "questions.txt"

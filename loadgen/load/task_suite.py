@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quadriga.checkpoint import Checkpoint
+from quadriga.checkpoint.folder import Checkpoint
 from quadriga.text.tokenizer import TextTokenizer, load_tokenizer
 from quadriga.training.tasks import TASKS, Example, check, make_example
 

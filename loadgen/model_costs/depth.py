@@ -19,16 +19,16 @@ from typing import Any
 from loadgen.load.task_suite import Prompt, TaskSuite
 from loadgen.model_costs.exits import ExitRecord, read_again, served_exits
 from loadgen.model_costs.timing import decode_step_s, prefill_s
-from quadriga.batching.calibration import Dummies
 from quadriga.catalogue.energy import EnergyMeter
 from quadriga.catalogue.records import DepthRecord
-from quadriga.checkpoint import Checkpoint, read_checkpoint
-from quadriga.engine_spec import EngineSpec
-from quadriga.exits import NO_EXITS
+from quadriga.checkpoint.exits import NO_EXITS
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SamplingParams
 from quadriga.files import cache_folder
 from quadriga.interfaces import ModelRunner
 from quadriga.llm import LLM
-from quadriga.types import SamplingParams
+from quadriga.scheduling.calibration import Dummies
 
 CONTEXT_TOKENS = 128
 PROMPT_TOKENS = 64

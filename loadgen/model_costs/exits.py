@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadgen.load.task_suite import Prompt
-from quadriga.checkpoint import Checkpoint
+from quadriga.checkpoint.folder import Checkpoint
+from quadriga.core.request import SamplingParams
 from quadriga.llm import LLM
-from quadriga.types import SamplingParams
 
 MAX_ANSWER_TOKENS = 400
 ROW_TOKENS = 1024

@@ -6,8 +6,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from quadriga.batching.calibration import Dummies
 from quadriga.interfaces import ModelRunner
+from quadriga.scheduling.calibration import Dummies
 
 
 def decode_step_s(runner: ModelRunner, batch: int, context: int, repeats: int) -> float:

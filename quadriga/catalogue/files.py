@@ -27,7 +27,7 @@ from quadriga.catalogue.records import (
     Measured,
     depth_records,
 )
-from quadriga.checkpoint import ASSETS
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 
@@ -87,7 +87,7 @@ def read_catalogue(
         source: YAML file; folder with a `catalogue.yaml`, or whose subfolders are checkpoints;
             None is the bundled family.
         only: Ids to keep, in this order, which then must share one tokenizer; empty keeps all.
-        cache_dir: See `quadriga.checkpoint.locate`.
+        cache_dir: See `quadriga.checkpoint.folder.locate`.
 
     Raises:
         ConfigError: Naming file, model and field: see `inspect`; also a depth that is none of

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from quadriga.checkpoint.json_files import GARBLED, read_object
+from quadriga.checkpoint.stored_forms import BLOCK_FORMS, split_name
 from quadriga.errors import ConfigError
-from quadriga.forms import BLOCK_FORMS, split_name
-from quadriga.json_files import GARBLED, read_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

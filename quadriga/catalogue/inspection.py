@@ -17,10 +17,10 @@ from quadriga.catalogue.headers import (
 )
 from quadriga.catalogue.records import CatalogueModel
 from quadriga.catalogue.sizes import ModelSizes, sizes_of
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import EXITS_WEIGHTS, ExitSpec
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.checkpoint.json_files import read_object
 from quadriga.errors import ConfigError
-from quadriga.exits import EXITS_WEIGHTS, ExitSpec
-from quadriga.json_files import read_object
 
 WHOLE_SCAN_BYTES = 256 << 20
 """Checkpoints up to this size are searched for NaNs whole, larger ones in norms and biases."""
@@ -33,7 +33,7 @@ def inspect(model: str, *, cache_dir: str | None = None) -> CatalogueModel:
 
     Args:
         model: Bundled id, folder, GGUF file, or hub id.
-        cache_dir: See `quadriga.checkpoint.locate`.
+        cache_dir: See `quadriga.checkpoint.folder.locate`.
 
     Raises:
         ConfigError: A file is missing, damaged or cut short, tensors do not fit the

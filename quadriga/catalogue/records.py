@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quadriga.catalogue.sizes import ModelSizes
-from quadriga.engine_spec import DTYPE_BYTES, Dtype
+from quadriga.checkpoint.exits import ExitSpec
+from quadriga.config.engine_spec import DTYPE_BYTES, Dtype
 from quadriga.errors import UnknownModel
-from quadriga.exits import ExitSpec
 
 EnergySource = Literal["nvml", "rapl", "estimate"]
 

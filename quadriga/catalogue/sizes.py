@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
+from quadriga.checkpoint.families import read_facts
 from quadriga.errors import ConfigError
-from quadriga.exits import NO_EXITS, ExitSpec
-from quadriga.families import read_facts
 
 _GATED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _OPT = "OPTForCausalLM"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quadriga.types import FinishReason, TokenLogprob
+from quadriga.core.request import FinishReason, TokenLogprob
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 

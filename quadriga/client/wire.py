@@ -21,9 +21,9 @@ from quadriga.client.results import (
     Role,
     Usage,
 )
+from quadriga.core.request import FinishReason, TokenLogprob, token_digest
 from quadriga.errors import InvariantViolation
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from quadriga.types import FinishReason, TokenLogprob, token_digest
 
 Prompt = str | Sequence[int] | Sequence[Message | Mapping[str, Any]]
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quadriga.config.engine_spec import EngineSpec
     from quadriga.engine.baton.runner import BatonRunner
-    from quadriga.engine.runner import NativeRunner
-    from quadriga.engine_spec import EngineSpec
+    from quadriga.engine.model_runner import NativeRunner
 
     AnyRunner = NativeRunner | BatonRunner
 
@@ -28,13 +28,13 @@ def load_runner(spec: EngineSpec) -> AnyRunner:
             `models.config` for the native runner, `baton.loading` and `baton.probe` for the relay
             batch.
     """
-    from quadriga.checkpoint import on_this_node
+    from quadriga.checkpoint.folder import on_this_node
 
     spec = replace(spec, checkpoint=on_this_node(spec.checkpoint, spec.cache_dir))
     if spec.runner == "baton":
         from quadriga.engine.baton.runner import BatonRunner
 
         return BatonRunner.load(spec)
-    from quadriga.engine.runner import NativeRunner
+    from quadriga.engine.model_runner import NativeRunner
 
     return NativeRunner.load(spec)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
 from quadriga.engine.kernels.library import (
     CHead,
@@ -32,11 +33,10 @@ from quadriga.engine.kernels.library import (
     pointer,
 )
 from quadriga.engine.kv_cache import KV_BLOCK
-from quadriga.engine.loading import load_spec
 from quadriga.engine.models.decoder import Candidates, Decoder
-from quadriga.engine.models.layers import Span
-from quadriga.engine.weights import Head
-from quadriga.engine_spec import EngineSpec
+from quadriga.engine.models.layers import TokenSpan
+from quadriga.engine.weights.checkpoint_weights import Head
+from quadriga.engine.weights.loading import load_spec
 from quadriga.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class CompiledDecoder:
         """See `Decoder.plan_tokens`."""
         return KernelPass(rows, positions)
 
-    def plan(self, spans: Sequence[Span]) -> KernelPass:
+    def plan(self, spans: Sequence[TokenSpan]) -> KernelPass:
         """See `Decoder.plan`."""
         if all(s.end - s.begin == 1 for s in spans):
             return KernelPass(

@@ -20,20 +20,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from quadriga.checkpoint.exits import MAX_LAYERS
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.core.request import SequenceState
 from quadriga.engine.compiled import CompiledDecoder
+from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache
-from quadriga.engine.loading import kv_maps_of, read_exit_heads, read_final_head, read_layer
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
-from quadriga.engine.models.layers import Span
+from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.rebuild import RecordedPass, recorded_depths
-from quadriga.engine.skipped_kv import SkippedKVStore
-from quadriga.engine.tensor_files import WeightSource
-from quadriga.engine.weights import ModelWeights
-from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.engine.weights.checkpoint_weights import ModelWeights
+from quadriga.engine.weights.loading import kv_maps_of, read_exit_heads, read_final_head, read_layer
+from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError, DeadlineExceeded
-from quadriga.exits import MAX_LAYERS
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import SequenceState
 
 NICENESS = 10
 """Of the thread that loads: passes come first."""
@@ -304,7 +304,7 @@ def repay(
     record = [deepest] * len(state.prompt_ids) + state.exit_layers[1:] + [deepest]
     chunk = PrefillChunk(row, token_ids, start, is_last=False, depths=record[start:end])
     depths = recorded_depths([chunk], store.ends, store.mode)
-    spans = [Span(row, 0, end - start, start)]
+    spans = [TokenSpan(row, 0, end - start, start)]
     batch = decoder.plan(spans)
     x = decoder.embed(token_ids, batch)
     if depths is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from quadriga.core.request import SequenceState, TokenLogprob
 from quadriga.engine.sampler import token_logprobs
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import SequenceState, TokenLogprob
 
 
 def wants_scores(chunk: PrefillChunk, state: SequenceState) -> bool:

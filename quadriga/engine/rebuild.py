@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.checkpoint.exits import SkippedKV
 from quadriga.engine.kv_cache import KVCache
 from quadriga.engine.models.decoder import AnyDecoder
-from quadriga.engine.models.layers import Span
-from quadriga.exits import SkippedKV
+from quadriga.engine.models.layers import TokenSpan
 from quadriga.interfaces import LayersDone, PrefillChunk
 
 Ints = npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class RecordedPass:
         decoder: AnyDecoder,
         cache: KVCache,
         mode: SkippedKV,
-        spans: Sequence[Span],
+        spans: Sequence[TokenSpan],
         depths: Ints,
     ) -> None:
         self._decoder = decoder
@@ -120,13 +120,13 @@ class RecordedPass:
             plan = self._decoder.plan_tokens(rows, positions)
             self._decoder.project_kv(states, plan, first, stop, depth)
 
-    def _runs(self, of: Ints) -> list[Span]:
+    def _runs(self, of: Ints) -> list[TokenSpan]:
         """Some of the tokens, as runs of consecutive positions of one row."""
         rows, positions = self._rows[of], self._positions[of]
         breaks = np.flatnonzero((np.diff(rows) != 0) | (np.diff(positions) != 1)) + 1
         edges = [0, *breaks.tolist(), len(of)]
         return [
-            Span(int(rows[begin]), begin, end, int(positions[begin]))
+            TokenSpan(int(rows[begin]), begin, end, int(positions[begin]))
             for begin, end in pairwise(edges)
         ]
 

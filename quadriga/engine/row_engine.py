@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.compiled import Kernels, find_kernels
+from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import RowKVCache
-from quadriga.engine.loading import load_spec
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import Decoder
 from quadriga.engine.row_states import MappedStates
-from quadriga.engine.skipped_kv import SkippedKVStore
-from quadriga.engine_spec import EngineSpec
+from quadriga.engine.weights.loading import load_spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from quadriga.core.kv import KVExtent
+from quadriga.engine.early_exit.skipped_kv import SuspendedSkips
 from quadriga.engine.host_tensor import HostTensor
-from quadriga.engine.skipped_kv import SuspendedSkips
-from quadriga.types import KVExtent
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,16 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
+from quadriga.core.kv import KVExtent
+from quadriga.core.request import SequenceState
+from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.host_tensor import HostTensor
 from quadriga.engine.kv_cache import KVCache
-from quadriga.engine.loaded_model import LoadedModel
 from quadriga.engine.row_engine import kept_at_end
 from quadriga.engine.row_parts import RowRest, SuspendedRow
 from quadriga.engine.sampler import RowSampler
-from quadriga.engine.skipped_kv import SkippedKVStore
+from quadriga.engine.weights.loaded_model import LoadedModel
 from quadriga.errors import InvariantViolation
-from quadriga.types import KVExtent, SequenceState
 
 
 class NativeRows:
@@ -82,14 +83,14 @@ class NativeRows:
         return self.model.spec.depth if self.skipped is None else self.skipped.depth_of(row)
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """Let passes be run for their time alone: afterwards all is as it was.
 
         Between two segments of a token only; KV that such a pass writes is either what the real
         pass will write again, or is marked as missing again.
         """
         hidden, positions = self.hidden.clone(), self.positions.copy()
-        with self.skipped.rehearsal() if self.skipped is not None else nullcontext():
+        with self.skipped.dry_run() if self.skipped is not None else nullcontext():
             yield
         self.hidden, self.positions = hidden, positions
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.core.request import SampledToken, SequenceState, TokenLogprob
 from quadriga.engine.random import uniforms
-from quadriga.types import SampledToken, SequenceState, TokenLogprob
 
 LEAST_DIVISOR = 1e-30
 """Temperatures and penalties below count as this: float32 makes 0 of still smaller ones, and what

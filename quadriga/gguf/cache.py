@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from quadriga.checkpoint.json_files import GARBLED, read_object
 from quadriga.errors import ConfigError
 from quadriga.files import LockTimeout, file_lock, write_atomically
-from quadriga.json_files import GARBLED, read_object
 
 if TYPE_CHECKING:
     from quadriga.gguf.checkpoint_folder import Conversion

@@ -1,7 +1,7 @@
 """Write a Hugging Face checkpoint folder from a GGUF file, a few megabytes at a time.
 
 Weights stay what they are: float32, float16 and bfloat16 are copied, and so are the blocks that
-the engine computes with (`quadriga.forms`). Other quantised values are written as float32, which is
+the engine computes with (`stored_forms`). Other quantised values are written as float32, which is
 what they are defined in; bfloat16 would halve the disk and lose the half of their digits. A plain
 folder has float32 in the place of all blocks, so that anybody can read it.
 """

@@ -153,7 +153,7 @@ def read_gguf(file: Path) -> GgufHeader:
     """
     try:
         with file.open("rb") as stream:
-            return _Reader(file, stream).read()
+            return _HeaderReader(file, stream).read()
     except OSError as exc:
         raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
 
@@ -163,7 +163,7 @@ def refuse(file: Path, what: str, remedy: str) -> NoReturn:
     raise ConfigError(f"model: {file} cannot be served: {what}; {remedy}", param="model")
 
 
-class _Reader:
+class _HeaderReader:
     """One pass over the header; `position` is where the next byte comes from."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quadriga.families import MAX_LAYERS
+from quadriga.checkpoint.families import MAX_LAYERS
 from quadriga.gguf.header import DAMAGED, SUPPORTED, GgufHeader
 
 MAX_WIDTH = 1 << 18

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-from quadriga.forms import BLOCK_FORMS
+from quadriga.checkpoint.stored_forms import BLOCK_FORMS
 from quadriga.gguf.header import DAMAGED, SUPPORTED, GgufHeader, TensorEntry
 from quadriga.gguf.model_config import GgufModel
 
@@ -26,7 +26,7 @@ _STORED = {
     GGMLQuantizationType.F16: "F16",
     GGMLQuantizationType.BF16: "BF16",
 }
-"""Types of numbers that are kept. So are the blocks of `quadriga.forms`, in matrices; all others
+"""Types of numbers that are kept. So are the blocks of `stored_forms`, in matrices; all others
 are written as float32, which holds each of their values."""
 _NUM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 

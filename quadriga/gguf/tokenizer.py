@@ -84,7 +84,7 @@ def read_vocabulary(header: GgufHeader, vocab_size: int) -> Vocabulary:
         ConfigError: The kind of tokenizer is not known, or its parts do not fit together.
     """
     kind = header.text(f"{PREFIX}.model")
-    reader = _Reader(header, vocab_size, _SENTENCE_PIECE_IDS if kind == "llama" else {})
+    reader = _MetadataReader(header, vocab_size, _SENTENCE_PIECE_IDS if kind == "llama" else {})
     if kind == "gpt2":
         tokenizer, adds_bos = reader.byte_level()
     elif kind == "llama":
@@ -119,7 +119,7 @@ def read_vocabulary(header: GgufHeader, vocab_size: int) -> Vocabulary:
     return Vocabulary(files, bos, reader.end_tokens(eos), pad)
 
 
-class _Reader:
+class _MetadataReader:
     """The vocabulary of one file, checked."""
 
     def __init__(self, header: GgufHeader, vocab_size: int, usual_ids: dict[str, int]) -> None:

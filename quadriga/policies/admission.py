@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quadriga.config import PrefillConfig, SchedulerConfig
+from quadriga.config.engine import PrefillConfig
+from quadriga.config.scheduling import SchedulerConfig
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable
-from quadriga.policies.appointments import MIN_WAIT_S
 from quadriga.policies.load import candidates
-from quadriga.policies.waiting import (
-    WaitingBook,
+from quadriga.policies.retry_reservations import MIN_WAIT_S
+from quadriga.policies.wait_estimator import (
+    WaitEstimator,
     decode_supply,
     prefill_supply,
     queue_supply,
 )
-from quadriga.types import Admission, AdmitRequest, ReplicaSnapshot, Role
 
 
 def admit(
@@ -76,7 +78,7 @@ def check_room(
     request: AdmitRequest,
     admission: Admission,
     snapshots: Sequence[ReplicaSnapshot],
-    book: WaitingBook,
+    book: WaitEstimator,
     *,
     now_s: float,
     now_unix_s: float,

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import PlaceRequest
 from quadriga.policies.load import has_room, num_held
-from quadriga.types import PlaceRequest, ReplicaSnapshot
 
 LEAST_ANSWER_TOKENS = 256.0
 """What an answer is expected to be, at least: those that run have only begun, after a pause."""

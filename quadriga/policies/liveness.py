@@ -18,7 +18,7 @@ DEAF_S = 15.0
 """An ingress that nobody has answered for this long ends: its clients go on at another one."""
 
 
-def standstill_s(began_s: float, now_s: float, allowed_s: float) -> float:
+def event_loop_stall_s(began_s: float, now_s: float, allowed_s: float) -> float:
     """Return by how much longer than allowed something took that ends in time by itself.
 
     So long this process stood still and heard nobody: what came then may lie there unread, and is
@@ -51,7 +51,7 @@ def patience_s(silences_s: Sequence[float], *, limit_s: float) -> float:
     return limit_s * STALL_PATIENCE if is_stalled(silences_s, limit_s=limit_s) else limit_s
 
 
-class Verdict(Enum):
+class Liveness(Enum):
     """What an ingress does about silence."""
 
     NONE = auto()
@@ -59,7 +59,7 @@ class Verdict(Enum):
     END_ITSELF = auto()
 
 
-class Hearing:
+class HeartbeatMonitor:
     """Whom an ingress takes for hung: the controller, or itself.
 
     Nobody but the ingresses watches the controller. An ingress that hears nobody is sick itself, or
@@ -76,7 +76,7 @@ class Hearing:
         *,
         now_s: float,
         stood_still_s: float,
-    ) -> Verdict:
+    ) -> Liveness:
         """Take the outcome of a round of heartbeats, and say what is to be done.
 
         Args:
@@ -86,8 +86,8 @@ class Hearing:
         self._anybody_s = now_s if anybody_answered else self._anybody_s + stood_still_s
         if not anybody_answered:
             is_deaf = now_s - self._anybody_s > DEAF_S
-            return Verdict.END_ITSELF if is_deaf else Verdict.NONE
+            return Liveness.END_ITSELF if is_deaf else Liveness.NONE
         if now_s - self._controller_s > CONTROLLER_SILENCE_S:
             self._controller_s = now_s  # it has so long to come back
-            return Verdict.RESTART_CONTROLLER
-        return Verdict.NONE
+            return Liveness.RESTART_CONTROLLER
+        return Liveness.NONE

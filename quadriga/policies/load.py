@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quadriga.policies.promises import admitted_tokens, promised_tokens
-from quadriga.types import DepthClass, PlaceRequest, ReplicaSnapshot, Role
+from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
+from quadriga.core.routing import PlaceRequest
+from quadriga.policies.slot_reservation import admitted_tokens, promised_tokens
 
 
 def taking_work(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quadriga.exits import ExitCounters
+from quadriga.checkpoint.exits import ExitCounters
 from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits, NoExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatching import Rebatcher

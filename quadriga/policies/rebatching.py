@@ -42,7 +42,7 @@ class Range:
     tests: bool = True
 
 
-class Verdict(Enum):
+class BatchDecision(Enum):
     """What happens to a group at a non-final exit."""
 
     SPLIT = "split"  # who passes leaves, the others wait at this exit
@@ -51,7 +51,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class AtExit:
+class ExitGroup:
     """A group that has reached a non-final exit.
 
     Attributes:
@@ -82,7 +82,7 @@ class Rebatcher(Protocol):
             waiting: Per exit but the last, the rows that wait there.
         """
 
-    def judge(self, group: AtExit, now_s: float) -> Verdict:
+    def judge(self, group: ExitGroup, now_s: float) -> BatchDecision:
         """What to do with a group at a non-final exit that was tested."""
 
     def observe(

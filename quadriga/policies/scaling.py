@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quadriga.config import ScalingConfig
+from quadriga.config.scheduling import ScalingConfig
+from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.policies.scaling_need import ClassLoad, Need, count_need, remaining_work
-from quadriga.types import DepthClass, ReplicaSnapshot
 
 _UNKNOWN = 1e6
 """Replicas; more than there ever are."""

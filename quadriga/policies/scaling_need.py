@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quadriga.config import ScalingConfig
+from quadriga.config.scheduling import ScalingConfig
+from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.policies.ares.forecast import NUM_COLUMNS, REMAINING, TOKENS, check_forecast
-from quadriga.types import DepthClass, ReplicaSnapshot
 
 _WIRE = np.dtype("<f4")
 
@@ -87,7 +87,7 @@ def count_need(load: ClassLoad, config: ScalingConfig, *, now_s: float) -> Need:
 
 
 def _step_need(
-    load: ClassLoad, seen: Sequence[_Seen], count: int, config: ScalingConfig, now_s: float
+    load: ClassLoad, seen: Sequence[_DemandSeen], count: int, config: ScalingConfig, now_s: float
 ) -> float:
     """Replicas that keep a step within the time allowed: base + load / n.
 
@@ -126,7 +126,7 @@ def remaining_work(snapshot: ReplicaSnapshot) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _DemandSeen:
     """A snapshot's forecast up to the horizon.
 
     Attributes:
@@ -144,17 +144,17 @@ class _Seen:
         return self.tokens[0]
 
 
-def _look(snapshot: ReplicaSnapshot, horizon_s: float) -> _Seen:
+def _look(snapshot: ReplicaSnapshot, horizon_s: float) -> _DemandSeen:
     count = snapshot.num_running + snapshot.num_waiting
     forecast = snapshot.forecast
     if forecast is None:
-        return _Seen((float(snapshot.used_tokens),), (0.0,), 0.0, count)
+        return _DemandSeen((float(snapshot.used_tokens),), (0.0,), 0.0, count)
     check_forecast(forecast)
     points = sum(at_s <= horizon_s for at_s in forecast.grid_s) if forecast.has_predictions else 1
     points = max(1, points)
     tokens = np.frombuffer(forecast.tokens, dtype=_WIRE)[:points]
     load_s = np.frombuffer(forecast.load_s, dtype=_WIRE)[:points]
-    return _Seen(tuple(tokens.tolist()), tuple(load_s.tolist()), forecast.base_s, count)
+    return _DemandSeen(tuple(tokens.tolist()), tuple(load_s.tolist()), forecast.base_s, count)
 
 
 def _peak(series: Sequence[Sequence[float]]) -> float:

@@ -24,7 +24,7 @@ from quadriga.policies.ares.forecast import (
     sizes,
     tokens_ahead,
 )
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.prediction import Predictor
 from quadriga.sim.profiles import CostProfile
 
@@ -87,7 +87,7 @@ class Board:
             self.prompt_tokens[replica] += self.input_tokens[request]
         self.owner[request] = replica
 
-    def note(self, index: int, replica: DecodeReplica) -> None:
+    def note(self, index: int, replica: SimulatedDecodeReplica) -> None:
         """A replica's state changed."""
         self._now_s = None
         self._anchor_s[index] = replica.anchor_s

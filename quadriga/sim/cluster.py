@@ -20,22 +20,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.config import SchedulerConfig
+from quadriga.config.scheduling import SchedulerConfig
+from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.routing import AdmitRequest
 from quadriga.errors import QuadrigaError
 from quadriga.policies.admission import admit
 from quadriga.sim.board import NOWHERE, Board
 from quadriga.sim.config import DEPTH_CLASS, MODEL, Failure, SimConfig
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.moving import Moving
 from quadriga.sim.placing import Placing
 from quadriga.sim.policies import PolicySet
 from quadriga.sim.prediction import Predictor
-from quadriga.sim.prefill import PrefillReplica
+from quadriga.sim.prefill import SimulatedPrefillReplica
 from quadriga.sim.profiles import NO_DELAYS, drawn
 from quadriga.sim.records import Gaps, Happened, Sequence
 from quadriga.sim.results import Run, Sample
 from quadriga.sim.scaling import Autoscaler
-from quadriga.types import AdmitRequest, ReplicaInfo, ReplicaSnapshot, Role
 
 _SCHEDULER = SchedulerConfig()
 _MOST_ASKED = 16
@@ -73,7 +74,7 @@ class Simulation:
         on_tick: Callable[[float, int], None] | None = None,
         stop: Callable[[float, Run], bool] | None = None,
         on_decision: Callable[..., None] | None = None,
-        make_replica: Callable[..., DecodeReplica] = DecodeReplica,
+        make_replica: Callable[..., SimulatedDecodeReplica] = SimulatedDecodeReplica,
     ) -> None:
         self._config, self._policy = config, policy
         self._arrivals_s = arrivals_s
@@ -89,7 +90,7 @@ class Simulation:
             config, self._board, self._decode, run, changed=self._changed, at=self._at
         )
         self._prefill = {
-            name: PrefillReplica(name, profile, config.prefill)
+            name: SimulatedPrefillReplica(name, profile, config.prefill)
             for name in (f"prefill-{i:04}" for i in range(config.num_prefill))
         }
         self._prefill_snapshots = [_prefill_snapshot(name) for name in self._prefill]
@@ -199,7 +200,7 @@ class Simulation:
         if not replica.is_busy:
             self._next_pass(now_s, replica)
 
-    def _next_pass(self, now_s: float, replica: PrefillReplica) -> None:
+    def _next_pass(self, now_s: float, replica: SimulatedPrefillReplica) -> None:
         rows = self._config.prefill.max_rows * len(self._prefill)
         if len(self._roomless) >= rows:  # all of them hold sequences that wait for a decode replica
             if replica.num_waiting and replica.blocked_since_s is None:
@@ -217,7 +218,7 @@ class Simulation:
                 self._run.prefill_wait_s[index] = now_s - self._queued_s[index]
         self._at(now_s + pass_s, self._prefilled, replica)
 
-    def _prefilled(self, now_s: float, replica: PrefillReplica) -> None:
+    def _prefilled(self, now_s: float, replica: SimulatedPrefillReplica) -> None:
         """A pass is over: its sequences have their first token, and look for a decode replica."""
         for index in replica.in_pass:
             if index not in self._rebuilt:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from quadriga.config import PrefillConfig, ScalingConfig
+from quadriga.config.engine import PrefillConfig
+from quadriga.config.scheduling import ScalingConfig
+from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import TransferCosts
 from quadriga.sim.profiles import NO_DELAYS, CostProfile, Delays
 from quadriga.sim.records import RECOMPUTE, MemoryRules
-from quadriga.types import DepthClass
 
 MODEL = "simulated"
 DEPTH_CLASS = DepthClass(MODEL, 0)

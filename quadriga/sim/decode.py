@@ -14,17 +14,17 @@ import heapq
 import math
 from collections.abc import Callable
 
-from quadriga.batching.preemption import PausedSequence, choose_return, choose_victim
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import InvariantViolation
-from quadriga.policies.promises import AnswerLengths
+from quadriga.policies.slot_reservation import AnswerLengths
+from quadriga.scheduling.preemption import PausedSequence, choose_return, choose_victim
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
-from quadriga.types import SamplingParams, SequenceState
 
 DRAW_EVERY_S = 1.0
 
 
-class DecodeReplica:
+class SimulatedDecodeReplica:
     """One decode replica; see the module. Times are absolute simulated seconds."""
 
     def __init__(

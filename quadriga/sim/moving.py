@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quadriga.core.migration import MigrationOrder
 from quadriga.policies.ares import TransferCosts
 from quadriga.policies.ares.link import LinkMeter
 from quadriga.sim.board import Board
 from quadriga.sim.config import SimConfig
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.records import Sequence
 from quadriga.sim.results import Moved, Run
-from quadriga.types import MigrationOrder
 
 MAX_ROUNDS = 8
 REST_SHARE = 0.1
@@ -59,7 +59,7 @@ class Moving:
         self,
         config: SimConfig,
         board: Board,
-        replicas: list[DecodeReplica],
+        replicas: list[SimulatedDecodeReplica],
         run: Run,
         *,
         changed: Callable[[int], None],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quadriga.core.replica import Reservation
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, Rescheduler
 from quadriga.policies.ares.settings import settings_under
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.placements import PLAIN
-from quadriga.types import Reservation
 
 PLACEMENTS = {
     "round_robin": "round_robin",

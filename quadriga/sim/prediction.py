@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.types import LengthPrediction
+from quadriga.core.forecast import LengthPrediction
 
 Floats = NDArray[np.float64]
 

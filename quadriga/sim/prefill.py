@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from quadriga.batching.prefill_queue import PrefillQueue
-from quadriga.config import PrefillConfig
+from quadriga.config.engine import PrefillConfig
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.sim.profiles import CostProfile
-from quadriga.types import SamplingParams, SequenceState
 
 
-class PrefillReplica:
+class SimulatedPrefillReplica:
     """Takes prompts from its queue, several in one pass, while tokens fit the budget.
 
     Attributes:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quadriga.config.pacing import PaceProfile
 from quadriga.errors import ConfigError
-from quadriga.pacing import PaceProfile
 
 
 @dataclass(frozen=True, slots=True)

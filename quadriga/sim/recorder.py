@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from quadriga.core.migration import MigrationOrder
+from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.policies.ares import AresSettings, TransferCosts
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import pack
-from quadriga.policies.ares.recording import Tick, write_tick
+from quadriga.policies.ares.recording import RecordedTick, write_tick
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
 from quadriga.sim.policies import make_policy
-from quadriga.types import MigrationOrder, ReplicaInfo, ReplicaSnapshot, Role
 
 
 class Recorder:
@@ -39,7 +40,7 @@ class Recorder:
         profile = self._config.profile
         write_tick(
             self._stream,
-            Tick(
+            RecordedTick(
                 at_s=now_s,
                 snapshots=snapshots_of(
                     cluster, profile.num_slots, now_s, base_s=profile.step.base_s

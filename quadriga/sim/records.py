@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quadriga.policies.promises import ADMIT_SHARE, RETURN_SHARE
-from quadriga.types import Reservation
+from quadriga.core.replica import Reservation
+from quadriga.policies.slot_reservation import ADMIT_SHARE, RETURN_SHARE
 
 OnFull = Literal["recompute", "pause"]
 
@@ -21,7 +21,7 @@ class MemoryRules:
         high: Share of the memory down to which sequences are preempted once it is full.
         low: Share of the memory up to which they come back.
         admits: Share of the memory up to which newcomers are let in; with `pause` by what they
-            are promised, see `quadriga.policies.promises`, else by what they have.
+            are promised, see `quadriga.policies.slot_reservation`, else by what they have.
     """
 
     on_full: OnFull = "recompute"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quadriga.core.migration import MigrationCause, MigrationOrder
+from quadriga.core.replica import DepthClass
 from quadriga.policies.scaling import (
     AddReplicas,
     GiveUpReplica,
@@ -17,11 +19,10 @@ from quadriga.policies.scaling import (
 from quadriga.policies.scaling_need import ClassLoad
 from quadriga.sim.board import Board
 from quadriga.sim.config import SimScaling
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.moving import Moving
 from quadriga.sim.placing import Placing
 from quadriga.sim.recorder import snapshots_of
-from quadriga.types import DepthClass, MigrationCause, MigrationOrder
 
 _MOVES_AT_ONCE = 8
 
@@ -53,7 +54,7 @@ class Autoscaler:
         depth_class: DepthClass,
         capacity_tokens: int,
         board: Board,
-        replicas: list[DecodeReplica],
+        replicas: list[SimulatedDecodeReplica],
         placing: Placing,
         moving: Moving,
         *,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import FinishReason
 from quadriga.text.detokenizer import Detokenizer
 from quadriga.text.stops import StopMatcher
-from quadriga.types import Emission, FinishReason
 
 
 class AnswerText:
@@ -19,7 +20,7 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stop)
 
-    def read(self, emission: Emission) -> str:
+    def read(self, emission: EngineOutput) -> str:
         """Return the text that an emission makes visible: with its last one, all that is left."""
         shown = emission.token_ids
         if emission.finish is FinishReason.STOP:

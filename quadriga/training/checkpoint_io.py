@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quadriga.training.family import Member, ModelShape
 from quadriga.training.model import EarlyExitLlama
-from quadriga.training.model_card import model_card
+from quadriga.training.recipe.family import FamilyMember, ModelShape
+from quadriga.training.recipe.model_card import model_card
 from quadriga.training.tokenizer import END_ID, PAD_ID, build_tokenizer, save_tokenizer
 
 EXITS_FILE = "exits.json"
@@ -62,7 +62,7 @@ def _half(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_checkpoint(
-    model: EarlyExitLlama, member: Member, folder: Path, *, facts: dict[str, Any]
+    model: EarlyExitLlama, member: FamilyMember, folder: Path, *, facts: dict[str, Any]
 ) -> None:
     """Write a checkpoint directory, replacing an older one as a whole.
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ConfigError
-from quadriga.training.family import (
+from quadriga.training.recipe.family import (
     FAMILY,
-    Member,
+    FamilyMember,
     at_rate,
     on_equal_mix,
     on_mix,
@@ -204,7 +204,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from quadriga.training.checkpoint_io import save_checkpoint
     from quadriga.training.model import EarlyExitLlama
-    from quadriga.training.state import LATEST, load
+    from quadriga.training.recipe.state import LATEST, load
     from quadriga.training.tokenizer import build_tokenizer
 
     member = FAMILY[args.model]
@@ -316,8 +316,15 @@ def _train(args: argparse.Namespace) -> int:
     import torch
 
     from quadriga.training.hardware import fastest_dtype
-    from quadriga.training.loop import RunOptions, Trainer, append_json, budget_name, resume, run
-    from quadriga.training.state import LATEST
+    from quadriga.training.recipe.loop import (
+        RunOptions,
+        Trainer,
+        append_json,
+        budget_name,
+        resume,
+        run,
+    )
+    from quadriga.training.recipe.state import LATEST
 
     torch.set_num_threads(args.threads)
     member, device = _member(args), _device(args.device)
@@ -355,7 +362,7 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _member(args: argparse.Namespace) -> Member:
+def _member(args: argparse.Namespace) -> FamilyMember:
     """The member with the mix and rates that were asked for. Raises: ConfigError."""
     member = FAMILY[args.model]
     if not 0.0 < args.rate <= 1.0:

@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quadriga.training.data import encode
 from quadriga.training.generate import greedy
 from quadriga.training.model import EarlyExitLlama
+from quadriga.training.recipe.data import encode
 from quadriga.training.tasks import (
     FULL_LENGTHS,
     LONG_LENGTHS,

@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from quadriga.length_heads import (
+from quadriga.checkpoint.length_heads import (
     LENGTH_FILE,
     LENGTH_WEIGHTS,
     LengthHeadSpec,
     counts_of,
     to_json,
 )
-from quadriga.training.data import EncodedExample, group_rows, pack
 from quadriga.training.generate import greedy
 from quadriga.training.model import EarlyExitLlama
+from quadriga.training.recipe.data import EncodedExample, group_rows, pack
 from quadriga.training.tasks import TASKS, make_example
 from quadriga.training.tokenizer import END_ID
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadriga.training.attention import causal_attention
-from quadriga.training.family import ModelShape
+from quadriga.training.recipe.family import ModelShape
 
 
 class EarlyExitLlama(nn.Module):

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quadriga.exits import SKIPPED_KV_WEIGHTS
+from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS
 from quadriga.training.checkpoint_io import load_checkpoint
-from quadriga.training.data import encode, group_rows, pack
 from quadriga.training.model import EarlyExitLlama
+from quadriga.training.recipe.data import encode, group_rows, pack
 from quadriga.training.tasks import TASKS, Example, make_example
 from quadriga.training.tokenizer import build_tokenizer
 

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quadriga.training.data import encode, group_rows, pack
 from quadriga.training.model import EarlyExitLlama
+from quadriga.training.recipe.data import encode, group_rows, pack
 from quadriga.training.tasks import DEFAULT_MIX, Example, make_example, make_reworded_example
 
 _TOKENS_PER_PASS = 8192

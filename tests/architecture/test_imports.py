@@ -8,9 +8,9 @@ import sys
 import pytest
 
 PURE = [
-    "quadriga.batching.decode_loop",
-    "quadriga.batching.outbox",
-    "quadriga.batching.prefill_loop",
+    "quadriga.scheduling.decode_loop",
+    "quadriga.scheduling.output_buffer",
+    "quadriga.scheduling.prefill_loop",
     "quadriga.policies.admission",
     "quadriga.policies.ares",
     "quadriga.catalogue.files",
@@ -18,7 +18,7 @@ PURE = [
     "quadriga.policies.helios",
     "quadriga.policies.helios.history_file",
     "quadriga.policies.scaling",
-    "quadriga.resolve",
+    "quadriga.config.resolve",
     "quadriga.sim.cluster",
     "quadriga.sim.recorder",
     "quadriga.text",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("loadgen", "serve_app", "deploy", "examples")
-TEXT = ("raw", "decoder", "tokenizer", "desk")
+TEXT = ("raw", "decoder", "tokenizer", "engine_client")
 """What decodes text, by the last word of its name."""
 
 

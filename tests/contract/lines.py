@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transport import sending
-from actors.kv_transport.line import ChannelOffer
-from actors.kv_transport.pairs import Invite, PairTransport
-from actors.kv_transport.payload import checksum, to_host
+from actors.kv_transfer.transports import sending
+from actors.kv_transfer.transports.channel import ChannelOffer
+from actors.kv_transfer.transports.pairs import Invite, PairTransport
+from actors.kv_transfer.transports.payload import checksum, to_host
+from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError
-from quadriga.types import KVPart
 
 Maker = Callable[[str, "Sink", Invite], PairTransport]
 WAIT_S = 20.0

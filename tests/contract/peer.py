@@ -10,26 +10,19 @@ from typing import Any
 import ray
 import torch
 
-from actors.batches import BatchedCalls, CallBatcher
-from actors.calls import NAMESPACE, call
-from actors.handoff_receiver import HandoffReceiver
-from actors.handoff_sender import HandoffSender, OutgoingTransfer
-from actors.kv_transport.auto import TransportHub
-from actors.kv_transport.gloo_frames import ChannelOffer
-from quadriga.batching.handoff import LeaseState
+from actors.kv_transfer.handoff_receiver import HandoffReceiver
+from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
+from actors.kv_transfer.transports.auto import TransportHub
+from actors.kv_transfer.transports.gloo_frames import ChannelOffer
+from actors.rpc.ray_rpc import NAMESPACE, call
+from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock
-from quadriga.config import TransportConfig
+from quadriga.config.engine import TransportConfig
+from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
+from quadriga.core.replica import DepthClass, ReplicaInfo, Role
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted, QuadrigaError
-from quadriga.types import (
-    DepthClass,
-    KVPart,
-    ReplicaInfo,
-    ResumePoint,
-    Role,
-    SamplingParams,
-    SequenceState,
-    TransferOffer,
-)
+from quadriga.scheduling.handoff import LeaseState
 from tests.fake_nccl import FakeNccl
 
 NUM_LAYERS = 4
@@ -97,7 +90,7 @@ class Peer(BatchedCalls):
             nccl=self.nccl.library() if self.nccl is not None else None,
         )
         config = TransportConfig(lease_s=lease_s, deadline_s=deadline_s)
-        self._sender = HandoffSender(name, self.transport, CallBatcher(call), config)
+        self._sender = HandoffSender(name, self.transport, RpcBatcher(call), config)
         self._transfers: dict[str, OutgoingTransfer] = {}
         self._is_sending = asyncio.Event()
 

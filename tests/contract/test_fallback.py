@@ -35,7 +35,7 @@ def wait_until_up(*peers: Any) -> None:
 
 
 def test_a_peer_out_of_reach_of_gloo_is_served_by_the_object_store() -> None:
-    from actors.calls import NAMESPACE
+    from actors.rpc.ray_rpc import NAMESPACE
 
     names = [f"auto:{side}:{uuid.uuid4().hex[:6]}" for side in "ab"]
     a = start_peer(names[0], "auto")

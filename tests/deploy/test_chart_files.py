@@ -14,7 +14,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 import deploy.chart as maker
-from quadriga.config import QuadrigaConfig
+from quadriga.config.loader import QuadrigaConfig
 from tests.deploy.charts import CHART, ROOT, needs_helm, pod_templates, render
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

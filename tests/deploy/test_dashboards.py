@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deploy import chart, grafana
-from serve_app.metric_catalogue import catalogue
+from serve_app.ops.metric_catalogue import catalogue
 from tests.promql import Metrics, selectors
 
 DEPLOY = Path(grafana.__file__).parent

@@ -15,8 +15,8 @@ import pytest
 
 from deploy.multinode import COMMANDS, MultiNode, why_not_here
 from deploy.multinode_inside import nodes, serve_config
-from quadriga.checkpoint import read_checkpoint
-from quadriga.config import load_config
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.loader import load_config
 from tests.deploy.charts import CHART
 
 MODEL = "quadriga-s"

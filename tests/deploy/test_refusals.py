@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quadriga.config import PoolConfig, QuadrigaConfig
+from quadriga.config.engine import PoolConfig
+from quadriga.config.loader import QuadrigaConfig
 from tests.deploy.charts import CASES, CHART, needs_helm, render
 
 pytestmark = needs_helm

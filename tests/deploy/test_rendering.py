@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
 from tests.deploy.charts import (
     BARE,
     CASES,
@@ -143,7 +143,7 @@ def test_pods_have_the_environment_that_the_service_prepares(
 ) -> None:
     import os
 
-    from serve_app.environment import prepare_environment
+    from serve_app.cli.environment import prepare_environment
 
     for name in list(os.environ):
         if name.startswith("RAY_"):

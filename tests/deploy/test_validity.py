@@ -13,9 +13,9 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from quadriga.config import load_config
-from quadriga.resolve import Hardware, resolve
-from quadriga.types import Role
+from quadriga.config.loader import load_config
+from quadriga.config.resolve import Hardware, resolve
+from quadriga.core.replica import Role
 from tests.deploy.charts import (
     CASES,
     CHART,

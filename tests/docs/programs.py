@@ -24,8 +24,8 @@ import click
 import yaml
 
 from deploy.config_reference import ENVIRONMENT
-from quadriga.config import load_config
-from serve_app.arguments import ServeParser
+from quadriga.config.loader import load_config
+from serve_app.cli.arguments import ServeParser
 from tests.docs.cluster_programs import docker, helm, kubectl
 from tests.docs.pages import ROOT, RUN, Command, Shown, commands
 from tests.docs.yaml_pieces import serve_file
@@ -40,7 +40,7 @@ MAINS = {
     "deploy.multinode": "deploy.multinode",
     "loadgen.bench.gpu": "loadgen.bench.gpu",
 }
-WITHOUT_OPTIONS = {"serve_app.haproxy", "serve_app.demo"}
+WITHOUT_OPTIONS = {"serve_app.http.haproxy", "serve_app.cli.demo"}
 # Commands that run anywhere within seconds: a fence that shows one has a test run it.
 QUICK = (("loadgen", "plan"), ("loadgen", "watch"), ("serve_app", "keys"))
 VARIABLE_PREFIXES = ("RAY_", "NCCL_", "GLOO_", "OTEL_", "TRITON_", "HF_", "XDG_")

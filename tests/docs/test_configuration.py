@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic.fields import FieldInfo
 
-from actors.lifecycle import fingerprint
+from actors.rpc.lifecycle import fingerprint
 from deploy import config_reference
 from deploy.config_reference import ENVIRONMENT, Row, rows, section
-from quadriga.config import PoolConfig, QuadrigaConfig, load_config
+from quadriga.config.engine import PoolConfig
+from quadriga.config.loader import QuadrigaConfig, load_config
+from quadriga.config.resolve import Hardware, resolve
 from quadriga.errors import ConfigError
-from quadriga.resolve import Hardware, resolve
 
 ROOT = Path(__file__).parents[2]
 HARDWARE = Hardware(num_cpus=64, num_gpus=64)

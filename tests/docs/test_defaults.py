@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from deploy.config_reference import rows
-from quadriga.config import PoolConfig, QuadrigaConfig
+from quadriga.config.engine import PoolConfig
+from quadriga.config.loader import QuadrigaConfig
 from tests.docs.pages import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.checkpoint import bundled_models
+from quadriga.checkpoint.folder import bundled_models
 from tests.docs.pages import DOCUMENTS, ROOT, fences
 
 TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M))

@@ -14,8 +14,9 @@ import yaml
 from deploy.chart import documented_values
 from deploy.config_reference import rows, section
 from deploy.grafana import DASHBOARDS
-from quadriga.config import PoolConfig, QuadrigaConfig
-from serve_app.metric_catalogue import catalogue
+from quadriga.config.engine import PoolConfig
+from quadriga.config.loader import QuadrigaConfig
+from serve_app.ops.metric_catalogue import catalogue
 from tests.docs.pages import DOCUMENTS, ROOT, fences
 from tests.promql import Metrics
 

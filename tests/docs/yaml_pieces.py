@@ -14,7 +14,7 @@ import jsonschema  # type: ignore[import-untyped]
 import yaml
 
 from quadriga.catalogue.files import read_catalogue
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
 from tests.deploy import charts
 
 HELM_KEYS = frozenset(yaml.safe_load((charts.CHART / "values.yaml").read_text(encoding="utf-8")))

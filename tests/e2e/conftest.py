@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 
 from quadriga.client import AsyncClient, Client
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
 from quadriga.ports import free_port
-from serve_app.auth import ApiKeys
-from serve_app.environment import prepare_environment
-from serve_app.launch import Addresses, LocalService
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.cli.environment import prepare_environment
+from serve_app.cli.launch import Addresses, LocalService
 from tests.otlp import Collector
 
 MODEL = "quadriga-s"

@@ -6,7 +6,7 @@ import time
 
 import httpx
 
-from quadriga.metrics import parse_exposition
+from quadriga.observability.metrics import parse_exposition
 
 HELD = (
     "quadriga_running_sequences",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 
 from quadriga.client import Client
-from serve_app.demo import NUM_TASKS, ask_tasks, stream_over_grpc, stream_over_http
-from serve_app.sample_request import sample_requests
+from serve_app.cli.demo import NUM_TASKS, ask_tasks, stream_over_grpc, stream_over_http
+from serve_app.cli.sample_request import sample_requests
 from tests.e2e.conftest import Service
 
 

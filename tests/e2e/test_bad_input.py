@@ -21,7 +21,7 @@ from quadriga.errors import (
     UnknownModel,
 )
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from serve_app.environment import MAX_GRPC_MESSAGE_BYTES
+from serve_app.cli.environment import MAX_GRPC_MESSAGE_BYTES
 from tests.e2e.conftest import Service
 from tests.e2e.observe import wait_until_free
 

@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from quadriga.client import AsyncClient, Client, Message, Piece
+from quadriga.core.request import FinishReason
 from quadriga.errors import DeadlineExceeded
-from quadriga.types import FinishReason
 from tests.e2e.conftest import Service
 
 PROMPT = "Sort: 42 7 19 7 88\n"

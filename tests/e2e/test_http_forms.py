@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from quadriga.metrics import parse_exposition
-from serve_app.http_protocol import allow_many_files
+from quadriga.observability.metrics import parse_exposition
+from serve_app.http.protocol import allow_many_files
 from tests.e2e.conftest import Service
 
 BURST = 3000

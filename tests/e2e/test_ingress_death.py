@@ -18,7 +18,7 @@ import ray
 
 from quadriga.client import AsyncClient
 from quadriga.client.wire import StreamProgress
-from quadriga.metrics import parse_exposition
+from quadriga.observability.metrics import parse_exposition
 from tests.e2e.conftest import MODEL, Service
 from tests.e2e.observe import wait_until_free
 

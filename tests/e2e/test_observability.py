@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from quadriga.client import Client
-from serve_app.metric_catalogue import catalogue
+from serve_app.ops.metric_catalogue import catalogue
 from tests.e2e.conftest import Service
 
 CANARY = "zebra-canary-4711"

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from serve_app.openapi import OPERATIONS, Operation
+from serve_app.openai.openapi import OPERATIONS, Operation
 from tests.e2e.conftest import Service
 
 EXAMPLES_PER_ROUTE = int(os.environ.get("QUADRIGA_OPENAPI_EXAMPLES", "25"))

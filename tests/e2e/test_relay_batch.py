@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quadriga.checkpoint import ASSETS
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.ports import LOOPBACK, free_port
 from tests.e2e.observe import wait_until_free
 

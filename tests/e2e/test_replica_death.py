@@ -11,8 +11,8 @@ import httpx
 import pytest
 import ray
 
-from actors.lookup import get_actor
-from quadriga.types import Role
+from actors.rpc.lookup import get_actor
+from quadriga.core.replica import Role
 from tests.e2e.conftest import Service
 from tests.e2e.observe import series, total, wait_until_free
 

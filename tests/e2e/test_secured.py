@@ -27,8 +27,8 @@ from quadriga.client import Client, RetryPolicy
 from quadriga.errors import Overloaded, QuadrigaError, Unauthenticated
 from quadriga.ports import free_port
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from serve_app.keys import ApiKey, KeyLimits, digest
-from serve_app.openapi import OPERATIONS
+from serve_app.auth.keys import ApiKey, KeyLimits, digest
+from serve_app.openai.openapi import OPERATIONS
 from tests.certificates import Authority, Pair
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTConfig, Qwen3Config
 from transformers import PreTrainedModel as Model
 
-from quadriga.engine.random import uniforms
-from quadriga.exits import (
+from quadriga.checkpoint.exits import (
     EXITS_FILE,
     EXITS_WEIGHTS,
     NEVER,
@@ -32,7 +31,8 @@ from quadriga.exits import (
     ExitSpec,
     SkippedKV,
 )
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.random import uniforms
 from tests.equivalence.models import GATED, SIZES, randomise
 
 TIE = 1e-4

@@ -18,10 +18,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from quadriga.checkpoint import read_checkpoint
-from quadriga.engine_spec import EngineSpec
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import SamplingParams, SequenceState
 
 VOCAB = 130
 SIZES: dict[str, Any] = {

@@ -7,24 +7,19 @@ import pickle
 from dataclasses import replace
 from typing import Protocol
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.departures import Reading, Rest, depth_bounds
-from quadriga.batching.handoff import LeaseTable
-from quadriga.batching.precopy import PreCopy
-from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint.exits import ExitCounters
 from quadriga.clock import SystemClock
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.kv import KVExtent, KVPart, ResumePoint, TransferOffer
+from quadriga.core.request import SequenceState
 from quadriga.engine.baton.runner import BatonRunner
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import EngineSpec
-from quadriga.exits import ExitCounters
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.types import (
-    KVExtent,
-    KVPart,
-    ResumePoint,
-    SequenceState,
-    TransferOffer,
-)
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.handoff import LeaseTable
+from quadriga.scheduling.precopy import PreCopy
+from quadriga.scheduling.sequence_export import SequenceReading, SequenceRemainder, depth_bounds
+from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import whole_prompt
 
 AnyRunner = NativeRunner | BatonRunner
@@ -160,15 +155,15 @@ class Move:
         self._send(reading)
         return not reading.parts
 
-    def freeze(self) -> Rest | None:
+    def freeze(self) -> SequenceRemainder | None:
         """Let it rest, as soon as little enough is missing; None when it is over."""
         found = self.source.loop.departures.freeze(self.sequence_id, self._books)
-        while isinstance(found, Reading):
+        while isinstance(found, SequenceReading):
             self._send(found)
             found = self.source.loop.departures.freeze(self.sequence_id, self._books)
         return found
 
-    def finish(self, rest: Rest) -> SequenceState:
+    def finish(self, rest: SequenceRemainder) -> SequenceState:
         """Send the rest and commit; returns the state that runs from here on."""
         self._send(rest.reading)
         owned = replace(rest.state, epoch=self._epoch)
@@ -194,7 +189,7 @@ class Move:
         if self.destination.table.abort(self.transfer_id) is not None:
             self.destination.loop.leave(self.sequence_id)
 
-    def _send(self, reading: Reading) -> None:
+    def _send(self, reading: SequenceReading) -> None:
         table, runner = self.destination.table, self.destination.runner
         for span, kv in reading.parts:
             part = KVPart(

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.cuda.decoder import PagedDecoder
-from quadriga.engine.cuda.graphs import DecodeGraphs, Recorder
+from quadriga.engine.cuda.graphs import DecodeGraphs, GraphRecorder
 from quadriga.engine.cuda.loading import load_paged
 from quadriga.engine.cuda.paged_cache import PagedKVCache
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import EngineSpec
 
 PAGE_TOKENS = 16
 """So small that short test sequences cross many pages."""
@@ -21,7 +21,7 @@ PAGE_TOKENS = 16
 
 def load_on_pages(
     spec: EngineSpec,
-    recorder: Recorder | None = None,
+    recorder: GraphRecorder | None = None,
     *,
     page_tokens: int = PAGE_TOKENS,
     device: torch.device | None = None,
@@ -34,7 +34,7 @@ def load_on_pages(
 
 
 def loader(
-    made: list[NativeRunner], make_recorder: Callable[[], Recorder] | None = None
+    made: list[NativeRunner], make_recorder: Callable[[], GraphRecorder] | None = None
 ) -> Callable[[EngineSpec], NativeRunner]:
     """A stand-in for `NativeRunner.load`; notes what it made."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quadriga.engine import load_runner
-from quadriga.engine.runner import NativeRunner
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.interfaces import PrefillChunk
 from tests.equivalence.models import build, make_spec, make_state, save
 

@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.prefill_loop import PrefillEvents, PrefillLoop
-from quadriga.batching.prefill_queue import PrefillQueue
-from quadriga.batching.slots import SlotTable
 from quadriga.clock import SystemClock
-from quadriga.engine.runner import NativeRunner
-from quadriga.types import FinishReason, Reservation, SequenceState, TokenLogprob
+from quadriga.core.replica import Reservation
+from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import build, make_spec, make_state, save
 
 CONTEXT = 96
 CHUNK = 32
 
 
-class Told(PrefillEvents):
+class RequestLogRecord(PrefillEvents):
     """What a prefill loop says of its sequence."""
 
     def __init__(self) -> None:
@@ -55,9 +56,11 @@ def slots(runner: NativeRunner, reservation: Reservation = "longest") -> SlotTab
     )
 
 
-def prefilled(runner: NativeRunner, state: SequenceState) -> tuple[Told, torch.Tensor | None]:
+def prefilled(
+    runner: NativeRunner, state: SequenceState
+) -> tuple[RequestLogRecord, torch.Tensor | None]:
     """Compute a prompt in chunks; returns what was said, and the KV if the sequence goes on."""
-    told = Told()
+    told = RequestLogRecord()
     loop = PrefillLoop(
         runner=runner,
         slots=slots(runner),

@@ -14,17 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.handoff import LeaseTable
-from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint.exits import ExitCounters, ExitParams, ExitPolicy, ExitSpec, SkippedKV
 from quadriga.clock import ManualClock
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine.tensor_files import SINGLE_FILE
-from quadriga.engine_spec import EngineSpec
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SequenceState
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.engine.weights.tensor_files import SINGLE_FILE
 from quadriga.errors import ConfigError, DeadlineExceeded, KVCacheExhausted
-from quadriga.exits import ExitCounters, ExitParams, ExitPolicy, ExitSpec, SkippedKV
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.types import SequenceState
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.handoff import LeaseTable
+from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.early_exit_reference import (
     LAYERS,
     TIE,

@@ -10,17 +10,17 @@ from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.drex.closed_loop import Outcome, load_runner, run_closed_loop
 from loadgen.paper.drex.judged import Decisions, JudgedRebatcher
 from loadgen.paper.drex.modelled import DeviceModel
-from quadriga.batching.calibration import calibrate
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.paced_runner import PacedRunner
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock, SystemClock
-from quadriga.engine.runner import NativeRunner
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
-from quadriga.exits import NEVER, ExitCounters, ExitParams
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.policies.rebatching import Rebatcher
+from quadriga.scheduling.calibration import calibrate
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.paced_runner import PacedRunner
 
 SLOTS = 4
 DEVICE = DeviceModel("test", 1e-3, 1e-3, 0.1e-3, 0.0, "")

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams, ExitSpec, SkippedKV
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
-from quadriga.engine.runner import NativeRunner
-from quadriga.exits import NEVER, ExitCounters, ExitParams, ExitSpec, SkippedKV
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import SequenceState
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatching import Rebatcher
-from quadriga.types import Emission, SequenceState
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.early_exit_reference import (
     CONFIGS,
     LAYERS,
@@ -160,13 +161,13 @@ class Bench:
         state.exit_layers.append(token.exit_layer)
         self.loop.join(state)
 
-    def step(self) -> list[Emission]:
+    def step(self) -> list[EngineOutput]:
         self.clock.advance(0.001)
         emissions = [emission for _, emission in self.loop.step()]
         self.loop.check()
         return emissions
 
-    def run(self, todo: Sequence[SequenceState], *, every: int = 2) -> list[Emission]:
+    def run(self, todo: Sequence[SequenceState], *, every: int = 2) -> list[EngineOutput]:
         """Run all to their ends, one joining every few steps while there is room."""
         waiting, emissions = list(todo), []
         for step in range(2000):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quadriga.checkpoint import ASSETS
+from quadriga.checkpoint.folder import ASSETS
+from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
-from quadriga.engine.runner import NativeRunner
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.interfaces import PrefillChunk
 from quadriga.training.tasks import sample_examples
-from quadriga.types import SequenceState
 from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save
 
 NUM_PROMPTS = 200

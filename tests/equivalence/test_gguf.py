@@ -24,9 +24,9 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from quadriga.engine import load_runner
-from quadriga.engine.models.layers import Span
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine.tensor_files import WeightSource
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.engine.models.layers import TokenSpan
+from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.gguf.cache import converted_folder, plain_folder
 from quadriga.text import load_tokenizer
 from tests.equivalence.models import make_spec, make_state
@@ -85,7 +85,7 @@ def logits_of(folder: Path, ids: list[int], **spec: Any) -> torch.Tensor:
     assert isinstance(runner, NativeRunner)
     runner.attach(0, make_state(ids))
     decoder = runner.model.fastest()
-    batch = decoder.plan([Span(0, 0, len(ids), 0)])
+    batch = decoder.plan([TokenSpan(0, 0, len(ids), 0)])
     with torch.inference_mode():
         x = decoder.run_layers(decoder.embed(ids, batch), batch, 0, runner.num_layers)
         return decoder.logits(x, runner.num_layers).clone()

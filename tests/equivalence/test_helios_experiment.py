@@ -20,11 +20,12 @@ from loadgen.paper.helios.serve import (
     open_replica,
     serve_in_turns,
 )
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.core.replica import DepthClass
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import ConfigError
 from quadriga.interfaces import PrefillChunk
 from quadriga.policies.drex import SegmentCosts
-from quadriga.types import DepthClass, SamplingParams, SequenceState
 
 S = "quadriga-s"
 

@@ -12,17 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga import LLM, ExitParams, RequestOutput, SamplingParams
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
-from quadriga.checkpoint import ASSETS
+from quadriga.checkpoint.exits import NEVER, ExitCounters
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import ManualClock
-from quadriga.engine.runner import NativeRunner
+from quadriga.core.request import FinishReason, SequenceState
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, ContextTooLong, InvalidRequest
-from quadriga.exits import NEVER, ExitCounters
 from quadriga.policies.drex import SegmentCosts
 from quadriga.policies.rebatchers import make_rebatcher
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.slots import SlotTable
 from quadriga.training.tasks import sample_examples
-from quadriga.types import FinishReason, SequenceState
 from tests.equivalence.models import kernel_cache, whole_prompt
 
 S = "quadriga-s"

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import ExitParams, SkippedKV
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SequenceState
 from quadriga.engine.baton.runner import BatonRunner
-from quadriga.engine_spec import EngineSpec
 from quadriga.errors import KVCacheExhausted
-from quadriga.exits import ExitParams, SkippedKV
-from quadriga.policies.promises import WINDOW
-from quadriga.types import SequenceState
+from quadriga.policies.slot_reservation import WINDOW
 from tests.equivalence.models import build, make_spec, make_state, save
 from tests.equivalence.moving import Member, Move, move
 from tests.equivalence.relay_models import FAMILIES as RELAY_FAMILIES

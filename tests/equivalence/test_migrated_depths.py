@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from quadriga.engine.runner import NativeRunner
+from quadriga.checkpoint.exits import ExitParams, SkippedKV
+from quadriga.core.request import SequenceState
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import MigrationFailed
-from quadriga.exits import ExitParams, SkippedKV
-from quadriga.types import SequenceState
 from tests.equivalence.early_exit_reference import LAYERS, build_deep, save_with_exits
 from tests.equivalence.moving import Move, move
 from tests.equivalence.paged import load_on_pages

@@ -12,29 +12,24 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from actors import handoff_sender, migration_copy
-from actors.batches import CallBatcher
-from actors.decode import DecodeReplica
-from actors.handoff_receiver import HandoffReceiver
-from actors.handoff_sender import HandoffSender
-from actors.mailroom import Mailroom
-from actors.migrations import Migrations
-from actors.spans import SequenceSpans
-from quadriga.batching.rendezvous import StepPhase
+from actors.kv_transfer import handoff_sender, migration_copy
+from actors.kv_transfer.handoff_receiver import HandoffReceiver
+from actors.kv_transfer.handoff_sender import HandoffSender
+from actors.kv_transfer.migrations import Migrations
+from actors.metrics.spans import SequenceSpans
+from actors.replica.decode import DecodeReplica
+from actors.replica.output_dispatcher import OutputDispatcher
+from actors.rpc.rpc_batcher import RpcBatcher
+from quadriga.checkpoint.exits import ExitPolicy
 from quadriga.clock import ManualClock
-from quadriga.config import QuadrigaConfig
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.kv import KVPart
+from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
+from quadriga.core.output import EngineOutput
+from quadriga.core.replica import ReplicaInfo, Role
+from quadriga.core.request import SequenceState
 from quadriga.errors import ReplicaError
-from quadriga.exits import ExitPolicy
-from quadriga.types import (
-    Emission,
-    KVPart,
-    MigrationCause,
-    MigrationOrder,
-    MigrationReport,
-    ReplicaInfo,
-    Role,
-    SequenceState,
-)
+from quadriga.scheduling.cutover_delay import StepPhase
 from tests.equivalence.early_exit_reference import LAYERS, build_deep, save_with_exits
 from tests.equivalence.test_depth import EXITS, MODELS, Bench, check, reference, states
 
@@ -74,7 +69,7 @@ class Side(DecodeReplica):
         self.config = QuadrigaConfig()
         self.spec = SimpleNamespace(engine=bench.runner.spec)  # type: ignore[assignment]
         self.engine = Engine(bench)  # type: ignore[assignment]
-        self.mail = Mailroom(name, self.clock, 1.0)
+        self.mail = OutputDispatcher(name, self.clock, 1.0)
         self.spans = SequenceSpans(name, self.clock)
         self.metrics = SimpleNamespace(migrated=lambda *_: None)  # type: ignore[assignment]
         self.info_record = ReplicaInfo(
@@ -89,9 +84,9 @@ class Side(DecodeReplica):
         self.transport = network  # type: ignore[assignment]
         self.migrations = Migrations(self)
         self.migrations._sender = HandoffSender(
-            name, network.line(name), CallBatcher(network.call), self.config.transport
+            name, network.line(name), RpcBatcher(network.call), self.config.transport
         )
-        self.told: list[Emission] = []
+        self.told: list[EngineOutput] = []
 
     def emit(self, emissions: Any, *, wakes: bool = True) -> None:
         self.told += [emission for _, emission in emissions]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quadriga.config import load_config
+from quadriga.config.kv_memory import NodeMemory
+from quadriga.config.loader import load_config
+from quadriga.config.resolve import Hardware, resolve
+from quadriga.core.replica import Role
 from quadriga.engine import load_runner
-from quadriga.kv_memory import NodeMemory
-from quadriga.resolve import Hardware, resolve
-from quadriga.types import Role
 from tests.equivalence.models import kernel_cache, make_state, randomise, save, whole_prompt
 from tests.own_models import LLAMA_1B, LLAMA_8B, thin
 

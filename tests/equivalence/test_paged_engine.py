@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quadriga.checkpoint.exits import SkippedKV
+from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
-from quadriga.engine.runner import NativeRunner
-from quadriga.exits import SkippedKV
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import SequenceState
 from tests.equivalence import test_pause as pausing
 from tests.equivalence.early_exit_reference import LAYERS
 from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save, whole_prompt

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.clock import SystemClock
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import EngineSpec
-from quadriga.exits import ExitCounters, ExitParams, SkippedKV
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SequenceState
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.types import SequenceState
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import build, make_spec, make_state, save, whole_prompt
 
 NUM_SEQUENCES = 6

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.rebuild import chunk_of, num_prefill_tokens
-from quadriga.batching.slots import SlotTable
-from quadriga.checkpoint import ASSETS
+from quadriga.checkpoint.exits import ExitCounters, ExitParams, SkippedKV
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import SystemClock
-from quadriga.engine.runner import NativeRunner
+from quadriga.core.request import SequenceState
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import InvariantViolation
-from quadriga.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.rebuild import chunk_of, num_prefill_tokens
+from quadriga.scheduling.slots import SlotTable
 from quadriga.text import load_tokenizer
-from quadriga.types import SequenceState
 from tests.equivalence.models import make_spec, make_state, whole_prompt
 from tests.equivalence.paged import load_on_pages
 

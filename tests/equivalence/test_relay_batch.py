@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quadriga.core.request import SequenceState
 from quadriga.engine.baton.row_kv import RowKV
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import SequenceState
 from tests.equivalence.models import make_spec, make_state, save, whole_prompt
 from tests.equivalence.relay_models import FAMILIES, VOCAB, build_relay, generate
 

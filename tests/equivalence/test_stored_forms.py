@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig
 
 from quadriga.engine import load_runner
-from quadriga.engine.matrix import Form
-from quadriga.engine.runner import NativeRunner
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.engine.weights.matrix import Form
 from quadriga.gguf.cache import converted_folder, plain_folder
 from quadriga.interfaces import PrefillChunk
 from tests.equivalence.models import make_spec, make_state

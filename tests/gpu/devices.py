@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.engine.cuda.graphs import Recorder
+from quadriga.config.engine_spec import Attention, EngineSpec
+from quadriga.engine.cuda.graphs import GraphRecorder
 from quadriga.engine.cuda.pages import PAGE_TOKENS
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import Attention, EngineSpec
+from quadriga.engine.model_runner import NativeRunner
 from tests.equivalence.paged import load_on_pages
 
 HAS_GPU = torch.cuda.is_available()
@@ -34,7 +34,7 @@ gpu: list[Any] = [
 gpu_itself = pytest.mark.skipif(not HAS_GPU, reason=_REASON)
 
 
-def load_on_gpu(spec: EngineSpec, recorder: Recorder | None = None) -> NativeRunner:
+def load_on_gpu(spec: EngineSpec, recorder: GraphRecorder | None = None) -> NativeRunner:
     """A runner with the GPU's pages; the spec says whether graphs and which attention.
 
     Skips where the attention's library is not installed.

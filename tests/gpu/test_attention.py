@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quadriga.config.engine_spec import Attention
 from quadriga.engine.cuda.attention import Runs, TorchAttention, choose_attention
 from quadriga.engine.cuda.pages import PAGE_TOKENS
-from quadriga.engine.models.layers import Span
-from quadriga.engine_spec import Attention
+from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
 from tests.gpu.devices import DEVICE, gpu
 from tests.unit.engine.cuda.test_attention import make_config
@@ -51,7 +51,7 @@ def test_equals_the_reference(
             for a in (attention, reference)
         )
         torch.testing.assert_close(got, wanted, atol=TOLERANCE[dtype], rtol=0)
-    spans = [Span(0, 0, 300, 1000), Span(1, 300, 301, 255), Span(2, 301, 340, 0)]
+    spans = [TokenSpan(0, 0, 300, 1000), TokenSpan(1, 300, 301, 255), TokenSpan(2, 301, 340, 0)]
     q = torch.randn(340, config.num_heads, config.head_dim, generator=generator).to(DEVICE, dtype)
     got, wanted = (
         a.runs(q, keys, values, table[:3], Runs.of(spans, a.block_queries, DEVICE), window)

@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga.checkpoint import ASSETS
+from quadriga.checkpoint.exits import SkippedKV
+from quadriga.checkpoint.folder import ASSETS
+from quadriga.config.engine_spec import Attention, EngineSpec
+from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import Attention, EngineSpec
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
-from quadriga.exits import SkippedKV
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import SequenceState
 from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save, whole_prompt
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, graphs_of
 from tests.equivalence.test_early_exits import (

@@ -18,18 +18,23 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transport.nccl import NcclTransport
-from actors.kv_transport.nccl_library import (
+from actors.kv_transfer.transports.nccl import NcclTransport
+from actors.kv_transfer.transports.nccl_library import (
     SHARE_VARIABLE,
     CudaDevice,
     CudaStream,
     NcclLibrary,
     find_nccl,
 )
-from actors.kv_transport.pairs import Invite, PairTransport
-from actors.kv_transport.payload import DEVICE_DIGEST, checksum, device_digest, where_digested
+from actors.kv_transfer.transports.pairs import Invite, PairTransport
+from actors.kv_transfer.transports.payload import (
+    DEVICE_DIGEST,
+    checksum,
+    device_digest,
+    where_digested,
+)
+from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError
-from quadriga.types import KVPart
 from tests.contract.lines import WAIT_S, LinesContract, Rig, Sink, make_rig
 from tests.fake_nccl import FakeDevice, FakeNccl
 from tests.gpu.devices import DEVICE, HAS_GPU, IS_REHEARSAL, gpu, gpu_itself
@@ -142,9 +147,9 @@ def test_failures_leave_no_memory_behind(rig: Rig) -> None:
     assert rig.b.staging.taken_bytes == 0  # type: ignore[attr-defined]
 
 
-def other_process(rank: int, pipe: Connection, rehearsal: bool) -> None:
+def other_process(rank: int, pipe: Connection, dry_run: bool) -> None:
     """Receive what the test's process sends; tell its digests."""
-    if rehearsal:
+    if dry_run:
         library = FakeNccl("gpu-b").library()
     else:
         torch.cuda.set_device(rank)

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quadriga.core.migration import MigrationOrder
 from quadriga.policies.ares import AresSettings
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.roles import relative_work, weights
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import CPU, CostProfile
-from quadriga.types import MigrationOrder
 
 ENDLESS = 1_000_000
 """Output tokens of a sequence that does not end before the last one is placed."""
@@ -40,8 +40,8 @@ def simulation(
     arrivals_s = np.cumsum(gaps_s)
     factors = iter(slower)
 
-    def make(*arguments: Any) -> DecodeReplica:
-        replica = DecodeReplica(*arguments)
+    def make(*arguments: Any) -> SimulatedDecodeReplica:
+        replica = SimulatedDecodeReplica(*arguments)
         replica.factor = next(factors)
         return replica
 

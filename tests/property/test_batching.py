@@ -5,20 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.outbox import Outbox
-from quadriga.batching.prefill_loop import PrefillEvents, PrefillLoop
-from quadriga.batching.prefill_queue import PrefillQueue
-from quadriga.batching.slots import SlotTable
 from quadriga.clock import ManualClock
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
 from quadriga.errors import KVCacheExhausted
-from quadriga.types import (
-    Emission,
-    FinishReason,
-    SamplingParams,
-    SequenceState,
-    TokenLogprob,
-)
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.output_buffer import OutputBuffer
+from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeRunner, expected_output
 
 ROW_TOKENS = 64
@@ -29,7 +24,7 @@ class Pipeline(PrefillEvents):
 
     def __init__(self, *, prefill_rows: int, decode_rows: int, decode_tokens: int, chunk: int):
         self.clock = ManualClock()
-        self.outbox = Outbox("r")
+        self.output_buffer = OutputBuffer("r")
         self.ready: list[SequenceState] = []
         self.prefill_runner = FakeRunner(prefill_rows, ROW_TOKENS)
         self.prefill = PrefillLoop(
@@ -69,12 +64,12 @@ class Pipeline(PrefillEvents):
         finish: FinishReason | None,
     ) -> None:
         tokens, layers = list(state.output_ids), list(state.exit_layers)
-        self.emit("i", Emission(state.sequence_id, 0, 0, tokens, layers, finish=finish))
+        self.emit("i", EngineOutput(state.sequence_id, 0, 0, tokens, layers, finish=finish))
         if finish is None:
             self.ready.append(state)
 
-    def emit(self, ingress_id: str, emission: Emission) -> None:
-        self.outbox.put(ingress_id, emission, now_s=self.clock.now_s())
+    def emit(self, ingress_id: str, emission: EngineOutput) -> None:
+        self.output_buffer.put(ingress_id, emission, now_s=self.clock.now_s())
 
     def step(self) -> None:
         self.clock.advance(0.01)
@@ -148,7 +143,7 @@ def test_random_lives(
             if cancel is not None and cancel == step:
                 pipeline.cancel(name)
         pipeline.step()
-        reply = pipeline.outbox.collect("i", ack, now_s=pipeline.clock.now_s())
+        reply = pipeline.output_buffer.collect("i", ack, now_s=pipeline.clock.now_s())
         lose_every = lives[0][4]
         if lose_every and step % lose_every == 0:
             continue
@@ -159,7 +154,7 @@ def test_random_lives(
             known[emission.first_index :] = emission.token_ids
             if emission.finish is not None:
                 finished.add(emission.sequence_id)
-        if step > 41 and not pipeline.is_busy and pipeline.outbox.num_pending == 0:
+        if step > 41 and not pipeline.is_busy and pipeline.output_buffer.num_pending == 0:
             break
     assert not pipeline.is_busy, "a sequence starved"
     assert pipeline.prefill.slots.num_held == pipeline.decode.slots.num_held == 0

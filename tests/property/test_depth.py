@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams, ExitPolicy
 from quadriga.clock import ManualClock
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted
-from quadriga.exits import NEVER, ExitCounters, ExitParams, ExitPolicy
 from quadriga.policies.baselines.exits import LazyExits, NoExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatching import Rebatcher
-from quadriga.types import Emission, SamplingParams, SequenceState
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import ALL_ENDS, FakeDepthRunner
 from tests.fake_runner import EOS, confidence_at, token_at
 
@@ -100,7 +101,7 @@ class Replica:
         self.loop.join(state)
         return True
 
-    def step(self) -> list[Emission]:
+    def step(self) -> list[EngineOutput]:
         depth_of = self.depths()
         emissions = [e for _, e in self.loop.step()]
         self.note(emissions, depth_of)
@@ -110,7 +111,7 @@ class Replica:
         """How deep each sequence with a row may go."""
         return {s.sequence_id: self.runner.depth_of(r) for r, s in self.runner.attached.items()}
 
-    def note(self, emissions: list[Emission], depth_of: dict[str, int]) -> None:
+    def note(self, emissions: list[EngineOutput], depth_of: dict[str, int]) -> None:
         """Remember what a step or a change let out; in it a debt may have been paid, or come."""
         now = self.depths()
         for e in emissions:

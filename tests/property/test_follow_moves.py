@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.text import StopMatcher
-from quadriga.types import Emission, FinishReason, SamplingParams, SequenceState
-from serve_app.choice import Choice
+from serve_app.request.sequence_request import SequenceRequest
 
 LENGTH = 24
 NAMES = ("a", "b", "c")
@@ -30,9 +31,9 @@ class NoText:
         return ""
 
 
-def choice() -> Choice:
+def choice() -> SequenceRequest:
     state = SequenceState("s", "r", "m", [1], SamplingParams(max_tokens=LENGTH), "i", 0.0, 1e18)
-    made = Choice(0, state, NoText(), StopMatcher(()))
+    made = SequenceRequest(0, state, NoText(), StopMatcher(()))
     made.replica = "prefill"
     return made
 
@@ -51,13 +52,13 @@ class Cluster:
     owner: str = "prefill"
     epoch: int = 0
     count: int = 0
-    said: dict[str, list[Emission]] = field(default_factory=dict)
+    said: dict[str, list[EngineOutput]] = field(default_factory=dict)
     read: dict[str, int] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
     source: str = ""
     at_commit: int = 0
 
-    def say(self, name: str, emission: Emission) -> None:
+    def say(self, name: str, emission: EngineOutput) -> None:
         self.said.setdefault(name, []).append(emission)
 
     def speak(self, tokens: int) -> None:
@@ -67,16 +68,16 @@ class Cluster:
         first, self.count = self.count, self.count + tokens
         finish = FinishReason.LENGTH if self.count == LENGTH else None
         ids = list(range(first, self.count))
-        self.say(self.owner, Emission("s", self.epoch, first, ids, [8] * tokens, finish=finish))
+        self.say(self.owner, EngineOutput("s", self.epoch, first, ids, [8] * tokens, finish=finish))
 
     def hand_over(self, peer: str) -> None:
         """After prefill."""
-        self.say(self.owner, Emission("s", self.epoch, self.count, moved_to=peer))
+        self.say(self.owner, EngineOutput("s", self.epoch, self.count, moved_to=peer))
         self.speak(1)
         self.owner, self.epoch = peer, self.epoch + 1
 
     def begin(self, peer: str) -> None:
-        self.say(self.owner, Emission("s", self.epoch, self.count, moved_to=peer, move="begun"))
+        self.say(self.owner, EngineOutput("s", self.epoch, self.count, moved_to=peer, move="begun"))
 
     def commit(self, peer: str, *, source_dies: bool) -> None:
         source, epoch = self.owner, self.epoch
@@ -84,15 +85,19 @@ class Cluster:
         self.owner, self.epoch = peer, epoch + 1
         for e in pending:
             if e.token_ids:
-                self.say(peer, Emission("s", self.epoch, e.first_index, e.token_ids, e.exit_layers))
+                self.say(
+                    peer, EngineOutput("s", self.epoch, e.first_index, e.token_ids, e.exit_layers)
+                )
         if source_dies:
             self.dead.add(source)
         else:
-            self.say(source, Emission("s", epoch, self.count, moved_to=peer, move="done"))
+            self.say(source, EngineOutput("s", epoch, self.count, moved_to=peer, move="done"))
 
     def fail(self, peer: str) -> None:
         """The destination refused, or was told to forget it."""
-        self.say(self.owner, Emission("s", self.epoch, self.count, moved_to=peer, move="failed"))
+        self.say(
+            self.owner, EngineOutput("s", self.epoch, self.count, moved_to=peer, move="failed")
+        )
 
     def take_over(self, peer: str, tokens: int) -> None:
         """The destination takes over and speaks; its answer does not come."""

@@ -8,27 +8,27 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quadriga.config import HeliosConfig
+from quadriga.config.scheduling import HeliosConfig
+from quadriga.core.replica import DepthClass, Role
 from quadriga.policies.helios import (
     Choose,
-    Device,
+    ChosenDevice,
+    ControllerTick,
     Event,
     Helios,
     HistoryTable,
-    Member,
     Order,
     OrderDone,
     OrderFailed,
+    ReplicaReport,
     RequestLost,
     RequestStarted,
     Resize,
     Switch,
-    Tick,
     TokensServed,
     UnchangedSampled,
 )
 from quadriga.policies.helios.plans import Planner
-from quadriga.types import DepthClass, Role
 from tests.unit.policies.helios_harness import LARGE, SMALL, finished
 
 MODELS = {m.id: m for m in (SMALL, LARGE)}
@@ -55,13 +55,15 @@ class HeliosLife(RuleBasedStateMachine):
         if is_known:
             for model in MODELS.values():
                 table.add(finished(DepthClass(model.id, model.num_layers)))
-        self.machine = Helios(list(MODELS.values()), self.config, Device(value_bytes=2), table)
-        self.fleet = {f"decode-{i}": Member(Role.DECODE, start) for i in range(count)}
+        self.machine = Helios(
+            list(MODELS.values()), self.config, ChosenDevice(value_bytes=2), table
+        )
+        self.fleet = {f"decode-{i}": ReplicaReport(Role.DECODE, start) for i in range(count)}
         if has_prefill:
-            self.fleet["prefill-0"] = Member(Role.PREFILL, start)
+            self.fleet["prefill-0"] = ReplicaReport(Role.PREFILL, start)
         self.scouts = frozenset({"scout"}) if scout else frozenset()
         for name in self.scouts:
-            self.fleet[name] = Member(Role.DECODE, start)
+            self.fleet[name] = ReplicaReport(Role.DECODE, start)
         self.strict: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
         self.now_s = 0.0
@@ -86,7 +88,7 @@ class HeliosLife(RuleBasedStateMachine):
         assert choice.depth_class in CLASSES
         assert choice.depth_class != self.target, "a change to what is chosen already"
         planner = Planner(
-            list(MODELS.values()), self.config, Device(value_bytes=2), self.machine.table
+            list(MODELS.values()), self.config, ChosenDevice(value_bytes=2), self.machine.table
         )
         plan = planner.plan(choice.depth_class, 1.0)
         assert plan is not None
@@ -100,14 +102,14 @@ class HeliosLife(RuleBasedStateMachine):
         member = self.fleet[order.replica]
         assert member.depth_class != order.depth_class, "an order for what is there"
         assert isinstance(order, Resize) == (member.depth_class.model == order.depth_class.model)
-        after = self.fleet | {order.replica: Member(member.role, order.depth_class)}
+        after = self.fleet | {order.replica: ReplicaReport(member.role, order.depth_class)}
         for model, depth in self.strict.items():
             if self.met(self.fleet, model, depth):
                 assert self.met(after, model, depth), "strict requests lost their depth"
         self.order = order
 
     @staticmethod
-    def met(fleet: dict[str, Member], model: str, depth: int) -> bool:
+    def met(fleet: dict[str, ReplicaReport], model: str, depth: int) -> bool:
         return any(
             m.role is Role.DECODE and m.depth_class.model == model and m.depth_class.depth >= depth
             for m in fleet.values()
@@ -120,7 +122,7 @@ class HeliosLife(RuleBasedStateMachine):
         if is_late:
             self.order = None  # given up by the machine at this very tick
         waiting = {n: d for n, d in self.waiting.items() if n in self.fleet}
-        self.tell(Tick(dict(self.fleet), self.scouts, 4, 400, dict(self.strict), waiting))
+        self.tell(ControllerTick(dict(self.fleet), self.scouts, 4, 400, dict(self.strict), waiting))
         if is_late:
             self.follow_target()
 
@@ -129,7 +131,7 @@ class HeliosLife(RuleBasedStateMachine):
     def order_done(self) -> None:
         order, self.order = self.order, None
         assert order is not None
-        self.fleet[order.replica] = Member(self.fleet[order.replica].role, order.depth_class)
+        self.fleet[order.replica] = ReplicaReport(self.fleet[order.replica].role, order.depth_class)
         self.now_s += LOAD_S
         if order.depth_class == self.machine.status().target:
             self.target_held_s = self.now_s
@@ -208,7 +210,7 @@ class HeliosLife(RuleBasedStateMachine):
         if self.order is not None and self.order.replica == name:
             self.order = None
         self.tick(1.0)
-        self.fleet[name] = Member(member.role, at)
+        self.fleet[name] = ReplicaReport(member.role, at)
         self.tick(1.0)
 
     @precondition(lambda self: self.order is not None)

@@ -22,14 +22,14 @@ from loadgen.load.json_lines import read_objects
 from loadgen.load.traces import read_trace
 from quadriga.catalogue.files import read_catalogue
 from quadriga.catalogue.headers import read_header
-from quadriga.checkpoint import ASSETS, read_checkpoint
-from quadriga.config import load_config
+from quadriga.checkpoint.exits import read_exits
+from quadriga.checkpoint.folder import ASSETS, read_checkpoint
+from quadriga.checkpoint.length_heads import read_length_heads
+from quadriga.config.loader import load_config
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.tensor_files import WeightSource
+from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
-from quadriga.exits import read_exits
 from quadriga.gguf.checkpoint_folder import Conversion
-from quadriga.length_heads import read_length_heads
 from serve_app.__main__ import _arguments
 from tests.gguf_files import small_fields, small_tensors, write_file
 from tests.hostile import DEEP, VALUES, broken, garbled, tried

@@ -17,17 +17,22 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.kv_transport.line import ChannelOffer, parse_frame, read_header, read_verdict
-from actors.kv_transport.nccl_link import MAX_FRAME_BYTES, Link, Listener, join
-from actors.kv_transport.receiving import ReceivingChannel
+from actors.kv_transfer.transports.channel import (
+    ChannelOffer,
+    parse_frame,
+    read_header,
+    read_verdict,
+)
+from actors.kv_transfer.transports.nccl_link import MAX_FRAME_BYTES, Link, Listener, join
+from actors.kv_transfer.transports.receiving import ReceivingChannel
 from loadgen.checker import Expectation, judge_http
 from loadgen.checker.grpc import judge_grpc
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.http_wire import parse_response
 from quadriga.client.wire import StreamProgress, completion
+from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from quadriga.types import KVPart
 from tests.hostile import DEEP, VALUES, broken, garbled, tried
 
 PART = KVPart("t", 0, 0, 1, 0, 2, (1, 2, 1, 2, 4), "float32", 5)

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams
 from quadriga.clock import ManualClock
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted
-from quadriga.exits import NEVER, ExitCounters, ExitParams
 from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits, NoExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.policies.rebatching import AtExit, Range, Rebatcher, Verdict, Waiting
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Rebatcher, Waiting
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeSegmentRunner, confidence_at, token_at
 
 ROW_TOKENS = 48
@@ -101,7 +101,7 @@ class Audit:
         assert self._since_front <= exits * (exits + 1) // 2, "the front starves"
         return ran
 
-    def judge(self, group: AtExit, now_s: float) -> Verdict:
+    def judge(self, group: ExitGroup, now_s: float) -> BatchDecision:
         assert len(group.confidences) == len(group.thresholds) == len(group.passed) > 0
         assert group.remaining.count == len(group.passed) - sum(group.passed)
         return self._policy.judge(group, now_s)

@@ -11,10 +11,16 @@ from typing import Any
 
 import ray
 
-from actors.lookup import NAMESPACE, controller_name, ensure_cluster, forget_actor, scheduler_name
+from actors.rpc.lookup import (
+    NAMESPACE,
+    controller_name,
+    ensure_cluster,
+    forget_actor,
+    scheduler_name,
+)
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.errors import QuadrigaError, ReplicaDied, Unavailable
-from quadriga.metrics import parse_exposition
-from quadriga.types import ReplicaSnapshot
+from quadriga.observability.metrics import parse_exposition
 from tests.ray.ingress import Ingress, call
 
 START_TIMEOUT_S = 120.0

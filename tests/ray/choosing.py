@@ -14,16 +14,16 @@ import httpx
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from actors.lookup import controller_name, forget_actor, get_actor
-from quadriga.config import load_config
+from actors.rpc.lookup import controller_name, forget_actor, get_actor
+from quadriga.config.loader import load_config
+from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
 from quadriga.policies.helios import HistoryTable, RequestFinished, history_file
-from quadriga.types import DepthClass
-from serve_app.auth import ApiKeys
-from serve_app.cluster import RayCluster
-from serve_app.front import FrontDesk
-from serve_app.http import HttpDoor
-from serve_app.models import ModelDirectory
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.http.server import HttpServer
+from serve_app.openai.models import ModelDirectory
+from serve_app.request.cluster import RayCluster
+from serve_app.request.engine_client import EngineClient
 from tests.ray.apps import App
 from tests.ray.ingress import call
 
@@ -38,7 +38,7 @@ class Door:
 
     def __init__(self, app: App) -> None:
         config = load_config(app.config)
-        self.desk = FrontDesk(
+        self.desk = EngineClient(
             config,
             ModelDirectory.load(config),
             ApiKeys(),
@@ -46,7 +46,7 @@ class Door:
             ingress_id="test-ingress",
         )
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(HttpDoor(self.desk).application()),
+            transport=httpx.ASGITransport(HttpServer(self.desk).application()),
             base_url="http://localhost",
             timeout=240.0,
         )

@@ -12,25 +12,18 @@ from typing import Any
 
 import ray
 
-from actors.batches import BatchedCalls
-from actors.handoff_receiver import HandoffReceiver
-from actors.kv_transport.auto import TransportHub
-from actors.kv_transport.gloo_frames import ChannelOffer
-from actors.lookup import NAMESPACE, scheduler_name
-from quadriga.batching.handoff import LeaseState
+from actors.kv_transfer.handoff_receiver import HandoffReceiver
+from actors.kv_transfer.transports.auto import TransportHub
+from actors.kv_transfer.transports.gloo_frames import ChannelOffer
+from actors.rpc.lookup import NAMESPACE, scheduler_name
+from actors.rpc.rpc_batcher import BatchedCalls
 from quadriga.clock import SystemClock
+from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
+from quadriga.core.output import PollReply
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.request import SequenceState
 from quadriga.errors import KVCacheExhausted, KVTransportError, MigrationFailed, ReplicaError
-from quadriga.types import (
-    DepthClass,
-    KVPart,
-    PollReply,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    ResumePoint,
-    Role,
-    SequenceState,
-    TransferOffer,
-)
+from quadriga.scheduling.handoff import LeaseState
 from tests.ray.ingress import call
 
 HANG_S = 60.0

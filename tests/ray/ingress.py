@@ -11,19 +11,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.calls import from_ray
-from actors.lookup import controller_name, forget_actor, get_actor, scheduler_name
+from actors.rpc.lookup import controller_name, forget_actor, get_actor, scheduler_name
+from actors.rpc.ray_rpc import from_ray
+from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
+from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
+from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import QuadrigaError, ReplicaDied
-from quadriga.exits import FULL_DEPTH, ExitParams
-from quadriga.types import (
-    Admission,
-    AdmitRequest,
-    Emission,
-    FinishReason,
-    PollReply,
-    SamplingParams,
-    SequenceState,
-)
 
 RPC_TIMEOUT_S = 45.0
 ORPHAN_S = 4.0
@@ -56,7 +50,7 @@ class Stream:
     finish: FinishReason | None = None
     error: QuadrigaError | None = None
     first_token_s: float | None = None
-    heirs: dict[str, int] = field(default_factory=dict)
+    next_owners: dict[str, int] = field(default_factory=dict)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     orphaned: tuple[float, QuadrigaError] | None = None
 
@@ -70,7 +64,7 @@ class Stream:
         assert sorted(self.tokens) == list(range(len(self.tokens))), "a gap in the stream"
         return [self.tokens[i] for i in range(len(self.tokens))]
 
-    def take(self, emission: Emission, sender: str) -> None:
+    def take(self, emission: EngineOutput, sender: str) -> None:
         if emission.move is not None:
             self._follow(emission, sender)
             return
@@ -79,7 +73,9 @@ class Stream:
         is_former_owner = emission.epoch < newest
         if emission.epoch > newest:
             self.replica, self.orphaned = sender, None
-            self.heirs = {name: at for name, at in self.heirs.items() if at > emission.epoch}
+            self.next_owners = {
+                name: at for name, at in self.next_owners.items() if at > emission.epoch
+            }
         self.epochs.append(emission.epoch)
         for i, token_id in enumerate(emission.token_ids):
             index = emission.first_index + i
@@ -94,26 +90,26 @@ class Stream:
             self.finish = emission.finish or self.finish
             self.error = emission.error or self.error
 
-    def _follow(self, emission: Emission, sender: str) -> None:
+    def _follow(self, emission: EngineOutput, sender: str) -> None:
         """A live migration begins or ends; until its tokens come the source is the owner."""
         peer = emission.moved_to
         assert peer is not None
         if emission.move == "begun":
-            self.heirs |= {peer: emission.epoch + 1, sender: emission.epoch}
+            self.next_owners |= {peer: emission.epoch + 1, sender: emission.epoch}
             return
-        if self.heirs.get(sender, emission.epoch) <= emission.epoch:
-            self.heirs.pop(sender, None)
+        if self.next_owners.get(sender, emission.epoch) <= emission.epoch:
+            self.next_owners.pop(sender, None)
         if emission.move == "done":
             self.moved_to.append(peer)
             if self.replica == sender:
                 self.replica = peer
         elif emission.epoch >= max(self.epochs):
-            self.heirs.pop(peer, None)
+            self.next_owners.pop(peer, None)
             self.replica, self.orphaned = sender, None
 
     def lose(self, replica: str, error: QuadrigaError) -> None:
         """A replica is gone; the stream ends with it, unless somebody else soon speaks for it."""
-        self.heirs.pop(replica, None)
+        self.next_owners.pop(replica, None)
         if self.replica == replica and not self.is_over and self.orphaned is None:
             self.orphaned = (time.monotonic(), error)
 
@@ -121,7 +117,7 @@ class Stream:
         """End in the owner's death where no heir is left, or none has spoken."""
         if self.orphaned is not None and not self.is_over:
             since_s, error = self.orphaned
-            if not self.heirs or time.monotonic() - since_s > patience_s:
+            if not self.next_owners or time.monotonic() - since_s > patience_s:
                 self.error = error
 
 
@@ -177,7 +173,7 @@ class Ingress:
         """Cancel where the sequences are, as far as is known here."""
         by_replica: dict[str, list[str]] = {}
         for stream in streams:
-            for name in {stream.replica, *stream.heirs}:
+            for name in {stream.replica, *stream.next_owners}:
                 by_replica.setdefault(name, []).append(stream.state.sequence_id)
             self.streams.pop(stream.state.sequence_id, None)
         for replica, sequence_ids in by_replica.items():
@@ -188,7 +184,7 @@ class Ingress:
         self.heartbeat()
         live = [s for s in self.streams.values() if not s.is_over]
         # A prefill replica may have said everything already; asking it once more is harmless.
-        replicas = {name for s in live for name in (s.replica, *s.heirs)} | set(self._acks)
+        replicas = {name for s in live for name in (s.replica, *s.next_owners)} | set(self._acks)
         for name in replicas - self._polls.keys():
             try:
                 ack = self._acks.setdefault(name, 0)

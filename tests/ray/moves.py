@@ -11,11 +11,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.calls import from_ray
-from actors.lookup import get_actor
+from actors.rpc.lookup import get_actor
+from actors.rpc.ray_rpc import from_ray
+from quadriga.config.pacing import PaceProfile, find_profile
+from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
+from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
-from quadriga.pacing import PaceProfile, find_profile
-from quadriga.types import DepthClass, MigrationCause, MigrationOrder, MigrationReport
 from tests.ray.apps import wait_until
 from tests.ray.ingress import Ingress, Stream, call
 
@@ -133,7 +134,10 @@ class Mover:
         speaking = [
             s
             for s in streams
-            if len(s.tokens) > 1 and not s.is_over and not s.heirs and s.replica in self.replicas
+            if len(s.tokens) > 1
+            and not s.is_over
+            and not s.next_owners
+            and s.replica in self.replicas
         ]
         self.rng.shuffle(speaking)
         for stream in speaking:

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from actors.lookup import get_actor
+from actors.rpc.lookup import get_actor
 
 SOURCE_POINTS = ("offer", "send", "committing", "acknowledged")
 DESTINATION_POINTS = ("reserve", "store", "commit", "committed")
@@ -27,8 +27,8 @@ def arm(replica: str, point: str, signal_number: int) -> None:
 
 def _arm(replica: Any, point: str, signal_number: int) -> None:
     """In the replica's process."""
-    from actors.migration import Migration
-    from actors.migration_copy import Copy
+    from actors.kv_transfer.migration import Migration
+    from actors.kv_transfer.migration_copy import Copy
 
     is_due = [True]
 

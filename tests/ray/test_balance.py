@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import ray
 
-from actors.lookup import get_actor, scheduler_name
-from quadriga.pacing import STEADY_15MS
+from actors.rpc.lookup import get_actor, scheduler_name
+from quadriga.config.pacing import STEADY_15MS
+from quadriga.core.migration import MigrationCause
 from quadriga.policies.ares.cluster import unpack
-from quadriga.policies.ares.recording import Tick, read_ticks, replay
+from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
 from quadriga.policies.ares.roles import relative_work, weights
-from quadriga.types import MigrationCause
 from tests.ray.apps import App
 from tests.ray.ingress import Ingress, Stream, call
 
@@ -148,7 +148,7 @@ def test_unequal_work_is_evened_out_and_nothing_moves_to_the_fuller(
             assert found[order.source] > found[order.destination]
 
 
-def works(tick: Tick) -> dict[str, float]:
+def works(tick: RecordedTick) -> dict[str, float]:
     """Forecast work by replica, as the scheduler saw it."""
     cluster = unpack(tick.snapshots)
     assert cluster is not None

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.lookup import scheduler_name
+from actors.rpc.lookup import scheduler_name
+from quadriga.core.request import FinishReason
+from quadriga.core.routing import AdmitRequest, ClusterView
 from quadriga.errors import DeadlineExceeded, Overloaded, UnknownModel
-from quadriga.types import AdmitRequest, ClusterView, FinishReason
 from tests.ray.apps import App
 from tests.ray.ingress import Stream, call
 
@@ -29,7 +30,7 @@ def reference() -> object:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from quadriga.checkpoint import locate
+    from quadriga.checkpoint.folder import locate
 
     model: Any = AutoModelForCausalLM.from_pretrained(locate("quadriga-s"), dtype=torch.float32)
 

@@ -12,17 +12,17 @@ from contextlib import suppress
 
 import pytest
 
-from actors import kept
-from actors.lookup import (
+from actors.controller import controller_store as kept
+from actors.rpc.lookup import (
     controller_name,
     ensure_cluster,
     forget_actor,
     scheduler_name,
 )
+from quadriga.core.routing import AdmitRequest
 from quadriga.errors import QuadrigaError, ReplicaDied
-from quadriga.metrics import parse_exposition
+from quadriga.observability.metrics import parse_exposition
 from quadriga.policies.liveness import MIN_SILENCE_S
-from quadriga.types import AdmitRequest
 from tests.ray.apps import App, is_running, living_groups, pids, wait_until
 from tests.ray.ingress import call
 

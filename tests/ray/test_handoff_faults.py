@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.lookup import get_actor, scheduler_name
-from quadriga.types import DepthClass
+from actors.rpc.lookup import get_actor, scheduler_name
+from quadriga.core.replica import DepthClass
 from tests.ray.apps import App
 from tests.ray.faulty_decode import FAULTS, HANG_S, advertise, start_faulty
 from tests.ray.ingress import Ingress, call
@@ -118,7 +118,7 @@ def be_patient(replica: str, deadline_s: float, max_call_timeout_s: float) -> tu
     """Change how long a replica's hand-offs, and each call of them, may take. Returns the old."""
 
     def change(actor: Any) -> tuple[float, float]:
-        from actors import handoff_sender
+        from actors.kv_transfer import handoff_sender
 
         transport = actor.config.transport
         before = (transport.deadline_s, handoff_sender.MAX_CALL_TIMEOUT_S)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.lookup import controller_name
-from quadriga.checkpoint import ASSETS
-from quadriga.types import DepthClass
+from actors.rpc.lookup import controller_name
+from quadriga.checkpoint.folder import ASSETS
+from quadriga.core.replica import DepthClass
 from tests.ray.apps import App, wait_until
 from tests.ray.choosing import (
     EASY,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from actors.lookup import controller_name, forget_actor, scheduler_name
+from actors.rpc.lookup import controller_name, forget_actor, scheduler_name
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.errors import QuadrigaError
-from quadriga.exits import ExitParams
-from quadriga.types import DepthClass, ReplicaSnapshot
 from tests.ray.apps import App
 from tests.ray.choosing import (
     breaches,

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from quadriga.exits import ExitParams
-from quadriga.types import DepthClass, FinishReason
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.core.replica import DepthClass
+from quadriga.core.request import FinishReason
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import Mover, free_memory, open_books, order, pause

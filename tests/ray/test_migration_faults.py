@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
+from quadriga.core.request import FinishReason
 from quadriga.errors import QuadrigaError, ReplicaDied
-from quadriga.types import FinishReason
 from tests.ray.apps import App, pids, wait_until
 from tests.ray.ingress import Ingress, Stream
 from tests.ray.moves import Mover, set_pace

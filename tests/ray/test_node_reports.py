@@ -11,7 +11,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from actors.node_reports import have_nodes_report, living_nodes
+from actors.controller.node_reports import have_nodes_report, living_nodes
 
 TIMEOUT_S = 60.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import ray
 
-from actors.lookup import controller_name, get_actor
+from actors.rpc.lookup import controller_name, get_actor
 from tests.ray.apps import App, living_groups, pids, wait_until
 
 

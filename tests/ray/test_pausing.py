@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.lookup import get_actor
-from quadriga.types import FinishReason
+from actors.rpc.lookup import get_actor
+from quadriga.core.request import FinishReason
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Stream
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.lookup import ensure_cluster, forget_actor, get_actor, scheduler_name
+from actors.rpc.lookup import ensure_cluster, forget_actor, get_actor, scheduler_name
+from quadriga.core.request import FinishReason
 from quadriga.errors import QuadrigaError
 from quadriga.policies.ares.recording import read_ticks, replay
-from quadriga.types import FinishReason
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Ingress, call
 from tests.ray.moves import free_memory, pause, set_pace

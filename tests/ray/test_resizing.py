@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.lookup import controller_name, get_actor
-from quadriga.exits import ExitParams
-from quadriga.types import FinishReason, ResizeReport
+from actors.rpc.lookup import controller_name, get_actor
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.core.replica import ResizeReport
+from quadriga.core.request import FinishReason
 from tests.ray.apps import App, pids, wait_until
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import order

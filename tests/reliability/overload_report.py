@@ -197,15 +197,15 @@ def figures(found: Found) -> dict[str, Any]:
         "capacity_rps": round(found.capacity_rps, 2),
         "phases": phases,
         "burst": {
-            **_told(found.returns),
+            **_request_log(found.returns),
             "recovery_s": found.burst_recovery_s and round(found.burst_recovery_s, 2),
         },
-        "returns_in_overload": _told(found.overload_returns),
+        "returns_in_overload": _request_log(found.overload_returns),
         "recovery_s": found.recovery_s and round(found.recovery_s, 2),
     }
 
 
-def _told(returns: Returns) -> dict[str, Any]:
+def _request_log(returns: Returns) -> dict[str, Any]:
     return {
         "refused": len(returns.tries),
         "let_in_at_first_return": round(returns.kept, 3),

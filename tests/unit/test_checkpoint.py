@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.checkpoint import Checkpoint, SamplingDefaults, read_checkpoint
+from quadriga.checkpoint.folder import Checkpoint, SamplingDefaults, read_checkpoint
 from quadriga.errors import ConfigError
 
 CONFIG = {

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from quadriga.checkpoint import read_checkpoint
-from quadriga.config import QuadrigaConfig, load_config
-from quadriga.engine_spec import EngineSpec
+from quadriga.checkpoint.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.config.loader import QuadrigaConfig, load_config
+from quadriga.config.resolve import Hardware, resolve
+from quadriga.core.replica import Role
 from quadriga.errors import ConfigError
-from quadriga.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS
-from quadriga.resolve import Hardware, resolve
-from quadriga.types import Role
 
 CPU = Hardware(num_cpus=8)
 CONFIG_JSON = {

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.errors import ConfigError
-from quadriga.exits import (
+from quadriga.checkpoint.exits import (
     DEFAULT_THRESHOLD,
     EXITS_FILE,
     NEVER,
@@ -18,6 +17,7 @@ from quadriga.exits import (
     ExitSpec,
     read_exits,
 )
+from quadriga.errors import ConfigError
 
 
 def write(path: Path, data: Any) -> Path:

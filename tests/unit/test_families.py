@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from quadriga.checkpoint import read_checkpoint
-from quadriga.config import QuadrigaConfig, load_config
+from quadriga.checkpoint.families import NATIVE_ARCHITECTURES, read_facts
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.loader import QuadrigaConfig, load_config
+from quadriga.config.resolve import EngineSpec, Hardware, resolve
+from quadriga.core.replica import Role
 from quadriga.engine.models.config import _FAMILIES
 from quadriga.errors import ConfigError
-from quadriga.families import NATIVE_ARCHITECTURES, read_facts
-from quadriga.resolve import EngineSpec, Hardware, resolve
-from quadriga.types import Role
 from tests.equivalence.relay_models import FAMILIES, POSITIONS, VOCAB
 
 CACHED_HEADS = {"falcon": 1, "gpt-bigcode": 1, "codegen": 4}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
+from quadriga.config.resolve import Hardware, resolve
 from quadriga.errors import ConfigError
-from quadriga.resolve import Hardware, resolve
 from tests.unit.test_config import checkpoint
 
 __all__ = ["checkpoint"]

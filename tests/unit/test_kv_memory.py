@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from quadriga.checkpoint import Checkpoint
-from quadriga.config import load_config
-from quadriga.engine.baton.fitting import fit
-from quadriga.errors import ConfigError
-from quadriga.kv_memory import (
+from quadriga.checkpoint.folder import Checkpoint
+from quadriga.config.kv_memory import (
     KV_SHARE,
     REPLICA_BYTES,
     SERVICE_BYTES,
     UNKNOWN_KV_BYTES,
     NodeMemory,
-    Weights,
+    WeightBytes,
     describe_length,
     fitting_length,
     kv_bytes_per_replica,
     weight_bytes,
 )
-from quadriga.resolve import Deployment, Hardware, resolve
-from quadriga.types import Role
+from quadriga.config.loader import load_config
+from quadriga.config.resolve import Deployment, Hardware, resolve
+from quadriga.core.replica import Role
+from quadriga.engine.baton.fitting import fit
+from quadriga.errors import ConfigError
 from tests.equivalence.models import make_spec
 from tests.own_models import LLAMA_1B, LLAMA_8B, sparse_checkpoint
 
@@ -123,7 +123,7 @@ def test_how_long_a_sequence_may_be(
 
 
 def test_memory_is_shared_by_the_replicas_that_a_node_may_have() -> None:
-    weights = [Weights(GIB, 1), Weights(GIB // 2, 3)]
+    weights = [WeightBytes(GIB, 1), WeightBytes(GIB // 2, 3)]
     big, small = NodeMemory(8.0, 64 * GIB), NodeMemory(1.0, 8 * GIB)
 
     def share(*nodes: NodeMemory) -> int:

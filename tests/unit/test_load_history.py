@@ -6,9 +6,15 @@ import json
 
 import pytest
 
-from quadriga.load_history import INTERVAL_S, NUM_POINTS, VALUES, LoadHistory, quantile
-from quadriga.metrics import FINE_LATENCY_BUCKETS_S, MetricsHub, Registry
-from serve_app.metrics import IngressMetrics
+from quadriga.observability.load_history import (
+    INTERVAL_S,
+    NUM_POINTS,
+    VALUES,
+    LoadHistory,
+    quantile,
+)
+from quadriga.observability.metrics import FINE_LATENCY_BUCKETS_S, MetricsHub, Registry
+from serve_app.ops.metrics import IngressMetrics
 
 START_S = 1000 * INTERVAL_S
 

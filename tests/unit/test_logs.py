@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.logs import OURS, Format, configure_logging
+from quadriga.observability.logs import OURS, Format, configure_logging
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, make_stand
 
 __all__ = ["make_stand"]

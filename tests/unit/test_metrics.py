@@ -4,7 +4,9 @@ import zlib
 
 import pytest
 
-from quadriga.metrics import (
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.routing import ClusterView
+from quadriga.observability.metrics import (
     GAUGE_MAX_AGE_S,
     MAX_SOURCES,
     MetricsHub,
@@ -12,8 +14,7 @@ from quadriga.metrics import (
     collect_families,
     parse_exposition,
 )
-from quadriga.types import ClusterView, DepthClass, ReplicaInfo, ReplicaSnapshot, Role
-from serve_app.metrics import view_gauges
+from serve_app.ops.metrics import view_gauges
 
 
 def make(source: str) -> tuple[Registry, MetricsHub]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.batching.paced_runner import PacedRunner
+from quadriga.config.pacing import ARES_4090D, PROFILES, PaceProfile, find_profile
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import ConfigError
 from quadriga.interfaces import PrefillChunk
-from quadriga.pacing import ARES_4090D, PROFILES, PaceProfile, find_profile
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.scheduling.paced_runner import PacedRunner
 from tests.fake_runner import FakeRunner
 
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from quadriga import packaged_models
-from quadriga.checkpoint import on_this_node, read_checkpoint
-from quadriga.config import load_config
-from quadriga.errors import ConfigError
-from quadriga.packaged_models import (
+from quadriga.checkpoint import packaged_models
+from quadriga.checkpoint.folder import on_this_node, read_checkpoint
+from quadriga.checkpoint.packaged_models import (
     PACKAGED_MODELS,
     DefaultModel,
     PackagedModel,
     default_model,
     packaged_file,
 )
-from serve_app.models import ModelDirectory
-from serve_app.sample_request import sample_requests
-from serve_app.startup import describe
+from quadriga.config.loader import load_config
+from quadriga.errors import ConfigError
+from serve_app.cli.sample_request import sample_requests
+from serve_app.cli.startup import describe
+from serve_app.openai.models import ModelDirectory
 from tests.gguf_files import small_fields, small_tensors, write_file
 
 NAME = "packaged-model"

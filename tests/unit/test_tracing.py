@@ -15,13 +15,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from actors.spans import SequenceSpans
-from quadriga import tracing
+from actors.metrics.spans import SequenceSpans
 from quadriga.clock import SystemClock
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import KVTransportError, Overloaded, ReplicaDied
+from quadriga.observability import tracing
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from quadriga.types import Emission, FinishReason, SamplingParams, SequenceState
-from serve_app.grpc_door import GrpcDoor
+from serve_app.grpc.server import GrpcServer
 from tests.unit.actors.test_migration import Replica as MovingReplica
 from tests.unit.serve_app.conftest import MakeStand, make_stand
 from tests.unit.serve_app.test_grpc_door import KEYS, Context
@@ -147,10 +148,10 @@ async def test_failures_are_marked(make_stand: MakeStand, exporter: InMemorySpan
 def test_a_replicas_stages(exporter: InMemorySpanExporter) -> None:
     spans = SequenceSpans("q:decode:0:a", SystemClock())
     ends = {
-        "finished": Emission("finished", 1, finish=FinishReason.STOP),
-        "moved": Emission("moved", 1, moved_to="q:decode:1:b", move="done"),
-        "failed": Emission("failed", 1, error=ReplicaDied("gone")),
-        "begun": Emission("begun", 1, moved_to="q:decode:1:b", move="begun"),
+        "finished": EngineOutput("finished", 1, finish=FinishReason.STOP),
+        "moved": EngineOutput("moved", 1, moved_to="q:decode:1:b", move="done"),
+        "failed": EngineOutput("failed", 1, error=ReplicaDied("gone")),
+        "begun": EngineOutput("begun", 1, moved_to="q:decode:1:b", move="begun"),
     }
     for name in ends:
         running = state(CLIENT, name)
@@ -197,11 +198,12 @@ async def test_the_grpc_door_reads_it_too(
     context: Any = Context()
     context.metadata.append(("traceparent", CLIENT))
     request = pb.GenerateRequest(prompt="hi", model="quadriga-s")
-    await GrpcDoor(stand.desk).generate_once(request.SerializeToString(), context)
+    await GrpcServer(stand.desk).generate_once(request.SerializeToString(), context)
     roots = [s for s in exporter.get_finished_spans() if s.name == "request"]
     assert [f"{s.parent.span_id:016x}" for s in roots if s.parent] == [CLIENT.split("-")[2]]
 
 
 def test_importing_it_loads_nothing() -> None:
-    code = "import sys, quadriga.tracing; assert not any('opentelemetry' in m for m in sys.modules)"
+    code = "import sys, quadriga.observability.tracing;"
+    code += " assert not any('opentelemetry' in m for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

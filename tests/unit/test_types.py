@@ -10,18 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-import quadriga.types
-from quadriga.types import (
-    AdmitRequest,
-    ClusterView,
-    Dated,
-    DepthClass,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-    SamplingParams,
-    SequenceState,
-)
+from quadriga.core import forecast, kv, migration, output, replica, request, routing
+from quadriga.core.relative_time import RelativeTimeMixin
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.routing import AdmitRequest, ClusterView
 
 STATE = SequenceState(
     "s",
@@ -98,9 +91,13 @@ def test_a_report_is_as_old_on_every_clock(monkeypatch: pytest.MonkeyPatch, skew
 
 def test_all_with_an_instant_that_others_judge_are_known() -> None:
     """Who has one and is sent as it is would be late, or early, by the difference of two clocks."""
-    kinds = [k for k in vars(quadriga.types).values() if hasattr(k, "__dataclass_fields__")]
+    modules = (forecast, kv, migration, output, replica, request, routing)
+    found = (kind for module in modules for kind in vars(module).values())
+    kinds = {kind for kind in found if hasattr(kind, "__dataclass_fields__")}
     judged = {"deadline_unix_s", "taken_unix_s", "moved_unix_s"}
     with_one = [(k, judged & set(k.__dataclass_fields__)) for k in kinds]
     assert sum(bool(names) for _, names in with_one) >= 4
     for kind, names in with_one:
-        assert not names or (issubclass(kind, Dated) and set(kind.INSTANTS) == names), kind
+        assert not names or (issubclass(kind, RelativeTimeMixin) and set(kind.INSTANTS) == names), (
+            kind
+        )

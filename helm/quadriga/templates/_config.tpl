@@ -91,7 +91,7 @@ http_options:
 grpc_options:
   port: {{ .Values.grpc.port }}
   grpc_servicer_functions:
-    - serve_app.grpc_wire.add_quadriga_to_server
+    - serve_app.grpc.messages.add_quadriga_to_server
     - grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server
   enable_reflection: true
 {{- end }}

@@ -26,19 +26,12 @@ from rich.table import Table
 
 from loadgen.options import check_service, whole
 from loadgen.report import provenance
-from quadriga.exits import ExitParams
-from quadriga.types import (
-    Admission,
-    AdmitRequest,
-    DepthClass,
-    Emission,
-    MigrationCause,
-    MigrationOrder,
-    MigrationReport,
-    PollReply,
-    SamplingParams,
-    SequenceState,
-)
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
+from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.replica import DepthClass
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.routing import Admission, AdmitRequest
 
 APP = "bench-migration"
 SPREAD_S = 0.4
@@ -217,7 +210,7 @@ class _Bench:
         self._polls: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> Outcome:
-        from actors.lookup import controller_name, ensure_cluster
+        from actors.rpc.lookup import controller_name, ensure_cluster
 
         await asyncio.to_thread(
             ensure_cluster,
@@ -341,7 +334,7 @@ class _Bench:
             await asyncio.sleep(SPREAD_S)
 
     async def _submit(self) -> None:
-        from actors.lookup import scheduler_name
+        from actors.rpc.lookup import scheduler_name
 
         args, rng = self._args, self._rng
         state = SequenceState(
@@ -379,7 +372,7 @@ class _Bench:
                 if flow is not None:
                     self._take(flow, replica, emission, now_s)
 
-    def _take(self, flow: Flow, replica: str, emission: Emission, now_s: float) -> None:
+    def _take(self, flow: Flow, replica: str, emission: EngineOutput, now_s: float) -> None:
         if emission.moved_to is not None:
             self._poll(emission.moved_to)
             return
@@ -396,7 +389,7 @@ class _Bench:
     # The application
 
     async def _ready(self) -> dict[str, DepthClass]:
-        from actors.lookup import controller_name
+        from actors.rpc.lookup import controller_name
 
         give_up_s = time.monotonic() + READY_S
         while time.monotonic() < give_up_s:
@@ -408,13 +401,13 @@ class _Bench:
         raise RuntimeError(f"the replicas are not ready after {READY_S:.0f} s")
 
     async def _beat(self) -> None:
-        from actors.lookup import controller_name
+        from actors.rpc.lookup import controller_name
 
         while True:
             await self._call(controller_name(self._app), "ingress_heartbeat", self._ingress_id)
             await asyncio.sleep(0.5)
 
     async def _call(self, name: str, method: str, *args: Any) -> Any:
-        from actors.calls import call
+        from actors.rpc.ray_rpc import call
 
         return await call(name, method, *args, timeout_s=60.0)

@@ -21,10 +21,10 @@ from loadgen.load.workload import RequestSpec
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.client_http import HttpClient, parse_url
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.pacing import SHORT_FACTOR, find_profile
 from quadriga.errors import ConfigError
-from quadriga.metrics import parse_exposition
-from quadriga.pacing import SHORT_FACTOR, find_profile
+from quadriga.observability.metrics import parse_exposition
 from quadriga.ports import free_port
 
 POLICIES: dict[str, tuple[str, ...]] = {

@@ -34,7 +34,7 @@ from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.client_grpc import GrpcClient
 from loadgen.wire.client_http import HttpClient, parse_url
-from quadriga.checkpoint import Checkpoint, read_checkpoint
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.errors import ConfigError
 
 ENGINE = "engine"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.report import provenance
-from quadriga.checkpoint import Checkpoint
+from quadriga.checkpoint.folder import Checkpoint
 
 WANTED_RATIO = 0.8
 TABLE_WIDTH = 100

@@ -54,8 +54,8 @@ from loadgen.report.output import add_out_argument, file_to_write
 from loadgen.simulation.loads import SimLoad
 from loadgen.target import token_pool
 from loadgen.wire.client_http import HttpClient
-from quadriga.checkpoint import read_checkpoint
-from quadriga.config import QuadrigaConfig, load_config
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.policies.ares.governor import settings_of as ares_settings
 from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.sim.cluster import Simulation

@@ -27,8 +27,8 @@ from loadgen.bench.profile import Fit, fit
 from loadgen.checker import Outcome
 from loadgen.report.metrics import ttft_s
 from loadgen.simulation.loads import SimLoad
+from quadriga.config.pacing import PaceProfile
 from quadriga.errors import ConfigError
-from quadriga.pacing import PaceProfile
 from quadriga.sim.profiles import CostProfile, Delays
 
 COUNTERS = (

@@ -24,7 +24,7 @@ from loadgen.bench.cluster.simulator_fit import (
 )
 from loadgen.report.metrics import tpot_s
 from loadgen.simulation.loads import SimLoad
-from quadriga.pacing import PaceProfile
+from quadriga.config.pacing import PaceProfile
 from quadriga.sim.results import Run, latencies
 
 TABLE_WIDTH = 120

@@ -31,7 +31,7 @@ from loadgen.bench.engines.peers import PEERS
 from loadgen.bench.engines.workloads import Workload, WorkloadError, load_workload, make_suite
 from loadgen.options import whole
 from loadgen.report import provenance
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
 from quadriga.gguf.cache import plain_beside

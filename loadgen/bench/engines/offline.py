@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from loadgen.bench.engines.base import Generation
 from loadgen.bench.engines.workloads import Workload
-from quadriga.checkpoint import Checkpoint, read_checkpoint
-from quadriga.engine_spec import EngineSpec
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
 from quadriga.llm import LLM
-from quadriga.types import SamplingParams
 
 if TYPE_CHECKING:
     from quadriga.engine import AnyRunner

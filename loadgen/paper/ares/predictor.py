@@ -26,8 +26,8 @@ from loadgen.paper.ares.length_encoder import EncoderSize
 from loadgen.paper.results import publish
 from loadgen.report.output import add_out_argument
 from loadgen.report.progress import Steps
-from quadriga.batching.calibration import Dummies
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.scheduling.calibration import Dummies
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.length import SAMPLE_EVERY, LengthData, collect, measure
 from quadriga.training.tasks import TASKS
@@ -133,7 +133,7 @@ def _step_overhead(checkpoint: Path, predict_s: float) -> float:
 def _step_s(checkpoint: Path, *, batch: int) -> float:
     """Median time of a full-depth decode step of the engine, with 100 tokens of context."""
     from loadgen.bench.engines.offline import engine_spec
-    from quadriga.engine.runner import NativeRunner
+    from quadriga.engine.model_runner import NativeRunner
 
     spec = engine_spec(
         read_checkpoint(str(checkpoint)),

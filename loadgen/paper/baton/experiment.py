@@ -35,9 +35,9 @@ from loadgen.paper.baton.record import Record
 from loadgen.paper.baton.report import as_row, headline, print_table, write_plots
 from loadgen.paper.results import publish
 from loadgen.report.output import add_out_argument
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.baton.runner import BatonRunner
-from quadriga.engine_spec import EngineSpec
 from quadriga.files import cache_folder
 
 BRIEF_CONTESTANTS = ("run_to_completion", "baton", "generate")

@@ -10,14 +10,15 @@ import torch
 
 from loadgen.paper.baton.queries import Query
 from loadgen.paper.baton.record import Record
-from quadriga.batching.colocated import ColocatedLoop
 from quadriga.clock import SystemClock
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.baton.passes import prompt_pass
 from quadriga.engine.baton.prompts import PromptSpan, group_prompts
 from quadriga.engine.baton.row_kv import RowKV
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import Emission, SamplingParams, SequenceState
+from quadriga.scheduling.colocated import ColocatedLoop
 
 MEMORY_EVERY = 8
 """Passes between two looks at the memory."""
@@ -179,7 +180,7 @@ class Relay(ColocatedLoop):
         self.record.passed(computed=len(batch), useful=useful)
         self._emitted(said)
 
-    def _emitted(self, said: Sequence[Emission]) -> None:
+    def _emitted(self, said: Sequence[EngineOutput]) -> None:
         self.record.emitted((self._live[e.sequence_id].query, e.token_ids[0]) for e in said)
         self._look()
 

@@ -11,17 +11,17 @@ from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.drex.closed_loop import Outcome, load_runner, run_closed_loop
 from loadgen.paper.drex.judged import Decisions, JudgedRebatcher
 from loadgen.paper.drex.modelled import WEIGHT_BOUND
-from quadriga.batching.calibration import calibrate
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.paced_runner import PacedRunner
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS, ExitCounters, ExitParams, SkippedKV
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import Clock, ManualClock
-from quadriga.engine.runner import NativeRunner
-from quadriga.exits import SKIPPED_KV_WEIGHTS, ExitCounters, ExitParams, SkippedKV
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.drex import SegmentCosts
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.policies.rebatching import Rebatcher
+from quadriga.scheduling.calibration import calibrate
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.paced_runner import PacedRunner
 
 CPU = "cpu"
 NO_EXITS = "off"

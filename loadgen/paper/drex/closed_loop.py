@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from loadgen.load.task_suite import Prompt
-from quadriga.batching.colocated import ColocatedLoop
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.checkpoint import Checkpoint
+from quadriga.checkpoint.exits import ExitCounters, ExitParams, SkippedKV
+from quadriga.checkpoint.folder import Checkpoint
 from quadriga.clock import Clock
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import EngineSpec
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
-from quadriga.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.files import cache_folder
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.rebatching import Rebatcher
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.scheduling.colocated import ColocatedLoop
+from quadriga.scheduling.decode_loop import DecodeLoop
 
 ROW_CAPACITY_TOKENS = 1024
 COMPILE_TIMEOUT_S = 300.0

@@ -24,9 +24,9 @@ from loadgen.paper.drex.quality import run_quality
 from loadgen.paper.drex.report import headline, plain, print_table, read_rows, write_plot
 from loadgen.paper.results import publish
 from loadgen.report.output import add_out_argument
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import SkippedKV
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import SystemClock
-from quadriga.exits import SkippedKV
 from quadriga.policies.rebatchers import POLICIES
 
 _LESS_SURE = 0.9  # beside the model's own threshold

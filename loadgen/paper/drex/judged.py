@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from quadriga.checkpoint.exits import ExitCounters
 from quadriga.clock import Clock
-from quadriga.engine.runner import NativeRunner
-from quadriga.exits import ExitCounters
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.policies.rebatching import AtExit, Verdict
+from quadriga.policies.rebatching import BatchDecision, ExitGroup
 
 _REPEATS = 5
 ENOUGH = 300
@@ -72,7 +72,7 @@ class JudgedRebatcher(DrexRebatcher):
         self._clock = clock
         self._waiting_rows = waiting_rows
 
-    def judge(self, group: AtExit, now_s: float) -> Verdict:
+    def judge(self, group: ExitGroup, now_s: float) -> BatchDecision:
         """See `Rebatcher.judge`."""
         explored = self._counters.explored
         verdict = super().judge(group, now_s)
@@ -84,7 +84,7 @@ class JudgedRebatcher(DrexRebatcher):
         self._run_both(group, verdict)
         return verdict
 
-    def _run_both(self, group: AtExit, verdict: Verdict) -> None:
+    def _run_both(self, group: ExitGroup, verdict: BatchDecision) -> None:
         at = group.ran.stop - 1
         # Only rows that have reached this exit may be passed on: the real pass repeats what a
         # rehearsal writes for them.
@@ -92,7 +92,7 @@ class JudgedRebatcher(DrexRebatcher):
         r, w = group.remaining.count, group.waiting.count
         leavers = len(group.passed) - r
         batch = min(self.flush_batch(at, r + w), len(rows))
-        with self._native.rehearsal():
+        with self._native.dry_run():
             # What these rows lack of skipped KV is owed by both branches: not timed.
             self._time_s(at, rows)
             times = [
@@ -103,7 +103,7 @@ class JudgedRebatcher(DrexRebatcher):
         stay_s -= w * alone_s
         split_s = r * alone_s + self.overhead_s + self.skip_s(at, leavers)
         best_s, worst_s = sorted((stay_s, split_s))
-        took_s = split_s if verdict is Verdict.SPLIT else stay_s
+        took_s = split_s if verdict is BatchDecision.SPLIT else stay_s
         decisions = self._decisions
         decisions.count += 1
         is_tie = worst_s - best_s <= TIE * abs(worst_s)

@@ -24,10 +24,10 @@ from rich.table import Table
 from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.drex.closed_loop import Outcome, load_runner, run_closed_loop
 from loadgen.paper.results import publish
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.exits import NEVER, SKIPPED_KV_WEIGHTS, ExitParams, SkippedKV
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import SystemClock
-from quadriga.engine.runner import NativeRunner
-from quadriga.exits import NEVER, SKIPPED_KV_WEIGHTS, ExitParams, SkippedKV
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.training.tasks import TASKS

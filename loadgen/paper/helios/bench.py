@@ -37,13 +37,13 @@ from loadgen.paper.helios.serve import (
 )
 from loadgen.paper.helios.shadow import Shadow
 from loadgen.paper.helios.stream import drifting_suite
-from quadriga.checkpoint import Checkpoint, read_checkpoint
-from quadriga.config import HeliosConfig
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.config.scheduling import HeliosConfig
+from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
-from quadriga.policies.helios import Device, Helios
+from quadriga.policies.helios import ChosenDevice, Helios
 from quadriga.policies.helios.start import start_helios
-from quadriga.types import DepthClass
 
 PAPER_RULE = 1.0
 """`helios.max_changed_share`: breaches alone count."""
@@ -229,7 +229,7 @@ class Bench:
         )
         started = start_helios(
             config,
-            Device(setting.memory_bytes, VALUE_BYTES, setting.clients),
+            ChosenDevice(setting.memory_bytes, VALUE_BYTES, setting.clients),
             context_tokens=min(row_tokens(self._small), row_tokens(self._large)),
         )
         best = started.picked.candidates[0]

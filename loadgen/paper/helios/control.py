@@ -14,25 +14,25 @@ from collections.abc import Callable
 from loadgen.paper.helios.record import Request
 from loadgen.paper.helios.replica import Replica
 from quadriga.clock import Clock
+from quadriga.core.replica import Role
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import (
     Choose,
+    ControllerTick,
     Event,
     Helios,
     Keep,
-    Member,
     Order,
     OrderDone,
     OrderFailed,
+    ReplicaReport,
     RequestFinished,
     RequestLost,
     RequestStarted,
     Resize,
-    Tick,
     TokensServed,
     UnchangedSampled,
 )
-from quadriga.types import Role
 
 NAME = "decode:0"
 REPORT_TOKENS = 32
@@ -178,8 +178,8 @@ class Control:
     def _tick(self) -> None:
         replica = self._replica
         self._handle(
-            Tick(
-                fleet={NAME: Member(Role.DECODE, replica.depth_class)},
+            ControllerTick(
+                fleet={NAME: ReplicaReport(Role.DECODE, replica.depth_class)},
                 in_flight=replica.num_running,
                 in_flight_tokens=replica.used_tokens,
             )

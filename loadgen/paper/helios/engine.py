@@ -7,15 +7,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from loadgen.paper.drex.closed_loop import COMPILE_TIMEOUT_S, ROW_CAPACITY_TOKENS
-from quadriga.batching.calibration import calibrate
-from quadriga.checkpoint import Checkpoint
+from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS
+from quadriga.checkpoint.folder import Checkpoint
 from quadriga.clock import Clock
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
-from quadriga.exits import SKIPPED_KV_WEIGHTS
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.core.replica import DepthClass
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.files import cache_folder
 from quadriga.policies.drex import SegmentCosts
-from quadriga.types import DepthClass
+from quadriga.scheduling.calibration import calibrate
 
 VALUE_BYTES = DTYPE_BYTES["float32"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from loadgen.load.task_suite import Prompt
 from quadriga.catalogue.records import EnergySource
-from quadriga.types import DepthClass
+from quadriga.core.replica import DepthClass
 
 
 @dataclass(slots=True)

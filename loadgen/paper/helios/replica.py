@@ -13,11 +13,13 @@ from typing import Protocol
 
 from loadgen.paper.helios.engine import VALUE_BYTES, Room, ServedModel, load_engine, weight_bytes
 from loadgen.paper.helios.record import Request
-from quadriga.batching.colocated import ColocatedLoop
+from quadriga.checkpoint.exits import ExitCounters, ExitParams
+from quadriga.core.output import EngineOutput
+from quadriga.core.replica import DepthClass
+from quadriga.core.request import SamplingParams, SequenceState, TokenLogprob
 from quadriga.errors import ConfigError, InvariantViolation
-from quadriga.exits import ExitCounters, ExitParams
 from quadriga.policies.rebatchers import make_rebatcher
-from quadriga.types import DepthClass, Emission, SamplingParams, SequenceState, TokenLogprob
+from quadriga.scheduling.colocated import ColocatedLoop
 
 MAX_TOKENS = 400
 _LOAD_TIMEOUT_S = 120.0
@@ -190,7 +192,7 @@ class Replica:
             exits=ExitParams(self._model.threshold, "bounded"),
         )
 
-    def _compute(self, state: SequenceState) -> Emission | None:
+    def _compute(self, state: SequenceState) -> EngineOutput | None:
         """Compute a prompt; returns what it says, or None where there is no room for it now."""
         self._loop.submit(state)
         said = next(iter(self._loop.compute_prompts()), None)
@@ -209,7 +211,7 @@ class Replica:
         before, running = self._counters.breaches, self.num_running
         return self._take(self._loop.step(), self._counters.breaches - before, running)
 
-    def _take(self, emissions: list[Emission], breaches: int, running: int) -> list[Request]:
+    def _take(self, emissions: list[EngineOutput], breaches: int, running: int) -> list[Request]:
         now_s, ended, here = self._clock.now_s(), [], self.depth_class
         deepest = sum(e.exit_layers[0] == here.depth for e in emissions if e.exit_layers)
         share = breaches / deepest if deepest else 0.0

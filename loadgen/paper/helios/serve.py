@@ -20,9 +20,9 @@ from loadgen.paper.helios.record import Memory, Request, Run
 from loadgen.paper.helios.replica import Replica
 from quadriga.catalogue.energy import EnergyMeter
 from quadriga.clock import Clock
+from quadriga.core.replica import DepthClass
 from quadriga.errors import InvariantViolation
 from quadriga.policies.helios import Helios
-from quadriga.types import DepthClass
 
 SCORED_EVERY = 4
 """One request in so many is scored, as in the service."""

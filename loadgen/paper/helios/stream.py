@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from loadgen.load.task_suite import Prompt, TaskSuite
-from quadriga.checkpoint import Checkpoint
+from quadriga.checkpoint.folder import Checkpoint
 from quadriga.text.tokenizer import load_tokenizer
 from quadriga.training.tasks import DEFAULT_MIX, make_example
 

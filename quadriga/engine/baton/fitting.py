@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.config.kv_memory import fitting_length, least_length
 from quadriga.engine.baton.dense import RELEASE_COLUMNS
-from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.errors import ConfigError
-from quadriga.kv_memory import fitting_length, least_length
 
 COPIES = 2
 """The dense batch, and beside it the same rows in tensors of their own: those that join or wait."""

@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from quadriga.engine.tensor_files import INDEX_FILE, SINGLE_FILE
-from quadriga.engine_spec import EngineSpec
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.engine.weights.tensor_files import INDEX_FILE, SINGLE_FILE
 from quadriga.errors import ConfigError
 
 ATTENTION = ("sdpa", "eager")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from quadriga.core.kv import KVExtent
 from quadriga.engine.baton.geometry import CacheGeometry
 from quadriga.errors import InvariantViolation
-from quadriga.types import KVExtent
 
 BLOCK_TOKENS = 64
 """A row's memory grows by doubling, in multiples of this."""

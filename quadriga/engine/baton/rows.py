@@ -13,11 +13,11 @@ import threading
 
 import torch
 
+from quadriga.core.replica import RelayMemory
 from quadriga.engine.baton.dense import DenseBatch, StepInputs
 from quadriga.engine.baton.geometry import CacheGeometry
 from quadriga.engine.baton.row_kv import RowKV
 from quadriga.errors import InvariantViolation
-from quadriga.types import RelayMemory
 
 HOST = torch.device("cpu")
 

@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.kv import KVExtent
+from quadriga.core.replica import RelayMemory
+from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.baton.dense import RELEASE_COLUMNS
 from quadriga.engine.baton.fitting import fit
 from quadriga.engine.baton.geometry import CacheGeometry
@@ -18,10 +22,8 @@ from quadriga.engine.baton.row_kv import RowKV
 from quadriga.engine.baton.rows import RelayRows
 from quadriga.engine.prompt_scores import PromptScores, wants_scores
 from quadriga.engine.sampler import RowSampler, choose, process, sample
-from quadriga.engine_spec import EngineSpec
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
-from quadriga.types import KVExtent, RelayMemory, SampledToken, SequenceState
 
 
 class BatonRunner:

@@ -19,10 +19,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from quadriga.config.engine_spec import Attention
 from quadriga.engine.cuda.transfers import to_device
 from quadriga.engine.models.config import ModelConfig
-from quadriga.engine.models.layers import Span, attend_each, attend_run, by_group, first_visible
-from quadriga.engine_spec import Attention
+from quadriga.engine.models.layers import (
+    TokenSpan,
+    attend_each,
+    attend_run,
+    by_group,
+    first_visible,
+)
 from quadriga.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +48,7 @@ class Runs:
             block's run and first query: int32 [blocks].
     """
 
-    spans: Sequence[Span]
+    spans: Sequence[TokenSpan]
     begins: torch.Tensor
     lengths: torch.Tensor
     length_sums: torch.Tensor
@@ -52,7 +58,7 @@ class Runs:
     block_begins: torch.Tensor
 
     @classmethod
-    def of(cls, spans: Sequence[Span], block_queries: int, device: torch.device) -> Runs:
+    def of(cls, spans: Sequence[TokenSpan], block_queries: int, device: torch.device) -> Runs:
         """Lay the spans' queries out; one copy to the device."""
         ends = np.array([s.end for s in spans], dtype=np.int32)
         begins = np.concatenate([[0], ends]).astype(np.int32)

@@ -17,7 +17,7 @@ from quadriga.engine.cuda.transfers import to_device
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import Candidates
 from quadriga.engine.models.layers import (
-    Span,
+    TokenSpan,
     apply_head,
     embed,
     mapped_kv,
@@ -25,7 +25,7 @@ from quadriga.engine.models.layers import (
     run_layer,
 )
 from quadriga.engine.models.rope import rope_table
-from quadriga.engine.weights import ModelWeights
+from quadriga.engine.weights.checkpoint_weights import ModelWeights
 
 Ints = npt.NDArray[np.int64]
 _Mix = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -46,7 +46,7 @@ class PagedPass:
     where: torch.Tensor
     rows: Ints
     stops: Ints
-    spans: Sequence[Span] | None
+    spans: Sequence[TokenSpan] | None
     longest: int
     runs: Runs | None = None
 
@@ -115,7 +115,7 @@ class PagedDecoder:
             longest=int(positions.max()) + 1,
         )
 
-    def plan(self, spans: Sequence[Span]) -> PagedPass:
+    def plan(self, spans: Sequence[TokenSpan]) -> PagedPass:
         """See `Decoder.plan`."""
         rows = np.array([s.row for s in spans], dtype=np.int64)
         stops = np.array([s.stop for s in spans], dtype=np.int64)
@@ -163,7 +163,7 @@ class PagedDecoder:
         return self._through(x, first, stop, self._bind(where, where[0], first, stop), mix)
 
     def _run_spans(
-        self, x: torch.Tensor, batch: PagedPass, spans: Sequence[Span], first: int, stop: int
+        self, x: torch.Tensor, batch: PagedPass, spans: Sequence[TokenSpan], first: int, stop: int
     ) -> torch.Tensor:
         """Layers [first, stop) for runs of tokens."""
         runs = batch.runs

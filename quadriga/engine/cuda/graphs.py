@@ -27,7 +27,7 @@ RunEach = Callable[[torch.Tensor, torch.Tensor, int, int, int], torch.Tensor]
 """`PagedDecoder.run_each`."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records work on fixed addresses."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -51,7 +51,7 @@ class CudaRecorder:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder.record`. Raises: RuntimeError: CUDA or torch would not."""
+        """See `GraphRecorder.record`. Raises: RuntimeError: CUDA or torch would not."""
         current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -69,7 +69,7 @@ class CudaRecorder:
         return graph.replay
 
     def close(self) -> None:
-        """See `Recorder.close`."""
+        """See `GraphRecorder.close`."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
@@ -89,7 +89,7 @@ class DecodeGraphs:
     def __init__(
         self,
         run_each: RunEach,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         segment_ends: Sequence[int],
         max_rows: int,

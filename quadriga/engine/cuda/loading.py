@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.config.kv_memory import fitting_length, least_length
 from quadriga.engine.cuda.attention import choose_attention
 from quadriga.engine.cuda.decoder import PagedDecoder
-from quadriga.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
+from quadriga.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphRecorder
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.paged_states import PagedStates
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
-from quadriga.engine.loading import load_spec
+from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.models.config import ModelConfig
-from quadriga.engine.skipped_kv import SkippedKVStore
-from quadriga.engine.weights import ModelWeights
-from quadriga.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.engine.weights.checkpoint_weights import ModelWeights
+from quadriga.engine.weights.loading import load_spec
 from quadriga.errors import ConfigError
-from quadriga.kv_memory import fitting_length, least_length
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def load_paged(
     spec: EngineSpec,
     config: ModelConfig,
     device: torch.device,
-    recorder: Recorder | None = None,
+    recorder: GraphRecorder | None = None,
     page_tokens: int = PAGE_TOKENS,
 ) -> PagedEngine:
     """Load weights and reserve memory.

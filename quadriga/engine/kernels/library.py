@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from quadriga.engine.matrix import Matrix
-from quadriga.engine.weights import Linear, Norm
+from quadriga.engine.weights.checkpoint_weights import Linear, Norm
+from quadriga.engine.weights.matrix import Matrix
 
 
 class CMatrix(Structure):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quadriga.checkpoint.families import MAX_LAYERS
+from quadriga.checkpoint.json_files import GARBLED, read_object
 from quadriga.errors import ConfigError
-from quadriga.families import MAX_LAYERS
-from quadriga.json_files import GARBLED, read_object
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 

@@ -16,14 +16,14 @@ from quadriga.engine.kv_cache import RowKVCache
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import (
     Pass,
-    Span,
+    TokenSpan,
     apply_head,
     embed,
     layer_forward,
     project_kv,
 )
 from quadriga.engine.models.rope import rope_table
-from quadriga.engine.weights import ModelWeights
+from quadriga.engine.weights.checkpoint_weights import ModelWeights
 
 Ints = npt.NDArray[np.int64]
 
@@ -63,7 +63,7 @@ class AnyDecoder(Protocol):
     def reads_depths(self) -> bool:
         """Whether attention reads skipped layers' KV through `depths` by itself."""
 
-    def plan(self, spans: Sequence[Span]) -> Any: ...
+    def plan(self, spans: Sequence[TokenSpan]) -> Any: ...
 
     def plan_tokens(self, rows: Ints, positions: Ints) -> Any: ...
 
@@ -129,14 +129,14 @@ class Decoder:
         """Lay out a pass of single tokens, each at its own (row, position)."""
         return self.plan(
             [
-                Span(row, i, i + 1, position)
+                TokenSpan(row, i, i + 1, position)
                 for i, (row, position) in enumerate(
                     zip(rows.tolist(), positions.tolist(), strict=True)
                 )
             ]
         )
 
-    def plan(self, spans: Sequence[Span]) -> Pass:
+    def plan(self, spans: Sequence[TokenSpan]) -> Pass:
         """Lay out one pass over the spans' tokens, in their order."""
         rows = torch.tensor([s.row for s in spans for _ in range(s.begin, s.end)])
         positions = torch.tensor([p for s in spans for p in range(s.start, s.stop)])

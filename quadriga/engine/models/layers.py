@@ -13,14 +13,21 @@ import torch
 from torch.nn import functional as F
 
 from quadriga.engine.kv_cache import KV_BLOCK
-from quadriga.engine.matrix import Matrix
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.rope import rotate
-from quadriga.engine.weights import Head, KVMap, LayerWeights, Linear, ModelWeights, Norm
+from quadriga.engine.weights.checkpoint_weights import (
+    Head,
+    KVMap,
+    LayerWeights,
+    Linear,
+    ModelWeights,
+    Norm,
+)
+from quadriga.engine.weights.matrix import Matrix
 
 
 @dataclass(slots=True)
-class Span:
+class TokenSpan:
     """Tokens [begin, end) of the pass are positions [start, start + end - begin) of `row`."""
 
     row: int
@@ -48,7 +55,7 @@ class Pass:
 
     rows: torch.Tensor
     positions: torch.Tensor
-    spans: list[Span]
+    spans: list[TokenSpan]
     cos: torch.Tensor | None
     sin: torch.Tensor | None
     is_decode: bool

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from quadriga.core.forecast import LengthPrediction, LoadForecast
 from quadriga.policies.ares.forecast import (
     FIXED,
     MOVABLE,
@@ -20,7 +21,6 @@ from quadriga.policies.ares.forecast import (
     sizes,
     tokens_ahead,
 )
-from quadriga.types import LengthPrediction, LoadForecast
 
 _WIRE = np.dtype("<f4")
 

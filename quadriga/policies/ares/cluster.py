@@ -9,6 +9,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from quadriga.core.forecast import LoadForecast
+from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     NUM_LOADS,
@@ -17,7 +19,6 @@ from quadriga.policies.ares.forecast import (
     load_rows,
     sizes,
 )
-from quadriga.types import DepthClass, LoadForecast, ReplicaSnapshot
 
 _WIRE = np.dtype("<f4")
 

@@ -9,7 +9,7 @@ Source: ours (DESIGN: prediction guard rails).
 
 from __future__ import annotations
 
-from quadriga.types import LengthPrediction
+from quadriga.core.forecast import LengthPrediction
 
 
 class DriftMonitor:

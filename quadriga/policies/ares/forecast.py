@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quadriga.core.forecast import LoadForecast
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import NUM_POINTS, TOKENS_AHEAD
-from quadriga.types import LoadForecast
 
 NUM_LOADS = NUM_POINTS + 1
 TOKENS, REMAINING, REMAINING_LOWER, REMAINING_UPPER, MOVES, SINCE_MOVE_S, MOVABLE = range(7)

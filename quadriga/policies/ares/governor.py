@@ -12,23 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from quadriga.config import SchedulerConfig
+from quadriga.config.scheduling import SchedulerConfig
+from quadriga.core.forecast import LengthOutcome
+from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.policies.ares.amend import with_fixed
 from quadriga.policies.ares.cluster import by_class
 from quadriga.policies.ares.drift import DriftMonitor
 from quadriga.policies.ares.link import ROUND_TRIP_S, LinkMeter
 from quadriga.policies.ares.orders import OrderBook
-from quadriga.policies.ares.recording import Tick
+from quadriga.policies.ares.recording import RecordedTick
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, settings_under
-from quadriga.types import (
-    DepthClass,
-    LengthOutcome,
-    MigrationOrder,
-    MigrationReport,
-    ReplicaSnapshot,
-    Role,
-)
 
 
 def settings_of(config: SchedulerConfig) -> AresSettings:
@@ -71,7 +66,7 @@ class Governor:
         record: Called with every decision and all it saw.
     """
 
-    def __init__(self, config: SchedulerConfig, record: Callable[[Tick], None]) -> None:
+    def __init__(self, config: SchedulerConfig, record: Callable[[RecordedTick], None]) -> None:
         self._record = record
         self._link = LinkMeter()
         self._drift: dict[str, DriftMonitor] = {}
@@ -169,7 +164,7 @@ class Governor:
         rescheduler = Rescheduler(settings, predicts=predicts)
         orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only)
         self._record(
-            Tick(
+            RecordedTick(
                 at_s=now_unix_s,
                 snapshots=able,
                 settings=settings,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from quadriga.types import MigrationOrder, MigrationReport
+from quadriga.core.migration import MigrationOrder, MigrationReport
 
 SETTLE_S = 3.0
 """After a move its replicas are taken part in no other until both have reported anew, or for this
@@ -21,7 +21,7 @@ MAX_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
-class Decision:
+class MoveDecision:
     """One order and its end, for operators.
 
     Attributes:
@@ -55,9 +55,9 @@ class OrderBook:
     def __init__(self, *, max_concurrent: int, backoff_s: float) -> None:
         self.max_concurrent = max_concurrent
         self.backoff_s = backoff_s
-        self.recent: deque[Decision] = deque(maxlen=MAX_RECENT)
+        self.recent: deque[MoveDecision] = deque(maxlen=MAX_RECENT)
         self.outcomes: Counter[str] = Counter()
-        self._out: dict[str, Decision] = {}
+        self._out: dict[str, MoveDecision] = {}
         self._settling: dict[str, _Settling] = {}
         self._resting: dict[str, float] = {}  # replica → until when
         self._strikes: dict[str, tuple[int, float]] = {}  # sequence → (failures, until when)
@@ -86,7 +86,7 @@ class OrderBook:
 
     def ordered(self, order: MigrationOrder, now_unix_s: float) -> None:
         """An order is going out."""
-        decision = Decision(now_unix_s, order)
+        decision = MoveDecision(now_unix_s, order)
         self._out[order.sequence_id] = decision
         self.recent.append(decision)
 

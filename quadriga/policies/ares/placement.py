@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.cluster import ClusterForecast, no_rows, unpack
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
 from quadriga.policies.least_work import LeastWork
 from quadriga.policies.load import has_room
-from quadriga.types import PlaceRequest, ReplicaSnapshot
 
 
 def best_replica(

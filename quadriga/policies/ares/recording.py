@@ -14,18 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from quadriga.core.forecast import LoadForecast
+from quadriga.core.migration import MigrationCause, MigrationOrder
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
-from quadriga.types import (
-    DepthClass,
-    LoadForecast,
-    MigrationCause,
-    MigrationOrder,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-)
 
 VERSION = 2
 PACKED = ("rows", "running", "context", "load_s", "tokens")
@@ -33,7 +27,7 @@ PACKED = ("rows", "running", "context", "load_s", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class RecordedTick:
     """All that went into one decision, and what came of it."""
 
     at_s: float
@@ -55,7 +49,7 @@ class Difference:
     replayed: list[MigrationOrder]
 
 
-def write_tick(stream: IO[str], tick: Tick) -> None:
+def write_tick(stream: IO[str], tick: RecordedTick) -> None:
     """Append a tick to a recording."""
     line = {
         "version": VERSION,
@@ -71,7 +65,7 @@ def write_tick(stream: IO[str], tick: Tick) -> None:
     stream.write(json.dumps(line) + "\n")
 
 
-def read_ticks(path: Path) -> Iterator[Tick]:
+def read_ticks(path: Path) -> Iterator[RecordedTick]:
     """Yield the ticks of a recording, in order.
 
     Raises:
@@ -88,7 +82,7 @@ def read_ticks(path: Path) -> Iterator[Tick]:
                 raise ConfigError(f"{path}, line {number}: not a recorded tick ({exc})") from exc
 
 
-def replay(ticks: Iterable[Tick]) -> list[Difference]:
+def replay(ticks: Iterable[RecordedTick]) -> list[Difference]:
     """Decide each tick again and return where the orders differ."""
     differences = []
     for tick in ticks:
@@ -136,8 +130,8 @@ def _order(line: dict[str, Any]) -> MigrationOrder:
     )
 
 
-def _tick(line: dict[str, Any]) -> Tick:
-    return Tick(
+def _tick(line: dict[str, Any]) -> RecordedTick:
+    return RecordedTick(
         at_s=line["at_s"],
         snapshots=[_snapshot(s) for s in line["snapshots"]],
         settings=AresSettings(**line["settings"]),

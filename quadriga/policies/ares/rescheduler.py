@@ -8,12 +8,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from quadriga.core.migration import MigrationCause, MigrationOrder
+from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.policies.ares.cluster import ClusterForecast, by_class, no_rows, unpack
 from quadriga.policies.ares.forecast import REMAINING, TOKENS
-from quadriga.policies.ares.roles import Weights, classify, relative_work, weights
+from quadriga.policies.ares.roles import RoleWeights, classify, relative_work, weights
 from quadriga.policies.ares.selection import select
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
-from quadriga.types import DepthClass, MigrationCause, MigrationOrder, ReplicaSnapshot
 
 
 class Rescheduler:
@@ -93,7 +94,7 @@ class Rescheduler:
         cluster = unpack(snapshots, no_rows)
         return {} if cluster is None else relative_work(cluster, self._weights(cluster, load_only))
 
-    def _weights(self, cluster: ClusterForecast, load_only: bool) -> Weights:
+    def _weights(self, cluster: ClusterForecast, load_only: bool) -> RoleWeights:
         trusts = self._predicts and cluster.has_predictions and not load_only
         return self._ahead if trusts else self._now
 

@@ -20,7 +20,7 @@ from quadriga.policies.ares.settings import AresSettings, num_memory_points
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class RoleWeights:
     """What counts how much.
 
     Attributes:
@@ -51,7 +51,7 @@ class Roles:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RoleAssignment:
     """One move: indices into the cluster, and the share of the variance it removes."""
 
     row: int
@@ -61,16 +61,16 @@ class Choice:
     is_rescue: bool
 
 
-def weights(settings: AresSettings, *, load_only: bool) -> Weights:
+def weights(settings: AresSettings, *, load_only: bool) -> RoleWeights:
     """Return the weights of a mode."""
     if load_only:
         now = np.zeros(NUM_LOADS)
         now[0] = 1.0
-        return Weights(now, True)
-    return Weights(settings.weights, False)
+        return RoleWeights(now, True)
+    return RoleWeights(settings.weights, False)
 
 
-def relative_work(cluster: ClusterForecast, weigh: Weights) -> dict[str, float]:
+def relative_work(cluster: ClusterForecast, weigh: RoleWeights) -> dict[str, float]:
     """Forecast work of each replica, over the mean of all; 1 for each where there is none."""
     w = cluster.load_s @ weigh.points
     mean = float(w.mean())
@@ -79,7 +79,7 @@ def relative_work(cluster: ClusterForecast, weigh: Weights) -> dict[str, float]:
 
 
 def classify(
-    cluster: ClusterForecast, settings: AresSettings, weigh: Weights, busy: Set[str]
+    cluster: ClusterForecast, settings: AresSettings, weigh: RoleWeights, busy: Set[str]
 ) -> Roles:
     """Tell overloaded and underloaded replicas by their weighted load.
 

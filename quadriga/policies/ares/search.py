@@ -18,7 +18,7 @@ from quadriga.policies.ares.forecast import (
     memory_rows,
     tokens_ahead,
 )
-from quadriga.policies.ares.roles import Choice, Roles, Weights
+from quadriga.policies.ares.roles import RoleAssignment, Roles, RoleWeights
 from quadriga.policies.ares.settings import (
     OVERSHOOT,
     PAPER_REPLICAS,
@@ -61,7 +61,7 @@ class Search:
         cluster: ClusterForecast,
         settings: AresSettings,
         costs: TransferCosts,
-        weigh: Weights,
+        weigh: RoleWeights,
         roles: Roles,
         variance: float,
         rows: NDArray[np.int64],
@@ -102,7 +102,7 @@ class Search:
         order = keep[np.argsort(-bounds[keep], kind="stable")]
         self._unseen, self._unseen_bounds = rows[order], bounds[order]
 
-    def next(self) -> Choice | None:
+    def next(self) -> RoleAssignment | None:
         """The best move between replicas that are still free, or None."""
         while True:
             best = -self._heap[0][0] if self._heap else -np.inf
@@ -122,7 +122,7 @@ class Search:
             rows.append(heapq.heappop(self._heap)[2])
         return np.array(rows, dtype=np.int64)
 
-    def _settled(self, entry: tuple[Any, ...]) -> Choice | None:
+    def _settled(self, entry: tuple[Any, ...]) -> RoleAssignment | None:
         """The move of a row that was seen; None where its replicas were used meanwhile."""
         row, target = entry[-2:]
         source = int(self._cluster.owner[row])
@@ -133,7 +133,7 @@ class Search:
         for replica in (source, destination):
             self._source_free[replica] = False
             self._target_free[self._destinations == replica] = False
-        return Choice(row, source, destination, -entry[0], bool(self._is_rescue[source]))
+        return RoleAssignment(row, source, destination, -entry[0], bool(self._is_rescue[source]))
 
     def _floor(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """The least gain a row must promise."""

@@ -38,7 +38,7 @@ from quadriga.policies.ares.forecast import (
     SINCE_MOVE_S,
     TOKENS,
 )
-from quadriga.policies.ares.roles import Choice, Roles, Weights, classify
+from quadriga.policies.ares.roles import RoleAssignment, Roles, RoleWeights, classify
 from quadriga.policies.ares.search import Search
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 
@@ -47,10 +47,10 @@ def select(
     cluster: ClusterForecast,
     settings: AresSettings,
     costs: TransferCosts,
-    weigh: Weights,
+    weigh: RoleWeights,
     *,
     busy: Set[str] = frozenset(),
-) -> list[Choice]:
+) -> list[RoleAssignment]:
     """Choose the moves of one tick, each replica taking part in one at most.
 
     Those of paused sequences come first, then the best. Ties go to fewer KV tokens, then the
@@ -66,7 +66,7 @@ def select(
     if variance <= 0.0:
         return []
     most = max(1, round(settings.moves_share * len(cluster)))
-    choices: list[Choice] = []
+    choices: list[RoleAssignment] = []
     is_paused = cluster.rows[rows, MOVABLE] == PAUSED
     for of_paused, candidates in ((True, rows[is_paused]), (False, rows[~is_paused])):
         if not len(candidates) or len(choices) >= most:
@@ -91,7 +91,7 @@ def candidate_rows(
     cluster: ClusterForecast,
     settings: AresSettings,
     costs: TransferCosts,
-    weigh: Weights,
+    weigh: RoleWeights,
     roles: Roles,
 ) -> NDArray[np.int64]:
     """Rows of overloaded replicas that may move at all, and last long enough to be worth it.

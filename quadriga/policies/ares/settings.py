@@ -9,9 +9,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quadriga.core.replica import Reservation
 from quadriga.errors import ConfigError
-from quadriga.policies.promises import RETURN_SHARE
-from quadriga.types import Reservation
+from quadriga.policies.slot_reservation import RETURN_SHARE
 
 NUM_POINTS = 16
 FIRST_POINT_TOKENS = 20.0

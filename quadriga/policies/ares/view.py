@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.policies.ares.amend import seconds_to_full
-from quadriga.types import ReplicaSnapshot
 
 SHOWN_POINTS = (0, 1, 3, 5, 8, 10)
 """Of the horizon: with a step of 20 ms, now and 0.4, 1.1, 2.9, 13 and 34 s ahead."""

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Self
 
 from quadriga.policies.drex.costs import SegmentCosts
-from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
+from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Waiting
 
 _GAP = 1.5
 
@@ -35,12 +35,12 @@ class GroupedExits(ABC):
                 return Range(segment, segment + 1, tests=segment < last)
         return Range(0, 1, tests=last > 0)
 
-    def judge(self, group: AtExit, now_s: float) -> Verdict:
+    def judge(self, group: ExitGroup, now_s: float) -> BatchDecision:
         """See `Rebatcher.judge`."""
-        return Verdict.LEAVE if self.may_leave(group) else Verdict.STAY
+        return BatchDecision.LEAVE if self.may_leave(group) else BatchDecision.STAY
 
     @abstractmethod
-    def may_leave(self, group: AtExit) -> bool:
+    def may_leave(self, group: ExitGroup) -> bool:
         """Whether the whole group leaves."""
 
     def tests(self, exit_index: int) -> bool:
@@ -75,21 +75,21 @@ class GroupedExits(ABC):
 class EagerExits(GroupedExits):
     """All leave when any may."""
 
-    def may_leave(self, group: AtExit) -> bool:
+    def may_leave(self, group: ExitGroup) -> bool:
         return any(group.passed)
 
 
 class LazyExits(GroupedExits):
     """All leave when all may."""
 
-    def may_leave(self, group: AtExit) -> bool:
+    def may_leave(self, group: ExitGroup) -> bool:
         return all(group.passed)
 
 
 class MajorityExits(GroupedExits):
     """All leave when the median confidence passes the median threshold."""
 
-    def may_leave(self, group: AtExit) -> bool:
+    def may_leave(self, group: ExitGroup) -> bool:
         return median(group.confidences) >= median(group.thresholds)
 
 
@@ -120,5 +120,5 @@ class NoExits(GroupedExits):
         """See `Rebatcher.tests`."""
         return False
 
-    def may_leave(self, group: AtExit) -> bool:
+    def may_leave(self, group: ExitGroup) -> bool:
         return False

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import PlaceRequest
 from quadriga.policies.load import decode_pressure, has_room, num_held
-from quadriga.types import PlaceRequest, ReplicaSnapshot
 
 
 class Placement(Protocol):

@@ -59,7 +59,7 @@ _DRAWS = _stratified()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RebatchPlan:
     """A steady state.
 
     Attributes:
@@ -94,7 +94,7 @@ class Demand:
 
 def make_plan(
     costs: SegmentCosts, demand: Demand, *, must_test: bool = False, gain: float = GAIN
-) -> Plan:
+) -> RebatchPlan:
     """Return the best steady state.
 
     Args:
@@ -106,7 +106,7 @@ def make_plan(
     if must_test and exits:
         return _best_targets(table, demand, tuple(exits))
     n = demand.running
-    best = Plan((), (), n / table.seconds(0, costs.num_segments, n))
+    best = RebatchPlan((), (), n / table.seconds(0, costs.num_segments, n))
     bar = gain * best.tokens_per_s
     if len(demand.left_by) <= _EXHAUSTIVE:
         subsets = [s for k in range(1, len(exits) + 1) for s in combinations(exits, k)]
@@ -121,7 +121,7 @@ def make_plan(
 
 def evaluate(
     costs: SegmentCosts, demand: Demand, exits: tuple[int, ...], targets: tuple[int, ...]
-) -> Plan:
+) -> RebatchPlan:
     """Return the steady state of these exits and batches; throughput 0 where a gap is too long."""
     return _play(_Table(costs, demand), demand, exits, targets)
 
@@ -131,9 +131,9 @@ def _is_worth(demand: Demand, exits: Sequence[int]) -> bool:
     return min(_shares(demand, exits)) >= _LEAST_SHARE
 
 
-def _grow(table: _Table, demand: Demand) -> list[Plan]:
+def _grow(table: _Table, demand: Demand) -> list[RebatchPlan]:
     """Add the exit that helps most, while one does; batches are chosen for the ones taken."""
-    plans: list[Plan] = []
+    plans: list[RebatchPlan] = []
     chosen: tuple[int, ...] = ()
     while True:
         options = []
@@ -151,7 +151,7 @@ def _grow(table: _Table, demand: Demand) -> list[Plan]:
         chosen = best.exits
 
 
-def _best_targets(table: _Table, demand: Demand, exits: tuple[int, ...]) -> Plan:
+def _best_targets(table: _Table, demand: Demand, exits: tuple[int, ...]) -> RebatchPlan:
     """Choose each stage's batch in turn, from the last to the first, twice over."""
     targets = [1] * len(exits)
     best = _play(table, demand, exits, tuple(targets))  # the shortest gaps there are
@@ -169,7 +169,9 @@ def _best_targets(table: _Table, demand: Demand, exits: tuple[int, ...]) -> Plan
     return best
 
 
-def _play(table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[int, ...]) -> Plan:
+def _play(
+    table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[int, ...]
+) -> RebatchPlan:
     """Play a steady state through."""
     last = len(exits) - 1
     stops = [*(e + 1 for e in exits), table.num_segments]
@@ -223,8 +225,8 @@ def _play(table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[
     if ended_tokens - begun_tokens < tokens // 2:  # the deepest stage hardly ever runs
         begun_s, begun_tokens, ended_s, ended_tokens = 0.0, 0, now_s, tokens
     if _p99(gaps) > demand.max_gap_s:
-        return Plan(exits, targets, 0.0)
-    return Plan(exits, targets, (ended_tokens - begun_tokens) / (ended_s - begun_s))
+        return RebatchPlan(exits, targets, 0.0)
+    return RebatchPlan(exits, targets, (ended_tokens - begun_tokens) / (ended_s - begun_s))
 
 
 def _drawn(draw: float, count: int, share: float) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from quadriga.exits import ExitCounters
+from quadriga.checkpoint.exits import ExitCounters
 from quadriga.policies.drex.costs import SegmentCosts
-from quadriga.policies.drex.plan import Demand, Plan, make_plan
-from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
+from quadriga.policies.drex.plan import Demand, RebatchPlan, make_plan
+from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Waiting
 
 EXPLORE_EVERY = 64  # decisions, and passes from the front, at the least
 EXPLORE_SHARE = 0.005  # of the time, that splits turned round may cost at the most
@@ -55,7 +55,7 @@ class DrexRebatcher:
         seed: int = 0,
     ) -> None:
         self.costs = costs
-        self.plan = Plan()
+        self.plan = RebatchPlan()
         self.overhead_s = overhead_s
         self._counters = counters
         self._deterministic = deterministic
@@ -67,7 +67,7 @@ class DrexRebatcher:
         self._until_look = 0
         self._looks = 0
         self._patience = 1  # looks
-        self._plans: dict[int, Plan] = {}  # by the number of sequences, for the same reasons
+        self._plans: dict[int, RebatchPlan] = {}  # by the number of sequences, for the same reasons
         self._planned_for = 0
         self._basis: tuple[float, ...] = ()  # what the plan was made of
         self._until_exploration = EXPLORE_EVERY  # splits
@@ -129,7 +129,7 @@ class DrexRebatcher:
         fullest = max(range(len(waiting)), key=lambda i: waiting[i].count)
         return self._range_from(fullest + 1)
 
-    def judge(self, group: AtExit, now_s: float) -> Verdict:
+    def judge(self, group: ExitGroup, now_s: float) -> BatchDecision:
         """See `Rebatcher.judge`."""
         at = group.ran.stop - 1
         may_leave = len(group.passed) - group.remaining.count
@@ -149,13 +149,13 @@ class DrexRebatcher:
         if not splits:
             self._must_go.add(at)
             self._counters.stays += may_leave > 0
-            return Verdict.STAY
+            return BatchDecision.STAY
         self._skipped += may_leave * (self.costs.num_segments - group.ran.stop)
         # The realised profit is this, less what the later flush is measured to take.
         self._counters.splits += may_leave > 0
         self._counters.predicted_profit_s += profit_s
         self._counters.realised_profit_s += stay_s - self.overhead_s
-        return Verdict.SPLIT
+        return BatchDecision.SPLIT
 
     def observe(
         self,
@@ -311,7 +311,7 @@ class DrexRebatcher:
         stop = next((e + 1 for e in self.plan.exits if e >= first), self.costs.num_segments)
         return Range(first, stop, tests=stop < self.costs.num_segments)
 
-    def profit_s(self, group: AtExit) -> float:
+    def profit_s(self, group: ExitGroup) -> float:
         """Δ: seconds that splitting saves against carrying the whole group down."""
         stay_s, flush_s = self._branches_s(group)
         leavers = len(group.passed) - group.remaining.count
@@ -322,7 +322,7 @@ class DrexRebatcher:
         expected = self._flush_rows[at] or self._target(at)
         return max(count, min(self._target(at), round(expected)), 1)
 
-    def _branches_s(self, group: AtExit) -> tuple[float, float]:
+    def _branches_s(self, group: ExitGroup) -> tuple[float, float]:
         """What carrying the whole group down costs now, and what the flush of those that must go.
 
         Whoever waits there anyway would go down with the whole group; that much is not its cost.

@@ -22,56 +22,56 @@ requests by `routing`.
 """
 
 from quadriga.policies.helios.candidates import Picked, Refusal, pick_candidates
-from quadriga.policies.helios.history import HistoryTable, Row
+from quadriga.policies.helios.history import HistoryRow, HistoryTable
 from quadriga.policies.helios.machine import Helios
 from quadriga.policies.helios.messages import (
     Choose,
-    Device,
+    ChosenDevice,
+    ControllerTick,
     Event,
     Keep,
-    Member,
     Order,
     OrderDone,
     OrderFailed,
     Output,
+    ReplicaReport,
     RequestFinished,
     RequestLost,
     RequestStarted,
     Resize,
     Routing,
     Switch,
-    Tick,
     TokensServed,
     UnchangedSampled,
 )
-from quadriga.policies.helios.status import Counters, Decision, Phase, Status
+from quadriga.policies.helios.status import Counters, HeliosPhase, ModelDecision, Status
 
 __all__ = [
     "Choose",
+    "ChosenDevice",
+    "ControllerTick",
     "Counters",
-    "Decision",
-    "Device",
     "Event",
     "Helios",
+    "HeliosPhase",
+    "HistoryRow",
     "HistoryTable",
     "Keep",
-    "Member",
+    "ModelDecision",
     "Order",
     "OrderDone",
     "OrderFailed",
     "Output",
-    "Phase",
     "Picked",
     "Refusal",
+    "ReplicaReport",
     "RequestFinished",
     "RequestLost",
     "RequestStarted",
     "Resize",
     "Routing",
-    "Row",
     "Status",
     "Switch",
-    "Tick",
     "TokensServed",
     "UnchangedSampled",
     "pick_candidates",

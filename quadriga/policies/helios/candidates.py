@@ -12,7 +12,7 @@ from typing import Literal
 
 from quadriga.catalogue.records import CatalogueModel
 from quadriga.errors import ConfigError
-from quadriga.policies.helios.messages import Device
+from quadriga.policies.helios.messages import ChosenDevice
 
 Slo = Literal["throughput", "response", "accuracy", "energy"]
 
@@ -37,7 +37,7 @@ def pick_candidates(
     models: Sequence[CatalogueModel],
     *,
     slo: Slo,
-    device: Device,
+    device: ChosenDevice,
     context_tokens: int,
     max_candidates: int = 3,
 ) -> Picked:
@@ -82,7 +82,7 @@ def pick_candidates(
     return Picked(tuple(candidates), tuple(refusals))
 
 
-def _too_large(model: CatalogueModel, device: Device, context_tokens: int) -> str | None:
+def _too_large(model: CatalogueModel, device: ChosenDevice, context_tokens: int) -> str | None:
     """Why the device cannot hold the model whole, or None."""
     if context_tokens > model.sizes.max_positions:
         return f"made for {model.sizes.max_positions} positions, {context_tokens} are wanted"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from quadriga.config import HeliosConfig
-from quadriga.policies.helios.plans import Plan, Planner
+from quadriga.config.scheduling import HeliosConfig
+from quadriga.core.replica import DepthClass
+from quadriga.policies.helios.plans import Planner, PoolPlan
 from quadriga.policies.helios.selection import (
     Cost,
     admissible,
@@ -16,14 +17,13 @@ from quadriga.policies.helios.selection import (
     over_limit,
     shown,
 )
-from quadriga.types import DepthClass
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ChoiceReason:
     """What to do: change to a plan, or nothing where there is none; and why."""
 
-    plan: Plan | None
+    plan: PoolPlan | None
     reason: str
 
 
@@ -65,7 +65,7 @@ class Chooser:
     def __init__(self, planner: Planner, models: Sequence[str], config: HeliosConfig) -> None:
         self._planner, self._models, self._config = planner, models, config
 
-    def after_profile(self, now: Situation) -> Verdict:
+    def after_profile(self, now: Situation) -> ChoiceReason:
         """BestModel over all plans, against the one that serves.
 
         Source: HELIOS Algorithm 1, Step 2; differs: a change must be worth it.
@@ -75,21 +75,21 @@ class Chooser:
         best = best_plan(plans, slo, slack)
         if best is None:
             reasons = refused.values() or ["no candidate could be profiled"]
-            return Verdict(None, "; ".join(reasons))
+            return ChoiceReason(None, "; ".join(reasons))
         chosen = best.plan
         missed = [why for p, why in refused.items() if is_better(p, chosen, slo, 0.0)]
         reason = "; ".join([best.reason, *missed])
         if chosen.depth_class == now.target:
-            return Verdict(None, f"{reason}; it serves already")
+            return ChoiceReason(None, f"{reason}; it serves already")
         current = next((p for p in plans if p.depth_class == now.target), None)
         if current is not None and current in admissible(plans, slo, slack):
             if not is_better(chosen, current, slo, margin):
                 serving = f"{now.target}, which serves: {shown(current, slo)}"
-                return Verdict(None, f"{reason}; not by {margin:.0%} better than {serving}")
+                return ChoiceReason(None, f"{reason}; not by {margin:.0%} better than {serving}")
         if now.is_too_soon:
             ago = f"{now.target} came only {now.since_change_s:.3g} s ago"
-            return Verdict(None, f"{reason}; but {ago}, and stays {now.dwell_s:.3g} s")
-        return Verdict(chosen, reason)
+            return ChoiceReason(None, f"{reason}; but {ago}, and stays {now.dwell_s:.3g} s")
+        return ChoiceReason(chosen, reason)
 
     def broken(self, now: Situation) -> str | None:
         """Why the class that serves changes too many tokens to go on, or None."""
@@ -121,7 +121,7 @@ class Chooser:
                 )
         return found
 
-    def after_breaches(self, now: Situation, broken: str) -> Verdict:
+    def after_breaches(self, now: Situation, broken: str) -> ChoiceReason:
         """Load the rest, or switch to the next best partial model: whichever costs less.
 
         Loading more keeps what is in flight where it is, so a switch must be cheaper by the
@@ -140,25 +140,25 @@ class Chooser:
         if best is None:
             if full is None:
                 why = "; ".join([broken, *refused.values()])
-                return Verdict(None, f"{why}; no other plan is at hand")
+                return ChoiceReason(None, f"{why}; no other plan is at hand")
             why = "; ".join(refused.values()) or "no other model's exit would do"
-            return Verdict(full, f"{broken}; {why}")
+            return ChoiceReason(full, f"{broken}; {why}")
         if full is None:
-            return Verdict(best.plan, f"{broken}; the rest of its layers cannot be loaded")
+            return ChoiceReason(best.plan, f"{broken}; the rest of its layers cannot be loaded")
         more, switch = self._cost(full, now), self._cost(best.plan, now)
         is_switch = switch.total_s < (1.0 - self._config.margin) * more.total_s
         compared = (
             f"loading all {full.depth_class.depth} layers costs {more}, switching to "
             f"{best.plan.depth_class} {switch}"
         )
-        return Verdict(best.plan if is_switch else full, f"{broken}; {compared}")
+        return ChoiceReason(best.plan if is_switch else full, f"{broken}; {compared}")
 
     def _plans(
-        self, now: Situation, wanted: Callable[[Plan], bool]
-    ) -> tuple[list[Plan], dict[Plan, str]]:
+        self, now: Situation, wanted: Callable[[PoolPlan], bool]
+    ) -> tuple[list[PoolPlan], dict[PoolPlan, str]]:
         """Plans that may be chosen, and those that change too many tokens, with the reason."""
-        allowed: list[Plan] = []
-        refused: dict[Plan, str] = {}
+        allowed: list[PoolPlan] = []
+        refused: dict[PoolPlan, str] = {}
         for model in self._models:
             for plan in self._planner.plans(model, now.demand):
                 if plan.depth_class in now.barred or not wanted(plan):
@@ -170,12 +170,12 @@ class Chooser:
                     refused[plan] = reason
         return allowed, refused
 
-    def _limit(self, plan: Plan, now: Situation) -> float:
+    def _limit(self, plan: PoolPlan, now: Situation) -> float:
         """What serves may change more by the margin before it is given up."""
         is_serving = plan.depth_class == now.target
         return self._config.max_changed_share * (1.0 + self._config.margin * is_serving)
 
-    def _cost(self, plan: Plan, now: Situation) -> Cost:
+    def _cost(self, plan: PoolPlan, now: Situation) -> Cost:
         """Cost of a change for one serving replica."""
         assert now.target is not None
         replicas = max(1, now.num_replicas)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from quadriga.policies.helios.messages import Member
-from quadriga.types import DepthClass, Role
+from quadriga.core.replica import DepthClass, Role
+from quadriga.policies.helios.messages import ReplicaReport
 
 Depths = Mapping[str, tuple[int, ...]]
 """Model → depths it may be loaded to, ascending."""
 
 
 def profilers(
-    fleet: Mapping[str, Member], scouts: frozenset[str], *, has_scouts: bool
+    fleet: Mapping[str, ReplicaReport], scouts: frozenset[str], *, has_scouts: bool
 ) -> frozenset[str]:
     """Who profiles: the scouts that live; where none are meant, the first replica of each role."""
     if has_scouts:
@@ -28,7 +28,7 @@ def profilers(
 
 
 def wanted_classes(
-    fleet: Mapping[str, Member],
+    fleet: Mapping[str, ReplicaReport],
     *,
     target: DepthClass | None,
     aside: Mapping[str, DepthClass],
@@ -68,7 +68,7 @@ def wanted_classes(
 
 def _deepen_prefill(
     wanted: dict[str, DepthClass],
-    fleet: Mapping[str, Member],
+    fleet: Mapping[str, ReplicaReport],
     aside: Collection[str],
     strict: Mapping[str, int],
     depths: Depths,
@@ -91,7 +91,7 @@ def _at_least(model: str, depth: int, depths: Depths) -> DepthClass:
 
 
 def may_change(
-    name: str, new: DepthClass, fleet: Mapping[str, Member], strict: Mapping[str, int]
+    name: str, new: DepthClass, fleet: Mapping[str, ReplicaReport], strict: Mapping[str, int]
 ) -> bool:
     """Whether a change leaves every strict need met that is met now."""
     member = fleet[name]
@@ -109,7 +109,7 @@ def may_change(
 
 
 def in_order(
-    fleet: Mapping[str, Member], wanted: Mapping[str, DepthClass], first: Sequence[str] = ()
+    fleet: Mapping[str, ReplicaReport], wanted: Mapping[str, DepthClass], first: Sequence[str] = ()
 ) -> list[str]:
     """Replicas that do not hold what they shall, in the order in which to change them.
 

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from quadriga.catalogue.records import EnergySource
+from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.policies.helios.messages import RequestFinished, UnchangedSampled
-from quadriga.types import DepthClass
 
 FORGETTING = 0.98
 MAX_ROWS = 256
@@ -24,7 +24,7 @@ VERSION = 1
 
 
 @dataclass(slots=True)
-class Row:
+class HistoryRow:
     """One model at one depth.
 
     Attributes:
@@ -100,7 +100,7 @@ class Row:
         self.nll = self.scored = 0.0
         self.unchanged = {k: (0.8 * same, 0.8 * n) for k, (same, n) in self.unchanged.items()}
 
-    def merge(self, newer: Row) -> None:
+    def merge(self, newer: HistoryRow) -> None:
         """Take in what another row of the same class counted after this one."""
         self._scale(FORGETTING**newer.num_requests)
         for name in _SUMS:
@@ -200,21 +200,21 @@ class HistoryTable:
     """Rows by (model, depth), bounded: the row unused for longest goes first."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, int], Row] = {}
+        self._rows: dict[tuple[str, int], HistoryRow] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[HistoryRow]:
         return iter(self._rows.values())
 
-    def find(self, model: str, depth: int) -> Row | None:
+    def find(self, model: str, depth: int) -> HistoryRow | None:
         """The row, or None."""
         return self._rows.get((model, depth))
 
-    def row(self, model: str, depth: int) -> Row:
+    def row(self, model: str, depth: int) -> HistoryRow:
         """The row, made where there is none; it counts as just used."""
-        row = self._rows.pop((model, depth), None) or Row(model, depth)
+        row = self._rows.pop((model, depth), None) or HistoryRow(model, depth)
         self._rows[model, depth] = row
         if len(self._rows) > MAX_ROWS:
             del self._rows[next(iter(self._rows))]
@@ -224,7 +224,7 @@ class HistoryTable:
         """Note a served request."""
         self.row(request.depth_class.model, request.depth_class.depth).add(request)
 
-    def install(self, profile: Row, serving: DepthClass | None = None) -> None:
+    def install(self, profile: HistoryRow, serving: DepthClass | None = None) -> None:
         """Put a fresh profile in the place of the model's old one.
 
         What older rows of the model say of the stream is void; what they know of loading stays.
@@ -289,10 +289,10 @@ class HistoryTable:
 
 _NUMBERS = frozenset(_SUMS)
 _OPTIONAL = frozenset({"load_s", "weight_bytes", "max_batch"})
-_NAMES = frozenset(f.name for f in fields(Row))
+_NAMES = frozenset(f.name for f in fields(HistoryRow))
 
 
-def _checked(entry: Any) -> Row:
+def _checked(entry: Any) -> HistoryRow:
     """A row from JSON. Raises: ConfigError."""
     if not isinstance(entry, Mapping) or set(entry) != _NAMES:
         raise ConfigError(f"history: a row has the fields {', '.join(sorted(_NAMES))}, no others")
@@ -313,7 +313,7 @@ def _checked(entry: Any) -> Row:
     flat = [*exits.values(), *(n for pair in unchanged.values() for n in pair)]
     if not all(_is_size(n) for n in flat):
         raise ConfigError("history: exits hold a value that is no number from 0 on")
-    return Row(**(values | {"exit_tokens": exits, "unchanged": unchanged}))
+    return HistoryRow(**(values | {"exit_tokens": exits, "unchanged": unchanged}))
 
 
 def _is_size(value: Any) -> bool:

@@ -21,34 +21,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quadriga.catalogue.records import CatalogueModel
-from quadriga.config import HeliosConfig
+from quadriga.config.scheduling import HeliosConfig
+from quadriga.core.replica import DepthClass, Role
 from quadriga.policies.helios.breaches import BreachWindow
-from quadriga.policies.helios.choices import Chooser, Situation, Verdict
+from quadriga.policies.helios.choices import ChoiceReason, Chooser, Situation
 from quadriga.policies.helios.fleet import in_order, may_change, profilers, wanted_classes
 from quadriga.policies.helios.history import HistoryTable
 from quadriga.policies.helios.messages import (
     Choose,
-    Device,
+    ChosenDevice,
+    ControllerTick,
     Event,
     Keep,
-    Member,
     OrderDone,
     OrderFailed,
     Output,
+    ReplicaReport,
     RequestFinished,
     RequestLost,
     RequestStarted,
     Routing,
     Switch,
-    Tick,
     TokensServed,
     UnchangedSampled,
 )
-from quadriga.policies.helios.orders import LATE, OrderDesk
+from quadriga.policies.helios.orders import LATE, PendingAction
 from quadriga.policies.helios.plans import Planner
 from quadriga.policies.helios.profiling import Profiling
-from quadriga.policies.helios.status import Counters, Decision, Phase, Status
-from quadriga.types import DepthClass, Role
+from quadriga.policies.helios.status import Counters, HeliosPhase, ModelDecision, Status
 
 MAX_DECISIONS = 256
 
@@ -69,11 +69,11 @@ class Helios:
         self,
         candidates: Sequence[CatalogueModel],
         config: HeliosConfig,
-        device: Device,
+        device: ChosenDevice,
         table: HistoryTable | None = None,
     ) -> None:
         self.table = table if table is not None else HistoryTable()
-        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self.decisions: deque[ModelDecision] = deque(maxlen=MAX_DECISIONS)
         self.counters = Counters()
         self._config = config
         self._full = {m.id: DepthClass(m.id, m.num_layers) for m in candidates}
@@ -81,14 +81,14 @@ class Helios:
         planner = Planner(candidates, config, device, self.table)
         self._planner = planner
         self._chooser = Chooser(planner, list(self._full), config)
-        self._desk = OrderDesk(config.order_timeout_s, config.retry_s)
+        self._engine_client = PendingAction(config.order_timeout_s, config.retry_s)
         self._window = BreachWindow(
             config.breach_window_tokens, config.breach_window_per_sequence, config.breach_share
         )
         self._profiling = Profiling(config.profile_requests)
         self._profiling.queue(c for c in self._full.values() if planner.plan(c, 1.0) is None)
-        self._phase = Phase.PROFILE
-        self._tick = Tick({})
+        self._phase = HeliosPhase.PROFILE
+        self._tick = ControllerTick({})
         self._target: DepthClass | None = None
         self._before: DepthClass | None = None
         self._reason = ""
@@ -115,7 +115,7 @@ class Helios:
             phase=self._phase,
             target=self._target,
             profiling=self._profiling.now,
-            order=self._desk.order,
+            order=self._engine_client.order,
             served=self._served,
             window_breaches=self._window.breaches,
             window_tokens=self._window.size,
@@ -133,7 +133,7 @@ class Helios:
         """
         outputs: list[Output] = []
         match event:
-            case Tick():
+            case ControllerTick():
                 self._tick = event
             case RequestStarted():
                 if event.replica == self._profiled_on():
@@ -153,11 +153,11 @@ class Helios:
                 self._order_failed(event.order_id, event.error, now_s, outputs)
         self._profiling.expire(now_s)
         self._check_order(now_s, outputs)
-        if self._desk.order is None and self._tick.fleet:
-            if self._phase is Phase.PROFILE:
+        if self._engine_client.order is None and self._tick.fleet:
+            if self._phase is HeliosPhase.PROFILE:
                 self._profile_on(now_s, outputs)
             self._order_next(now_s, outputs)
-        self.decisions.extend(Decision(now_s, output) for output in outputs)
+        self.decisions.extend(ModelDecision(now_s, output) for output in outputs)
         return outputs
 
     # Requests and tokens
@@ -173,8 +173,8 @@ class Helios:
         if event.depth_class.model in self._full:
             self.table.add(event)
         self._served += 1
-        if self._phase is Phase.SERVE and self._served >= self._config.reassess_requests:
-            self._phase = Phase.PROFILE
+        if self._phase is HeliosPhase.SERVE and self._served >= self._config.reassess_requests:
+            self._phase = HeliosPhase.PROFILE
             self._barred.clear()
             first = self._target.model if self._target is not None else ""
             candidates = sorted(self._full.values(), key=lambda c: c.model != first)
@@ -220,7 +220,7 @@ class Helios:
         Args:
             bars: What is not to be chosen before the next assessment if something else is now.
         """
-        if self._desk.order is not None:
+        if self._engine_client.order is not None:
             return
         situation = self._situation(now_s)
         if situation.is_too_soon:
@@ -238,10 +238,10 @@ class Helios:
     # The order under way
 
     def _order_done(self, event: OrderDone, now_s: float) -> None:
-        order = self._desk.take(event.order_id)
+        order = self._engine_client.take(event.order_id)
         if order is None:
             return  # given up meanwhile; the next tick shows what the replica holds
-        self._desk.forgive(order.replica)
+        self._engine_client.forgive(order.replica)
         row = self.table.row(order.depth_class.model, order.depth_class.depth)
         if event.load_s > 0.0:  # layers that are dropped say nothing of loading them
             row.load_s = event.load_s
@@ -253,7 +253,7 @@ class Helios:
             self.counters.resizes += 1
         member = self._tick.fleet.get(order.replica)
         if member is not None:  # until the next tick shows it
-            now = {order.replica: Member(member.role, order.depth_class)}
+            now = {order.replica: ReplicaReport(member.role, order.depth_class)}
             self._tick = replace(self._tick, fleet={**self._tick.fleet, **now})
         if order.depth_class == self._target:
             self._changed_s = now_s
@@ -262,7 +262,7 @@ class Helios:
             self._window.clear()
 
     def _order_failed(self, order_id: int, error: str, now_s: float, outputs: list[Output]) -> None:
-        order = self._desk.take(order_id)
+        order = self._engine_client.take(order_id)
         if order is None:
             return
         self.counters.failures += 1
@@ -279,17 +279,17 @@ class Helios:
             self._target = self._before if self._before in classes else first
             outputs.append(Keep(f"{what}; {self._target} goes on serving"))
         else:
-            delay_s = self._desk.back_off(order.replica, now_s)
+            delay_s = self._engine_client.back_off(order.replica, now_s)
             outputs.append(Keep(f"{what}; it is asked again in {delay_s:.3g} s"))
 
     def _check_order(self, now_s: float, outputs: list[Output]) -> None:
-        order = self._desk.order
+        order = self._engine_client.order
         if order is None:
             return
         if order.replica not in self._tick.fleet:
-            self._desk.take(order.order_id)
+            self._engine_client.take(order.order_id)
             outputs.append(Keep(f"{order.replica} is gone, and its order with it"))
-        elif self._desk.is_late(now_s):
+        elif self._engine_client.is_late(now_s):
             self._order_failed(order.order_id, LATE, now_s, outputs)
 
     # The next one
@@ -305,14 +305,14 @@ class Helios:
         while self._profiling.now is None:
             candidate = self._profiling.next()
             if candidate is None:
-                self._phase, self._served = Phase.SERVE, 0
+                self._phase, self._served = HeliosPhase.SERVE, 0
                 verdict = self._chooser.after_profile(self._situation(now_s))
                 self._follow(verdict, now_s, outputs)
                 return
             if candidate in self._barred:
                 self._profiling.give_up()
 
-    def _follow(self, verdict: Verdict, now_s: float, outputs: list[Output]) -> None:
+    def _follow(self, verdict: ChoiceReason, now_s: float, outputs: list[Output]) -> None:
         plan = verdict.plan
         if plan is None:
             outputs.append(Keep(verdict.reason))
@@ -342,9 +342,11 @@ class Helios:
         )
         for name in in_order(fleet, wanted, first=sorted(aside)):
             then = wanted[name]
-            if self._desk.may_ask(name, now_s) and may_change(name, then, fleet, strict):
+            if self._engine_client.may_ask(name, now_s) and may_change(name, then, fleet, strict):
                 now = fleet[name].depth_class
-                outputs.append(self._desk.write(name, now, then, self._why(name, then), now_s))
+                outputs.append(
+                    self._engine_client.write(name, now, then, self._why(name, then), now_s)
+                )
                 return
 
     def _why(self, name: str, then: DepthClass) -> str:

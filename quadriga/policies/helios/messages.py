@@ -1,8 +1,9 @@
 """What the machine is told and what it orders: the whole seam between it and the controller.
 
-Told: a `Tick` every second with the fleet as it is; requests as they start, end or are lost;
-tokens as they are served; what became of the order under way. Ordered: one resize or switch at a
-time, answered by `OrderDone` or `OrderFailed`; `Choose` and `Keep` ask for nothing and say why.
+Told: a `ControllerTick` every second with the fleet as it is; requests as they start, end or are
+lost; tokens as they are served; what became of the order under way. Ordered: one resize or switch
+at a time, answered by `OrderDone` or `OrderFailed`; `Choose` and `Keep` ask for nothing and give
+the reason.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quadriga.catalogue.records import EnergySource
-from quadriga.types import DepthClass, Role
-
-# Events
+from quadriga.core.replica import DepthClass, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ReplicaReport:
     """A replica that the machine may resize, as it is now."""
 
     role: Role
@@ -25,7 +24,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class ControllerTick:
     """The state of the world, about once a second.
 
     Attributes:
@@ -37,7 +36,7 @@ class Tick:
         waiting: Prefill replica → layers that strict requests wait for there.
     """
 
-    fleet: Mapping[str, Member]
+    fleet: Mapping[str, ReplicaReport]
     scouts: frozenset[str] = frozenset()
     in_flight: int = 0
     in_flight_tokens: int = 0
@@ -145,7 +144,7 @@ class OrderFailed:
 
 
 Event = (
-    Tick
+    ControllerTick
     | RequestStarted
     | RequestLost
     | RequestFinished
@@ -224,7 +223,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class ChosenDevice:
     """What one decode replica has.
 
     Attributes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quadriga.core.replica import DepthClass
 from quadriga.policies.helios.messages import Order, Resize, Switch
-from quadriga.types import DepthClass
 
 MAX_BACKOFF_S = 3600.0
 LATE = "no answer in time"
@@ -17,7 +17,7 @@ class _Backoff:
     delay_s: float
 
 
-class OrderDesk:
+class PendingAction:
     """Writes orders and remembers the one under way.
 
     Args:

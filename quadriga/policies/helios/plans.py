@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quadriga.catalogue.records import CatalogueModel, DepthRecord
-from quadriga.config import HeliosConfig
-from quadriga.policies.helios.changed import expected_changed, steadied_changed
-from quadriga.policies.helios.history import HistoryTable, Row
-from quadriga.policies.helios.messages import Device
-from quadriga.policies.helios.work import (
+from quadriga.config.scheduling import HeliosConfig
+from quadriga.core.replica import DepthClass
+from quadriga.policies.helios.exit_distribution import (
     cost_ratio,
     cut,
     deepened,
@@ -30,7 +28,9 @@ from quadriga.policies.helios.work import (
     steadied,
     step_s,
 )
-from quadriga.types import DepthClass
+from quadriga.policies.helios.history import HistoryRow, HistoryTable
+from quadriga.policies.helios.messages import ChosenDevice
+from quadriga.policies.helios.token_disagreement import expected_changed, steadied_changed
 
 DEFAULT_LOAD_BYTES_PER_S = 1e9
 """For models that were never loaded here."""
@@ -41,7 +41,7 @@ candidate, and never the same: what they ask for differs more than the models do
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PoolPlan:
     """A model at a depth, as it would serve the present stream.
 
     Attributes:
@@ -85,7 +85,7 @@ class Planner:
         self,
         candidates: Sequence[CatalogueModel],
         config: HeliosConfig,
-        device: Device,
+        device: ChosenDevice,
         table: HistoryTable,
     ) -> None:
         self._models = {m.id: m for m in candidates}
@@ -100,7 +100,7 @@ class Planner:
         shares = {depth: self._coverage(model, depth) for depth in model.exits.layers}
         return [depth for depth, share in shares.items() if share is not None and share >= least]
 
-    def plans(self, model_id: str, demand: float) -> list[Plan]:
+    def plans(self, model_id: str, demand: float) -> list[PoolPlan]:
         """The model's plans, the shallowest first; none before its first profile.
 
         Args:
@@ -110,7 +110,7 @@ class Planner:
         found = (self.plan(DepthClass(model_id, depth), demand) for depth in depths)
         return [plan for plan in found if plan is not None]
 
-    def plan(self, depth_class: DepthClass, demand: float) -> Plan | None:
+    def plan(self, depth_class: DepthClass, demand: float) -> PoolPlan | None:
         """One plan; None where the model was not profiled yet."""
         model = self._models[depth_class.model]
         depth = depth_class.depth
@@ -124,7 +124,7 @@ class Planner:
         joules = self._joules_per_token(model, depth, full, own)
         is_full = depth == model.num_layers
         own_ttft_s = own.ttft_s if own is not None else None
-        return Plan(
+        return PoolPlan(
             depth_class=depth_class,
             is_full=is_full,
             coverage=1.0 if is_full else self._coverage(model, depth) or 0.0,
@@ -141,7 +141,7 @@ class Planner:
             load_s=self.load_s(depth_class),
         )
 
-    def at_best(self, model_id: str, demand: float) -> Plan | None:
+    def at_best(self, model_id: str, demand: float) -> PoolPlan | None:
         """As if every token of the model left at its first exit: no stream could be faster.
 
         None where what such a token takes is not on record, or nothing was profiled yet.
@@ -182,7 +182,7 @@ class Planner:
         there = model.sizes.weight_bytes(held, self._device.value_bytes) if held else 0
         return seconds * max(0.0, 1.0 - there / size)
 
-    def max_batch(self, model: CatalogueModel, depth: int, full: Row) -> float:
+    def max_batch(self, model: CatalogueModel, depth: int, full: HistoryRow) -> float:
         """Sequences of the stream's mean length that fit at a depth."""
         slots = float(self._device.max_slots)
         if self._device.memory_bytes is None:
@@ -220,12 +220,14 @@ class Planner:
         on_record = sum(n for k, n in recorded.items() if k <= depth)
         return (share * tokens + on_record * counted) / (tokens + counted)
 
-    def _changed(self, model: CatalogueModel, depth: int, own: Row | None) -> float:
+    def _changed(self, model: CatalogueModel, depth: int, own: HistoryRow | None) -> float:
         expected = expected_changed(model.record(depth), self._coverage(model, depth) or 0.0)
         return steadied_changed(expected, own, self._record_tokens())
 
     @staticmethod
-    def _perplexity(model: CatalogueModel, depth: int, full: Row, own: Row | None) -> float:
+    def _perplexity(
+        model: CatalogueModel, depth: int, full: HistoryRow, own: HistoryRow | None
+    ) -> float:
         """As served at that depth; else the profile's, worse by as much as it is on record.
 
         A profile's tokens left early only where they were sure; a partial depth lets all go.
@@ -239,7 +241,12 @@ class Planner:
         return live * max(1.0, here.perplexity / whole.perplexity)
 
     def _tpot_s(
-        self, model: CatalogueModel, depth: int, full: Row, own: Row | None, batch: float
+        self,
+        model: CatalogueModel,
+        depth: int,
+        full: HistoryRow,
+        own: HistoryRow | None,
+        batch: float,
     ) -> float:
         source = own if own is not None and own.tpot_s is not None else full
         part = self._best_known_part(model, full) if source is full else None
@@ -259,10 +266,10 @@ class Planner:
         then = step_s(model.record(source.depth), source.batch)
         return seconds * at_batch / then if at_batch and then else seconds
 
-    def _served(self) -> list[tuple[CatalogueModel, Row]]:
+    def _served(self) -> list[tuple[CatalogueModel, HistoryRow]]:
         return [(self._models[row.model], row) for row in self._table if row.model in self._models]
 
-    def _best_known_part(self, model: CatalogueModel, full: Row) -> Row | None:
+    def _best_known_part(self, model: CatalogueModel, full: HistoryRow) -> HistoryRow | None:
         """A partial depth that has seen more of the stream than the full one's profile."""
         rows = (self._table.find(model.id, depth) for depth in model.exits.layers)
         known = [r for r in rows if r is not None and r.tpot_s is not None and r.exit_tokens]
@@ -270,7 +277,7 @@ class Planner:
         return best if best is not None and best.requests > full.requests else None
 
     def _joules_per_token(
-        self, model: CatalogueModel, depth: int, full: Row, own: Row | None
+        self, model: CatalogueModel, depth: int, full: HistoryRow, own: HistoryRow | None
     ) -> float | None:
         if own is not None and own.joules_per_token is not None:
             return own.joules_per_token
@@ -282,7 +289,7 @@ class Planner:
 
 
 def _work_ratio(
-    model: CatalogueModel, depth: int, source: Row, exits: Mapping[int, float]
+    model: CatalogueModel, depth: int, source: HistoryRow, exits: Mapping[int, float]
 ) -> float:
     """Work of the mean token at a depth that leaves as `exits` says, over that of a row's."""
     before = {k: n for k, n in source.exit_tokens.items() if n > 0.0}
@@ -291,7 +298,7 @@ def _work_ratio(
     return depth / source.depth
 
 
-def _perplexity(row: Row, record: DepthRecord | None) -> float:
+def _perplexity(row: HistoryRow, record: DepthRecord | None) -> float:
     """A row's, together with what is on record; 1 where nothing is known."""
     nll, scored = row.nll, row.scored
     if record is not None and record.perplexity:

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from quadriga.policies.helios.history import Row
+from quadriga.core.replica import DepthClass
+from quadriga.policies.helios.history import HistoryRow
 from quadriga.policies.helios.messages import RequestFinished
-from quadriga.types import DepthClass
 
 MAX_SKIPS = 3
 """Assessments in a row that a model may be left out of: what is known of it grows old."""
@@ -21,10 +21,10 @@ another one gets its place: news of it is lost with the ingress that had it."""
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ProfileSeen:
     """A candidate under the eyes: its fresh row, and its requests."""
 
-    row: Row
+    row: HistoryRow
     started_s: deque[float] = field(default_factory=deque)
     finished: int = 0
 
@@ -39,7 +39,7 @@ class Profiling:
     def __init__(self, num_requests: int) -> None:
         self._num_requests = num_requests
         self._to_come: deque[DepthClass] = deque()
-        self._seen: _Seen | None = None
+        self._seen: _ProfileSeen | None = None
         self._skips: dict[str, int] = {}
 
     @property
@@ -78,14 +78,14 @@ class Profiling:
         if not self._to_come:
             return None
         now = self._to_come.popleft()
-        self._seen = _Seen(Row(now.model, now.depth))
+        self._seen = _ProfileSeen(HistoryRow(now.model, now.depth))
         return now
 
     def give_up(self) -> None:
         """The present candidate cannot be loaded."""
         self._seen = None
 
-    def finish(self) -> Row | None:
+    def finish(self) -> HistoryRow | None:
         """The present candidate's row once it has had its requests, which ends its turn."""
         if self._seen is None or self._seen.finished < self._num_requests:
             return None

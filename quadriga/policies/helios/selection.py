@@ -17,21 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quadriga.policies.helios.candidates import Slo
-from quadriga.policies.helios.plans import Plan
+from quadriga.policies.helios.plans import PoolPlan
 
 ACCURACY_TIE = 0.01
 """Perplexities closer than this share are the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModelChoice:
     """A plan, and why."""
 
-    plan: Plan
+    plan: PoolPlan
     reason: str
 
 
-def admissible(plans: Sequence[Plan], slo: Slo, slack: float) -> list[Plan]:
+def admissible(plans: Sequence[PoolPlan], slo: Slo, slack: float) -> list[PoolPlan]:
     """The plans that are accurate enough for an objective."""
     best = min((p.perplexity for p in plans), default=1.0)
     if slo == "response":
@@ -40,7 +40,7 @@ def admissible(plans: Sequence[Plan], slo: Slo, slack: float) -> list[Plan]:
     return [p for p in plans if p.perplexity <= (1.0 + share) * best]
 
 
-def over_limit(plan: Plan, limit: float) -> str | None:
+def over_limit(plan: PoolPlan, limit: float) -> str | None:
     """Why a plan changes too many tokens to be admissible for any objective, or None."""
     if plan.changed_share <= limit + 1e-9:
         return None
@@ -50,7 +50,7 @@ def over_limit(plan: Plan, limit: float) -> str | None:
     )
 
 
-def best_plan(plans: Sequence[Plan], slo: Slo, slack: float) -> Choice | None:
+def best_plan(plans: Sequence[PoolPlan], slo: Slo, slack: float) -> ModelChoice | None:
     """The best plan of all; None where there is none."""
     allowed = admissible(plans, slo, slack)
     by_energy = all(p.joules_per_prompt is not None for p in allowed)
@@ -59,16 +59,16 @@ def best_plan(plans: Sequence[Plan], slo: Slo, slack: float) -> Choice | None:
     )
     if best is None:
         return None
-    return Choice(best, f"{best.depth_class} is best for {slo}: {shown(best, slo)}")
+    return ModelChoice(best, f"{best.depth_class} is best for {slo}: {shown(best, slo)}")
 
 
-def is_better(new: Plan, old: Plan, slo: Slo, margin: float) -> bool:
+def is_better(new: PoolPlan, old: PoolPlan, slo: Slo, margin: float) -> bool:
     """Whether a plan beats another by enough to change for it."""
     by_energy = new.joules_per_prompt is not None and old.joules_per_prompt is not None
     return figures(new, slo, by_energy)[0] < (1.0 - margin) * figures(old, slo, by_energy)[0]
 
 
-def figures(plan: Plan, slo: Slo, by_energy: bool) -> tuple[float, ...]:
+def figures(plan: PoolPlan, slo: Slo, by_energy: bool) -> tuple[float, ...]:
     """What decides among admissible plans: positive, lower is better, the first one first.
 
     Args:
@@ -84,7 +84,7 @@ def figures(plan: Plan, slo: Slo, by_energy: bool) -> tuple[float, ...]:
     return (prompt if slo == "energy" else prompt / plan.tokens_per_request, plan.tpot_s)
 
 
-def shown(plan: Plan, slo: Slo) -> str:
+def shown(plan: PoolPlan, slo: Slo) -> str:
     """The figures behind a choice, in words."""
     parts = [
         f"{plan.tokens_per_s:.4g} tokens/s at batch {plan.batch:.3g}",
@@ -130,7 +130,7 @@ def _short(seconds: float) -> str:
 
 
 def change_cost(
-    plan: Plan, *, load_s: float, in_flight_tokens: float, kv_debt: float, requests: float
+    plan: PoolPlan, *, load_s: float, in_flight_tokens: float, kv_debt: float, requests: float
 ) -> Cost:
     """Cost of a change to a plan.
 

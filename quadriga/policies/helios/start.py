@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from quadriga.catalogue.files import read_catalogue
 from quadriga.catalogue.records import Catalogue
-from quadriga.config import HeliosConfig
+from quadriga.config.scheduling import HeliosConfig
 from quadriga.policies.helios.candidates import Picked, pick_candidates
 from quadriga.policies.helios.history import HistoryTable
 from quadriga.policies.helios.machine import Helios
-from quadriga.policies.helios.messages import Device
+from quadriga.policies.helios.messages import ChosenDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Started:
 
 def start_helios(
     config: HeliosConfig,
-    device: Device,
+    device: ChosenDevice,
     *,
     context_tokens: int,
     table: HistoryTable | None = None,
@@ -36,7 +36,7 @@ def start_helios(
         device: What one decode replica has.
         context_tokens: Longest sequence that is served.
         table: As kept by the process before.
-        cache_dir: See `quadriga.checkpoint.locate`.
+        cache_dir: See `quadriga.checkpoint.folder.locate`.
 
     Raises:
         ConfigError: The catalogue or a checkpoint in it is unusable, named models differ in their

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from quadriga.core.replica import DepthClass
 from quadriga.policies.helios.messages import Order, Output
-from quadriga.types import DepthClass
 
 
-class Phase(StrEnum):
+class HeliosPhase(StrEnum):
     """What the machine is at."""
 
     PROFILE = "profile"
@@ -17,7 +17,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ModelDecision:
     """A line of the log: an output, and when."""
 
     at_s: float
@@ -49,7 +49,7 @@ class Status:
         barred: Class → why it is not chosen until the next assessment.
     """
 
-    phase: Phase
+    phase: HeliosPhase
     target: DepthClass | None
     profiling: DepthClass | None
     order: Order | None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
-from quadriga.metrics import parse_exposition
+from quadriga.observability.metrics import parse_exposition
 from tests.reliability.chaos import fault_injector as blows
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.fault_matrix import Cell, Moment, Victim

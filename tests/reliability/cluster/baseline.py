@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from loadgen.wire.client_http import HttpClient
 from quadriga.errors import QuadrigaError
-from quadriga.metrics import parse_exposition
+from quadriga.observability.metrics import parse_exposition
 from tests.reliability.cluster.driver import ClusterHand
 from tests.reliability.cluster.process_resources import Holding, holding
 

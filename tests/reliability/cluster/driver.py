@@ -13,21 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.calls import NAMESPACE, call, forget_actor
-from actors.lifecycle import controller_name
+from actors.rpc.lifecycle import controller_name
+from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor
 from loadgen.bench.cluster.process_cpu import service_processes
 from loadgen.bench.cluster.service import Service
 from loadgen.runner import now_s
-from quadriga.config import QuadrigaConfig
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
+from quadriga.core.replica import DepthClass, ReplicaInfo, ResizeReport
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.types import (
-    DepthClass,
-    MigrationCause,
-    MigrationOrder,
-    MigrationReport,
-    ReplicaInfo,
-    ResizeReport,
-)
 
 CALL_TIMEOUT_S = 10.0
 ORDER_TIMEOUT_S = 40.0
@@ -215,7 +209,7 @@ def gcs_address(pid: int) -> str:
 
 
 def _names() -> list[str]:
-    from actors import calls
+    from actors.rpc import ray_rpc as calls
 
     return list(calls._handles)
 

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from actors.calls import NAMESPACE, call, forget_actor, get_actor, remember_handle
-from actors.lifecycle import controller_name, parse_replica_name, scheduler_name
-from quadriga.types import DepthClass, Role
+from actors.rpc.lifecycle import controller_name, parse_replica_name, scheduler_name
+from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor, get_actor, remember_handle
+from quadriga.core.replica import DepthClass, Role
 from tests.reliability.cluster import actor_patches as inside
 from tests.reliability.cluster.driver import APP, ClusterHand
 

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from actors.auto_routing import AutoRouter, Route
+from actors.scheduler.auto_routing import AutoRouter, Route
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.request import AUTO_MODEL
+from quadriga.core.routing import Admission, AdmitRequest, PlaceRequest
 from quadriga.errors import Unavailable
-from quadriga.types import (
-    AUTO_MODEL,
-    Admission,
-    AdmitRequest,
-    DepthClass,
-    PlaceRequest,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-)
 
 S4, S8, L12 = DepthClass("s", 4), DepthClass("s", 8), DepthClass("l", 12)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from actors import batches
-from actors.batches import MAX_BATCH, BatchedCalls, CallBatcher
+from actors.rpc import rpc_batcher as batches
+from actors.rpc.rpc_batcher import MAX_BATCH, BatchedCalls, RpcBatcher
 from quadriga.errors import KVCacheExhausted, ReplicaDied, ReplicaError
 
 
@@ -50,9 +50,9 @@ class Line:
         return reply
 
 
-def batcher() -> tuple[CallBatcher, Line]:
+def batcher() -> tuple[RpcBatcher, Line]:
     line = Line()
-    return CallBatcher(line), line
+    return RpcBatcher(line), line
 
 
 async def test_calls_of_one_turn_travel_together() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors import calls
+from actors.rpc import ray_rpc as calls
 from quadriga.errors import ReplicaDied
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from actors import migrations
-from actors.decode import DecodeReplica
-from actors.migrations import Migrations
+from actors.kv_transfer import migrations
+from actors.kv_transfer.migrations import Migrations
+from actors.replica.decode import DecodeReplica
 from quadriga.clock import ManualClock
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import MigrationFailed, TakenOver
-from quadriga.types import Emission, SamplingParams, SequenceState
 
 GONE, HEIR = "ingress-0", "ingress-1"
 
@@ -67,7 +68,7 @@ class Decode(DecodeReplica):
         self.closed_leases: list[str] = []
         self.receiver: Any = SimpleNamespace(cancel=self._close_lease)
         self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
-        self.told: list[tuple[str, Emission]] = []
+        self.told: list[tuple[str, EngineOutput]] = []
         self.mail: Any = SimpleNamespace(
             expect=lambda _: None, put=self.told.extend, drop=lambda _: None
         )

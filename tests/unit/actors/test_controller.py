@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-import actors.controller
-from actors.controller import Controller
-from actors.desired import Desired
+import actors.controller.controller
+from actors.controller.controller import Controller
+from actors.controller.desired import Desired
 from quadriga.clock import ManualClock
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
+from quadriga.config.resolve import Deployment
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.resolve import Deployment
 
 CONFIG = load_config({}).model_dump(mode="json")
 
@@ -48,16 +48,18 @@ async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIter
         "TICK_S": 0.001,
     }
     for name, part in (usual | parts).items():
-        monkeypatch.setattr(actors.controller, name, part)
+        monkeypatch.setattr(actors.controller.controller, name, part)
     kept: dict[str, bytes] = {}
-    monkeypatch.setattr("actors.kept.load", lambda _, what: kept.get(what))
-    monkeypatch.setattr("actors.kept.save", lambda _, what, value: kept.update({what: value}))
+    monkeypatch.setattr("actors.controller.controller_store.load", lambda _, what: kept.get(what))
+    monkeypatch.setattr(
+        "actors.controller.controller_store.save", lambda _, what, value: kept.update({what: value})
+    )
 
     async def unheard(*_: Any, **__: Any) -> None:
         return
 
-    monkeypatch.setattr("actors.scheduler_watch.call", unheard)
-    monkeypatch.setattr("actors.evacuation.LeavingNodes.look", unheard)
+    monkeypatch.setattr("actors.controller.scheduler_watch.call", unheard)
+    monkeypatch.setattr("actors.controller.drain.LeavingNodes.look", unheard)
     made = Controller("app", CONFIG)
     try:
         yield made
@@ -92,8 +94,10 @@ async def test_a_replica_that_nobody_finds_now_keeps_its_place(
     async def find_actor(*_: Any) -> Any:
         return found()
 
-    monkeypatch.setattr(actors.controller, "remove", lambda name, _: removed.append(name))
-    monkeypatch.setattr("actors.fleet.Fleet.tell_scheduler", _nothing)
+    monkeypatch.setattr(
+        actors.controller.controller, "remove", lambda name, _: removed.append(name)
+    )
+    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.tell_scheduler", _nothing)
     async with controller(
         monkeypatch,
         living_replicas=living,
@@ -159,7 +163,7 @@ async def test_who_is_cut_off_does_nothing_and_blames_nobody(
         async def held() -> bool:
             return is_held
 
-        monkeypatch.setattr(made._mandate, "is_held", held)
+        monkeypatch.setattr(made._leader_lease, "is_held", held)
         await asyncio.sleep(0.02)
         clock = ManualClock(1000.0)
         monkeypatch.setattr(made, "_clock", clock)
@@ -190,7 +194,7 @@ async def test_a_store_that_raises_anything_does_not_end_the_loop(
             looks += 1
             raise MemoryError("none left")
 
-        monkeypatch.setattr(made._mandate, "is_held", held)
+        monkeypatch.setattr(made._leader_lease, "is_held", held)
         await until(lambda: looks > 3)
         assert made._error == "none left"
 
@@ -201,12 +205,12 @@ async def test_nobody_is_told_yes_by_a_controller_that_ends(
     """It would be gone a moment later, with nobody left to make another one."""
     ending = asyncio.Event()
     forgotten: list[str] = []
-    monkeypatch.setattr("actors.kept.forget", forgotten.append)
+    monkeypatch.setattr("actors.controller.controller_store.forget", forgotten.append)
 
     async def end() -> None:
         return
 
-    monkeypatch.setattr(actors.controller, "end_this_actor", end)
+    monkeypatch.setattr(actors.controller.controller, "end_this_actor", end)
     async with controller(monkeypatch) as made:
         await until(lambda: made._desired is not None)
         saving = asyncio.Event()
@@ -253,8 +257,10 @@ async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.Monke
         if len(found) == 1:
             raise ReplicaDied("the store is slow", code="unreachable")
 
-    monkeypatch.setattr(actors.controller, "remove", lambda name, _: removed.append(name))
-    monkeypatch.setattr("actors.fleet.Fleet.tell_scheduler", _nothing)
+    monkeypatch.setattr(
+        actors.controller.controller, "remove", lambda name, _: removed.append(name)
+    )
+    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.tell_scheduler", _nothing)
     async with controller(
         monkeypatch,
         find_actor=find_actor,
@@ -283,15 +289,18 @@ async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: Any) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("actors.kept.forget", Failing(None, RuntimeError("the store is away")))
-    monkeypatch.setattr(actors.controller, "end_this_actor", end)
+    monkeypatch.setattr(
+        "actors.controller.controller_store.forget",
+        Failing(None, RuntimeError("the store is away")),
+    )
+    monkeypatch.setattr(actors.controller.controller, "end_this_actor", end)
     async with controller(monkeypatch) as made:
         told: list[str] = []
 
         async def call(_: str, method: str, *__: Any, **___: Any) -> None:
             told.append(method)
 
-        monkeypatch.setattr("actors.scheduler_watch.call", call)
+        monkeypatch.setattr("actors.controller.scheduler_watch.call", call)
         await made._end("stopped")
         assert "stop" in told and ended.num_calls == 1, "the scheduler is stopped all the same"
         make = Failing(None)
@@ -299,8 +308,8 @@ async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         async def gone(*_: Any, **__: Any) -> None:
             raise ReplicaDied("it was stopped")
 
-        monkeypatch.setattr("actors.scheduler_watch.call", gone)
-        monkeypatch.setattr("actors.scheduler_watch.get_scheduler", make)
+        monkeypatch.setattr("actors.controller.scheduler_watch.call", gone)
+        monkeypatch.setattr("actors.controller.scheduler_watch.get_scheduler", make)
         await made._scheduler.configure(CONFIG, [], 0.0)
         assert make.num_calls == 0, "who ends makes no scheduler"
     async with controller(monkeypatch) as made:

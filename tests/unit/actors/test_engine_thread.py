@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from actors.engine_thread import EngineBroken, EngineThread
+from actors.replica.engine_thread import EngineBroken, EngineThread
 from quadriga.errors import InvalidRequest, QuadrigaError, ReplicaError, Unavailable
 
 

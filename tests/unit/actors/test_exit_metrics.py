@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from actors.exits_view import exits_view
-from actors.replica_metrics import ReplicaMetrics
-from actors.status import Load
-from quadriga.exits import ExitCounters
-from quadriga.metrics import MetricsHub
+from actors.metrics.exits_view import exits_view
+from actors.metrics.replica_metrics import ReplicaMetrics
+from actors.replica.status import ReplicaLoad
+from quadriga.checkpoint.exits import ExitCounters
+from quadriga.observability.metrics import MetricsHub
 
 
 def view_of(metrics: ReplicaMetrics) -> dict[str, object]:
@@ -17,10 +17,12 @@ def view_of(metrics: ReplicaMetrics) -> dict[str, object]:
 
 def test_an_exit_has_one_use_at_a_time() -> None:
     metrics = ReplicaMetrics("d0", "m")
-    metrics.gauges(Load(exits=ExitCounters(), exit_uses={10: "idle", 2: "idle"}), 0)
+    metrics.gauges(ReplicaLoad(exits=ExitCounters(), exit_uses={10: "idle", 2: "idle"}), 0)
     assert view_of(metrics)["uses"] == {"2": "idle", "10": "idle"}
-    metrics.gauges(Load(exits=ExitCounters(), exit_uses={10: "tested", 2: "not_worth_it"}), 0)
-    metrics.gauges(Load(exits=ExitCounters(), exit_uses={10: "tested", 2: "idle"}), 0)
+    metrics.gauges(
+        ReplicaLoad(exits=ExitCounters(), exit_uses={10: "tested", 2: "not_worth_it"}), 0
+    )
+    metrics.gauges(ReplicaLoad(exits=ExitCounters(), exit_uses={10: "tested", 2: "idle"}), 0)
     assert view_of(metrics)["uses"] == {"2": "idle", "10": "tested"}
     assert view_of(metrics)["tokens"] == {}, "nothing has run, and it says so all the same"
 
@@ -28,7 +30,7 @@ def test_an_exit_has_one_use_at_a_time() -> None:
 def test_tokens_and_uses_stand_side_by_side() -> None:
     metrics = ReplicaMetrics("d0", "m")
     counters = ExitCounters(tokens={8: 30})
-    metrics.gauges(Load(exits=counters, exit_uses={2: "full_depth_asked"}), 0)
+    metrics.gauges(ReplicaLoad(exits=counters, exit_uses={2: "full_depth_asked"}), 0)
     found = view_of(metrics)
     assert found["tokens"] == {"8": 30.0}
     assert found["uses"] == {"2": "full_depth_asked"}

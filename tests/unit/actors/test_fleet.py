@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, RayError
 
-import actors.fleet
-from actors.fleet import ADOPTED_SILENCE_S, Fleet, Member, Phase
-from actors.status import Load, ReplicaStatus
+import actors.controller.replica_manager
+from actors.controller.replica_manager import (
+    ADOPTED_SILENCE_S,
+    ReplicaHandle,
+    ReplicaManager,
+    ReplicaPhase,
+)
+from actors.replica.status import ReplicaLoad, ReplicaStatus
 from quadriga.clock import ManualClock
-from quadriga.config import LifecycleConfig
+from quadriga.config.ingress import LifecycleConfig
+from quadriga.core.replica import Role
 from quadriga.errors import ReplicaError
 from quadriga.policies.liveness import STALL_PATIENCE
-from quadriga.types import Role
 
 LIMIT_S = 8.0
 
@@ -24,11 +29,17 @@ LIMIT_S = 8.0
 def verdicts(silences_s: Sequence[float]) -> list[str | None]:
     """What the fleet decides of replicas that were last heard of so long ago."""
     clock = ManualClock(1000.0)
-    fleet = Fleet("app", clock, lambda: None, lambda: 0.0)
+    fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0)
     handle: Any = None
     members = [
-        Member(
-            (Role.DECODE, i), f"d{i}", handle, 0.0, "same", Phase.READY, clock.now_s() - silence_s
+        ReplicaHandle(
+            (Role.DECODE, i),
+            f"d{i}",
+            handle,
+            0.0,
+            "same",
+            ReplicaPhase.READY,
+            clock.now_s() - silence_s,
         )
         for i, silence_s in enumerate(silences_s)
     ]
@@ -65,7 +76,7 @@ class Handle:
         if not self.is_placed:
             raise ActorUnavailableError("it has no place", None)
         info: Any = None
-        return ReplicaStatus(info, True, False, None, Load(), "same")
+        return ReplicaStatus(info, True, False, None, ReplicaLoad(), "same")
 
 
 async def test_a_replica_is_watched_on_while_the_control_store_is_away(
@@ -81,17 +92,17 @@ async def test_a_replica_is_watched_on_while_the_control_store_is_away(
         handle.is_placed = True
         return [("d0", "CREATED")]
 
-    monkeypatch.setattr(actors.fleet, "groups", groups)
+    monkeypatch.setattr(actors.controller.replica_manager, "groups", groups)
     ready = asyncio.Event()
     clock = ManualClock(1000.0)
-    fleet = Fleet("app", clock, ready.set, lambda: 0.0)
+    fleet = ReplicaManager("app", clock, ready.set, lambda: 0.0)
     fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
-    member = Member((Role.DECODE, 0), "d0", handle, clock.now_s(), "same")
+    member = ReplicaHandle((Role.DECODE, 0), "d0", handle, clock.now_s(), "same")
     fleet._watch(member)
     try:
         async with asyncio.timeout(5):
             await ready.wait()
-        assert member.phase is Phase.READY
+        assert member.phase is ReplicaPhase.READY
     finally:
         for task in member.tasks:
             task.cancel()
@@ -113,12 +124,12 @@ async def test_a_place_is_given_back_once_the_control_store_is_there_again(
         return
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(actors.fleet, "remove", remove)
-    monkeypatch.setattr(actors.fleet, "call", told)
-    monkeypatch.setattr(actors.fleet, "REMOVE_PAUSE_S", 0.001)
-    fleet = Fleet("app", ManualClock(1000.0), changed.set, lambda: 0.0)
+    monkeypatch.setattr(actors.controller.replica_manager, "remove", remove)
+    monkeypatch.setattr(actors.controller.replica_manager, "call", told)
+    monkeypatch.setattr(actors.controller.replica_manager, "REMOVE_PAUSE_S", 0.001)
+    fleet = ReplicaManager("app", ManualClock(1000.0), changed.set, lambda: 0.0)
     handle: Any = None
-    member = Member((Role.DECODE, 0), "d0", handle, 0.0, "same", Phase.READY)
+    member = ReplicaHandle((Role.DECODE, 0), "d0", handle, 0.0, "same", ReplicaPhase.READY)
     fleet.members["d0"] = member
     await fleet._gone(member, "died")
     assert changed.is_set(), "a replacement does not wait for it"
@@ -134,10 +145,14 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     """One that waits for its place cannot answer, and one that was just placed loads its code."""
     placed = is_placed
     state = {True: "CREATED", False: "PENDING"}
-    monkeypatch.setattr(actors.fleet, "groups", lambda: [("d0", state[placed])])
-    monkeypatch.setattr(actors.fleet, "background", lambda coroutine: coroutine.close())
+    monkeypatch.setattr(
+        actors.controller.replica_manager, "groups", lambda: [("d0", state[placed])]
+    )
+    monkeypatch.setattr(
+        actors.controller.replica_manager, "background", lambda coroutine: coroutine.close()
+    )
     clock = ManualClock(1000.0)
-    fleet = Fleet("app", clock, lambda: None, lambda: 0.0)
+    fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0)
     handle: Any = Handle()
     fleet.adopt((Role.DECODE, 0), "d0", handle)
     member = fleet.members["d0"]
@@ -152,7 +167,7 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     if is_placed:
         assert late == f"hung: no answer for {LIMIT_S + ADOPTED_SILENCE_S:.1f} s"
         return
-    assert late is None and member.phase is Phase.PENDING
+    assert late is None and member.phase is ReplicaPhase.PENDING
     placed = True
     assert await verdict(1.0) is None
     assert await verdict(ADOPTED_SILENCE_S - 1.0) is None
@@ -172,14 +187,16 @@ async def test_who_stood_still_blames_no_replica(monkeypatch: pytest.MonkeyPatch
             raise ReplicaError("no answer", code="timeout")
         if beats == 5:
             done.set()
-        status: Any = ReplicaStatus(None, True, False, None, Load(), "same")  # type: ignore[arg-type]
+        status: Any = ReplicaStatus(None, True, False, None, ReplicaLoad(), "same")  # type: ignore[arg-type]
         return status
 
-    monkeypatch.setattr(actors.fleet, "call_handle", heartbeat)
-    fleet = Fleet("app", clock, lambda: None, lambda: 0.0)
+    monkeypatch.setattr(actors.controller.replica_manager, "call_handle", heartbeat)
+    fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0)
     fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
     handle: Any = None
-    member = Member((Role.DECODE, 0), "d0", handle, clock.now_s(), "same", Phase.STARTING)
+    member = ReplicaHandle(
+        (Role.DECODE, 0), "d0", handle, clock.now_s(), "same", ReplicaPhase.STARTING
+    )
     fleet._watch(member)
     try:
         async with asyncio.timeout(5):
@@ -206,16 +223,18 @@ async def test_who_is_cut_off_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     async def held() -> bool:
         return is_held
 
-    async def note_gone(member: Member, reason: str) -> None:
+    async def note_gone(member: ReplicaHandle, reason: str) -> None:
         gone_at.append(beats)
         gone.set()
 
-    monkeypatch.setattr(actors.fleet, "call_handle", heartbeat)
-    fleet = Fleet("app", clock, lambda: None, lambda: 0.0, is_held=held)
+    monkeypatch.setattr(actors.controller.replica_manager, "call_handle", heartbeat)
+    fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0, is_held=held)
     fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
     monkeypatch.setattr(fleet, "_gone", note_gone)
     handle: Any = Handle()
-    member = Member((Role.DECODE, 0), "d0", handle, 1000.0, "same", Phase.READY, clock.now_s())
+    member = ReplicaHandle(
+        (Role.DECODE, 0), "d0", handle, 1000.0, "same", ReplicaPhase.READY, clock.now_s()
+    )
     fleet._watch(member)
     try:
         async with asyncio.timeout(5):
@@ -246,17 +265,17 @@ async def test_a_failure_that_nobody_thought_of_ends_no_watch(
 
     setattr(handle, call, Failing())
     sleep = asyncio.sleep
-    monkeypatch.setattr(actors.fleet.asyncio, "sleep", lambda _: sleep(0.001))
+    monkeypatch.setattr(actors.controller.replica_manager.asyncio, "sleep", lambda _: sleep(0.001))
     ready = asyncio.Event()
-    fleet = Fleet("app", ManualClock(1000.0), ready.set, lambda: 0.0)
-    member = Member((Role.DECODE, 0), "d0", handle, 1000.0, "same")
+    fleet = ReplicaManager("app", ManualClock(1000.0), ready.set, lambda: 0.0)
+    member = ReplicaHandle((Role.DECODE, 0), "d0", handle, 1000.0, "same")
     fleet._watch(member)
     try:
         async with asyncio.timeout(5):
             await ready.wait()
             while asked < 2:
                 await sleep(0.001)
-        assert member.phase is Phase.READY
+        assert member.phase is ReplicaPhase.READY
         assert not any(task.done() for task in member.tasks)
     finally:
         for task in member.tasks:
@@ -272,18 +291,20 @@ async def test_who_is_cut_off_ends_nobody_whatever_is_wrong(
     async def held() -> bool:
         return is_held
 
-    async def note_gone(member: Member, reason: str) -> None:
+    async def note_gone(member: ReplicaHandle, reason: str) -> None:
         gone.append(reason)
 
     async def heartbeat(*_: Any, **__: Any) -> ReplicaStatus:
         info: Any = None
-        return ReplicaStatus(info, True, False, ReplicaError("broken"), Load(), "same")
+        return ReplicaStatus(info, True, False, ReplicaError("broken"), ReplicaLoad(), "same")
 
-    monkeypatch.setattr(actors.fleet, "call_handle", heartbeat)
-    fleet = Fleet("app", ManualClock(1000.0), lambda: None, lambda: 0.0, is_held=held)
+    monkeypatch.setattr(actors.controller.replica_manager, "call_handle", heartbeat)
+    fleet = ReplicaManager("app", ManualClock(1000.0), lambda: None, lambda: 0.0, is_held=held)
     monkeypatch.setattr(fleet, "_gone", note_gone)
     handle: Any = Handle()
-    member = Member((Role.DECODE, 0), "d0", handle, 1000.0, "same", Phase.READY, 1000.0)
+    member = ReplicaHandle(
+        (Role.DECODE, 0), "d0", handle, 1000.0, "same", ReplicaPhase.READY, 1000.0
+    )
     await fleet._heartbeat(member)
     assert gone == []
     is_held = True

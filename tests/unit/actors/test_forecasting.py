@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.forecast_metrics import ForecastMetrics
-from actors.forecasting import Forecasting, load_lengths
+from actors.metrics.forecast_metrics import ForecastMetrics
+from actors.replica.forecasting import Forecasting, load_lengths
 from loadgen.bench.engines.offline import engine_spec
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
-from quadriga.config import load_config
-from quadriga.engine.runner import NativeRunner
-from quadriga.metrics import MetricsHub, Registry, parse_exposition
-from quadriga.types import SamplingParams, SequenceState, TransferOffer
+from quadriga.config.loader import load_config
+from quadriga.core.kv import TransferOffer
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.observability.metrics import MetricsHub, Registry, parse_exposition
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.slots import SlotTable
 
 ROWS = 4
 

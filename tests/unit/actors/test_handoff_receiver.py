@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-import actors.tasks
-from actors.decode import DecodeReplica
-from actors.handoff_receiver import HandoffReceiver
-from actors.kv_transport.payload import checksum, pack
-from quadriga.batching.handoff import LeaseState
+import actors.rpc.tasks
+from actors.kv_transfer.handoff_receiver import HandoffReceiver
+from actors.kv_transfer.transports.payload import checksum, pack
+from actors.replica.decode import DecodeReplica
 from quadriga.clock import ManualClock, SystemClock
-from quadriga.config import QuadrigaConfig
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.kv import KVExtent, KVPart, ResumePoint, TransferOffer
+from quadriga.core.replica import DepthClass
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import (
     InvariantViolation,
     KVCacheExhausted,
@@ -27,15 +29,7 @@ from quadriga.errors import (
     QuadrigaError,
     ReplicaError,
 )
-from quadriga.types import (
-    DepthClass,
-    KVExtent,
-    KVPart,
-    ResumePoint,
-    SamplingParams,
-    SequenceState,
-    TransferOffer,
-)
+from quadriga.scheduling.handoff import LeaseState
 
 NUM_TOKENS = 3
 CLASS = DepthClass("m", 2)
@@ -300,7 +294,7 @@ async def test_a_replica_that_stood_still_does_not_take_it_for_silence(
             raise asyncio.CancelledError
         clock.advance(left.pop(0))
 
-    monkeypatch.setattr(actors.tasks, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(actors.rpc.tasks, "asyncio", SimpleNamespace(sleep=sleep))
     replica: Any = SimpleNamespace(
         clock=clock,
         config=QuadrigaConfig(),

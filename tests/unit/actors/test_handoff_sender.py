@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 
-from actors import handoff_sender
-from actors.handoff_sender import OutgoingTransfer
-from quadriga.batching.handoff import LeaseState
-from quadriga.exits import ExitParams
-from quadriga.types import (
-    DepthClass,
-    ReplicaInfo,
-    Role,
-    SamplingParams,
-    SequenceState,
-    TransferOffer,
-)
+from actors.kv_transfer import handoff_sender
+from actors.kv_transfer.handoff_sender import OutgoingTransfer
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.core.kv import TransferOffer
+from quadriga.core.replica import DepthClass, ReplicaInfo, Role
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.scheduling.handoff import LeaseState
 
 CLASS = DepthClass("m", 8)
 

@@ -12,31 +12,25 @@ from typing import Any
 
 import pytest
 
-import actors.escalation
-import actors.helios
-import actors.scaling
-import actors.waiting_strict
-from actors.fleet import Fleet, Member, Phase
-from actors.helios import HeliosControl
-from actors.helios_setup import set_up
-from actors.members import class_of, place_name
-from actors.status import Load, ParkedSequence, ReplicaStatus
-from quadriga.checkpoint import ASSETS
+import actors.controller.helios
+import actors.controller.scaling
+import actors.replica.escalation
+import actors.replica.strict_depth_loader
+from actors.controller.helios import HeliosController
+from actors.controller.helios_setup import set_up
+from actors.controller.replica_handles import class_of, place_name
+from actors.controller.replica_manager import ReplicaHandle, ReplicaManager, ReplicaPhase
+from actors.replica.status import ParkedSequence, ReplicaLoad, ReplicaStatus
+from quadriga.checkpoint.exits import ExitCounters
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import ManualClock
-from quadriga.config import QuadrigaConfig, load_config
+from quadriga.config.loader import QuadrigaConfig, load_config
+from quadriga.config.resolve import Hardware, resolve
+from quadriga.core.migration import MigrationReport
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
+from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.exits import ExitCounters
 from quadriga.policies.helios import Resize, Switch, history_file
-from quadriga.resolve import Hardware, resolve
-from quadriga.types import (
-    AutoReport,
-    DepthClass,
-    MigrationReport,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    ResizeReport,
-    Role,
-)
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
 L12 = DepthClass("quadriga-l", 12)
@@ -56,18 +50,27 @@ class Stand:
         self.calls: list[tuple[Any, ...]] = []
         self.saved: dict[str, bytes] = {}
         self.answers: dict[str, Callable[..., Any]] = {}
-        for module in (actors.helios, actors.escalation, actors.scaling, actors.waiting_strict):
+        for module in (
+            actors.controller.helios,
+            actors.replica.escalation,
+            actors.controller.scaling,
+            actors.replica.strict_depth_loader,
+        ):
             monkeypatch.setattr(module, "call", self._call)
-        monkeypatch.setattr(actors.helios.kept, "load", lambda app, what: self.saved.get(what))
         monkeypatch.setattr(
-            actors.helios.kept, "save", lambda app, what, value: self.saved.update({what: value})
+            actors.controller.helios.kept, "load", lambda app, what: self.saved.get(what)
+        )
+        monkeypatch.setattr(
+            actors.controller.helios.kept,
+            "save",
+            lambda app, what, value: self.saved.update({what: value}),
         )
         self.clock = ManualClock(100.0)
-        self.fleet = Fleet("app", self.clock, lambda: None, lambda: 0.0)
+        self.fleet = ReplicaManager("app", self.clock, lambda: None, lambda: 0.0)
         self.config = config(**changes)
         self.control = self.again()
 
-    def again(self) -> HeliosControl:
+    def again(self) -> HeliosController:
         """A control as the next controller process makes it."""
         deployment = resolve(self.config, HARDWARE)
         ordinals = dict.fromkeys(Role, 0)
@@ -76,16 +79,18 @@ class Stand:
             places[spec.role, ordinals[spec.role]] = spec
             ordinals[spec.role] += 1
         setup = set_up("app", self.config, HARDWARE, places)
-        self.control = HeliosControl("app", setup, self.fleet, self.clock)
+        self.control = HeliosController("app", setup, self.fleet, self.clock)
         return self.control
 
-    def add(self, key: tuple[Role, int], depth_class: DepthClass, name: str = "") -> Member:
+    def add(self, key: tuple[Role, int], depth_class: DepthClass, name: str = "") -> ReplicaHandle:
         """A replica that is ready."""
         name = name or place_name(key)
         info = ReplicaInfo(name, key[0], depth_class, "node", "one", 8, 4096)
         handle: Any = None
-        member = Member(key, name, handle, self.clock.now_s(), "same", Phase.READY)
-        member.status = ReplicaStatus(info, True, False, None, Load(exits=ExitCounters()), "same")
+        member = ReplicaHandle(key, name, handle, self.clock.now_s(), "same", ReplicaPhase.READY)
+        member.status = ReplicaStatus(
+            info, True, False, None, ReplicaLoad(exits=ExitCounters()), "same"
+        )
         self.fleet.members[name] = member
         return member
 
@@ -117,7 +122,7 @@ def config(**changes: Any) -> QuadrigaConfig:
     )
 
 
-def load_of(member: Member) -> Load:
+def load_of(member: ReplicaHandle) -> ReplicaLoad:
     assert member.status is not None
     return member.status.load
 
@@ -216,7 +221,7 @@ async def test_a_late_answer_leaves_the_next_order_alone(monkeypatch: pytest.Mon
             return ResizeReport("failed", reason="late")
         return None
 
-    monkeypatch.setattr(actors.helios, "call", answer)
+    monkeypatch.setattr(actors.controller.helios, "call", answer)
     control = stand.control
     control._carry_out(Resize(1, "decode:0", S4, 10.0, "why"))
     await asyncio.sleep(0)
@@ -365,9 +370,9 @@ async def test_prefill_loads_what_strict_sequences_wait_for(
     assert stand.control.view()["target"] == str(S4)
 
 
-@pytest.mark.parametrize("phase", [Phase.READY, Phase.RETIRING])
+@pytest.mark.parametrize("phase", [ReplicaPhase.READY, ReplicaPhase.RETIRING])
 async def test_a_strict_request_that_came_in_the_middle_of_a_switch_gets_its_layers(
-    monkeypatch: pytest.MonkeyPatch, phase: Phase
+    monkeypatch: pytest.MonkeyPatch, phase: ReplicaPhase
 ) -> None:
     """Its prefill replica's place is filled by the other model: no order reaches it any more."""
     stand = Stand(monkeypatch, **{"helios.retry_s": 5.0})
@@ -538,7 +543,7 @@ async def test_a_replica_that_never_comes_freezes_nothing(monkeypatch: pytest.Mo
     await stand.ticks(2)
     assert stand.decode_places == {0, 2}
     pending = stand.add((Role.DECODE, 2), S4)
-    pending.phase, pending.status = Phase.PENDING, None
+    pending.phase, pending.status = ReplicaPhase.PENDING, None
     load = load_of(stand.fleet.members["decode:0"])
     for i in range(1, 6):  # meanwhile confidence breaks: the machine goes on
         load.exits = ExitCounters(tokens={4: 100 * i}, breaches=90 * i)
@@ -548,7 +553,7 @@ async def test_a_replica_that_never_comes_freezes_nothing(monkeypatch: pytest.Mo
     await stand.ticks(9)
     assert stand.decode_places == {0, 3}, "it is given up, and another one is asked for"
     starting = stand.add((Role.DECODE, 3), S8)
-    starting.phase, starting.status = Phase.STARTING, None
+    starting.phase, starting.status = ReplicaPhase.STARTING, None
     await stand.ticks(30)
     assert stand.decode_places == {0, 3}, "what is placed may take its time to load"
     stand.add((Role.DECODE, 3), S8)
@@ -575,7 +580,7 @@ async def test_one_leaves_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     first, then = stand.of("hand_over")
     assert (first[0], first[2], then[2]) == ("decode:0", "decode:2", "decode:3"), "what is left"
     stand.answers["hand_over"] = lambda name, heir: []
-    stand.fleet.members[first[0]].phase = Phase.RETIRING
+    stand.fleet.members[first[0]].phase = ReplicaPhase.RETIRING
     await stand.ticks(20)
     assert len(stand.of("hand_over")) == 2, "the first one is still leaving"
     del stand.fleet.members[first[0]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.idle_check import IdleCheck, Leaks
+from actors.replica.idle_check import IdleCheck, Leaks
 from quadriga.clock import ManualClock
 from quadriga.errors import InvariantViolation
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors import ingress_watch
-from actors.ingress_watch import SILENCE_S, IngressWatch
+from actors.scheduler import ingress_watch
+from actors.scheduler.ingress_watch import SILENCE_S, IngressWatch
 from quadriga.policies.liveness import STALL_PATIENCE
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.kv_feed import (
+from actors.kv_transfer.kv_feed import (
     MAX_JOINED_BYTES,
     MIN_PART_BYTES,
     KVFeed,
+    KVPiece,
     KVRange,
     LayerJoiner,
-    Piece,
     StagingBudget,
 )
 
@@ -32,29 +32,29 @@ async def test_ranges_come_in_order_and_then_the_end() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     feed.add(span(0), None)
-    assert await waiting == Piece(span(0), 1, None)
+    assert await waiting == KVPiece(span(0), 1, None)
     feed.add(span(1), None)
     feed.complete()
-    assert await feed.next(1) == Piece(span(1), 1, None)
+    assert await feed.next(1) == KVPiece(span(1), 1, None)
     assert await feed.next(2) is None
-    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None), "a second try joins them"
+    assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None), "a second try joins them"
 
 
 async def test_only_neighbours_at_the_same_positions_are_joined() -> None:
     feed = KVFeed(StagingBudget(), 1)
     for piece in (span(0), span(1), span(0, 10, 20), span(1, 10, 20), span(3, 10, 20)):
         feed.add(piece, None)
-    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)
-    assert await feed.next(2) == Piece(KVRange(0, 2, 10, 20), 2, None)
-    assert await feed.next(4) == Piece(span(3, 10, 20), 1, None)
+    assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
+    assert await feed.next(2) == KVPiece(KVRange(0, 2, 10, 20), 2, None)
+    assert await feed.next(4) == KVPiece(span(3, 10, 20), 1, None)
 
 
 async def test_large_ranges_go_alone() -> None:
     feed = KVFeed(StagingBudget(), MAX_JOINED_BYTES // 20)
     for layer in range(3):
         feed.add(span(layer), None)
-    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)
-    assert await feed.next(2) == Piece(span(2), 1, None)
+    assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
+    assert await feed.next(2) == KVPiece(span(2), 1, None)
 
 
 async def test_copies_are_given_out_once_and_given_back() -> None:
@@ -81,7 +81,7 @@ async def test_a_missing_copy_sends_all_of_a_piece_to_its_row() -> None:
     staging.take(60)
     feed.add(span(0), Copy(60))
     feed.add(span(1), None)
-    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)
+    assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
     assert staging.held_bytes == 0
 
 
@@ -94,7 +94,7 @@ async def test_a_closed_feed_keeps_no_copy() -> None:
     staging.take(60)
     feed.add(span(1), Copy(60))
     assert staging.held_bytes == 0
-    assert await feed.next(0) == Piece(KVRange(0, 2, 0, 10), 2, None)
+    assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
 
 
 def groups(start: int, stop: int) -> list[KVRange]:

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transport import nccl_library
-from actors.kv_transport.auto import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
-from actors.kv_transport.line import NO_ROUTE, TOO_LARGE
-from actors.kv_transport.nccl_library import find_nccl
+from actors.kv_transfer.transports import nccl_library
+from actors.kv_transfer.transports.auto import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
+from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE
+from actors.kv_transfer.transports.nccl_library import find_nccl
+from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
-from quadriga.types import KVPart
 from tests.fake_nccl import FakeNccl
 
 KV = torch.zeros(1, 2, 1, 4, 4)
 PART = KVPart("t", 0, 0, 1, 0, 4, tuple(KV.shape), "float32", 0)
 
 
-class Way:
+class RoutingDecision:
     """A transport that fails as it is told."""
 
     def __init__(self, name: str) -> None:
@@ -47,7 +47,7 @@ class Bench:
         self.hub = TransportHub(
             "object_store", "me", None, lambda _: "127.0.0.1", clock=lambda: self.now_s
         )
-        self.ways = {name: Way(name) for name in ("nccl", "gloo", "object_store")}
+        self.ways = {name: RoutingDecision(name) for name in ("nccl", "gloo", "object_store")}
         self.hub._ways = list(self.ways.values())
 
     async def send(self, peer: str = "p") -> list[str]:

@@ -12,14 +12,14 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from actors.kv_transport import nccl as nccl_module
-from actors.kv_transport import nccl_pair, sending
-from actors.kv_transport.line import NO_ROUTE, TOO_LARGE, ChannelOffer
-from actors.kv_transport.nccl import MAX_STUCK_PAIRS, NcclLines, NcclTransport, Staging
-from actors.kv_transport.nccl_library import SHARE_VARIABLE, NcclLibrary, named
-from actors.kv_transport.nccl_link import Listener, join
-from actors.kv_transport.nccl_pair import NcclPair
-from actors.kv_transport.pairs import Invite, PairTransport
+from actors.kv_transfer.transports import nccl as nccl_module
+from actors.kv_transfer.transports import nccl_pair, sending
+from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
+from actors.kv_transfer.transports.nccl import MAX_STUCK_PAIRS, NcclChannels, NcclTransport, Staging
+from actors.kv_transfer.transports.nccl_library import SHARE_VARIABLE, NcclLibrary, named
+from actors.kv_transfer.transports.nccl_link import Listener, join
+from actors.kv_transfer.transports.nccl_pair import NcclPair
+from actors.kv_transfer.transports.pairs import Invite, PairTransport
 from quadriga.errors import KVTransportError
 from tests.contract.lines import WAIT_S, Rig, Sink, make_rig, wait_for
 from tests.contract.test_lines import localhost
@@ -168,7 +168,7 @@ def test_a_peer_that_dies_is_noticed_though_nccl_says_nothing(start: Start) -> N
     future = freeze_in_mid_part(gpus, rig)
     started_s = time.monotonic()
     line = rig.b._receiving["a"]._line
-    assert isinstance(line, nccl_module.NcclLine)
+    assert isinstance(line, nccl_module.NcclChannel)
     line._link.shut()  # as the kernel does when a process ends
     with pytest.raises(KVTransportError):
         future.result(WAIT_S)
@@ -437,7 +437,7 @@ def test_the_links_check_ends_a_wait(pair: Pairs) -> None:
 
 def test_an_offer_of_another_kind_is_no_route() -> None:
     side = FakeNccl("A")
-    lines = NcclLines("a", localhost, side.library())
+    lines = NcclChannels("a", localhost, side.library())
     with pytest.raises(KVTransportError) as refusal:
         lines.check(ChannelOffer("b", "127.0.0.1", 1, 1))
     assert refusal.value.code == NO_ROUTE

@@ -15,10 +15,10 @@ import pytest
 import torch
 from ray.exceptions import RayError
 
-from actors.kv_transport import object_store
-from actors.kv_transport.object_store import MAX_PUTS, ObjectStoreTransport
+from actors.kv_transfer.transports import object_store
+from actors.kv_transfer.transports.object_store import MAX_PUTS, ObjectStoreTransport
+from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, ReplicaError
-from quadriga.types import KVPart
 
 PATIENCE_S = 20.0
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transport.gloo import GlooTransport
-from actors.kv_transport.sending import Job, SendingChannel
+from actors.kv_transfer.transports.gloo import GlooTransport
+from actors.kv_transfer.transports.sending import Job, SendingChannel
 from quadriga.errors import KVTransportError
 from tests.contract.lines import WAIT_S, Rig, make_rig
 from tests.contract.test_lines import localhost

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.kv_transport import payload
-from actors.kv_transport.payload import (
+from actors.kv_transfer.transports import payload
+from actors.kv_transfer.transports.payload import (
     DEVICE_DIGEST,
     as_bytes,
     checksum,
@@ -17,8 +17,8 @@ from actors.kv_transport.payload import (
     num_bytes,
     where_digested,
 )
+from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError
-from quadriga.types import KVPart
 
 
 def part_of(kv: torch.Tensor, digest: int) -> KVPart:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from actors.desired import resolve_on
-from actors.lifecycle import fingerprint, new_replica_name, parse_replica_name
+from actors.controller.desired import resolve_on
+from actors.rpc.lifecycle import fingerprint, new_replica_name, parse_replica_name
+from quadriga.config.kv_memory import NodeMemory
+from quadriga.config.resolve import Hardware
+from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ConfigError
-from quadriga.kv_memory import NodeMemory
-from quadriga.resolve import Hardware
-from quadriga.types import DepthClass, ReplicaInfo, Role
 
 HARDWARE = Hardware(num_cpus=8)
 

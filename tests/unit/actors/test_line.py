@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.prefill_handoff import STARVING_S, Line
+from actors.kv_transfer.prefill_handoff import STARVING_S, PlacementQueue
 
 
 async def settle() -> None:
@@ -15,7 +15,7 @@ async def settle() -> None:
 
 
 async def test_first_come_first_served_among_equals_and_the_important_first() -> None:
-    line, served = Line(), []
+    line, served = PlacementQueue(), []
     gates = {name: asyncio.Event() for name in ("a", "b", "c", "urgent")}
 
     async def wait(name: str, priority: int) -> None:
@@ -42,7 +42,7 @@ async def test_first_come_first_served_among_equals_and_the_important_first() ->
 
 
 async def test_whoever_gives_up_makes_way() -> None:
-    line = Line()
+    line = PlacementQueue()
     async with asyncio.timeout(5.0), line.turn(0):
         gone = asyncio.create_task(line.turn(1).__aenter__())
         after = asyncio.create_task(line.turn(2).__aenter__())
@@ -56,7 +56,7 @@ async def test_whoever_gives_up_makes_way() -> None:
 
 async def test_nobody_waits_for_ever_behind_the_important() -> None:
     now_s = [0.0]
-    line, served = Line(lambda: now_s[0]), []
+    line, served = PlacementQueue(lambda: now_s[0]), []
     names = ("first", "important", "more important", "humble")
     gates = {name: asyncio.Event() for name in names}
 
@@ -90,7 +90,7 @@ async def test_whoever_starves_is_called_though_nobody_comes_or_goes(
 ) -> None:
     loop, now_s = asyncio.get_running_loop(), [0.0]
     monkeypatch.setattr(loop, "time", lambda: now_s[0])
-    line, served = Line(loop.time), []
+    line, served = PlacementQueue(loop.time), []
     gates = {name: asyncio.Event() for name in ("first", "humble", "important")}
 
     async def wait(name: str, priority: int) -> None:

@@ -6,18 +6,19 @@ import asyncio
 
 import pytest
 
-from actors.mailroom import MAX_SPACING_S, Mailroom
+from actors.replica.output_dispatcher import MAX_SPACING_S, OutputDispatcher
 from quadriga.clock import ManualClock, SystemClock
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import FinishReason
 from quadriga.errors import Cancelled
-from quadriga.types import Emission, FinishReason
 
 
-def token(index: int) -> Emission:
-    return Emission("s", 0, first_index=index, token_ids=[index])
+def token(index: int) -> EngineOutput:
+    return EngineOutput("s", 0, first_index=index, token_ids=[index])
 
 
 async def test_a_poll_waits_for_news_and_no_longer() -> None:
-    mail = Mailroom("x", SystemClock(), 2.0)
+    mail = OutputDispatcher("x", SystemClock(), 2.0)
     waiting = asyncio.create_task(mail.poll("i", 0, 10.0))
     await asyncio.sleep(0)
     mail.put([("other", token(0))])
@@ -32,7 +33,7 @@ async def test_a_poll_waits_for_news_and_no_longer() -> None:
 
 
 async def test_a_lost_reply_is_given_again_at_once() -> None:
-    mail = Mailroom("x", SystemClock(), 2.0)
+    mail = OutputDispatcher("x", SystemClock(), 2.0)
     mail.put([("i", token(0))])
     lost = await mail.poll("i", 0, 10.0)
     async with asyncio.timeout(20):
@@ -40,11 +41,11 @@ async def test_a_lost_reply_is_given_again_at_once() -> None:
     assert again.emissions == lost.emissions
 
 
-def continuation(sequence_id: str, index: int) -> Emission:
-    return Emission(sequence_id, 0, first_index=index, token_ids=[index])
+def continuation(sequence_id: str, index: int) -> EngineOutput:
+    return EngineOutput(sequence_id, 0, first_index=index, token_ids=[index])
 
 
-async def a_reply_with_two_sequences(mail: Mailroom) -> int:
+async def a_reply_with_two_sequences(mail: OutputDispatcher) -> int:
     mail.put([("i", continuation("a", 1)), ("i", continuation("b", 1))])
     reply = await mail.poll("i", 0, 0.0)
     assert len(reply.emissions) == 2
@@ -58,7 +59,7 @@ async def settled() -> None:
 
 async def test_tokens_that_continue_are_gathered_while_the_ingress_is_busy() -> None:
     clock = ManualClock()
-    mail = Mailroom("x", clock, 2.0, spacing_s=0.005)
+    mail = OutputDispatcher("x", clock, 2.0, spacing_s=0.005)
     ack = await a_reply_with_two_sequences(mail)
     waiting = asyncio.create_task(mail.poll("i", ack, 10.0))
     await settled()
@@ -75,7 +76,7 @@ async def test_tokens_that_continue_are_gathered_while_the_ingress_is_busy() -> 
 
 async def test_a_reply_that_comes_late_enough_is_not_held_back() -> None:
     clock = ManualClock()
-    mail = Mailroom("x", clock, 2.0, spacing_s=0.005)
+    mail = OutputDispatcher("x", clock, 2.0, spacing_s=0.005)
     waiting = asyncio.create_task(mail.poll("i", await a_reply_with_two_sequences(mail), 10.0))
     await settled()
     clock.advance(0.010)
@@ -88,14 +89,14 @@ async def test_a_reply_that_comes_late_enough_is_not_held_back() -> None:
     "urgent",
     [
         token(0),
-        Emission("a", 0, 2, [2], finish=FinishReason.LENGTH),
-        Emission("a", 0, 2, error=Cancelled("gone")),
-        Emission("a", 0, 2, moved_to="other"),
+        EngineOutput("a", 0, 2, [2], finish=FinishReason.LENGTH),
+        EngineOutput("a", 0, 2, error=Cancelled("gone")),
+        EngineOutput("a", 0, 2, moved_to="other"),
     ],
     ids=["first token", "finish", "error", "move"],
 )
-async def test_what_somebody_waits_for_goes_out_at_once(urgent: Emission) -> None:
-    mail = Mailroom("x", ManualClock(), 2.0, spacing_s=0.005)
+async def test_what_somebody_waits_for_goes_out_at_once(urgent: EngineOutput) -> None:
+    mail = OutputDispatcher("x", ManualClock(), 2.0, spacing_s=0.005)
     waiting = asyncio.create_task(mail.poll("i", await a_reply_with_two_sequences(mail), 10.0))
     await settled()
     mail.put([("i", continuation("b", 2))])
@@ -109,7 +110,7 @@ async def test_what_somebody_waits_for_goes_out_at_once(urgent: Emission) -> Non
 
 async def test_a_long_pause_is_cut() -> None:
     clock = ManualClock()
-    mail = Mailroom("x", clock, 2.0, spacing_s=1.0)
+    mail = OutputDispatcher("x", clock, 2.0, spacing_s=1.0)
     waiting = asyncio.create_task(mail.poll("i", await a_reply_with_two_sequences(mail), 10.0))
     await settled()
     clock.advance(MAX_SPACING_S)
@@ -119,10 +120,10 @@ async def test_a_long_pause_is_cut() -> None:
 
 
 async def test_news_that_does_not_wake_goes_with_the_next() -> None:
-    mail = Mailroom("x", SystemClock(), 2.0)
+    mail = OutputDispatcher("x", SystemClock(), 2.0)
     waiting = asyncio.create_task(mail.poll("i", 0, 10.0))
     await settled()
-    mail.put([("i", Emission("s", 0, moved_to="d"))], wakes=False)
+    mail.put([("i", EngineOutput("s", 0, moved_to="d"))], wakes=False)
     await settled()
     assert not waiting.done()
     mail.put([("i", token(0))])
@@ -131,7 +132,7 @@ async def test_news_that_does_not_wake_goes_with_the_next() -> None:
 
 
 async def test_closing_lets_polls_return() -> None:
-    mail = Mailroom("x", SystemClock(), 2.0)
+    mail = OutputDispatcher("x", SystemClock(), 2.0)
     waiting = asyncio.create_task(mail.poll("i", 0, 10.0))
     await asyncio.sleep(0)
     mail.close()
@@ -141,7 +142,7 @@ async def test_closing_lets_polls_return() -> None:
 
 async def test_silence_is_measured_by_ingress_and_over_all() -> None:
     clock = ManualClock()
-    mail = Mailroom("x", clock, 2.0)
+    mail = OutputDispatcher("x", clock, 2.0)
     mail.expect("a")
     clock.advance(3.0)
     mail.hear("b")
@@ -158,7 +159,7 @@ async def test_silence_is_measured_by_ingress_and_over_all() -> None:
 
 async def test_who_drains_does_not_wait_for_the_absent() -> None:
     clock = ManualClock()
-    mail = Mailroom("x", clock, 2.0)
+    mail = OutputDispatcher("x", clock, 2.0)
     mail.put([("gone", token(0))])
     clock.advance(3.0)
     mail.put([("here", token(0))])
@@ -173,7 +174,7 @@ async def test_who_drains_does_not_wait_for_the_absent() -> None:
 async def test_who_drains_does_not_wait_for_those_who_fetch_nothing_more() -> None:
     """An ingress whose last sequence here was cancelled polls no more, and lives on."""
     clock = ManualClock()
-    mail = Mailroom("x", clock, 2.0)
+    mail = OutputDispatcher("x", clock, 2.0)
     mail.put([("i", token(0))])
     await mail.poll("i", 0, 0.0)
     mail.put([("i", token(1))])  # said before the cancellation came
@@ -187,7 +188,7 @@ async def test_who_drains_does_not_wait_for_those_who_fetch_nothing_more() -> No
 async def test_who_stood_still_heard_nobody() -> None:
     """A machine that was frozen for a minute has lost no ingress."""
     clock = ManualClock()
-    mail = Mailroom("x", clock, 2.0)
+    mail = OutputDispatcher("x", clock, 2.0)
     mail.hear("a")
     clock.advance(63.0)
     mail.stood_still(61.0)

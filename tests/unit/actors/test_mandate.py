@@ -8,8 +8,8 @@ import threading
 import pytest
 from ray.exceptions import RayError
 
-from actors import mandate
-from actors.mandate import Mandate
+from actors.controller import leader_lease as leader_lease
+from actors.controller.leader_lease import LeaderLease
 
 PATIENCE_S = 20.0
 
@@ -28,8 +28,8 @@ class Store:
         self.gate.set()
         self.failure: Exception | None = None
         self.num_asked = 0
-        monkeypatch.setattr("actors.kept.load", self.load)
-        monkeypatch.setattr("actors.kept.save", self.save)
+        monkeypatch.setattr("actors.controller.controller_store.load", self.load)
+        monkeypatch.setattr("actors.controller.controller_store.save", self.save)
 
     def load(self, app: str, what: str) -> bytes | None:
         self.num_asked += 1
@@ -46,7 +46,7 @@ class Store:
             raise self.failure
 
 
-class Watched(Mandate):
+class Watched(LeaderLease):
     """Notes that it would end its process."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Watched(Mandate):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(leader_lease, "STORE_TIMEOUT_S", PATIENCE_S)
     return Store(monkeypatch)
 
 
@@ -80,11 +80,11 @@ async def test_who_is_cut_off_holds_nothing_until_the_store_answers(
     mine = Watched()
     assert await mine.is_held()
     store.gate.clear()
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(leader_lease, "STORE_TIMEOUT_S", 0.02)
     asked = store.num_asked
     assert await asyncio.gather(*(mine.is_held() for _ in range(20))) == [False] * 20
     assert not await mine.is_held()
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(leader_lease, "STORE_TIMEOUT_S", PATIENCE_S)
     store.gate.set()
     assert await mine.is_held()
     assert store.num_asked == asked + 1
@@ -97,10 +97,10 @@ async def test_what_another_one_wrote_meanwhile_is_seen_when_the_link_is_mended(
     old = Watched()
     assert await old.is_held()
     store.gate.clear()
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(leader_lease, "STORE_TIMEOUT_S", 0.02)
     assert not await old.is_held()
     store.value = b"another"
-    monkeypatch.setattr(mandate, "STORE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(leader_lease, "STORE_TIMEOUT_S", PATIENCE_S)
     store.gate.set()
     assert not await old.is_held()
     assert old.num_ends == 1

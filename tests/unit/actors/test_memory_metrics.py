@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from actors.replica_metrics import ReplicaMetrics
-from actors.status import Load
-from quadriga.metrics import MetricsHub, parse_exposition
-from quadriga.types import RelayMemory
+from actors.metrics.replica_metrics import ReplicaMetrics
+from actors.replica.status import ReplicaLoad
+from quadriga.core.replica import RelayMemory
+from quadriga.observability.metrics import MetricsHub, parse_exposition
 
 
 def page(metrics: ReplicaMetrics) -> dict[str, float]:
@@ -21,8 +21,8 @@ def page(metrics: ReplicaMetrics) -> dict[str, float]:
 
 def test_pauses() -> None:
     metrics = ReplicaMetrics("d0", "m")
-    metrics.gauges(Load(num_paused=2, paused_bytes=4096, num_pauses=3, num_resumes=1), 0)
-    metrics.gauges(Load(num_pauses=5, num_resumes=5), 0)
+    metrics.gauges(ReplicaLoad(num_paused=2, paused_bytes=4096, num_pauses=3, num_resumes=1), 0)
+    metrics.gauges(ReplicaLoad(num_pauses=5, num_resumes=5), 0)
     found = page(metrics)
     assert found["quadriga_paused_sequences"] == found["quadriga_paused_kv_bytes"] == 0.0
     assert (found["quadriga_pauses_total"], found["quadriga_resumes_total"]) == (5.0, 5.0)
@@ -32,8 +32,8 @@ def test_pauses() -> None:
 
 def test_relay_batch() -> None:
     metrics = ReplicaMetrics("d0", "m")
-    metrics.gauges(Load(relay=RelayMemory(2, 10, 640, 64, 5, 20, 5)), 0)
-    metrics.gauges(Load(relay=RelayMemory(3, 12, 960, 0, 4, 56, 9)), 0)
+    metrics.gauges(ReplicaLoad(relay=RelayMemory(2, 10, 640, 64, 5, 20, 5)), 0)
+    metrics.gauges(ReplicaLoad(relay=RelayMemory(3, 12, 960, 0, 4, 56, 9)), 0)
     found = page(metrics)
     assert found["quadriga_relay_rows"] == 3.0
     assert found["quadriga_relay_width_tokens"] == 12.0

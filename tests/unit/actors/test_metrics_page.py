@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors.calls import RAY_FAILED
-from actors.metrics_page import MetricsPage
+from actors.metrics.metrics_page import MetricsPage
+from actors.rpc.ray_rpc import RAY_FAILED
 from quadriga.clock import ManualClock, SystemClock
-from quadriga.load_history import INTERVAL_S
-from quadriga.metrics import Registry
+from quadriga.observability.load_history import INTERVAL_S
+from quadriga.observability.metrics import Registry
 
 
 class Store:
@@ -20,8 +20,10 @@ class Store:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept: dict[str, bytes] = {}
-        monkeypatch.setattr("actors.kept.load", lambda _, what: self.kept.get(what))
-        monkeypatch.setattr("actors.kept.save", self.save)
+        monkeypatch.setattr(
+            "actors.controller.controller_store.load", lambda _, what: self.kept.get(what)
+        )
+        monkeypatch.setattr("actors.controller.controller_store.save", self.save)
 
     def save(self, app: str, what: str, value: bytes) -> None:
         self.kept[what] = value
@@ -41,8 +43,8 @@ async def test_a_store_that_fails_costs_no_page(
     def fail(*_: Any) -> None:
         raise failure
 
-    monkeypatch.setattr("actors.kept.load", fail)
-    monkeypatch.setattr("actors.kept.save", fail)
+    monkeypatch.setattr("actors.controller.controller_store.load", fail)
+    monkeypatch.setattr("actors.controller.controller_store.save", fail)
     page = MetricsPage("app", SystemClock())
     await page.restore()
     assert page.is_restored.is_set()
@@ -107,7 +109,7 @@ async def test_the_history_is_sampled_at_every_intervals_end(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("the sampling breaks")
 
-    monkeypatch.setattr("actors.metrics_page.asyncio.sleep", sleep)
+    monkeypatch.setattr("actors.metrics.metrics_page.asyncio.sleep", sleep)
     await page.restore()
     await page.sample_forever()
     assert slept == pytest.approx([4.0, 4.6, 4.6, 4.6])

@@ -10,15 +10,17 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from actors import migration_copy
-from actors import migrations as migrations_module
-from actors.migration import Migration
-from actors.migrations import MAX_OUTGOING, Migrations
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.handoff import LeaseState
-from quadriga.batching.rendezvous import StepPhase
-from quadriga.batching.slots import SlotTable
+from actors.kv_transfer import migration_copy
+from actors.kv_transfer import migrations as migrations_module
+from actors.kv_transfer.migration import Migration
+from actors.kv_transfer.migrations import MAX_OUTGOING, Migrations
+from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import ManualClock
+from quadriga.core.kv import ResumePoint, TransferOffer
+from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
+from quadriga.core.output import EngineOutput
+from quadriga.core.replica import DepthClass, ReplicaInfo, Role
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import (
     KVCacheExhausted,
     KVTransportError,
@@ -27,20 +29,10 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
-from quadriga.exits import ExitParams
-from quadriga.types import (
-    DepthClass,
-    Emission,
-    MigrationCause,
-    MigrationOrder,
-    MigrationReport,
-    ReplicaInfo,
-    ResumePoint,
-    Role,
-    SamplingParams,
-    SequenceState,
-    TransferOffer,
-)
+from quadriga.scheduling.cutover_delay import StepPhase
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, FakeSuspended, next_token
 
 CLASS = DepthClass("fake", FakeRunner.num_layers)
@@ -131,9 +123,9 @@ class Metrics:
 
 class Mail:
     def __init__(self) -> None:
-        self.pending: list[Emission] = []
+        self.pending: list[EngineOutput] = []
 
-    def unacknowledged(self, ingress_id: str, sequence_id: str) -> list[Emission]:
+    def unacknowledged(self, ingress_id: str, sequence_id: str) -> list[EngineOutput]:
         return self.pending
 
 
@@ -167,7 +159,7 @@ class Replica:
         )
         self.engine = Engine(self.loop)
         self.metrics, self.mail = Metrics(), Mail()
-        self.told: list[Emission] = []
+        self.told: list[EngineOutput] = []
         self.cancelled: set[str] = set()
         self.fails, self.end = fails, LeaseState.ABORTED
         self.on: Callable[[str], Any] = lambda name: None
@@ -217,7 +209,7 @@ class Replica:
     def remember_peer(self, info: ReplicaInfo) -> None:
         assert info.name == "destination"
 
-    def emit(self, emissions: list[tuple[str, Emission]]) -> None:
+    def emit(self, emissions: list[tuple[str, EngineOutput]]) -> None:
         self.told += [emission for _, emission in emissions]
 
     @property
@@ -261,7 +253,7 @@ class Replica:
 async def test_moved() -> None:
     replica = Replica()
     state = replica.take()
-    said = Emission("s", 0, 4, [1, 2], [8, 8])
+    said = EngineOutput("s", 0, 4, [1, 2], [8, 8])
     replica.mail.pending = [said]
     report = await replica.migrate()
     assert (report.outcome, report.reason) == ("moved", "")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors import node_reports
-from actors.fleet import Fleet, Member
-from actors.node_reports import NodeReports
+from actors.controller import node_reports
+from actors.controller.node_reports import NodeReports
+from actors.controller.replica_manager import ReplicaHandle, ReplicaManager
 from quadriga.clock import ManualClock
-from quadriga.types import Role
+from quadriga.core.replica import Role
 
 
 class Cluster:
@@ -106,9 +106,9 @@ async def test_the_fleet_asks_for_who_has_no_place(
         waiting.append(since_s)
 
     monkeypatch.setattr(NodeReports, "while_pending", while_pending)
-    monkeypatch.setattr("actors.fleet.groups", lambda: [("d0", state)])
-    fleet = Fleet("app", ManualClock(1000.0), lambda: None, lambda: 0.0)
+    monkeypatch.setattr("actors.controller.replica_manager.groups", lambda: [("d0", state)])
+    fleet = ReplicaManager("app", ManualClock(1000.0), lambda: None, lambda: 0.0)
     handle: Any = None
-    member = Member((Role.DECODE, 0), "d0", handle, 990.0, "same")
+    member = ReplicaHandle((Role.DECODE, 0), "d0", handle, 990.0, "same")
     assert await fleet._verdict(member, 8.0) is None
     assert waiting == ([990.0] if state == "PENDING" else [])

@@ -10,15 +10,18 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from actors import handoff_sender
-from actors.batches import BatchedCalls, CallBatcher
-from actors.handoff_receiver import HandoffReceiver
-from actors.handoff_sender import HandoffSender
-from actors.kv_feed import KVFeed, KVRange, StagingBudget
-from actors.prefill_handoff import Line, PrefillHandoff
-from quadriga.batching.handoff import LeaseState
+from actors.kv_transfer import handoff_sender
+from actors.kv_transfer.handoff_receiver import HandoffReceiver
+from actors.kv_transfer.handoff_sender import HandoffSender
+from actors.kv_transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from actors.kv_transfer.prefill_handoff import PlacementQueue, PrefillHandoff
+from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import SystemClock
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
+from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
+from quadriga.core.replica import DepthClass, ReplicaInfo, Role
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.routing import PlaceRequest, ReportOptions
 from quadriga.errors import (
     KVCacheExhausted,
     KVTransportError,
@@ -27,18 +30,7 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
-from quadriga.types import (
-    DepthClass,
-    KVPart,
-    PlaceRequest,
-    ReplicaInfo,
-    ResumePoint,
-    Role,
-    SamplingParams,
-    SequenceState,
-    TransferOffer,
-    Wishes,
-)
+from quadriga.scheduling.handoff import LeaseState
 
 CLASS = DepthClass("m", 2)
 KV = torch.ones(2, 2, 1, 2, 4)
@@ -60,8 +52,8 @@ def replica(failure: Exception, ends: list[QuadrigaError]) -> Any:
         name="p0",
         clock=SystemClock(),
         config=load_config({}),
-        wishes=Wishes(),
-        line=Line(),
+        report_options=ReportOptions(),
+        line=PlacementQueue(),
         is_scheduler_away=False,
         is_ending=False,
         calls=SimpleNamespace(call=place),
@@ -176,7 +168,7 @@ class Prefill:
         self.replica.engine.call = self.read_kv
         self.replica.calls = SimpleNamespace(call=self.place)
         self.replica.sender = HandoffSender(
-            "p0", transport, CallBatcher(self.call), config.transport
+            "p0", transport, RpcBatcher(self.call), config.transport
         )
         self.replica.metrics.handed_off = lambda *_: None
         self.replica.remember_peer = lambda _: None

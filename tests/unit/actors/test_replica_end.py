@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import actors.replica
-from actors.mailroom import Mailroom
-from actors.replica import Replica
+import actors.replica.replica
+from actors.replica.output_dispatcher import OutputDispatcher
+from actors.replica.replica import Replica
 from quadriga.clock import SystemClock
 from quadriga.errors import MigrationFailed
 
@@ -30,10 +30,10 @@ async def test_it_ends_and_frees_its_engine(
 
         return run
 
-    monkeypatch.setattr(actors.replica, "end_this_actor", step("ended"))
+    monkeypatch.setattr(actors.replica.replica, "end_this_actor", step("ended"))
     replica: Any = SimpleNamespace(
         name="r",
-        mail=Mailroom("a", SystemClock(), 0.05),
+        mail=OutputDispatcher("a", SystemClock(), 0.05),
         _is_ending=False,
         _close=step("closed", failure),
         transport=SimpleNamespace(close=step("transport")),

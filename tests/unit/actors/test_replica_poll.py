@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from actors.mailroom import Mailroom
-from actors.replica import Replica
+from actors.replica.output_dispatcher import OutputDispatcher
+from actors.replica.replica import Replica
 from quadriga.clock import SystemClock
+from quadriga.core.output import EngineOutput
 from quadriga.errors import InvariantViolation, QuadrigaError, ReplicaDied
-from quadriga.types import Emission
 
 
 def host(error: QuadrigaError | None) -> Any:
     """As much of a replica as a poll looks at."""
-    mail = Mailroom("a", SystemClock(), 0.05)
+    mail = OutputDispatcher("a", SystemClock(), 0.05)
     return SimpleNamespace(name="r", mail=mail, engine=SimpleNamespace(error=error))
 
 
 async def test_a_failed_engine_is_a_death_once_all_mail_is_out() -> None:
     failed = host(InvariantViolation("rows are mixed up"))
-    failed.mail.put([("i", Emission("s", 0, 0, [5], [8]))])
+    failed.mail.put([("i", EngineOutput("s", 0, 0, [5], [8]))])
     failed.mail.close()
     reply = await Replica.poll(failed, "i", 0, 1.0)
     assert [e.token_ids for e in reply.emissions] == [[5]]
@@ -37,7 +37,7 @@ async def test_a_well_engine_answers_an_empty_poll() -> None:
 async def test_a_replica_that_ends_is_not_polled_for_nothing() -> None:
     """It answers no empty polls at once, again and again: what it held is begun anew elsewhere."""
     ending = host(None)
-    ending.mail.put([("i", Emission("s", 0, 0, [5], [8]))])
+    ending.mail.put([("i", EngineOutput("s", 0, 0, [5], [8]))])
     ending.mail.close()
     reply = await Replica.poll(ending, "i", 0, 1.0)
     assert [e.token_ids for e in reply.emissions] == [[5]]

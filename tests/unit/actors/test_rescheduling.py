@@ -10,20 +10,16 @@ from typing import Any
 
 import pytest
 
-from actors.rescheduling import Recording, Rescheduling
+from actors.scheduler.rescheduling import Recording, Rescheduling
 from quadriga.clock import ManualClock
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
+from quadriga.core.forecast import LengthOutcome, LengthPrediction
+from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import ReportOptions
 from quadriga.errors import ReplicaDied, ReplicaError
-from quadriga.metrics import MetricsHub, parse_exposition
+from quadriga.observability.metrics import MetricsHub, parse_exposition
 from quadriga.policies.ares.recording import read_ticks, replay
-from quadriga.types import (
-    LengthOutcome,
-    LengthPrediction,
-    MigrationOrder,
-    MigrationReport,
-    ReplicaSnapshot,
-    Wishes,
-)
 from tests.unit.policies.ares_twin import CLASS
 from tests.unit.policies.test_ares_governor import uneven
 
@@ -132,19 +128,19 @@ async def test_a_recording_that_cannot_be_written_stops_nothing(tmp_path: Path) 
 async def test_modes_change_while_it_runs() -> None:
     made = make(None)
     made.look()
-    assert made.reported(uneven()[0], []) == Wishes(forecast=True)
+    assert made.reported(uneven()[0], []) == ReportOptions(forecast=True)
     made.configure(load_config({"scheduler": {"placement": "ares"}}))
     made.look()
-    assert made.reported(uneven()[0], []) == Wishes(forecast=True, place_predicted=True)
+    assert made.reported(uneven()[0], []) == ReportOptions(forecast=True, place_predicted=True)
     made.configure(load_config({"scheduler": {"ares": {"mode": "off"}}}))
     made.look()
-    assert made.reported(uneven()[0], []) == Wishes()
+    assert made.reported(uneven()[0], []) == ReportOptions()
     assert not made.governor.is_on
     # How many replicas are wanted is counted from forecasts, whether anything is moved or not.
     scaled = {"enabled": True, "scaling": {"enabled": True}}
     made.configure(load_config({"scheduler": {"ares": {"mode": "off"}}, "helios": scaled}))
     made.look()
-    assert made.reported(uneven()[0], []) == Wishes(forecast=True)
+    assert made.reported(uneven()[0], []) == ReportOptions(forecast=True)
 
 
 async def test_what_came_of_predictions_is_counted() -> None:
@@ -159,7 +155,7 @@ async def test_what_came_of_predictions_is_counted() -> None:
 
 async def test_a_tick_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody awaits the loop: an end of it would be an end of all moves, and of the metrics."""
-    monkeypatch.setattr("actors.rescheduling.METRICS_EVERY_S", 1e9)
+    monkeypatch.setattr("actors.scheduler.rescheduling.METRICS_EVERY_S", 1e9)
     clock = ManualClock()
     snapshots = uneven(num_idle=1)
     looks: list[float] = []

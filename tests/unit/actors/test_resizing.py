@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from actors.resizing import Resizing
+from actors.replica.resizing import Resizing
 from quadriga.clock import SystemClock
 from quadriga.errors import ConfigError
 

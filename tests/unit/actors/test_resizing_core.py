@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
-from actors.decode_core import DecodeCore
-from actors.kv_feed import StagingBudget
-from actors.prefill_core import PrefillCore
-from actors.resizing import Resizing
+from actors.kv_transfer.kv_feed import StagingBudget
+from actors.replica.decode_engine import DecodeEngine
+from actors.replica.prefill_engine import PrefillEngine
+from actors.replica.resizing import Resizing
+from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import SystemClock
-from quadriga.config import QuadrigaConfig, load_config
-from quadriga.engine.runner import NativeRunner
-from quadriga.engine_spec import EngineSpec
-from quadriga.exits import ExitParams
-from quadriga.resolve import Hardware, resolve
-from quadriga.types import Emission, Role, SamplingParams, SequenceState
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.config.loader import QuadrigaConfig, load_config
+from quadriga.config.resolve import Hardware, resolve
+from quadriga.core.output import EngineOutput
+from quadriga.core.replica import Role
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.model_runner import NativeRunner
 
 LIMITED = ExitParams(0.99, "bounded", 4)
 STRICT = ExitParams(0.99, "strict")
@@ -44,12 +46,12 @@ class Host:
         self.spec = next(s for s in specs if s.role is role)
         self.clock = SystemClock()
         self.receiver = SimpleNamespace(offers=list, sequences=set)
-        self.wishes = SimpleNamespace(forecast=False)
+        self.report_options = SimpleNamespace(forecast=False)
         self.staging = StagingBudget()
         self.placed: set[str] = set()
         self.name = "replica"
         self.load: Any = None
-        self.said: list[tuple[str, Emission]] = []
+        self.said: list[tuple[str, EngineOutput]] = []
         self.started: list[SequenceState] = []
         self.served: list[int] = []
         self.core: Any = None
@@ -63,13 +65,13 @@ class Host:
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
         callback(*args)
 
-    def emit(self, emissions: list[tuple[str, Emission]]) -> None:
+    def emit(self, emissions: list[tuple[str, EngineOutput]]) -> None:
         self.said += emissions
 
     def start_handoff(self, state: SequenceState, feed: Any) -> None:
         self.started.append(state)
 
-    def first_token(self, state: SequenceState, emission: Emission) -> None:
+    def first_token(self, state: SequenceState, emission: EngineOutput) -> None:
         self.said.append((state.ingress_id, emission))
 
     def resized(self, engine: EngineSpec) -> None:
@@ -100,7 +102,7 @@ def decode_host() -> tuple[Host, NativeRunner]:
     host = Host(Role.DECODE)
     runner = NativeRunner.load(host.spec.engine)
     fake: Any = host
-    host.core = DecodeCore(fake, runner, runner.skipped, None, None, runner)
+    host.core = DecodeEngine(fake, runner, runner.skipped, None, None, runner)
     return host, runner
 
 
@@ -190,7 +192,7 @@ async def test_prefill_changes_between_prompts() -> None:
     host = Host(Role.PREFILL)
     runner = NativeRunner.load(host.spec.engine)
     fake: Any = host
-    host.core = PrefillCore(fake, runner, None, runner)
+    host.core = PrefillEngine(fake, runner, None, runner)
     first = state("first", LIMITED)
     host.core.loop.submit(first)
     host.core.step()

@@ -10,25 +10,18 @@ from typing import Any
 
 import pytest
 
-import actors.scheduler
-import actors.tasks
-from actors.auto_routing import Route
-from actors.prefill import PrefillReplica
-from actors.scheduler import Scheduler
+import actors.rpc.tasks
+import actors.scheduler.scheduler
+from actors.replica.prefill import PrefillReplica
+from actors.scheduler.auto_routing import Route
+from actors.scheduler.scheduler import Scheduler
 from quadriga.clock import ManualClock
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.request import AUTO_MODEL
+from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
 from quadriga.errors import Unavailable, UnknownModel
 from quadriga.policies.least_work import LeastWorkWithoutReports
-from quadriga.types import (
-    AUTO_MODEL,
-    AdmitRequest,
-    ClusterView,
-    DepthClass,
-    PlaceRequest,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-)
 
 
 def plain(**settings: Any) -> dict[str, Any]:
@@ -88,8 +81,8 @@ async def test_one_that_stood_still_does_not_take_it_for_silence(
         ended.set()
 
     patched = SimpleNamespace(get_running_loop=asyncio.get_running_loop, sleep=sleep)
-    monkeypatch.setattr(actors.tasks, "asyncio", patched)
-    monkeypatch.setattr(actors.scheduler, "SystemClock", lambda: clock)
+    monkeypatch.setattr(actors.rpc.tasks, "asyncio", patched)
+    monkeypatch.setattr(actors.scheduler.scheduler, "SystemClock", lambda: clock)
     monkeypatch.setattr(Scheduler, "_end", end)
     Scheduler(plain())
     while left and not ended.is_set():  # noqa: ASYNC110

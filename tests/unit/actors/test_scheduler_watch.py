@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors import scheduler_watch
-from actors.scheduler_watch import CALL_TIMEOUT_S, SchedulerWatch
+from actors.controller import scheduler_watch
+from actors.controller.scheduler_watch import CALL_TIMEOUT_S, SchedulerWatch
 from quadriga.clock import ManualClock
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.policies.liveness import SCHEDULER_SILENCE_S as SILENCE_S

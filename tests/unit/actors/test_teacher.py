@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-import actors.teacher
-from actors.teacher import Teacher, compared
+import actors.replica.full_depth_rescorer
+from actors.replica.full_depth_rescorer import FullDepthRescorer, compared
 from quadriga.clock import SystemClock
+from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.request import FinishReason, TokenLogprob
+from quadriga.core.routing import AutoReport
 from quadriga.errors import Overloaded
-from quadriga.types import AutoReport, Emission, FinishReason, PollReply, TokenLogprob
 
 REPORT = AutoReport("finished", "d", prompt_ids=(1, 2), output_ids=(3, 4, 5), exit_layers=(8, 2, 2))
 SAID = [TokenLogprob(1, None)] + [
@@ -29,13 +31,13 @@ async def test_a_scout_is_asked_once_and_waited_for(monkeypatch: pytest.MonkeyPa
         if method == "submit":
             asked.append(args[0])
             return None
-        emission = Emission(
+        emission = EngineOutput(
             asked[-1].sequence_id, 0, finish=FinishReason.LENGTH, prompt_logprobs=SAID
         )
         return PollReply("one", len(asked), [emission])
 
-    monkeypatch.setattr(actors.teacher, "call", call)
-    teacher = Teacher("app", SystemClock())
+    monkeypatch.setattr(actors.replica.full_depth_rescorer, "call", call)
+    teacher = FullDepthRescorer("app", SystemClock())
     sample = await teacher.read(REPORT, "scout", "m")
     assert sample is not None and sample.exits == {8: (1, 1), 2: (1, 2)}
     assert asked[0].prompt_ids == [1, 2, 3, 4, 5] and asked[0].sampling.max_tokens == 0
@@ -45,7 +47,7 @@ async def test_a_scout_that_refuses_is_no_harm(monkeypatch: pytest.MonkeyPatch) 
     async def call(*_: Any, **__: Any) -> Any:
         raise Overloaded("full")
 
-    monkeypatch.setattr(actors.teacher, "call", call)
-    teacher = Teacher("app", SystemClock())
+    monkeypatch.setattr(actors.replica.full_depth_rescorer, "call", call)
+    teacher = FullDepthRescorer("app", SystemClock())
     assert await teacher.read(REPORT, "scout", "m") is None
     assert not teacher.is_reading

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RaySystemError
 
-from actors.evacuation import LeavingNodes, empty, hand_over
-from actors.fleet import Fleet, Member, Phase
-from actors.status import Load, ReplicaStatus
-from actors.turnover import LEAVE_S, SURGE_PATIENCE_S, Turnover, turn_over
+from actors.controller.drain import LeavingNodes, empty, hand_over
+from actors.controller.replica_manager import ReplicaHandle, ReplicaManager, ReplicaPhase
+from actors.controller.rollout import LEAVE_S, SURGE_PATIENCE_S, Rollout, turn_over
+from actors.replica.status import ReplicaLoad, ReplicaStatus
 from quadriga.clock import ManualClock
+from quadriga.core.migration import MigrationReport
+from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ReplicaDied
-from quadriga.types import DepthClass, MigrationReport, ReplicaInfo, Role
 
 KEY = (Role.DECODE, 0)
 FAR_S = 100.0
@@ -22,23 +23,25 @@ FAR_S = 100.0
 
 def member(
     name: str,
-    phase: Phase = Phase.READY,
+    phase: ReplicaPhase = ReplicaPhase.READY,
     *,
     fingerprint: str = "new",
     since_s: float = 0.0,
     num_running: int = 0,
     role: Role = Role.DECODE,
-) -> Member:
+) -> ReplicaHandle:
     handle: Any = None
-    made = Member((role, 0), name, handle, since_s, fingerprint, phase)
+    made = ReplicaHandle((role, 0), name, handle, since_s, fingerprint, phase)
     info = ReplicaInfo(name, role, DepthClass("m", 8), f"node-of-{name}", "i", 8, 4096)
-    made.status = ReplicaStatus(info, True, False, None, Load(num_running=num_running), fingerprint)
+    made.status = ReplicaStatus(
+        info, True, False, None, ReplicaLoad(num_running=num_running), fingerprint
+    )
     return made
 
 
 def decide(
-    *members: Member, leaving: Mapping[str, float] | None = None, **options: Any
-) -> Turnover:
+    *members: ReplicaHandle, leaving: Mapping[str, float] | None = None, **options: Any
+) -> Rollout:
     left = leaving or {}
     return turn_over(
         members,
@@ -49,7 +52,7 @@ def decide(
     )
 
 
-def gone(found: Turnover) -> list[str]:
+def gone(found: Rollout) -> list[str]:
     return [one.member.name for one in found.going]
 
 
@@ -61,16 +64,16 @@ def test_an_empty_place_is_filled_and_a_full_one_left_alone() -> None:
 
 
 def test_of_two_for_one_place_the_ready_one_stays() -> None:
-    assert gone(decide(member("a", Phase.STARTING), member("b"))) == ["a"]
+    assert gone(decide(member("a", ReplicaPhase.STARTING), member("b"))) == ["a"]
 
 
 def test_an_outdated_one_waits_for_its_successor_or_makes_room() -> None:
     old = member("old", fingerprint="old")
     assert decide(old).lacks_one
     assert gone(decide(old)) == []
-    assert gone(decide(old, member("new", Phase.STARTING))) == []
+    assert gone(decide(old, member("new", ReplicaPhase.STARTING))) == []
     assert gone(decide(old, member("new"))) == ["old"]
-    waiting = member("new", Phase.PENDING)
+    waiting = member("new", ReplicaPhase.PENDING)
     assert gone(decide(old, waiting, now_s=SURGE_PATIENCE_S)) == []
     assert gone(decide(old, waiting, now_s=SURGE_PATIENCE_S + 1)) == ["old"]
 
@@ -80,7 +83,7 @@ def test_whoever_chooses_models_is_asked_and_never_makes_room() -> None:
     assert gone(decide(old, member("new"), may_go=lambda m: False)) == []
     (one,) = decide(old, member("new"), may_go=lambda m: True).going
     assert (one.member.name, one.moves) == ("old", True), "others may still have its model"
-    waiting = member("new", Phase.PENDING)
+    waiting = member("new", ReplicaPhase.PENDING)
     assert gone(decide(old, waiting, may_go=lambda m: True, now_s=late)) == []
 
 
@@ -90,13 +93,13 @@ def test_a_replica_whose_node_goes_is_followed_and_emptied() -> None:
     assert gone(decide(leaving, leaving=left)) == [], "it serves on until it has a successor"
     (one,) = decide(leaving, member("b"), leaving=left).going
     assert (one.member.name, one.moves, one.within_s) == ("a", True, FAR_S)
-    waiting = member("b", Phase.PENDING)
+    waiting = member("b", ReplicaPhase.PENDING)
     assert gone(decide(leaving, waiting, leaving=left, now_s=SURGE_PATIENCE_S + 1)) == ["a"]
 
 
 def test_a_replica_whose_node_goes_soon_waits_for_nobody() -> None:
     assert gone(decide(member("a"), leaving={"a": LEAVE_S - 1})) == ["a"]
-    starting = member("b", Phase.STARTING)
+    starting = member("b", ReplicaPhase.STARTING)
     found = decide(member("a"), starting, leaving={"a": LEAVE_S - 1}, may_go=lambda m: False)
     assert gone(found) == ["a"], "it is not asked whether a node may go"
 
@@ -107,19 +110,21 @@ def test_a_leaving_replica_goes_before_an_outdated_one() -> None:
 
 
 def test_heirs_are_ready_of_one_kind_and_stay() -> None:
-    fleet = Fleet("app", ManualClock(0.0), lambda: None, lambda: 0.0, lambda m: m.name == "leaving")
-    going = member("going", Phase.RETIRING)
+    fleet = ReplicaManager(
+        "app", ManualClock(0.0), lambda: None, lambda: 0.0, lambda m: m.name == "leaving"
+    )
+    going = member("going", ReplicaPhase.RETIRING)
     for one in (
         going,
         member("full", num_running=5),
         member("idle", num_running=1),
-        member("starting", Phase.STARTING),
+        member("starting", ReplicaPhase.STARTING),
         member("leaving"),
         member("other", fingerprint="old"),
         member("prefill", role=Role.PREFILL),
     ):
         fleet.members[one.name] = one
-    assert fleet.heirs(going) == ["idle", "full"]
+    assert fleet.next_owners(going) == ["idle", "full"]
 
 
 class Replicas:
@@ -147,7 +152,7 @@ async def test_what_does_not_fit_at_one_heir_goes_to_the_next() -> None:
 async def test_emptying_goes_on_until_the_replica_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("actors.evacuation.AGAIN_S", 0.0)
+    monkeypatch.setattr("actors.controller.drain.AGAIN_S", 0.0)
     replicas = Replicas(a=["moved"], b=["refused"], c=[])
     turns = [["b"], [], ["a", "b"], ["c"]]
     with pytest.raises(ReplicaDied):

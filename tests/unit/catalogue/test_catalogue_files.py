@@ -15,9 +15,9 @@ import yaml
 from quadriga.catalogue.files import read_catalogue, write_catalogue
 from quadriga.catalogue.headers import SINGLE_FILE, check_finite, read_checkpoint_headers
 from quadriga.catalogue.records import DepthRecord, Measured
-from quadriga.checkpoint import ASSETS, bundled_models
+from quadriga.checkpoint.exits import EXITS_WEIGHTS
+from quadriga.checkpoint.folder import ASSETS, bundled_models
 from quadriga.errors import ConfigError, UnknownModel
-from quadriga.exits import EXITS_WEIGHTS
 
 
 @pytest.fixture

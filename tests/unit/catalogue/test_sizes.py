@@ -9,9 +9,9 @@ import pytest
 from loadgen.model_costs.published import PUBLISHED
 from quadriga.catalogue.headers import read_checkpoint_headers
 from quadriga.catalogue.sizes import sizes_of
-from quadriga.checkpoint import ASSETS, bundled_models
+from quadriga.checkpoint.exits import ExitSpec
+from quadriga.checkpoint.folder import ASSETS, bundled_models
 from quadriga.errors import ConfigError
-from quadriga.exits import ExitSpec
 
 TOTALS = {
     "llama-2-7b": 6_738_415_616,

@@ -15,6 +15,7 @@ import pytest
 import quadriga.client as sdk
 from quadriga.client import AsyncClient, Client, Message, RetryPolicy
 from quadriga.client.wire import StreamProgress, make_request
+from quadriga.core.request import FinishReason, token_digest
 from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -30,8 +31,7 @@ from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import (
     QuadrigaServicer,
     add_QuadrigaServicer_to_server,
 )
-from quadriga.types import FinishReason, token_digest
-from serve_app.grpc_wire import set_error
+from serve_app.grpc.messages import set_error
 
 WORDS = ["one ", "two ", "three ", "four"]
 FAST = RetryPolicy(max_attempts=4, first_pause_s=0.001)

@@ -32,7 +32,7 @@ print(" ".join(parts))
 def test_the_sdk_imports_its_own_requirements_only() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for heavy in ("quadriga.engine", "quadriga.batching", "quadriga.config"):
+    for heavy in ("quadriga.engine", "quadriga.scheduling", "quadriga.config"):
         assert heavy not in done.stdout
 
 

@@ -21,7 +21,7 @@ import json, os, sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-from quadriga.engine.runner import NativeRunner
+from quadriga.engine.model_runner import NativeRunner
 from tests.equivalence.models import make_spec, make_state
 
 path, rows, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from loadgen.bench.engines.offline import engine_spec
-from quadriga.checkpoint import read_checkpoint
-from quadriga.engine.left import Left
-from quadriga.engine.length_head import LengthHeads, RunnerLengths
-from quadriga.engine.runner import NativeRunner
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.checkpoint.length_heads import counts_of
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.early_exit.exited_tokens import ExitedTokens
+from quadriga.engine.early_exit.length_head import LengthHeads, RunnerLengths
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.sampler import RowSampler
-from quadriga.exits import ExitParams
 from quadriga.interfaces import PrefillChunk
-from quadriga.length_heads import counts_of
 from quadriga.training.checkpoint_io import load_checkpoint
-from quadriga.training.data import EncodedExample, pack
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.training.recipe.data import EncodedExample, pack
 
 PROMPTS = ([20, 30, 40, 50], [21, 31, 41], [22, 32, 42, 52, 62, 72])
 CHECKPOINT = read_checkpoint("quadriga-s")
@@ -98,6 +98,6 @@ def test_where_some_left_states_and_sequences_stay_parallel() -> None:
     states = [state(f"s{i}", [5, 6]) for i in range(4)]
     samplers = [RowSampler(s, CHECKPOINT.vocab_size, ()) for s in states]
     hidden = torch.arange(8.0).reshape(4, 2)
-    left = Left(4, samplers, hidden, [3, 0, 2, 1])
+    left = ExitedTokens(4, samplers, hidden, [3, 0, 2, 1])
     assert [s.sequence_id for s in left.states] == ["s3", "s0", "s2", "s1"]
     assert left.of_states[:, 0].tolist() == [6.0, 0.0, 4.0, 2.0]

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quadriga.batching.rebuild import chunk_of
+from quadriga.checkpoint.exits import Criterion, ExitSpec
+from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.errors import ConfigError, InvariantViolation
-from quadriga.exits import Criterion, ExitSpec
 from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.types import SequenceState
+from quadriga.scheduling.rebuild import chunk_of
 from tests.equivalence.models import make_spec, make_state, save, whole_prompt
 from tests.equivalence.relay_models import FAMILIES, VOCAB, build_relay, generate
 

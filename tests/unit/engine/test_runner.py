@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
-from quadriga.engine.runner import NativeRunner
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import PrefillChunk
-from quadriga.types import SequenceState
 from tests.equivalence.models import build, make_spec, make_state, save, whole_prompt
 
 MODES = ["off", "wait"]

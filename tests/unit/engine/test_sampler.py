@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from quadriga.core.request import SequenceState
 from quadriga.engine import sampler
 from quadriga.engine.random import uniforms
 from quadriga.engine.sampler import RowSampler, invert_cdf, sample, token_logprobs
-from quadriga.types import SequenceState
 from tests.equivalence.models import make_state
 
 VOCAB = 60

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quadriga.checkpoint.exits import MAX_LAYERS
+from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import RowKVCache
 from quadriga.engine.row_states import MappedStates
-from quadriga.engine.skipped_kv import SkippedKVStore
 from quadriga.errors import ConfigError
-from quadriga.exits import MAX_LAYERS
 
 
 def store(depth: int) -> SkippedKVStore:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quadriga.catalogue.headers import read_header
-from quadriga.checkpoint import on_this_node, read_checkpoint
+from quadriga.checkpoint.folder import on_this_node, read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder, file_lock
 from quadriga.gguf import cache as cache_module

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loadgen.bench.depth_worker import changing, one_depth
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
 
 ORDER: dict[str, Any] = {
     "checkpoint": "quadriga-s",

@@ -18,11 +18,11 @@ from loadgen.checker import Outcome
 from loadgen.checker.verdict import Choice, Verdict, Write
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import Record, RunResult
+from quadriga.config.pacing import PaceProfile
 from quadriga.errors import ConfigError
-from quadriga.pacing import PaceProfile
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import CPU, Delays
 from quadriga.sim.records import PAUSE
@@ -54,7 +54,7 @@ class Timeline:
         return bisect_right(self.at_s, at_s) - 1
 
 
-class Counting(DecodeReplica):
+class Counting(SimulatedDecodeReplica):
     """A simulated replica that counts as a real one does."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -19,9 +19,9 @@ from loadgen.bench.cluster.serve import add_arguments, make_workload
 from loadgen.bench.cluster.serve_report import Rounds, overhead_us
 from loadgen.bench.cluster.service import started_service
 from loadgen.model_costs.subprocesses import python_process, read_line
-from quadriga.checkpoint import Checkpoint
+from quadriga.checkpoint.exits import NO_EXITS
+from quadriga.checkpoint.folder import Checkpoint
 from quadriga.errors import ConfigError
-from quadriga.exits import NO_EXITS
 
 CHECKPOINT = Checkpoint(
     id="tiny",

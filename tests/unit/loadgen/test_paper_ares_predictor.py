@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from loadgen.paper.ares.length_contest import averaged
-from quadriga.batching.lengths import believed
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.scheduling.lengths import believed
 from quadriga.training.length import QUANTILES, LengthData
-from quadriga.types import LengthPrediction, SamplingParams, SequenceState
 
 TOTALS = (95, 7, 61)
 

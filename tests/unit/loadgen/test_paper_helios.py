@@ -31,10 +31,12 @@ from loadgen.paper.helios.report import (
 from loadgen.paper.helios.serve import TurnClock
 from loadgen.paper.helios.shadow import Shadow
 from loadgen.paper.helios.stream import LISTS, STORIES, WAYPOINTS, drifting_suite, mix_at
-from quadriga.checkpoint import read_checkpoint
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
+from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import (
+    ControllerTick,
     Event,
     Helios,
     Order,
@@ -47,12 +49,10 @@ from quadriga.policies.helios import (
     Resize,
     Routing,
     Switch,
-    Tick,
     TokensServed,
     UnchangedSampled,
 )
 from quadriga.training.tasks import DEFAULT_MIX, TASKS, make_example
-from quadriga.types import DepthClass
 
 S4, S8, L12 = DepthClass("s", 4), DepthClass("s", 8), DepthClass("l", 12)
 LAYERS = {"s": 8, "l": 12}
@@ -323,7 +323,7 @@ class FakeMachine:
 
 def control_of(*orders: Order) -> tuple[FakeReplica, FakeMachine, Control, list[Request]]:
     replica, machine, served = FakeReplica(), FakeMachine(), list[Request]()
-    machine.answers[Tick] = list(orders)
+    machine.answers[ControllerTick] = list(orders)
     control = Control(cast(Helios, machine), cast(Replica, replica), ManualClock(), served.extend)
     return replica, machine, control, served
 
@@ -335,7 +335,7 @@ def test_layers_change_at_once_and_models_when_nobody_is_left() -> None:
     control.obey()
     assert replica.depth_class == S4 and served == replica.ended
     assert machine.of(OrderDone) == [OrderDone(1, 0.5, 1000, None)]
-    machine.answers[Tick] = [Switch(2, NAME, L12, 9.0, "other")]
+    machine.answers[ControllerTick] = [Switch(2, NAME, L12, 9.0, "other")]
     control.report()
     control.obey()
     assert (control.is_open, replica.depth_class) == (False, S4)  # somebody is still served
@@ -381,16 +381,16 @@ def test_the_whole_model_reads_the_newest_answers_of_a_part_again() -> None:
         control.served(request(index, S4, exit_layers=[4, 2, 4]))
     control.served(request(99, S4, S8))  # of two depths
     replica.depth_class, replica.says = S4, [5, 6, 0]
-    machine.answers[Tick] = [Resize(1, NAME, DepthClass("s", 2), 9.0, "fewer")]
+    machine.answers[ControllerTick] = [Resize(1, NAME, DepthClass("s", 2), 9.0, "fewer")]
     control.report()
     control.obey()
     assert machine.of(UnchangedSampled) == [], "it is no more of a judge itself"
-    machine.answers[Tick] = [Resize(2, NAME, S8, 9.0, "more")]
+    machine.answers[ControllerTick] = [Resize(2, NAME, S8, 9.0, "more")]
     control.report()
     control.obey()
     found = machine.of(UnchangedSampled)
     assert found == [UnchangedSampled("s", {4: (1, 2), 2: (1, 1)}, 4)] * READ_AGAIN
-    machine.answers[Tick] = [Resize(3, NAME, S8, 9.0, "again")]
+    machine.answers[ControllerTick] = [Resize(3, NAME, S8, 9.0, "again")]
     control.report()
     control.obey()
     assert len(machine.of(UnchangedSampled)) == READ_AGAIN, "each once"

@@ -12,7 +12,7 @@ from loadgen.__main__ import EXIT_USAGE, main
 from loadgen.model_costs.published import PAPER_BATCH_RATIO, PUBLISHED
 from loadgen.plan import GIB, find_sizes, paper_checks, plan_row, saved_gib
 from quadriga.catalogue.sizes import sizes_of
-from quadriga.checkpoint import ASSETS
+from quadriga.checkpoint.folder import ASSETS
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from loadgen.bench.cluster.rescheduling_report import (
     step_variances,
 )
 from loadgen.report.metrics import Distribution, Summary
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
+from quadriga.core.migration import MigrationReport
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.view import replica_view
-from quadriga.types import MigrationReport
 from tests.unit.policies.test_ares_governor import uneven
 
 

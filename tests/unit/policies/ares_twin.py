@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.policies.ares.forecast import (
     FIXED,
     NUM_COLUMNS,
@@ -18,7 +19,6 @@ from quadriga.policies.ares.forecast import (
     pack,
 )
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
-from quadriga.types import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 
 CLASS = DepthClass("m", 8)
 GRID = horizon_s(0.02)

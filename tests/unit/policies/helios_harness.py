@@ -8,28 +8,28 @@ from typing import Any
 from loadgen.model_costs.published import PUBLISHED
 from quadriga.catalogue.records import CatalogueModel
 from quadriga.catalogue.sizes import sizes_of
-from quadriga.config import HeliosConfig
-from quadriga.exits import ExitSpec
+from quadriga.checkpoint.exits import ExitSpec
+from quadriga.config.scheduling import HeliosConfig
+from quadriga.core.replica import DepthClass, Role
 from quadriga.policies.helios import (
     Choose,
-    Device,
+    ChosenDevice,
+    ControllerTick,
     Event,
     Helios,
+    HeliosPhase,
     Keep,
-    Member,
     Order,
     OrderDone,
     OrderFailed,
     Output,
-    Phase,
+    ReplicaReport,
     RequestFinished,
     RequestStarted,
     Resize,
     Switch,
-    Tick,
     TokensServed,
 )
-from quadriga.types import DepthClass, Role
 
 
 def model(name: str, exits: tuple[int, ...], **changes: Any) -> CatalogueModel:
@@ -104,7 +104,7 @@ class Cluster:
     """Replicas that do as they are told, at once when `answer` is called."""
 
     machine: Helios
-    fleet: dict[str, Member]
+    fleet: dict[str, ReplicaReport]
     scouts: frozenset[str] = frozenset()
     strict: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Cluster:
     def tick(self, passed_s: float = 1.0) -> list[Output]:
         self.now_s += passed_s
         return self.tell(
-            Tick(
+            ControllerTick(
                 dict(self.fleet), self.scouts, self.in_flight, self.in_flight_tokens,
                 dict(self.strict), dict(self.waiting),
             )
@@ -140,7 +140,7 @@ class Cluster:
         """The order under way is carried out."""
         order = self.take()
         role = self.fleet[order.replica].role
-        self.fleet[order.replica] = Member(role, order.depth_class)
+        self.fleet[order.replica] = ReplicaReport(role, order.depth_class)
         self.now_s += load_s
         return self.tell(OrderDone(order.order_id, load_s))
 
@@ -179,19 +179,21 @@ def paper_config(**config: Any) -> HeliosConfig:
     return HeliosConfig(**{"max_changed_share": 1.0} | config)
 
 
-def decode(depth_class: DepthClass) -> Member:
-    return Member(Role.DECODE, depth_class)
+def decode(depth_class: DepthClass) -> ReplicaReport:
+    return ReplicaReport(Role.DECODE, depth_class)
 
 
 def alone(start: DepthClass = S24, **config: Any) -> Cluster:
     """The paper's setting: one replica, which also profiles."""
-    machine = Helios([SMALL, LARGE], paper_config(scout=False, **config), Device(value_bytes=2))
+    machine = Helios(
+        [SMALL, LARGE], paper_config(scout=False, **config), ChosenDevice(value_bytes=2)
+    )
     return Cluster(machine, {"decode-0": decode(start)})
 
 
 def with_scout(num_decode: int = 2, start: DepthClass = S24, **config: Any) -> Cluster:
     """Two replicas that serve, and a scout beside them."""
-    machine = Helios([SMALL, LARGE], paper_config(**config), Device(value_bytes=2))
+    machine = Helios([SMALL, LARGE], paper_config(**config), ChosenDevice(value_bytes=2))
     fleet = {f"decode-{i}": decode(start) for i in range(num_decode)}
     return Cluster(machine, fleet | {"scout": decode(start)}, frozenset({"scout"}))
 
@@ -204,7 +206,7 @@ def serve(cluster: Cluster, count: int, depth_class: DepthClass) -> None:
 def chosen(cluster: Cluster) -> Cluster:
     """Past the first profile: everything holds what was chosen."""
     cluster.tick()
-    while cluster.machine.status().phase is Phase.PROFILE:
+    while cluster.machine.status().phase is HeliosPhase.PROFILE:
         if cluster.order is not None:
             cluster.done()
         else:

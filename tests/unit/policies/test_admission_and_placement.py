@@ -7,7 +7,11 @@ from typing import get_args
 
 import pytest
 
-from quadriga.config import PrefillConfig, SchedulerConfig
+from quadriga.config.engine import PrefillConfig
+from quadriga.config.scheduling import SchedulerConfig
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.routing import AdmitRequest, PlaceRequest
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.admission import admit
 from quadriga.policies.ares.settings import AresSettings
@@ -15,15 +19,6 @@ from quadriga.policies.baselines.placement import CurrentLoad, LeastRequests, Ro
 from quadriga.policies.least_work import LeastWork, LeastWorkWithoutReports
 from quadriga.policies.load import candidates
 from quadriga.policies.placements import find_placement
-from quadriga.types import (
-    AdmitRequest,
-    DepthClass,
-    LengthPrediction,
-    PlaceRequest,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-)
 
 CLASS = DepthClass("m", 8)
 SCHEDULER = SchedulerConfig()

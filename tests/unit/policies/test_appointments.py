@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.policies.appointments import (
+from quadriga.policies.retry_reservations import (
     CAUTION,
     MAX_APPOINTMENTS,
     MIN_WAIT_S,
     REMEMBERED_S,
-    Appointments,
+    RetryReservations,
 )
 
 MOST_S = 60.0
@@ -30,7 +30,7 @@ STALE_S = 0.15
 LATE_S = (0.02, 0.1)
 
 
-def ask(line: Appointments, visitor: str, free: float, *, now_s: float) -> float | None:
+def ask(line: RetryReservations, visitor: str, free: float, *, now_s: float) -> float | None:
     return line.ask(visitor, free, 4.0, now_s=now_s, most_s=MOST_S)
 
 
@@ -53,7 +53,7 @@ class Service:
     late_s: tuple[float, float] = LATE_S
     bias: float = 1.0
     patient_from_s: float = 0.0
-    line: Appointments = field(default_factory=Appointments)
+    line: RetryReservations = field(default_factory=RetryReservations)
     events: list[tuple[float, int, str, tuple[Any, ...]]] = field(default_factory=list)
     numbers: Any = field(default_factory=itertools.count)
     num_busy: int = 0
@@ -203,7 +203,7 @@ def test_who_gave_up_a_while_ago_says_little_about_who_is_refused_now() -> None:
 
 
 def test_everybody_is_told_another_time() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told = [ask(line, f"v{i}", 0.0, now_s=10.0) or 0.0 for i in range(5)]
     assert all(b - a > 0.2 for a, b in itertools.pairwise(told))
     # The third place is there even if it comes as late as chance may have it.
@@ -212,7 +212,7 @@ def test_everybody_is_told_another_time() -> None:
 
 
 def test_a_place_is_kept_for_who_is_due() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told_s = ask(line, "first", 0.0, now_s=0.0)
     assert told_s is not None
     assert ask(line, "other", 1.0, now_s=told_s) is not None, "one place, and it is promised"
@@ -221,7 +221,7 @@ def test_a_place_is_kept_for_who_is_due() -> None:
 
 
 def test_what_is_left_over_is_for_walk_ins() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told_s = ask(line, "first", 0.0, now_s=0.0)
     assert told_s is not None
     assert ask(line, "other", 2.0, now_s=told_s) is None
@@ -229,7 +229,7 @@ def test_what_is_left_over_is_for_walk_ins() -> None:
 
 
 def test_who_comes_when_told_may_wait_for_the_next_place() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told_s = ask(line, "first", 0.0, now_s=0.0)
     assert told_s is not None
     assert ask(line, "first", 0.0, now_s=told_s) is None
@@ -241,7 +241,7 @@ def test_who_comes_when_told_may_wait_for_the_next_place() -> None:
 
 
 def test_where_nobody_can_wait_a_place_must_be_free() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told_s = ask(line, "first", 0.0, now_s=0.0)
     assert told_s is not None
     again_s = line.ask("first", 0.0, 4.0, now_s=told_s, most_s=MOST_S, least_free=1.0)
@@ -250,7 +250,7 @@ def test_where_nobody_can_wait_a_place_must_be_free() -> None:
 
 
 def test_who_came_in_vain_takes_nobody_elses_place() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told = [ask(line, f"v{i}", 0.0, now_s=0.0) or 0.0 for i in range(4)]
     again_s = ask(line, "v0", -2.0, now_s=told[0])
     assert again_s is not None
@@ -258,7 +258,7 @@ def test_who_came_in_vain_takes_nobody_elses_place() -> None:
 
 
 def test_who_came_in_vain_comes_next_where_that_harms_nobody() -> None:
-    line = Appointments()
+    line = RetryReservations()
     first_s = ask(line, "first", -5.0, now_s=0.0) or 0.0
     later_s = ask(line, "later", -20.0, now_s=0.0) or 0.0
     again_s = ask(line, "first", -0.5, now_s=first_s)
@@ -267,7 +267,7 @@ def test_who_came_in_vain_comes_next_where_that_harms_nobody() -> None:
 
 
 def test_who_comes_early_has_no_right_to_a_place_yet() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told_s = ask(line, "first", 0.0, now_s=0.0)
     assert told_s is not None
     assert ask(line, "first", 0.0, now_s=0.5 * told_s) is not None
@@ -275,7 +275,7 @@ def test_who_comes_early_has_no_right_to_a_place_yet() -> None:
 
 
 def test_who_does_not_come_is_waited_for_a_moment() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told_s = ask(line, "first", 0.0, now_s=0.0)
     assert told_s is not None
     assert ask(line, "other", 1.0, now_s=told_s + 0.1) is not None
@@ -286,7 +286,7 @@ def test_who_does_not_come_is_waited_for_a_moment() -> None:
 
 
 def test_who_never_comes_back_is_less_and_less_waited_for() -> None:
-    line = Appointments()
+    line = RetryReservations()
     for i in range(100):
         ask(line, f"v{i}", 0.0, now_s=0.25 * i)
     assert line.return_share < 0.15
@@ -299,7 +299,7 @@ def test_who_never_comes_back_is_less_and_less_waited_for() -> None:
 
 
 def test_nobody_is_told_more_than_the_limit_and_the_line_is_bounded() -> None:
-    line = Appointments()
+    line = RetryReservations()
     for i in range(1000):
         told_s = ask(line, f"v{i}", 0.0, now_s=0.0)
         assert told_s is not None
@@ -313,7 +313,7 @@ def test_nobody_is_told_more_than_the_limit_and_the_line_is_bounded() -> None:
 
 
 def test_the_unknown_get_no_appointment() -> None:
-    line = Appointments()
+    line = RetryReservations()
     told_s = ask(line, "", 0.0, now_s=0.0)
     assert told_s is not None
     assert len(line) == 0
@@ -332,7 +332,7 @@ def test_the_unknown_get_no_appointment() -> None:
     )
 )
 def test_the_line_and_its_index_agree(calls: list[tuple[str, float, float, float]]) -> None:
-    line = Appointments()
+    line = RetryReservations()
     now_s = 0.0
     for visitor, free, per_s, pause_s in calls:
         now_s += pause_s

@@ -11,23 +11,20 @@ import numpy as np
 import pytest
 
 from loadgen.simulation.loads import make_simulation, synthetic_load
-from quadriga.config import SchedulerConfig, load_config
+from quadriga.config.loader import load_config
+from quadriga.config.scheduling import SchedulerConfig
+from quadriga.core.forecast import LengthOutcome, LengthPrediction
+from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.policies.ares.amend import Promised, seconds_to_full, with_fixed, with_promised
 from quadriga.policies.ares.forecast import check_forecast
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.orders import SETTLE_S
-from quadriga.policies.ares.recording import Tick, read_ticks, replay
+from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
 from quadriga.policies.ares.view import replica_view
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import find_profile
 from quadriga.sim.recorder import Recorder
-from quadriga.types import (
-    LengthOutcome,
-    LengthPrediction,
-    MigrationOrder,
-    MigrationReport,
-    ReplicaSnapshot,
-)
 from tests.unit.policies.ares_twin import CLASS, GRID, Held, snapshot
 
 
@@ -43,8 +40,8 @@ def uneven(num_idle: int = 2) -> list[ReplicaSnapshot]:
     return [replace(s, taken_unix_s=0.0) for s in [snapshot("busy", busy), *idle]]
 
 
-def governor(**ares: Any) -> tuple[Governor, list[Tick]]:
-    ticks: list[Tick] = []
+def governor(**ares: Any) -> tuple[Governor, list[RecordedTick]]:
+    ticks: list[RecordedTick] = []
     return Governor(config(**ares), ticks.append), ticks
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import (
     AresPlacement,
@@ -28,8 +31,7 @@ from quadriga.policies.ares.forecast import (
     memory_rows,
     tokens_ahead,
 )
-from quadriga.policies.ares.recording import Tick, read_ticks, replay, write_tick
-from quadriga.types import LengthPrediction, PlaceRequest, ReplicaSnapshot
+from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay, write_tick
 from tests.unit.policies.ares_twin import (
     CLASS,
     Held,
@@ -197,7 +199,7 @@ def test_few_endings_prove_nothing() -> None:
 
 def recorded(path: Path, snapshots: list[ReplicaSnapshot]) -> None:
     orders = Rescheduler().tick(snapshots, COSTS)
-    tick = Tick(1.0, snapshots, AresSettings(), COSTS, True, False, frozenset(), orders)
+    tick = RecordedTick(1.0, snapshots, AresSettings(), COSTS, True, False, frozenset(), orders)
     with path.open("a", encoding="utf-8") as stream:
         write_tick(stream, tick)
 
@@ -233,7 +235,9 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_ticks_are_one_line_each() -> None:
     stream = io.StringIO()
-    tick = Tick(0.0, [snapshot("a", [])], AresSettings(), COSTS, True, False, frozenset({"b"}), [])
+    tick = RecordedTick(
+        0.0, [snapshot("a", [])], AresSettings(), COSTS, True, False, frozenset({"b"}), []
+    )
     write_tick(stream, tick)
     write_tick(stream, tick)
     assert stream.getvalue().count("\n") == 2

@@ -12,15 +12,15 @@ from itertools import combinations, product
 
 import pytest
 
-from quadriga.batching.decode_loop import DecodeLoop
-from quadriga.batching.slots import SlotTable
+from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.clock import ManualClock
-from quadriga.exits import ExitCounters, ExitParams
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.baselines.exits import NoExits
-from quadriga.policies.drex import DrexRebatcher, Plan, SegmentCosts
+from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts
 from quadriga.policies.drex.plan import Demand, evaluate, make_plan
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
-from quadriga.types import SamplingParams, SequenceState
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeSegmentRunner, confidence_at
 
 Shape = Callable[[int], float]
@@ -78,7 +78,7 @@ class Ran:
 class Fixed(DrexRebatcher):
     """DREX that keeps the plan it is given, explores nothing, and knows no deadlines."""
 
-    def __init__(self, costs: SegmentCosts, counters: ExitCounters, plan: Plan) -> None:
+    def __init__(self, costs: SegmentCosts, counters: ExitCounters, plan: RebatchPlan) -> None:
         super().__init__(costs, counters=counters, deterministic=True)
         self.plan = plan
 
@@ -218,12 +218,12 @@ def test_no_other_plan_is_much_better(
     best = without_exits(running, segments, shape).tokens_per_s
     for exits in subsets:
         for targets in product(sizes, repeat=len(exits)):
-            best = max(best, really(Plan(exits, targets), segments, shape, passes, running))
+            best = max(best, really(RebatchPlan(exits, targets), segments, shape, passes, running))
     ours = really(found, segments, shape, passes, running)
     assert ours >= 0.95 * best
 
 
-def really(plan: Plan, segments: int, shape: str, passes: float, running: int) -> float:
+def really(plan: RebatchPlan, segments: int, shape: str, passes: float, running: int) -> float:
     """Tokens a second that the loop makes under a fixed plan."""
     if not plan.exits:
         return without_exits(running, segments, shape).tokens_per_s

@@ -9,7 +9,15 @@ from random import Random
 import pytest
 
 from quadriga.policies.drex import SegmentCosts, make_plan
-from quadriga.policies.drex.plan import GAIN, Demand, Plan, _best_targets, _grow, _Table, evaluate
+from quadriga.policies.drex.plan import (
+    GAIN,
+    Demand,
+    RebatchPlan,
+    _best_targets,
+    _grow,
+    _Table,
+    evaluate,
+)
 
 
 def costs_of(
@@ -106,7 +114,7 @@ def test_a_higher_exit_rate_never_forecasts_less(shape: Callable[[int], float]) 
     assert used == sorted(used), "once it pays, it pays at every higher rate"
 
 
-def slowest_gap_s(costs: SegmentCosts, plan: Plan, wanted: Demand) -> float:
+def slowest_gap_s(costs: SegmentCosts, plan: RebatchPlan, wanted: Demand) -> float:
     """The largest limit under which `evaluate` still refuses the plan, by bisection."""
     low, high = 0.0, 1e3
     for _ in range(60):
@@ -174,7 +182,7 @@ def test_must_test_leaves_no_exit_out() -> None:
 @pytest.mark.parametrize("must_test", [False, True])
 def test_a_model_without_exits_has_the_plan_without_exits(must_test: bool) -> None:
     plan = make_plan(costs_of([linear]), demand(), must_test=must_test)
-    assert plan == Plan((), (), pytest.approx(1000.0, rel=1e-3))
+    assert plan == RebatchPlan((), (), pytest.approx(1000.0, rel=1e-3))
 
 
 @pytest.mark.parametrize(("limit_s", "is_allowed"), [(0.0800, False), (0.1002, True)])

@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from quadriga.exits import ExitCounters
-from quadriga.policies.drex import DrexRebatcher, Plan, SegmentCosts
+from quadriga.checkpoint.exits import ExitCounters
+from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts
 from quadriga.policies.drex.rebatcher import (
     EXPLORE_EVERY,
     EXPLORE_SHARE,
     REPLAN_EVERY,
     REPLAN_LATEST,
 )
-from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
+from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Waiting
 
 OVERHEAD_S = 20e-6
 NOBODY = Waiting()
@@ -32,11 +32,11 @@ def costs_of(base_s: float, row_s: float, *, segments: int = 2) -> SegmentCosts:
 
 
 def policy(
-    base_s: float = 0.0, row_s: float = 1e-3, *, plan: Plan | None = None, segments: int = 2
+    base_s: float = 0.0, row_s: float = 1e-3, *, plan: RebatchPlan | None = None, segments: int = 2
 ) -> tuple[DrexRebatcher, ExitCounters]:
     counters = ExitCounters()
     rebatcher = DrexRebatcher(costs_of(base_s, row_s, segments=segments), counters=counters)
-    rebatcher.plan = plan or Plan((0,), (8,))
+    rebatcher.plan = plan or RebatchPlan((0,), (8,))
     rebatcher._times_seen = [9] * (segments - 1)
     return rebatcher, counters
 
@@ -48,9 +48,9 @@ def group(
     waiting: int = 0,
     deadline_s: float = math.inf,
     ran: Range | None = None,
-) -> AtExit:
+) -> ExitGroup:
     count = passed + stays
-    return AtExit(
+    return ExitGroup(
         ran=ran or Range(0, 1),
         confidences=[1.0] * passed + [0.0] * stays,
         thresholds=[0.5] * count,
@@ -93,7 +93,7 @@ def test_a_split_pays_for_the_kv_that_its_leavers_skip() -> None:
 def test_splits_where_it_pays_and_books_it() -> None:
     rebatcher, counters = policy(4e-3, 1e-3)
     at = group(6, 4)
-    assert rebatcher.judge(at, 0.0) is Verdict.SPLIT
+    assert rebatcher.judge(at, 0.0) is BatchDecision.SPLIT
     assert (counters.splits, counters.stays) == (1, 0)
     assert counters.predicted_profit_s == pytest.approx(rebatcher.profit_s(at))
     assert counters.realised_profit_s == pytest.approx(14e-3 - OVERHEAD_S)
@@ -105,8 +105,8 @@ def test_splits_where_it_pays_and_books_it() -> None:
 
 
 def test_stays_where_a_pass_is_flat_and_goes_on_at_once() -> None:
-    rebatcher, counters = policy(10e-3, 0.0, plan=Plan((0,), (4,)))
-    assert rebatcher.judge(group(1, 9), 0.0) is Verdict.STAY
+    rebatcher, counters = policy(10e-3, 0.0, plan=RebatchPlan((0,), (4,)))
+    assert rebatcher.judge(group(1, 9), 0.0) is BatchDecision.STAY
     assert (counters.splits, counters.stays) == (0, 1)
     ran = rebatcher.choose(Waiting(5, 50, 9.0), [Waiting(2, 20, math.inf)], 0.0)
     assert ran.first == 1, "the group that stayed goes before the front, full or not"
@@ -118,7 +118,7 @@ def test_stays_where_a_pass_is_flat_and_goes_on_at_once() -> None:
 def test_a_stay_of_rows_that_are_gone_hurries_nobody_else() -> None:
     rebatcher, _ = policy(10e-3, 0.0)
     rebatcher._planned_for, rebatcher._until_look = 5, REPLAN_EVERY
-    assert rebatcher.judge(group(1, 9), 0.0) is Verdict.STAY
+    assert rebatcher.judge(group(1, 9), 0.0) is BatchDecision.STAY
     assert rebatcher.choose(Waiting(5, 50), [NOBODY], 0.0).first == 0  # cancelled meanwhile
     assert rebatcher.choose(Waiting(5, 50), [Waiting(1, 10)], 0.0).first == 0
 
@@ -128,7 +128,7 @@ def test_a_deadline_makes_a_small_flush_not_a_stay() -> None:
     rebatcher, _ = policy(4e-3, 1e-3)
     rebatcher._planned_for, rebatcher._until_look = 10, 10
     rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
-    assert rebatcher.judge(group(6, 4, deadline_s=0.01), 0.0) is Verdict.SPLIT
+    assert rebatcher.judge(group(6, 4, deadline_s=0.01), 0.0) is BatchDecision.SPLIT
     waits = Waiting(4, 40, 0.01)
     assert rebatcher.choose(Waiting(6, 60), [waits], 0.0) == Range(1, 2, tests=False)
     assert rebatcher.choose(Waiting(6, 60), [Waiting(4, 40, 1.0)], 0.0) == Range(0, 1)
@@ -136,7 +136,7 @@ def test_a_deadline_makes_a_small_flush_not_a_stay() -> None:
 
 def test_time_is_left_for_all_stages_to_come() -> None:
     """Behind exit 0 lie two stages of 5 ms each, and a front pass of 5 ms may come before."""
-    rebatcher, _ = policy(4e-3, 1e-3, segments=3, plan=Plan((0, 1), (8, 8)))
+    rebatcher, _ = policy(4e-3, 1e-3, segments=3, plan=RebatchPlan((0, 1), (8, 8)))
     rebatcher._planned_for, rebatcher._until_look = 5, 10
     rebatcher._times_seen = [9, 9]
     rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
@@ -150,13 +150,13 @@ def test_a_waiting_row_goes_before_it_is_late(deadline_s: float, first: int) -> 
     """A front pass takes 5 ms and its stage as long: with less than 10 ms it goes now."""
     rebatcher, _ = policy(4e-3, 1e-3)
     rebatcher.choose(Waiting(4, 40), [NOBODY], 0.0)
-    rebatcher.plan = Plan((0,), (8,))
+    rebatcher.plan = RebatchPlan((0,), (8,))
     rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
     assert rebatcher.choose(Waiting(3, 30), [Waiting(1, 10, deadline_s)], 0.0).first == first
 
 
 def test_a_full_stage_goes_and_the_deepest_first() -> None:
-    rebatcher, _ = policy(segments=3, plan=Plan((0, 1), (4, 4)))
+    rebatcher, _ = policy(segments=3, plan=RebatchPlan((0, 1), (4, 4)))
     rebatcher._planned_for, rebatcher._until_look = 10, 10
     ran = rebatcher.choose(Waiting(2, 20), [Waiting(4, 40), Waiting(4, 40)], 0.0)
     assert ran == Range(2, 3, tests=False)
@@ -167,9 +167,9 @@ def test_a_full_stage_goes_and_the_deepest_first() -> None:
 
 
 def test_who_cannot_leave_goes_on_when_the_stage_is_due() -> None:
-    rebatcher, counters = policy(plan=Plan((0,), (8,)))
+    rebatcher, counters = policy(plan=RebatchPlan((0,), (8,)))
     rebatcher._planned_for, rebatcher._until_look = 10, 10
-    assert rebatcher.judge(group(0, 3), 0.0) is Verdict.SPLIT
+    assert rebatcher.judge(group(0, 3), 0.0) is BatchDecision.SPLIT
     assert rebatcher.choose(Waiting(5, 50), [Waiting(3, 30)], 0.0).first == 0  # 3 of 8: wait
     assert rebatcher.choose(Waiting(5, 50), [Waiting(8, 80)], 0.0).first == 1  # eight: go
     assert counters.splits == counters.stays == counters.explored == 0
@@ -181,7 +181,7 @@ def test_one_decision_in_so_many_is_turned_round() -> None:
     for _ in range(3 * EXPLORE_EVERY):
         verdicts.append(rebatcher.judge(group(6, 4), 0.0))
         rebatcher._busy_s += 1.0
-    assert [i for i, v in enumerate(verdicts, 1) if v is Verdict.STAY] == [
+    assert [i for i, v in enumerate(verdicts, 1) if v is BatchDecision.STAY] == [
         EXPLORE_EVERY, 2 * EXPLORE_EVERY, 3 * EXPLORE_EVERY,
     ]  # fmt: skip
     assert counters.explored == 3
@@ -211,7 +211,7 @@ def test_what_a_pass_costs_beside_the_runner_is_learned() -> None:
 @pytest.mark.parametrize("offset", [0, 1])
 def test_splits_and_exits_outside_the_plan_both_have_their_turn(judged: int, offset: int) -> None:
     """Whatever the rhythm of passes and decisions: counted together, one would starve the other."""
-    rebatcher, counters = policy(4e-3, 1e-3, plan=Plan((0,), (8,)), segments=3)
+    rebatcher, counters = policy(4e-3, 1e-3, plan=RebatchPlan((0,), (8,)), segments=3)
     rebatcher._planned_for, rebatcher._until_look = 10, 10**6
     probed = turned = 0
     for _ in range(offset):
@@ -219,12 +219,12 @@ def test_splits_and_exits_outside_the_plan_both_have_their_turn(judged: int, off
     for _ in range(4 * EXPLORE_EVERY):
         rebatcher.choose(Waiting(10, 100), [NOBODY] * 2, 0.0)
         for _ in range(judged):
-            turned += rebatcher.judge(group(6, 4), 0.0) is Verdict.STAY
+            turned += rebatcher.judge(group(6, 4), 0.0) is BatchDecision.STAY
             rebatcher._busy_s += 1.0
         ran = rebatcher.choose(NOBODY, [Waiting(8, 80), NOBODY], 0.0)
         if ran == Range(1, 2):
             probed += 1
-            assert rebatcher.judge(group(4, 4, ran=ran), 0.0) is Verdict.STAY
+            assert rebatcher.judge(group(4, 4, ran=ran), 0.0) is BatchDecision.STAY
             rebatcher.choose(NOBODY, [NOBODY, Waiting(8, 80)], 0.0)
         else:
             assert ran == Range(1, 3, tests=False)
@@ -242,7 +242,7 @@ def test_an_exit_outside_the_plan_is_probed_and_can_come_back() -> None:
         ran = rebatcher.choose(Waiting(10, 100), [NOBODY], 0.0)
         if ran.stop == 1:
             tested.append(i)
-            assert rebatcher.judge(group(0, 10), 0.0) is Verdict.STAY
+            assert rebatcher.judge(group(0, 10), 0.0) is BatchDecision.STAY
             rebatcher.observe(ran, 10, 100, 10e-3, 0)
             going_on = rebatcher.choose(NOBODY, [Waiting(10, 100)], 0.0)
             assert going_on == Range(1, 2, tests=False)
@@ -260,7 +260,7 @@ def test_an_exit_outside_the_plan_is_probed_and_can_come_back() -> None:
 
 
 def test_exit_rates_follow_what_passes() -> None:
-    rebatcher, _ = policy(segments=3, plan=Plan((0, 1), (0, 0)))
+    rebatcher, _ = policy(segments=3, plan=RebatchPlan((0, 1), (0, 0)))
     for _ in range(400):
         rebatcher.observe(Range(0, 1), 10, 100, 1e-3, 4)  # 40 % leave at the first
         rebatcher.observe(Range(1, 2), 6, 60, 1e-3, 3)  # half of the others at the second
@@ -270,12 +270,12 @@ def test_exit_rates_follow_what_passes() -> None:
 def test_plans_are_made_anew_when_the_batch_changes_or_time_has_passed() -> None:
     rebatcher, _ = policy(row_s=1e-3)
     rebatcher.choose(Waiting(16, 160), [NOBODY], 0.0)
-    marked = rebatcher.plan = Plan((0,), (2,))
+    marked = rebatcher.plan = RebatchPlan((0,), (2,))
     rebatcher.choose(Waiting(15, 150), [NOBODY], 0.0)
     assert rebatcher.plan is marked
     rebatcher.choose(Waiting(8, 80), [NOBODY], 0.0)
     assert rebatcher.plan is not marked
-    marked = rebatcher.plan = Plan((0,), (2,))
+    marked = rebatcher.plan = RebatchPlan((0,), (2,))
     for _ in range(REPLAN_EVERY * REPLAN_LATEST - 1):
         rebatcher.choose(Waiting(8, 80), [NOBODY], 0.0)
         assert rebatcher.plan is marked
@@ -286,7 +286,7 @@ def test_plans_are_made_anew_when_the_batch_changes_or_time_has_passed() -> None
 def test_plans_are_made_anew_when_their_reasons_are_gone() -> None:
     rebatcher, _ = policy(row_s=1e-3)
     rebatcher.choose(Waiting(16, 160), [NOBODY], 0.0)
-    marked = rebatcher.plan = Plan((0,), (2,))
+    marked = rebatcher.plan = RebatchPlan((0,), (2,))
     for _ in range(100):
         rebatcher.observe(Range(0, 1), 16, 160, 16e-3, 2)  # far fewer leave than was thought
     for _ in range(2 * REPLAN_EVERY - 1):  # the second plan comes later than the first
@@ -302,7 +302,7 @@ def test_deterministic_takes_no_choice_by_load() -> None:
     for i in range(3 * EXPLORE_EVERY):
         assert rebatcher.choose(Waiting(10, 100), [NOBODY], float(i)) == Range(0, 1)
         assert rebatcher.judge(group(i % 10, 10 - i % 10, deadline_s=0.0), float(i)) is (
-            Verdict.SPLIT
+            BatchDecision.SPLIT
         )
         rebatcher.observe(Range(0, 1), 10, 100, 10e-3, i % 10)
     assert counters.explored == counters.stays == 0

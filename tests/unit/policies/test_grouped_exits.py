@@ -14,16 +14,16 @@ from quadriga.policies.baselines.exits import (
     NoExits,
 )
 from quadriga.policies.drex import SegmentCosts
-from quadriga.policies.rebatching import AtExit, Range, Verdict, Waiting
+from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Waiting
 
 NOBODY = Waiting()
 SOME = Waiting(3, 30, 1.0)
 
 
-def group(confidences: list[float], thresholds: list[float]) -> AtExit:
+def group(confidences: list[float], thresholds: list[float]) -> ExitGroup:
     passed = [c >= t for c, t in zip(confidences, thresholds, strict=True)]
     remaining = Waiting(passed.count(False), 10, math.inf)
-    return AtExit(Range(0, 1), confidences, thresholds, passed, 10, NOBODY, remaining)
+    return ExitGroup(Range(0, 1), confidences, thresholds, passed, 10, NOBODY, remaining)
 
 
 ALL, ONE, TWO, NONE = [0.9, 0.9, 0.9], [0.9, 0.1, 0.1], [0.9, 0.9, 0.1], [0.1, 0.1, 0.1]
@@ -39,16 +39,16 @@ def test_who_leaves(
 ) -> None:
     policy = kind(SegmentCosts(2, 8))
     for confidences in leave:
-        assert policy.judge(group(confidences, [0.5] * 3), 0.0) is Verdict.LEAVE
+        assert policy.judge(group(confidences, [0.5] * 3), 0.0) is BatchDecision.LEAVE
     for confidences in stay:
-        assert policy.judge(group(confidences, [0.5] * 3), 0.0) is Verdict.STAY
+        assert policy.judge(group(confidences, [0.5] * 3), 0.0) is BatchDecision.STAY
 
 
 def test_majority_compares_medians() -> None:
     policy = MajorityExits(SegmentCosts(2, 8))
-    assert policy.judge(group([0.9, 0.6, 0.1], [0.5, 0.5, 0.99]), 0.0) is Verdict.LEAVE
-    assert policy.judge(group([0.9, 0.6, 0.1], [0.7, 0.7, 0.0]), 0.0) is Verdict.STAY
-    assert policy.judge(group([0.5, 0.4], [0.5, 0.4]), 0.0) is Verdict.LEAVE
+    assert policy.judge(group([0.9, 0.6, 0.1], [0.5, 0.5, 0.99]), 0.0) is BatchDecision.LEAVE
+    assert policy.judge(group([0.9, 0.6, 0.1], [0.7, 0.7, 0.0]), 0.0) is BatchDecision.STAY
+    assert policy.judge(group([0.5, 0.4], [0.5, 0.4]), 0.0) is BatchDecision.LEAVE
 
 
 @pytest.mark.parametrize("kind", [EagerExits, LazyExits, MajorityExits])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quadriga.catalogue.records import CatalogueModel, DepthRecord
-from quadriga.policies.helios import Device, Helios, HistoryTable, Keep
+from quadriga.core.replica import DepthClass
+from quadriga.policies.helios import ChosenDevice, Helios, HistoryTable, Keep
+from quadriga.policies.helios.exit_distribution import recorded_exits, steadied
 from quadriga.policies.helios.plans import Planner
-from quadriga.policies.helios.work import recorded_exits, steadied
-from quadriga.types import DepthClass
 from tests.unit.policies.helios_harness import (
     L32,
     LARGE,
@@ -52,7 +52,7 @@ def planner(model: CatalogueModel, requests: int, **changes: Any) -> Planner:
     table = HistoryTable()
     for _ in range(requests):
         table.add(finished(DepthClass(model.id, model.num_layers), **changes))
-    return Planner([model], paper_config(), Device(value_bytes=2), table)
+    return Planner([model], paper_config(), ChosenDevice(value_bytes=2), table)
 
 
 def test_shares_on_record_are_of_each_exit_and_all_of_them_must_be_there() -> None:
@@ -99,7 +99,7 @@ def test_times_are_steadied_by_the_record_and_one_speed_for_all() -> None:
     for full, factor in ((S24, 2.0), (L32, 4.0)):
         for _ in range(5):
             table.add(finished(full, decode_s=999 * factor * 1e-3 * per_token_s[full]))
-    made = Planner([SMALL_KNOWN, LARGE_KNOWN], paper_config(), Device(value_bytes=2), table)
+    made = Planner([SMALL_KNOWN, LARGE_KNOWN], paper_config(), ChosenDevice(value_bytes=2), table)
     both = sum(per_token_s.values())
     speed = (2.0 * per_token_s[S24] + 4.0 * per_token_s[L32]) / both
     found = {full: made.plan(full, 1.0) for full in per_token_s}
@@ -117,7 +117,7 @@ def test_times_are_steadied_by_the_record_and_one_speed_for_all() -> None:
 
 def pair(*models: CatalogueModel, **config: Any) -> Cluster:
     config = {"scout": False, "reassess_requests": 10, "dwell_loads": 0.0} | config
-    machine = Helios(list(models), paper_config(**config), Device(value_bytes=2))
+    machine = Helios(list(models), paper_config(**config), ChosenDevice(value_bytes=2))
     return Cluster(machine, {"decode-0": decode(S24)})
 
 

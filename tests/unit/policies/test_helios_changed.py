@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from quadriga.catalogue.records import CatalogueModel, DepthRecord
-from quadriga.config import HeliosConfig
+from quadriga.config.scheduling import HeliosConfig
+from quadriga.core.replica import DepthClass, Role
 from quadriga.policies.helios import (
-    Device,
+    ChosenDevice,
     Helios,
+    HistoryRow,
     HistoryTable,
-    Member,
-    Row,
+    ReplicaReport,
     UnchangedSampled,
 )
-from quadriga.policies.helios.changed import expected_changed, steadied_changed
-from quadriga.policies.helios.choices import Chooser, Situation, Verdict
+from quadriga.policies.helios.choices import ChoiceReason, Chooser, Situation
 from quadriga.policies.helios.plans import Planner
-from quadriga.types import DepthClass, Role
+from quadriga.policies.helios.token_disagreement import expected_changed, steadied_changed
 from tests.unit.policies.helios_harness import (
     L9,
     L32,
@@ -65,10 +65,14 @@ def test_what_is_expected(record: DepthRecord | None, coverage: float, expected:
 
 
 def test_what_was_read_again_outweighs_what_was_expected() -> None:
-    row = Row("m", 6, unchanged={3: (400.0, 400.0), 6: (80.0, 100.0)})
+    row = HistoryRow("m", 6, unchanged={3: (400.0, 400.0), 6: (80.0, 100.0)})
     assert steadied_changed(0.1, row, 500.0) == pytest.approx((50 + 20) / 1000)
     assert steadied_changed(0.1, row, 0.0) == pytest.approx(20 / 500)
-    assert steadied_changed(0.1, None, 500.0) == steadied_changed(0.1, Row("m", 6), 500.0) == 0.1
+    assert (
+        steadied_changed(0.1, None, 500.0)
+        == steadied_changed(0.1, HistoryRow("m", 6), 500.0)
+        == 0.1
+    )
 
 
 def test_tokens_of_other_depths_say_nothing_of_this_one() -> None:
@@ -91,10 +95,12 @@ def planner_of(table: HistoryTable, *models: CatalogueModel, **config: Any) -> P
     for full in (S24, L32):
         for _ in range(5):
             table.add(finished(full))
-    return Planner(models or (SMALL, LARGE), HeliosConfig(**config), Device(value_bytes=2), table)
+    return Planner(
+        models or (SMALL, LARGE), HeliosConfig(**config), ChosenDevice(value_bytes=2), table
+    )
 
 
-def after_profile(*models: CatalogueModel, **config: Any) -> Verdict:
+def after_profile(*models: CatalogueModel, **config: Any) -> ChoiceReason:
     planner = planner_of(HistoryTable(), *models, **config)
     chooser = Chooser(planner, [m.id for m in models], HeliosConfig(**config))
     return chooser.after_profile(Situation(None, math.inf, 0.0, ()))
@@ -147,7 +153,7 @@ def test_a_table_that_was_kept_does_not_get_round_it() -> None:
     planner_of(table)  # both were profiled
     for limit, expected in ((1.0, "choose opt-1.3b@6"), (0.1, "choose opt-1.3b@24")):
         config = HeliosConfig(scout=False, max_changed_share=limit)
-        machine = Helios([SMALL, LARGE], config, Device(value_bytes=2), table)
+        machine = Helios([SMALL, LARGE], config, ChosenDevice(value_bytes=2), table)
         cluster = Cluster(machine, {"decode-0": decode(L32)})
         cluster.tick()
         assert cluster.trace[0] == expected
@@ -159,8 +165,8 @@ def test_a_table_that_was_kept_does_not_get_round_it() -> None:
 def serving_six(**config: Any) -> Cluster:
     """One replica and a scout; six layers serve, as the record speaks for them."""
     made = HeliosConfig(**{"max_changed_share": 0.02, "reassess_requests": 10} | config)
-    machine = Helios([RECORDED], made, Device(value_bytes=2))
-    fleet = {"decode-0": decode(S24), "scout": Member(Role.DECODE, S24)}
+    machine = Helios([RECORDED], made, ChosenDevice(value_bytes=2))
+    fleet = {"decode-0": decode(S24), "scout": ReplicaReport(Role.DECODE, S24)}
     cluster = chosen(Cluster(machine, fleet, frozenset({"scout"})))
     assert machine.status().target == S6
     cluster.tick(1000)

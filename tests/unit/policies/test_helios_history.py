@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import HistoryTable, RequestFinished, Row, UnchangedSampled
+from quadriga.policies.helios import HistoryRow, HistoryTable, RequestFinished, UnchangedSampled
 from quadriga.policies.helios.history import FORGETTING, MAX_ROWS
 from quadriga.policies.helios.history_file import load, pack, save, unpack
-from quadriga.types import DepthClass
 from tests.unit.policies.helios_harness import S6, S24, finished
 
 
@@ -28,7 +28,7 @@ def filled() -> HistoryTable:
     return table
 
 
-def row(table: HistoryTable, depth: int) -> Row:
+def row(table: HistoryTable, depth: int) -> HistoryRow:
     found = table.find("opt-1.3b", depth)
     assert found is not None
     return found
@@ -62,7 +62,7 @@ def test_breaches_are_what_a_partial_depth_does_not_cover() -> None:
 
 
 def test_an_empty_row_says_nothing() -> None:
-    empty = Row("m", 3)
+    empty = HistoryRow("m", 3)
     values = (
         empty.coverage(3), empty.unchanged_share(3), empty.ttft_s, empty.tpot_s,
         empty.tokens_per_s, empty.perplexity, empty.joules_per_token, empty.mean_depth,
@@ -85,7 +85,7 @@ def test_a_stream_that_changes_is_seen() -> None:
 
 def test_a_new_profile_replaces_the_old_and_keeps_what_loading_took() -> None:
     table = filled()
-    profile = Row("opt-1.3b", 24)
+    profile = HistoryRow("opt-1.3b", 24)
     profile.add(finished(S24, exit_tokens={24: 100}))
     row(table, 24).load_s = 3.0
     table.install(profile)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from quadriga.core.replica import DepthClass, Role
 from quadriga.policies.helios import (
-    Device,
+    ChosenDevice,
     Helios,
+    HeliosPhase,
     Keep,
-    Member,
     OrderDone,
-    Phase,
+    ReplicaReport,
     RequestLost,
     RequestStarted,
     Resize,
@@ -20,7 +21,6 @@ from quadriga.policies.helios import (
 )
 from quadriga.policies.helios.breaches import BreachWindow
 from quadriga.policies.helios.profiling import PLACE_S
-from quadriga.types import DepthClass, Role
 from tests.unit.policies.helios_harness import (
     L9,
     L32,
@@ -293,11 +293,13 @@ def test_without_a_scout_profiles_wait_and_say_so() -> None:
 
 def test_a_kept_table_saves_the_profile() -> None:
     first = chosen(with_scout())
-    machine = Helios([SMALL, LARGE], paper_config(), Device(value_bytes=2), first.machine.table)
+    machine = Helios(
+        [SMALL, LARGE], paper_config(), ChosenDevice(value_bytes=2), first.machine.table
+    )
     second = Cluster(machine, dict(first.fleet), first.scouts)
     second.tick()
     assert second.trace == ["choose opt-1.3b@6"], "and everyone holds it already"
-    assert machine.status().phase is Phase.SERVE
+    assert machine.status().phase is HeliosPhase.SERVE
 
 
 def test_hysteresis_keeps_what_is_nearly_as_good() -> None:
@@ -366,12 +368,12 @@ def test_strict_depths_are_rounded_up_to_what_can_be_loaded() -> None:
 
 
 def test_prefill_loads_what_strict_requests_wait_for() -> None:
-    machine = Helios([SMALL], paper_config(scout=False), Device(value_bytes=2))
+    machine = Helios([SMALL], paper_config(scout=False), ChosenDevice(value_bytes=2))
     fleet = {
         "d0": decode(S24),
         "d1": decode(S24),
-        "p0": Member(Role.PREFILL, S24),
-        "p1": Member(Role.PREFILL, S24),
+        "p0": ReplicaReport(Role.PREFILL, S24),
+        "p1": ReplicaReport(Role.PREFILL, S24),
     }
     cluster = Cluster(machine, fleet)
     cluster.tick()
@@ -396,8 +398,8 @@ def test_prefill_loads_what_strict_requests_wait_for() -> None:
 
 
 def test_prefill_grows_first_and_shrinks_last() -> None:
-    machine = Helios([SMALL], paper_config(scout=False), Device(value_bytes=2))
-    fleet = {"a-prefill": Member(Role.PREFILL, S24), "b-decode": decode(S24)}
+    machine = Helios([SMALL], paper_config(scout=False), ChosenDevice(value_bytes=2))
+    fleet = {"a-prefill": ReplicaReport(Role.PREFILL, S24), "b-decode": decode(S24)}
     cluster = Cluster(machine, fleet)
     cluster.tick()
     cluster.profile()

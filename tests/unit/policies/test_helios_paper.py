@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from quadriga.catalogue.records import DepthRecord
+from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import Device, HistoryTable, pick_candidates
+from quadriga.policies.helios import ChosenDevice, HistoryTable, pick_candidates
 from quadriga.policies.helios.choices import Chooser, Situation
 from quadriga.policies.helios.plans import Planner
 from quadriga.policies.helios.selection import best_plan
-from quadriga.types import DepthClass
 from tests.unit.policies.helios_harness import (
     EXITS,
     L9,
@@ -39,7 +39,7 @@ def planner(**config: Any) -> Planner:
     for full in (S24, L32):
         for _ in range(5):
             table.add(finished(full))
-    return Planner([SMALL, LARGE], paper_config(**config), Device(value_bytes=2), table)
+    return Planner([SMALL, LARGE], paper_config(**config), ChosenDevice(value_bytes=2), table)
 
 
 def chooser(made: Planner, **config: Any) -> Chooser:
@@ -56,7 +56,7 @@ def test_the_repository_would_choose_the_large_model_and_the_profile_the_small()
         model("opt-1.3b", (6, 12), depths=(DepthRecord(24, perplexity=1.91),)),
         model("opt-6.7b", (9, 17), depths=(DepthRecord(32, perplexity=1.68),)),
     ]
-    picked = pick_candidates(on_record, slo="accuracy", device=Device(), context_tokens=2048)
+    picked = pick_candidates(on_record, slo="accuracy", device=ChosenDevice(), context_tokens=2048)
     assert [m.id for m in picked.candidates] == ["opt-6.7b", "opt-1.3b"]
     made = planner(slo="accuracy", min_coverage=1.0)
     verdict = chooser(made, slo="accuracy", min_coverage=1.0).after_profile(situation(None))
@@ -153,7 +153,7 @@ def test_perplexity_outranks_speed() -> None:
     for _ in range(5):
         table.add(finished(S24, nll=1000 * math.log(1.55)))
         table.add(finished(L32))
-    made = Planner([SMALL, LARGE], paper_config(), Device(value_bytes=2), table)
+    made = Planner([SMALL, LARGE], paper_config(), ChosenDevice(value_bytes=2), table)
     plans = [p for m in (SMALL, LARGE) for p in made.plans(m.id, 1.0)]
     best = best_plan(plans, "throughput", 0.02)
     assert best is not None
@@ -172,7 +172,7 @@ def test_what_is_on_record_warns_of_a_shallow_exit() -> None:
     whole = DepthRecord(24, perplexity=1.5)
     for records, expected in (((six, twelve, whole), 12), ((six, whole), 12), ((whole,), 6)):
         known = model("opt-1.3b", (6, 12), depths=records)
-        made = Planner([known], paper_config(), Device(value_bytes=2), table)
+        made = Planner([known], paper_config(), ChosenDevice(value_bytes=2), table)
         best = best_plan(made.plans("opt-1.3b", 1.0), "throughput", 0.02)
         assert best is not None
         assert best.plan.depth_class.depth == expected
@@ -187,7 +187,7 @@ def test_freed_memory_becomes_batch() -> None:
     table = HistoryTable()
     for _ in range(5):
         table.add(finished(L32))
-    device = Device(memory_bytes=16 << 30, value_bytes=2, max_slots=1000)
+    device = ChosenDevice(memory_bytes=16 << 30, value_bytes=2, max_slots=1000)
     made = Planner([LARGE], paper_config(), device, table)
     partial, _, full = made.plans("opt-6.7b", 1e9)
     assert (partial.depth_class, full.depth_class) == (L9, L32)
@@ -211,7 +211,7 @@ def test_candidates_must_fit_and_share_the_best_ones_tokenizer() -> None:
         model("llama-3-8b", (8,), tokenizer="another"),
     ]
     picked = pick_candidates(
-        models, slo="throughput", device=Device(32 << 30, value_bytes=2), context_tokens=2048
+        models, slo="throughput", device=ChosenDevice(32 << 30, value_bytes=2), context_tokens=2048
     )
     assert [m.id for m in picked.candidates] == ["opt-125m", "opt-1.3b", "opt-2.7b"]
     reasons = {r.model: r.reason for r in picked.refusals}
@@ -229,7 +229,7 @@ def test_figures_on_record_rank_before_size() -> None:
 
     def order(slo: Any) -> list[str]:
         picked = pick_candidates(
-            [unknown, slow, fast], slo=slo, device=Device(), context_tokens=100
+            [unknown, slow, fast], slo=slo, device=ChosenDevice(), context_tokens=100
         )
         return [m.id for m in picked.candidates]
 
@@ -245,6 +245,6 @@ def test_no_candidate_is_an_error_with_every_reason() -> None:
         pick_candidates(
             [model("opt-30b", ()), short],
             slo="energy",
-            device=Device(1 << 30, value_bytes=2),
+            device=ChosenDevice(1 << 30, value_bytes=2),
             context_tokens=2048,
         )

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from quadriga.catalogue.records import DepthRecord
-from quadriga.policies.helios import Device, HistoryTable
-from quadriga.policies.helios.history import Row
+from quadriga.policies.helios import ChosenDevice, HistoryTable
+from quadriga.policies.helios.history import HistoryRow
 from quadriga.policies.helios.plans import RECORD_TOKENS, Planner
 from tests.unit.policies.helios_harness import (
     L32,
@@ -33,7 +33,7 @@ def perplexities(small_nll: float, large_nll: float, tokens: int) -> tuple[float
     table = HistoryTable()
     for depth_class, nll in ((S24, small_nll), (L32, large_nll)):
         table.add(finished(depth_class, nll=nll * tokens, scored_tokens=tokens))
-    planner = Planner((RECORDED_S, RECORDED_L), paper_config(), Device(), table)
+    planner = Planner((RECORDED_S, RECORDED_L), paper_config(), ChosenDevice(), table)
     small, large = planner.plan(S24, 1.0), planner.plan(L32, 1.0)
     assert small is not None and large is not None
     return small.perplexity, large.perplexity
@@ -55,8 +55,8 @@ def test_as_many_live_tokens_as_the_record_counts_for_weigh_the_same() -> None:
     assert small == pytest.approx(math.sqrt(1.01 * BAD))
 
 
-def profile_of(tokens: dict[int, int], count: int = 5) -> Row:
-    row = Row("opt-1.3b", 24)
+def profile_of(tokens: dict[int, int], count: int = 5) -> HistoryRow:
+    row = HistoryRow("opt-1.3b", 24)
     for _ in range(count):
         row.add(finished(S24, exit_tokens=tokens))
     return row
@@ -124,7 +124,7 @@ def test_the_stream_decides_how_long_answers_are() -> None:
     table = HistoryTable()
     table.add(finished(S24))  # 1,000 tokens
     table.add(finished(L32, exit_tokens={9: 150, 32: 50}))  # 200: another kind of request
-    planner = Planner((SMALL, LARGE), paper_config(), Device(), table)
+    planner = Planner((SMALL, LARGE), paper_config(), ChosenDevice(), table)
     small, large = planner.plan(S24, 1.0), planner.plan(L32, 1.0)
     assert small is not None and large is not None
     assert small.tokens_per_request == large.tokens_per_request == pytest.approx(600.0)
@@ -134,7 +134,7 @@ def test_a_depth_never_loaded_takes_its_share_of_the_whole() -> None:
     table = HistoryTable()
     table.add(finished(S24))
     recorded = replace(SMALL, depths=(DepthRecord(6, load_s=9.0),))
-    planner = Planner((recorded,), paper_config(), Device(value_bytes=2), table)
+    planner = Planner((recorded,), paper_config(), ChosenDevice(value_bytes=2), table)
     assert planner.load_s(S6) == 9.0
     table.row("opt-1.3b", 24).load_s = 2.0  # seen here
     share = SMALL.sizes.weight_bytes(6, 2) / SMALL.sizes.weight_bytes(24, 2)
@@ -149,7 +149,7 @@ def test_what_served_speaks_for_the_whole_where_it_saw_more() -> None:
     slow = finished(S24)
     for _ in range(5):
         table.add(replace(slow, decode_s=3 * slow.decode_s))  # a profile of five unlucky ones
-    planner = Planner((SMALL, LARGE), paper_config(), Device(), table)
+    planner = Planner((SMALL, LARGE), paper_config(), ChosenDevice(), table)
     alone_s = planner.plan(S24, 1.0)
     assert alone_s is not None and alone_s.tpot_s == pytest.approx(0.030, rel=0.01)
     for _ in range(30):

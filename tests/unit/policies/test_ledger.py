@@ -6,18 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.amend import Promised
 from quadriga.policies.baselines.placement import CurrentLoad
+from quadriga.policies.inflight_tracker import UNSEEN_MAX_S, InflightTracker, SentRequest
 from quadriga.policies.least_work import LeastWork
-from quadriga.policies.ledger import UNSEEN_MAX_S, Ledger, Sent
-from quadriga.types import (
-    DepthClass,
-    LengthPrediction,
-    PlaceRequest,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-)
 from tests.unit.policies.ares_twin import Held, snapshot
 
 CLASS = DepthClass("m", 8)
@@ -35,7 +30,7 @@ def place(sequence_id: str, started_s: float) -> PlaceRequest:
 
 
 def test_who_has_begun_waits_no_longer() -> None:
-    ledger, last = Ledger(), queue(3, loaded_s=5.0)
+    ledger, last = InflightTracker(), queue(3, loaded_s=5.0)
     ledger.begun(place("a", 6.0), last)
     ledger.begun(place("a", 6.0), last)  # asked again: it is one sequence
     seen = ledger.adjust(last, now_s=0.0)
@@ -49,7 +44,7 @@ def test_who_has_begun_waits_no_longer() -> None:
 
 def test_a_report_from_before_does_not_count_it_again() -> None:
     """Sent later, but the engine's figures are still those from before the sequence began."""
-    ledger, last = Ledger(), queue(3, loaded_s=5.0)
+    ledger, last = InflightTracker(), queue(3, loaded_s=5.0)
     ledger.begun(place("a", 6.0), last)
     late = queue(3, loaded_s=5.5)
     ledger.reported(late, [])
@@ -57,30 +52,30 @@ def test_a_report_from_before_does_not_count_it_again() -> None:
 
 
 def test_one_that_was_never_reported_leaves_no_trace() -> None:
-    ledger, last = Ledger(), queue(1, loaded_s=5.0)
-    ledger.sent("p", "a", Sent(0.0, 10, 10))
+    ledger, last = InflightTracker(), queue(1, loaded_s=5.0)
+    ledger.sent("p", "a", SentRequest(0.0, 10, 10))
     assert ledger.adjust(last, now_s=0.0).num_waiting == 2
     ledger.begun(place("a", 6.0), last)
     assert ledger.adjust(last, now_s=0.0) is last
 
 
 def test_sent_sequences_count_until_they_are_reported_over_or_lost() -> None:
-    ledger, last = Ledger(), queue(0, loaded_s=5.0)
+    ledger, last = InflightTracker(), queue(0, loaded_s=5.0)
     for name in ("a", "b", "c"):
-        ledger.sent("p", name, Sent(0.0, 10, 12))
+        ledger.sent("p", name, SentRequest(0.0, 10, 12))
     assert ledger.adjust(last, now_s=1.0).reserved_tokens == 36
     ledger.reported(last, ["a"])
     ledger.finished(["b"])
     assert ledger.num_sent() == {"p": 1}
     assert ledger.adjust(last, now_s=UNSEEN_MAX_S + 1.0).num_waiting == 0
-    ledger.sent("p", "d", Sent(0.0, 10, 12))
+    ledger.sent("p", "d", SentRequest(0.0, 10, 12))
     ledger.forget("p")
     assert ledger.adjust(last, now_s=0.0) is last
 
 
 def test_a_burst_between_two_reports_is_shared_out() -> None:
     """The one with the least tokens gets no more of it than brings it level."""
-    ledger, snapshots = Ledger(), [snapshot(name, []) for name in "abc"]
+    ledger, snapshots = InflightTracker(), [snapshot(name, []) for name in "abc"]
     for held, made in zip((900, 300, 600), snapshots, strict=True):
         made.used_tokens = made.reserved_tokens = held
     placed = []
@@ -89,15 +84,15 @@ def test_a_burst_between_two_reports_is_shared_out() -> None:
         seen = [ledger.adjust(s, now_s=0.0) for s in snapshots]
         name = CurrentLoad().choose(request, seen)
         assert name is not None
-        ledger.sent(name, request.sequence_id, Sent(0.0, 0, 150, None, 100))
+        ledger.sent(name, request.sequence_id, SentRequest(0.0, 0, 150, None, 100))
         placed.append(name)
     assert placed == ["b", "b", "b", "c", "b", "c"]
 
 
 def test_who_was_refused_by_one_replica_counts_at_the_next_one_only() -> None:
-    ledger, snapshots = Ledger(), [snapshot(name, []) for name in "ab"]
+    ledger, snapshots = InflightTracker(), [snapshot(name, []) for name in "ab"]
     for name in "ab":
-        ledger.sent(name, "s", Sent(0.0, 0, 12, None, 10))
+        ledger.sent(name, "s", SentRequest(0.0, 0, 12, None, 10))
     seen = [ledger.adjust(s, now_s=0.0) for s in snapshots]
     assert [(s.num_waiting, s.prompt_tokens) for s in seen] == [(0, 0), (1, 10)]
 
@@ -106,7 +101,7 @@ def test_of_two_idle_replicas_neither_gets_two_more_than_the_other() -> None:
     """Whenever their reports come, and however far the sequences there are."""
     rng = np.random.default_rng(3)
     for _ in range(50):
-        ledger, policy = Ledger(), LeastWork()
+        ledger, policy = InflightTracker(), LeastWork()
         held: dict[str, list[str]] = {"a": [], "b": []}
         reported = {name: snapshot(name, [], slots=64) for name in held}
         unreported: dict[str, list[str]] = {"a": [], "b": []}
@@ -126,7 +121,7 @@ def test_of_two_idle_replicas_neither_gets_two_more_than_the_other() -> None:
             seen = [ledger.adjust(s, now_s=0.0) for s in reported.values()]
             name = policy.choose(request, seen)
             assert name is not None
-            ledger.sent(name, request.sequence_id, Sent(0.0, 0, 20, None, 20))
+            ledger.sent(name, request.sequence_id, SentRequest(0.0, 0, 20, None, 20))
             held[name].append(request.sequence_id)
             unreported[name].append(request.sequence_id)
             assert abs(len(held["a"]) - len(held["b"])) <= 1
@@ -134,9 +129,9 @@ def test_of_two_idle_replicas_neither_gets_two_more_than_the_other() -> None:
 
 def test_a_forecast_shows_a_sequence_later_than_the_load() -> None:
     """It is counted in the forecast until then, and once."""
-    ledger, before = Ledger(), snapshot("d", [])
+    ledger, before = InflightTracker(), snapshot("d", [])
     promised = Promised("a", 50, LengthPrediction(10, 5, 20))
-    ledger.sent("d", "a", Sent(0.0, 0, 60, promised, 50))
+    ledger.sent("d", "a", SentRequest(0.0, 0, 60, promised, 50))
     ledger.reported(before, ["a"])
     seen = ledger.adjust(before, now_s=0.0)
     assert (seen.num_waiting, seen.used_tokens) == (0, 0), "the load showed it"
@@ -151,9 +146,9 @@ def test_a_forecast_counts_who_is_on_the_way() -> None:
     made = snapshot("d", [])
     assert made.forecast is not None
     made = replace(made, forecast=replace(made.forecast, per_token_s=1e-6))
-    ledger = Ledger()
+    ledger = InflightTracker()
     promised = Promised("a", 50, LengthPrediction(10, 5, 20))
-    ledger.sent("d", "a", Sent(0.0, 0, 60, promised))
+    ledger.sent("d", "a", SentRequest(0.0, 0, 60, promised))
     forecast = ledger.adjust(made, now_s=0.0).forecast
     assert forecast is not None
     assert forecast.sequence_ids == ("a",)

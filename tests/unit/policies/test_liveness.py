@@ -8,12 +8,12 @@ import pytest
 
 from quadriga.policies.liveness import (
     STALL_PATIENCE,
-    Hearing,
-    Verdict,
+    HeartbeatMonitor,
+    Liveness,
+    event_loop_stall_s,
     is_stalled,
     patience_s,
     silence_limit_s,
-    standstill_s,
 )
 
 LIMIT_S = 8.0
@@ -46,19 +46,19 @@ def test_the_limit_follows_the_heartbeat() -> None:
 
 @pytest.mark.parametrize(("now_s", "late_s"), [(12.0, 0.0), (13.0, 0.0), (13.5, 0.5), (99.0, 86.0)])
 def test_what_takes_longer_than_allowed_is_a_standstill(now_s: float, late_s: float) -> None:
-    assert standstill_s(10.0, now_s, 3.0) == late_s
+    assert event_loop_stall_s(10.0, now_s, 3.0) == late_s
 
 
-def verdicts(*rounds: tuple[float, bool, bool], stood_still_s: float = 0.0) -> list[Verdict]:
+def verdicts(*rounds: tuple[float, bool, bool], stood_still_s: float = 0.0) -> list[Liveness]:
     """Of rounds (when, the controller answered, anybody did) since second 0."""
-    hearing = Hearing(0.0)
+    hearing = HeartbeatMonitor(0.0)
     return [
         hearing.judge(controller, anybody, now_s=now_s, stood_still_s=stood_still_s)
         for now_s, controller, anybody in rounds
     ]
 
 
-NONE, RESTART, END = Verdict.NONE, Verdict.RESTART_CONTROLLER, Verdict.END_ITSELF
+NONE, RESTART, END = Liveness.NONE, Liveness.RESTART_CONTROLLER, Liveness.END_ITSELF
 
 
 def test_the_controller_is_restarted_once_in_a_silence() -> None:

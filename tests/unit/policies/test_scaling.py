@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.config import ScalingConfig, load_config
+from quadriga.config.loader import load_config
+from quadriga.config.scheduling import ScalingConfig
+from quadriga.core.forecast import LoadForecast
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.forecast import RUNS, StepCosts, forecast_rows, pack
 from quadriga.policies.ares.settings import horizon_s
@@ -21,7 +24,6 @@ from quadriga.policies.scaling import (
     ScalingPolicy,
 )
 from quadriga.policies.scaling_need import ClassLoad, Need, count_need, remaining_work
-from quadriga.types import DepthClass, LoadForecast, ReplicaInfo, ReplicaSnapshot, Role
 
 CLASS = DepthClass("m", 4)
 STEP_S = 0.01

@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 
-from quadriga.config import PrefillConfig, SchedulerConfig
+from quadriga.config.engine import PrefillConfig
+from quadriga.config.scheduling import SchedulerConfig
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.routing import AdmitRequest
 from quadriga.errors import Overloaded
 from quadriga.policies.admission import admit, check_room
-from quadriga.policies.waiting import (
+from quadriga.policies.wait_estimator import (
     LATE_S,
-    WaitingBook,
+    WaitEstimator,
     decode_supply,
     prefill_supply,
     prefill_wait_s,
     queue_supply,
 )
-from quadriga.types import AdmitRequest, DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 
 CLASS = DepthClass("m", 8)
 SLOTS = 16
@@ -53,7 +55,7 @@ class Cluster:
     """
 
     rng: random.Random
-    book: WaitingBook = field(default_factory=WaitingBook)
+    book: WaitEstimator = field(default_factory=WaitEstimator)
     now_s: float = 0.0
     running: list[tuple[float, str]] = field(default_factory=list)
     line: list[tuple[float, str]] = field(default_factory=list)
@@ -177,9 +179,9 @@ def test_a_long_overload_in_which_one_in_ten_comes_back() -> None:
     assert sum(late) / len(late) <= 2.0 * sum(early) / len(early)
 
 
-def experienced_book() -> WaitingBook:
+def experienced_book() -> WaitEstimator:
     """After 40 s with ten at any time, for a second each."""
-    book = WaitingBook()
+    book = WaitEstimator()
     for i in range(400):  # ten at any time, for a second each
         book.admitted(request(str(i)), "m", now_s=0.1 * i)
         book.placed(str(i), now_s=0.1 * i)
@@ -206,7 +208,7 @@ def test_the_rate_is_learned_and_follows_the_load() -> None:
 
 
 def test_with_nothing_learned_yet_hope_falls_with_time() -> None:
-    book = WaitingBook()
+    book = WaitEstimator()
     for i in range(8):
         book.admitted(request(str(i)), "m", now_s=0.0)
         book.placed(str(i), now_s=0.0)
@@ -218,7 +220,7 @@ def test_with_nothing_seen_a_request_lasts_as_long_as_it_may() -> None:
     decode = snapshot(Role.DECODE, num_running=SLOTS)
     decode.step_time_s = 0.02
     asked = request(max_tokens=100)
-    supply = decode_supply(asked, [decode], WaitingBook(), num_pending=0, model="m", now_s=0.0)
+    supply = decode_supply(asked, [decode], WaitEstimator(), num_pending=0, model="m", now_s=0.0)
     assert supply.per_s == pytest.approx(SLOTS / 2.0)
 
 
@@ -226,13 +228,13 @@ def test_whoever_is_on_the_way_to_a_place_ends_too() -> None:
     decode = snapshot(Role.DECODE)
     decode.step_time_s = 0.02
     asked = request(max_tokens=100)
-    supply = decode_supply(asked, [decode], WaitingBook(), num_pending=20, model="m", now_s=0.0)
+    supply = decode_supply(asked, [decode], WaitEstimator(), num_pending=20, model="m", now_s=0.0)
     assert supply.free == SLOTS - 20
     assert supply.per_s == pytest.approx(SLOTS / 2.0)
 
 
 def test_those_of_whose_end_nobody_tells_are_forgotten() -> None:
-    book = WaitingBook()
+    book = WaitEstimator()
     book.admitted(request("lost", deadline_unix_s=100.0), "m", now_s=0.0)
     assert book.num_pending("m") == 1
     book.forget_late(now_s=1.0, now_unix_s=100.0 + LATE_S - 1)
@@ -245,7 +247,7 @@ def test_those_of_whose_end_nobody_tells_are_forgotten() -> None:
 
 
 def test_what_a_dead_ingress_leaves_behind_counts_while_replicas_hold_it() -> None:
-    book = WaitingBook()
+    book = WaitEstimator()
     for i in range(20):
         book.admitted(request(str(i)), "m", now_s=0.0)
         book.placed(str(i), now_s=0.0)
@@ -257,14 +259,14 @@ def test_what_a_dead_ingress_leaves_behind_counts_while_replicas_hold_it() -> No
 
 
 def test_the_same_sequence_admitted_twice_counts_once() -> None:
-    book = WaitingBook()
+    book = WaitEstimator()
     for _ in range(2):
         book.admitted(request(), "m", now_s=0.0)
     assert book.num_pending("m") == 1
 
 
 def test_room_is_slots_and_memory() -> None:
-    book = WaitingBook()
+    book = WaitEstimator()
     for i in range(100):  # everybody runs for 8 s
         book.admitted(request(str(i)), "m", now_s=0.5 * i)
         book.placed(str(i), now_s=0.5 * i)
@@ -306,7 +308,7 @@ def test_room_in_queues_is_sequences_and_tokens() -> None:
     assert queue_supply(request(num_prompt_tokens=900), [empty], config).free == 1
 
 
-def ask_a_full_queue(name: str, *, num_waiting: int, now_s: float, book: WaitingBook) -> float:
+def ask_a_full_queue(name: str, *, num_waiting: int, now_s: float, book: WaitEstimator) -> float:
     """0 where it is let in, else when to come back."""
     queue = snapshot(Role.PREFILL, num_waiting=num_waiting, waiting_tokens=10 * num_waiting)
     queue.tokens_per_s = 40.0
@@ -323,7 +325,7 @@ def ask_a_full_queue(name: str, *, num_waiting: int, now_s: float, book: Waiting
 
 
 def test_full_queues_too_tell_everybody_another_time_and_keep_the_place() -> None:
-    book = WaitingBook()
+    book = WaitEstimator()
     told = [ask_a_full_queue(n, num_waiting=4, now_s=0.0, book=book) for n in ("a", "b", "c")]
     assert told[0] > 0.2
     assert told[2] - told[1] > 0.1
@@ -349,7 +351,7 @@ def test_without_a_limit_nobody_is_refused_for_it() -> None:
         request(),
         admission,
         snapshots,
-        WaitingBook(),
+        WaitEstimator(),
         now_s=0.0,
         now_unix_s=0.0,
         scheduler=unlimited,

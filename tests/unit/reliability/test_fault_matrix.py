@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from actors.kv_transport.payload import checksum
+from actors.kv_transfer.transports.payload import checksum
 from quadriga.errors import ConfigError, KVTransportError
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.command import choose

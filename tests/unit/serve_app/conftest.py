@@ -8,13 +8,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from quadriga.checkpoint import ASSETS, read_checkpoint
-from quadriga.config import load_config
+from quadriga.checkpoint.folder import ASSETS, read_checkpoint
+from quadriga.config.loader import load_config
 from quadriga.text import load_tokenizer
-from serve_app.auth import ApiKeys
-from serve_app.front import FrontDesk
-from serve_app.http import HttpDoor
-from serve_app.models import ModelDirectory, ServedModel
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.http.server import HttpServer
+from serve_app.openai.models import ModelDirectory, ServedModel
+from serve_app.request.engine_client import EngineClient
 from tests.fakes import FakeCluster
 
 ANSWER = "Hello wörld 😀 and 12 more."
@@ -28,7 +28,7 @@ END_ID = 0
 class Stand:
     """A front desk over a fake cluster, and an HTTP client of its door."""
 
-    desk: FrontDesk
+    desk: EngineClient
     cluster: FakeCluster
     http: httpx.AsyncClient
 
@@ -55,7 +55,7 @@ async def make_stand() -> AsyncIterator[MakeStand]:
     ) -> Stand:
         script = [*MODEL.tokenizer.encode(ANSWER), END_ID]
         cluster = FakeCluster("quadriga-s", script, **fake)
-        desk = FrontDesk(
+        desk = EngineClient(
             load_config(config or {}),
             ModelDirectory([MODEL]),
             keys or ApiKeys(),
@@ -63,7 +63,7 @@ async def make_stand() -> AsyncIterator[MakeStand]:
             ingress_id="ingress-0",
         )
         desk.start()
-        app = HttpDoor(desk).application()
+        app = HttpServer(desk).application()
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
         made.append(Stand(desk, cluster, client))
         return made[-1]

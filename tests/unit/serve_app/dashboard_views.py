@@ -8,23 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from actors.exits_view import exits_view
-from actors.rescheduling import Rescheduling
+from actors.metrics.exits_view import exits_view
+from actors.scheduler.rescheduling import Rescheduling
 from quadriga.clock import SystemClock
-from quadriga.config import load_config
-from quadriga.load_history import INTERVAL_S, NUM_POINTS, LoadHistory, Point
-from quadriga.metrics import MetricsHub, Registry
+from quadriga.config.loader import load_config
+from quadriga.core.forecast import LoadForecast
+from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.observability.load_history import INTERVAL_S, NUM_POINTS, LoadHistory, Point
+from quadriga.observability.metrics import MetricsHub, Registry
 from quadriga.policies.ares.forecast import NUM_COLUMNS
-from quadriga.types import (
-    DepthClass,
-    LoadForecast,
-    MigrationCause,
-    MigrationOrder,
-    MigrationReport,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-)
 
 NAMES = ("quadriga:decode:0:a1b2c3", "quadriga:decode:1:d4e5f6", "quadriga:decode:2:a7b8c9")
 CLASSES = (DepthClass("quadriga-s", 8), DepthClass("quadriga-s", 4))

@@ -9,21 +9,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.request import FinishReason, ResumableSequence, SequenceState
+from quadriga.core.routing import Admission, AdmitRequest, ClusterView
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, Unavailable
-from quadriga.types import (
-    Admission,
-    AdmitRequest,
-    ClusterView,
-    DepthClass,
-    Emission,
-    FinishReason,
-    Orphan,
-    PollReply,
-    ReplicaInfo,
-    ReplicaSnapshot,
-    Role,
-    SequenceState,
-)
 
 CALL_TIMEOUT_S = 0.05
 
@@ -52,7 +42,7 @@ class MortalReplica:
         self.awake.set()
         self.own: set[str] = set()
         self.cancelled: set[str] = set()
-        self._log: list[tuple[int, Emission]] = []
+        self._log: list[tuple[int, EngineOutput]] = []
         self._seq = 0
         self._news = asyncio.Event()
 
@@ -66,7 +56,7 @@ class MortalReplica:
         self.awake.set()
         self._news.set()
 
-    def put(self, emission: Emission) -> None:
+    def put(self, emission: EngineOutput) -> None:
         self._seq += 1
         self._log.append((self._seq, emission))
         self._news.set()
@@ -101,7 +91,7 @@ class MortalReplica:
 
 
 class MortalCluster:
-    """Implements `serve_app.cluster.Cluster`.
+    """Implements `serve_app.request.cluster.Cluster`.
 
     Args:
         step_s: Between two tokens of a sequence.
@@ -188,7 +178,7 @@ class MortalCluster:
         await target.answering()
         return [s for s in sequence_ids if s in target.own]
 
-    async def find_orphans(self, claims: Sequence[str]) -> list[Orphan]:
+    async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
         return []
 
     async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
@@ -198,7 +188,7 @@ class MortalCluster:
         if state is None or not self._has(target, state):
             return False
         said, depths = list(state.output_ids), [8] * len(state.output_ids)
-        target.put(Emission(sequence_id, state.epoch, token_ids=said, exit_layers=depths))
+        target.put(EngineOutput(sequence_id, state.epoch, token_ids=said, exit_layers=depths))
         return True
 
     async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
@@ -238,7 +228,7 @@ class MortalCluster:
             except QuadrigaError:
                 await asyncio.sleep(0.01)
                 continue
-            source.put(Emission(state.sequence_id, state.epoch, moved_to=peer.name))
+            source.put(EngineOutput(state.sequence_id, state.epoch, moved_to=peer.name))
             self.on_move("announced", source, peer)
             await self._turns(source)
             if not self._has(source, state) or peer.is_dead:
@@ -267,7 +257,7 @@ class MortalCluster:
         state.output_ids.append(token)
         is_last = len(state.output_ids) == state.sampling.max_tokens
         replica.put(
-            Emission(
+            EngineOutput(
                 state.sequence_id,
                 state.epoch,
                 len(state.output_ids) - 1,

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port
-from serve_app.admin import AdminDoor, check_admin, serve_admin
-from serve_app.auth import ApiKeys
-from serve_app.keys import ApiKey, digest
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.auth.keys import ApiKey, digest
+from serve_app.ops.admin import AdminServer, check_admin, serve_admin
 from tests.unit.serve_app.conftest import MakeStand, Stand
 
 KEYS = ApiKeys(
@@ -23,12 +23,12 @@ KEYS = ApiKeys(
 
 
 def client(stand: Stand, host: str) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(AdminDoor(stand.desk).application())
+    transport = httpx.ASGITransport(AdminServer(stand.desk).application())
     return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
 
 
 def paths(stand: Stand) -> list[str]:
-    return [path for path, _ in AdminDoor(stand.desk).routes()]
+    return [path for path, _ in AdminServer(stand.desk).routes()]
 
 
 async def test_on_loopback_every_route_is_open(make_stand: MakeStand) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.config import setting_names
-from serve_app import demo
+from quadriga.config.loader import setting_names
 from serve_app.__main__ import _parser, _with_admin_port, main
+from serve_app.cli import demo
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

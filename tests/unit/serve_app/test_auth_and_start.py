@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config import AuthConfig
+from quadriga.config.ingress import AuthConfig
 from quadriga.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated
 from serve_app.__main__ import _arguments, _own_key, main
-from serve_app.auth import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
-from serve_app.keys import ANONYMOUS, KeyLimits
-from serve_app.sessions import check_key
-from serve_app.startup import describe
+from serve_app.auth.api_keys import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
+from serve_app.auth.keys import ANONYMOUS, KeyLimits
+from serve_app.cli.startup import describe
+from serve_app.request.requests import check_key
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +201,7 @@ def test_every_key_costs_the_same_comparisons(given: str, monkeypatch: pytest.Mo
         compared.append((a, b))
         return compare(a, b)
 
-    monkeypatch.setattr("serve_app.auth.hmac.compare_digest", counted)
+    monkeypatch.setattr("serve_app.auth.api_keys.hmac.compare_digest", counted)
     for check in (keys.http_caller, keys.grpc_caller, keys.admin_caller):
         compared.clear()
         with contextlib.suppress(Unauthenticated):

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from quadriga.core.output import EngineOutput
+from quadriga.core.replica import DepthClass
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
+from quadriga.core.routing import AutoReport
 from quadriga.text import StopMatcher
-from quadriga.types import (
-    AutoReport,
-    DepthClass,
-    Emission,
-    FinishReason,
-    SamplingParams,
-    SequenceState,
-    TokenLogprob,
-)
-from serve_app.auto_reports import AutoReports
-from serve_app.choice import Choice
-from serve_app.models import ModelDirectory
-from serve_app.rendering import usage
-from serve_app.session import Session
-from serve_app.spec import GenerateSpec, Prompt
+from serve_app.openai.models import ModelDirectory
+from serve_app.openai.rendering import usage
+from serve_app.ops.auto_reports import AutoReports
+from serve_app.request.request import Request
+from serve_app.request.sequence_request import SequenceRequest
+from serve_app.request.spec import GenerateSpec, Prompt
 from tests.fakes import FakeCluster
 from tests.unit.serve_app.conftest import MODEL
 
 
-def choice(**sampling: Any) -> Choice:
+def choice(**sampling: Any) -> SequenceRequest:
     state = SequenceState(
         sequence_id="s",
         request_id="r",
@@ -35,15 +30,17 @@ def choice(**sampling: Any) -> Choice:
         arrival_unix_s=0.0,
         deadline_unix_s=9e9,
     )
-    made = Choice(0, state, MODEL.tokenizer.detokenizer(), StopMatcher(()))
+    made = SequenceRequest(0, state, MODEL.tokenizer.detokenizer(), StopMatcher(()))
     made.is_auto = True
     return made
 
 
-def say(to: Choice, first: int, depth: int, layers: list[int], *, last: bool = False) -> None:
+def say(
+    to: SequenceRequest, first: int, depth: int, layers: list[int], *, last: bool = False
+) -> None:
     to.accept(
         "decode",
-        Emission(
+        EngineOutput(
             "s",
             0,
             first,
@@ -56,7 +53,7 @@ def say(to: Choice, first: int, depth: int, layers: list[int], *, last: bool = F
     )
 
 
-def served(*, depths: tuple[int, int] = (4, 4), **sampling: Any) -> Choice:
+def served(*, depths: tuple[int, int] = (4, 4), **sampling: Any) -> SequenceRequest:
     made = choice(**sampling)
     made.replica, made.first_token_s, made.last_token_s = "decode", 11.0, 13.0
     say(made, 0, 8, [8])
@@ -99,12 +96,12 @@ async def test_spans_in_the_usage_and_nothing_where_depths_never_change() -> Non
         "r", "quadriga-s", (Prompt([5], ""),), 1, SamplingParams(8), (), False, 0, 0.0, 9e9
     )
     made = served(depths=(4, 8))
-    spans = usage(Session(spec, [made], created_unix_s=0, arrived_s=0.0))["quadriga"]["spans"]
+    spans = usage(Request(spec, [made], created_unix_s=0, arrived_s=0.0))["quadriga"]["spans"]
     assert [(s["depth"], s["tokens"]) for s in spans] == [(8, 1), (4, 3), (8, 1)]
     plain = choice()
     plain.is_auto = False
     say(plain, 0, 0, [8], last=True)
-    counts = usage(Session(spec, [plain], created_unix_s=0, arrived_s=0.0))
+    counts = usage(Request(spec, [plain], created_unix_s=0, arrived_s=0.0))
     assert "spans" not in counts["quadriga"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
 from tests.unit.serve_app.conftest import MakeStand, Stand
 

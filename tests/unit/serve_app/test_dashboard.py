@@ -10,14 +10,14 @@ import httpx
 import pytest
 import quickjs
 
-from quadriga.config import load_config
+from quadriga.checkpoint.exits import ExitUse
+from quadriga.config.loader import load_config
 from quadriga.errors import ReplicaDied
-from quadriga.exits import ExitUse
-from quadriga.load_history import VALUES
-from quadriga.metrics import MetricsHub
-from serve_app.admin import AdminDoor
-from serve_app.cluster import RayCluster
-from serve_app.dashboard_pages import FILES, FOLDER
+from quadriga.observability.load_history import VALUES
+from quadriga.observability.metrics import MetricsHub
+from serve_app.http.dashboard_pages import FILES, FOLDER
+from serve_app.ops.admin import AdminServer
+from serve_app.request.cluster import RayCluster
 from tests.unit.serve_app.conftest import MakeStand, Stand
 from tests.unit.serve_app.dashboard_views import NAMES, busy_view, counted, crowded_view
 
@@ -39,7 +39,7 @@ def run(function: str, *arguments: Any) -> Any:
 
 
 def client(stand: Stand) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(AdminDoor(stand.desk).application())
+    transport = httpx.ASGITransport(AdminServer(stand.desk).application())
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 

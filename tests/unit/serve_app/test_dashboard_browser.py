@@ -15,9 +15,9 @@ import pytest_asyncio
 from playwright.async_api import Page, async_playwright, expect
 
 from quadriga.ports import free_port
-from serve_app.admin import serve_admin
-from serve_app.auth import ApiKeys
-from serve_app.keys import ApiKey, digest
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.auth.keys import ApiKey, digest
+from serve_app.ops.admin import serve_admin
 from tests.unit.serve_app.conftest import MakeStand
 from tests.unit.serve_app.dashboard_views import busy_view, crowded_view, default_view
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from quadriga.checkpoint import SamplingDefaults
+from quadriga.checkpoint.folder import SamplingDefaults
 from quadriga.client.wire import make_request
-from quadriga.types import SamplingParams
-from serve_app.auth import ApiKeys
-from serve_app.grpc_door import GrpcDoor
-from serve_app.models import ModelDirectory, ServedModel
+from quadriga.core.request import SamplingParams
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.grpc.server import GrpcServer
+from serve_app.openai.models import ModelDirectory, ServedModel
 from tests.unit.serve_app.conftest import MakeStand, Stand
 from tests.unit.serve_app.test_grpc_door import Context
 
@@ -40,7 +40,7 @@ async def over_http_chat(stand: Stand, fields: dict[str, Any]) -> SamplingDefaul
 async def over_grpc(stand: Stand, fields: dict[str, Any]) -> SamplingDefaults:
     """As the SDK sends it."""
     request = make_request("hi", None, None, fields)  # type: ignore[arg-type]
-    await GrpcDoor(stand.desk).generate_once(request.SerializeToString(), Context())
+    await GrpcServer(stand.desk).generate_once(request.SerializeToString(), Context())
     return defaults(stand.cluster.submitted[-1].sampling)
 
 

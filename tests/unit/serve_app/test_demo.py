@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga import packaged_models
-from serve_app.demo import Answer, Score, _configuration
+from quadriga.checkpoint import packaged_models
+from serve_app.cli.demo import DemoAnswer, Score, _configuration
 
 
 def test_the_demonstration_names_what_is_wrong() -> None:
@@ -16,9 +16,9 @@ def test_the_demonstration_names_what_is_wrong() -> None:
 
 
 def test_a_shown_answer_needs_text_and_a_finish_reason() -> None:
-    assert Answer("Paris.", "stop").faults("HTTP") == []
-    assert Answer("Par", None).faults("HTTP") == ["the stream over HTTP had no finish reason"]
-    assert Answer(" ", "length").faults("gRPC") == ["the answer over gRPC is empty"]
+    assert DemoAnswer("Paris.", "stop").faults("HTTP") == []
+    assert DemoAnswer("Par", None).faults("HTTP") == ["the stream over HTTP had no finish reason"]
+    assert DemoAnswer(" ", "length").faults("gRPC") == ["the answer over gRPC is empty"]
 
 
 def test_a_model_with_checkable_answers_is_served_beside_the_default(

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
-from serve_app.admin import check_admin
-from serve_app.auth import ApiKeys
-from serve_app.tls import is_loopback
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.http.tls import is_loopback
+from serve_app.ops.admin import check_admin
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, of pydantic

@@ -16,12 +16,12 @@ import httpx
 import pytest
 
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from serve_app import stop_signals
-from serve_app.console import Console, drain_text
-from serve_app.grpc_door import GrpcDoor
-from serve_app.local_stop import Drain
-from serve_app.quiet import QuietOutput
-from serve_app.stop_signals import StopSignals
+from serve_app.cli import signals as stop_signals
+from serve_app.cli.console import Console, drain_text
+from serve_app.cli.local_stop import Drain
+from serve_app.cli.signals import StopSignals
+from serve_app.cli.stdio_redirect import StdioRedirect
+from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import MakeStand, Stand
 from tests.unit.serve_app.test_front import is_idle, until
 from tests.unit.serve_app.test_grpc_door import KEYS, Context, wants
@@ -48,10 +48,10 @@ async def test_a_draining_ingress_refuses_new_requests_and_ends_old_ones(
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "unavailable"
     context = Context()
-    (answer,) = [m async for m in GrpcDoor(stand.desk).generate(wants(), context)]
+    (answer,) = [m async for m in GrpcServer(stand.desk).generate(wants(), context)]
     assert answer.error.code == "unavailable"
     assert context.code is not None and context.code.name == "UNAVAILABLE"
-    once = await GrpcDoor(stand.desk).generate_once(wants(), Context())
+    once = await GrpcServer(stand.desk).generate_once(wants(), Context())
     assert once.error.code == "unavailable"
     gate.set()
     assert (await running).text.endswith("data: [DONE]\n\n")
@@ -66,7 +66,7 @@ async def test_what_outlasts_the_drain_ends_in_an_error(make_stand: MakeStand) -
     messages: list[pb.GenerateResponse] = []
 
     async def follow() -> None:
-        stream = GrpcDoor(stand.desk).generate(wants(), context)
+        stream = GrpcServer(stand.desk).generate(wants(), context)
         messages.extend([message async for message in stream])
 
     following = asyncio.create_task(follow())
@@ -104,8 +104,8 @@ async def test_a_health_watch_ends_with_the_drain(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve waits for it as for any other call."""
-    monkeypatch.setattr("serve_app.grpc_door.HEALTH_WATCH_INTERVAL_S", 0.001)
-    watch = GrpcDoor(stand.desk).watch("")
+    monkeypatch.setattr("serve_app.grpc.server.HEALTH_WATCH_INTERVAL_S", 0.001)
+    watch = GrpcServer(stand.desk).watch("")
     await anext(watch)
     rest = asyncio.create_task(anext(watch, None))
     stand.desk.drain(60.0, refuses_new=False)
@@ -167,7 +167,7 @@ def test_what_nobody_can_read_any_more_is_dropped(capfd: pytest.CaptureFixture[s
     os.dup2(writer, 1)
     os.close(writer)
     try:
-        with QuietOutput() as output:
+        with StdioRedirect() as output:
             console = Console(output.terminal)
             os.close(reader)
             console.say("ready")

@@ -10,8 +10,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from quadriga.client.errors import from_rpc
 from quadriga.errors import ConfigError, QuadrigaError
-from serve_app.errors import as_quadriga, error_headers, error_object
-from serve_app.grpc_wire import set_error
+from serve_app.grpc.messages import set_error
+from serve_app.openai.errors import as_quadriga, error_headers, error_object
 
 
 def subclasses(base: type[QuadrigaError]) -> Iterator[type[QuadrigaError]]:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from quadriga.config import load_config
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.config.loader import load_config
 from quadriga.errors import InvalidRequest
-from quadriga.exits import ExitParams
-from serve_app.exit_fields import read_exit_fields
-from serve_app.models import ModelDirectory, ServedModel
-from serve_app.openai_schema import CompletionBody
+from serve_app.openai.exit_fields import read_exit_fields
+from serve_app.openai.models import ModelDirectory, ServedModel
+from serve_app.openai.schema import CompletionBody
 
 
 def served(**config: Any) -> ServedModel:

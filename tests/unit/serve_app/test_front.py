@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import (
     Overloaded,
     QuadrigaError,
@@ -18,9 +19,8 @@ from quadriga.errors import (
     Unavailable,
     UnknownModel,
 )
-from quadriga.metrics import parse_exposition
-from quadriga.types import Admission, AdmitRequest
-from serve_app.auth import ApiKeys
+from quadriga.observability.metrics import parse_exposition
+from serve_app.auth.api_keys import ApiKeys
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 
 
@@ -32,7 +32,7 @@ async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> Non
 
 async def is_idle(stand: Stand) -> None:
     """Nothing is on the road, nothing is held, and the scheduler was told of every end."""
-    await until(lambda: stand.cluster.num_held == 0 and not stand.desk._road.sessions())
+    await until(lambda: stand.cluster.num_held == 0 and not stand.desk._request_manager.sessions())
     submitted = {s.sequence_id for s in stand.cluster.submitted}
     await until(lambda: submitted <= {*stand.cluster.finished_ids})
 
@@ -130,7 +130,7 @@ async def test_the_deadline_and_the_client_end_the_waiting(stand: Stand) -> None
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await until(lambda: not stand.desk._road.sessions())
+    await until(lambda: not stand.desk._request_manager.sessions())
     seen = asked
     await asyncio.sleep(0.5)  # longer than the next pause would be
     assert asked == seen, "nobody asks for those who are gone"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from quadriga.clock import ManualClock
-from quadriga.config import AuthConfig
+from quadriga.config.ingress import AuthConfig
 from quadriga.errors import KeyLimitReached, Unauthenticated
-from serve_app.auth import ApiKeys
-from serve_app.gate import Gate
-from serve_app.grpc_door import GrpcDoor
-from serve_app.keys import ApiKey, KeyLimits, digest
-from serve_app.metrics import IngressMetrics
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.auth.keys import ApiKey, KeyLimits, digest
+from serve_app.auth.rate_limiter import RateLimiter
+from serve_app.grpc.server import GrpcServer
+from serve_app.ops.metrics import IngressMetrics
 from tests.unit.serve_app.conftest import MakeStand
 from tests.unit.serve_app.test_front import until
 from tests.unit.serve_app.test_grpc_door import Context, wants
@@ -29,9 +29,9 @@ def keys_of(**limits: KeyLimits) -> ApiKeys:
     return ApiKeys(made, is_http_open=False)
 
 
-def gate_of(**limits: KeyLimits) -> tuple[Gate, ManualClock]:
+def gate_of(**limits: KeyLimits) -> tuple[RateLimiter, ManualClock]:
     clock = ManualClock(100.0)
-    return Gate(keys_of(**limits), clock, IngressMetrics("i")), clock
+    return RateLimiter(keys_of(**limits), clock, IngressMetrics("i")), clock
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -112,7 +112,7 @@ async def test_the_limit_in_both_clients_formats(make_stand: MakeStand) -> None:
     assert refused.headers["retry-after"] == "1"
     assert "x-should-retry" not in refused.headers
     context = Context("Bearer a")
-    await GrpcDoor(stand.desk).generate_once(wants(), context)
+    await GrpcServer(stand.desk).generate_once(wants(), context)
     assert context.code is not None
     assert context.code.name == "RESOURCE_EXHAUSTED"
     assert context.trailing["retry-after-ms"] == "1000"
@@ -134,7 +134,7 @@ async def test_every_way_out_makes_room(make_stand: MakeStand) -> None:
         reply = await stand.http.post("/v1/completions", json=body, headers=bearer("a"))
         assert reply.status_code != 429, reply.text
     stand.cluster.gate = asyncio.Event()
-    stream = GrpcDoor(stand.desk).generate(wants(), Context("Bearer a"))
+    stream = GrpcServer(stand.desk).generate(wants(), Context("Bearer a"))
     await anext(stream)
     await stream.aclose()
     stand.cluster.gate.set()
@@ -146,7 +146,7 @@ async def test_a_resumed_request_is_one_request(make_stand: MakeStand) -> None:
     """An abandoned stream keeps its place; taking it up again needs no second one."""
     gate = asyncio.Event()
     stand = await make_stand(keys=keys_of(a=KeyLimits(concurrency=1)), gate=gate)
-    door = GrpcDoor(stand.desk)
+    door = GrpcServer(stand.desk)
     stream = door.generate(wants(request_id="r1"), Context("Bearer a"))
     await anext(stream)
     await stream.aclose()
@@ -167,7 +167,7 @@ async def test_the_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
 
     file = tmp_path / "keys"
     write("a", "b")
-    gate = Gate(
+    gate = RateLimiter(
         ApiKeys.load(AuthConfig(api_keys_file=str(file))), ManualClock(), IngressMetrics("i")
     )
     await gate.reload()

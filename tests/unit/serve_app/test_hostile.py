@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from serve_app.auth import ApiKeys
-from serve_app.grpc_door import GrpcDoor
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.grpc.server import GrpcServer
 from tests.hostile import VALUES, broken, tried
 from tests.unit.serve_app.conftest import MakeStand, Stand
 from tests.unit.serve_app.test_grpc_door import Context
@@ -153,7 +153,7 @@ async def test_a_model_is_a_name_and_no_path(
         await stand.http.post(path, json=body | {"model": name}) for path, body in ROUTES.items()
     ]
     replies.append(await stand.http.get("/v1/models/" + name.replace("\r\n", "%0d%0a")))
-    door = GrpcDoor(stand.desk)
+    door = GrpcServer(stand.desk)
     context = Context()
     request = pb.GenerateRequest(model=name, prompt="a").SerializeToString()
     reply = await door.generate_once(request, context)
@@ -211,7 +211,7 @@ async def test_a_line_of_the_log_is_a_line(
     make_stand: MakeStand, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Who writes line breaks into what is logged forges no line of its own."""
-    from quadriga.logs import configure_logging
+    from quadriga.observability.logs import configure_logging
 
     forged = "ERROR everything is lost"
     configure_logging(kind, "debug", process="p")  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ async def test_a_line_of_the_log_is_a_line(
 @given(data=broken(MESSAGE))
 async def test_broken_messages(stand: Stand, data: bytes) -> None:
     stand.desk.gate.keys = KEYS
-    door = GrpcDoor(stand.desk)
+    door = GrpcServer(stand.desk)
     once, stream = Context(), Context()
     await door.generate_once(data, once)
     async for _ in door.generate(data, stream):
@@ -260,6 +260,6 @@ async def test_hostile_metadata(stand: Stand, value: str | bytes) -> None:
     stand.desk.gate.keys = KEYS
     context = Context()
     context.metadata = [("authorization", value)]  # type: ignore[list-item]
-    await GrpcDoor(stand.desk).list_models(b"", context)
+    await GrpcServer(stand.desk).list_models(b"", context)
     assert context.code is not None
     assert context.code.name == "UNAUTHENTICATED"

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import InvalidRequest
-from serve_app.auth import ApiKeys
-from serve_app.bodies import parse_body
-from serve_app.json_body import parse_json
-from serve_app.openai_schema import ChatBody, CompletionBody
-from serve_app.unsupported import CHAT, COMPLETIONS
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.http.json_body import parse_json
+from serve_app.openai.bodies import parse_body
+from serve_app.openai.schema import ChatBody, CompletionBody
+from serve_app.openai.unsupported import CHAT, COMPLETIONS
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 from tests.unit.serve_app.test_front import until
 
@@ -160,7 +160,7 @@ async def test_not_ready_is_said_by_ping_too(stand: Stand) -> None:
 async def test_every_5xx_has_a_line_in_the_log(
     stand: Stand, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.http_server_metrics.LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr("serve_app.http.server_metrics.LOG_INTERVAL_S", 0.0)
     await stand.desk.close()
     for path in ("/health", "/v1/completions"):
         method = "GET" if path == "/health" else "POST"

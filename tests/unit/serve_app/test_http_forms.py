@@ -19,11 +19,12 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app import http_protocol, http_server_metrics
-from serve_app.http import HttpDoor
-from serve_app.http_protocol import LimitedHttpProtocol
-from serve_app.http_server_metrics import HTTP_SERVER
-from serve_app.proxy_errors import OpenAIErrors
+from serve_app.http import protocol as http_protocol
+from serve_app.http import server_metrics as http_server_metrics
+from serve_app.http.protocol import LimitedHttpProtocol
+from serve_app.http.proxy_errors import OpenAIErrors
+from serve_app.http.server import HttpServer
+from serve_app.http.server_metrics import HTTP_SERVER
 from tests.hostile import broken, tried
 from tests.unit.serve_app.conftest import MakeStand
 from tests.unit.serve_app.test_front import until
@@ -99,7 +100,7 @@ async def server(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> Asyn
     stand = await make_stand(
         config={"ingress.body_timeout_s": 0.1, "ingress.cors_origins": ["https://b.example"]}
     )
-    app = OpenAIErrors(HttpDoor(stand.desk).application())
+    app = OpenAIErrors(HttpServer(stand.desk).application())
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, lifespan="off", log_config=None, http=LimitedHttpProtocol
     )

@@ -14,9 +14,11 @@ import uvicorn
 from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serve_app import doorman, http_protocol, http_server_metrics
-from serve_app.http_protocol import MAX_HEAD_BYTES, LimitedHttpProtocol
-from serve_app.http_server_metrics import HTTP_SERVER, ThrottledLog
+from serve_app.http import header_limits as doorman
+from serve_app.http import protocol as http_protocol
+from serve_app.http import server_metrics as http_server_metrics
+from serve_app.http.protocol import MAX_HEAD_BYTES, LimitedHttpProtocol
+from serve_app.http.server_metrics import HTTP_SERVER, ThrottledLog
 from tests.unit.serve_app.test_front import until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from quadriga.errors import InvalidRequest
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from serve_app.bodies import parse_body
-from serve_app.grpc_door import GrpcDoor
-from serve_app.json_body import MAX_PIECES, parse_json
-from serve_app.openai_schema import (
+from serve_app.grpc.server import GrpcServer
+from serve_app.http.json_body import MAX_PIECES, parse_json
+from serve_app.openai.bodies import parse_body
+from serve_app.openai.prompts import SLICE_TOKENS, check_token_ids
+from serve_app.openai.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationFields,
 )
-from serve_app.prompts import SLICE_TOKENS, check_token_ids
 from tests.unit.serve_app.conftest import MODEL, MakeStand
 from tests.unit.serve_app.test_grpc_door import KEYS, Context
 
@@ -203,9 +203,9 @@ async def test_a_message_of_too_many_items_is_not_made_a_list_of(
     def unreachable(request: Any) -> Any:
         raise AssertionError("it was")
 
-    monkeypatch.setattr("serve_app.grpc_wire.generation_fields", unreachable)
+    monkeypatch.setattr("serve_app.grpc.messages.generation_fields", unreachable)
     stand = await make_stand(keys=KEYS)
     data = TOO_MANY[field]().SerializeToString()
-    reply = await GrpcDoor(stand.desk).generate_once(data, Context())
+    reply = await GrpcServer(stand.desk).generate_once(data, Context())
     assert reply.error.param == field
     assert reply.error.code in ("invalid_value", "context_length_exceeded")

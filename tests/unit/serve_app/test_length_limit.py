@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quadriga.types import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
-from serve_app.models import ModelDirectory
-from serve_app.startup import describe
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from serve_app.cli.startup import describe
+from serve_app.openai.models import ModelDirectory
 from tests.unit.serve_app.conftest import MODEL, Stand
 
 

@@ -8,9 +8,9 @@ import sys
 CODE = """
 import sys
 import serve_app.ingress
-from quadriga.config import load_config
-from serve_app.models import ModelDirectory
-import actors.controller, actors.lookup, actors.scheduler
+from quadriga.config.loader import load_config
+from serve_app.openai.models import ModelDirectory
+import actors.controller.controller, actors.rpc.lookup, actors.scheduler.scheduler
 
 models = ModelDirectory.load(load_config({"model": "quadriga-s"}))
 tokenizer = models.find("quadriga-auto").tokenizer
@@ -30,10 +30,10 @@ def test_an_ingress_loads_no_torch() -> None:
 def test_the_proxy_loads_only_the_protocol() -> None:
     """Serve's proxy imports the servicer functions; pydantic models have no place there."""
     code = (
-        "import sys, serve_app.grpc_wire; "
+        "import sys, serve_app.grpc.messages; "
         "print(sorted(m for m in sys.modules if m.startswith(('serve_app.', 'ray'))))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == "['serve_app.grpc_wire', 'serve_app.tls']"
+    assert done.stdout.strip() == "['serve_app.grpc.messages', 'serve_app.http.tls']"

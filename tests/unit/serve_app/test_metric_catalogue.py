@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from serve_app.metric_catalogue import catalogue, markdown
+from serve_app.ops.metric_catalogue import catalogue, markdown
 
 DECLARED = list(itertools.chain(*catalogue().values()))
 

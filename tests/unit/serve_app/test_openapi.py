@@ -9,19 +9,19 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from quadriga.config import load_config
+from quadriga.config.loader import load_config
 from quadriga.errors import QuadrigaError
-from serve_app.http import HttpDoor
-from serve_app.openai_answers import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
-from serve_app.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from serve_app.openapi import OPERATIONS, Operation, openapi_document
+from serve_app.http.server import HttpServer
+from serve_app.openai.answers import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
+from serve_app.openai.openapi import OPERATIONS, Operation, openapi_document
+from serve_app.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.unit.serve_app.conftest import Stand
 
 DOCUMENT = openapi_document(load_config({}).ingress)
 
 
 def application(stand: Stand) -> FastAPI:
-    return HttpDoor(stand.desk).application()
+    return HttpServer(stand.desk).application()
 
 
 async def test_every_route_is_on_the_page(stand: Stand) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from quadriga.config import load_config
-from quadriga.types import Orphan, PollReply, token_digest
-from serve_app.auth import ApiKeys
-from serve_app.front import FrontDesk
-from serve_app.grpc_door import GrpcDoor
-from serve_app.http import HttpDoor
-from serve_app.models import ModelDirectory
+from quadriga.config.loader import load_config
+from quadriga.core.output import PollReply
+from quadriga.core.request import ResumableSequence, token_digest
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.grpc.server import GrpcServer
+from serve_app.http.server import HttpServer
+from serve_app.openai.models import ModelDirectory
+from serve_app.request.engine_client import EngineClient
 from tests.unit.serve_app.conftest import ANSWER, MODEL, MakeStand, Stand
 from tests.unit.serve_app.test_grpc_door import KEYS, Context, wants
 
@@ -36,7 +37,7 @@ async def another(
     """
     if is_alone:
         await stand.desk.tasks.close()
-    desk = FrontDesk(
+    desk = EngineClient(
         load_config({}),
         ModelDirectory([MODEL]),
         keys or ApiKeys(),
@@ -44,7 +45,7 @@ async def another(
         ingress_id="ingress-1",
     )
     desk.start()
-    app = HttpDoor(desk).application()
+    app = HttpServer(desk).application()
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://test"
     ) as client:
@@ -130,7 +131,7 @@ async def test_an_ingress_that_ends_leaves_alone_what_another_one_has_adopted(
     make_stand: MakeStand, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client's connection broke; the first ingress lives on for a while, and hears nothing."""
-    monkeypatch.setattr("serve_app.road.AUDIT_AFTER_S", 0.1)
+    monkeypatch.setattr("serve_app.request.request_manager.AUDIT_AFTER_S", 0.1)
     first = await make_stand(gate=gate, step_s=0.001)
     headers = {"idempotency-key": "k"}
     cluster, adopted = first.cluster, asyncio.Event()
@@ -196,14 +197,14 @@ async def test_an_orphan_that_is_moving_is_asked_for_again(
     make_stand: MakeStand, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On its way between two replicas it is at neither; that is no reason to say it is lost."""
-    monkeypatch.setattr("serve_app.front.ORPHAN_PAUSE_S", 0.001)
+    monkeypatch.setattr("serve_app.request.engine_client.ORPHAN_PAUSE_S", 0.001)
     first = await make_stand(gate=gate, step_s=0.001)
     headers = {"idempotency-key": "k"}
     await begin(first, headers, gate)
     async with another(first) as stand:
-        find, calls = stand.cluster.find_orphans, 0
+        find, calls = stand.cluster.find_resumable, 0
 
-        async def late(claims: Sequence[str]) -> list[Orphan]:
+        async def late(claims: Sequence[str]) -> list[ResumableSequence]:
             nonlocal calls
             calls += 1
             if calls == 1:
@@ -211,7 +212,7 @@ async def test_an_orphan_that_is_moving_is_asked_for_again(
             gate.set()
             return await find(claims)
 
-        monkeypatch.setattr(stand.cluster, "find_orphans", late)
+        monkeypatch.setattr(stand.cluster, "find_resumable", late)
         reply = await stand.http.post(
             "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
         )
@@ -224,7 +225,7 @@ async def test_the_sdk_resumes_at_another_ingress(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
     first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
-    stream = GrpcDoor(first.desk).generate(wants(request_id="r"), Context())
+    stream = GrpcServer(first.desk).generate(wants(request_id="r"), Context())
     gate.set()
     had: list[int] = []
     while len(had) < HAD:
@@ -233,7 +234,7 @@ async def test_the_sdk_resumes_at_another_ingress(
     async with another(first, KEYS) as stand:
         gate.set()
         again = wants(request_id="r", resume_from=[len(had)], resume_digest=[token_digest(had)])
-        rest = [m async for m in GrpcDoor(stand.desk).generate(again, Context())]
+        rest = [m async for m in GrpcServer(stand.desk).generate(again, Context())]
         assert had + [t for m in rest for d in m.choices for t in d.token_ids] == (
             stand.cluster.script
         )
@@ -273,7 +274,7 @@ async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
     first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
     headers = {"idempotency-key": "k", "authorization": "Bearer one"}
     await begin(first, headers, gate)
-    stream = GrpcDoor(first.desk).generate(wants(request_id="r"), Context())
+    stream = GrpcServer(first.desk).generate(wants(request_id="r"), Context())
     await anext(stream)
     first.cluster.loses_orphans = True
     async with another(first, KEYS) as stand:
@@ -284,7 +285,7 @@ async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
         gate.set()
         had = stand.cluster.script[:1]
         again = wants(request_id="r", resume_from=[1], resume_digest=[token_digest(had)])
-        rest = [m async for m in GrpcDoor(stand.desk).generate(again, Context())]
+        rest = [m async for m in GrpcServer(stand.desk).generate(again, Context())]
         assert [t for m in rest for d in m.choices for t in d.token_ids] == (
             stand.cluster.script[1:]
         )

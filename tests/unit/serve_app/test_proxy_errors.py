@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app import http_server_metrics
-from serve_app.http_server_metrics import HTTP_SERVER
-from serve_app.proxy_errors import OpenAIErrors, serve_routes
+from serve_app.http import server_metrics as http_server_metrics
+from serve_app.http.proxy_errors import OpenAIErrors, serve_routes
+from serve_app.http.server_metrics import HTTP_SERVER
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]

@@ -18,10 +18,10 @@ import ray
 
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port
-from serve_app import ray_errors
 from serve_app.__main__ import main
-from serve_app.quiet import QuietOutput
-from serve_app.ray_errors import explain, explain_in_serve_cli
+from serve_app.cli import ray_errors
+from serve_app.cli.ray_errors import explain, explain_in_serve_cli
+from serve_app.cli.stdio_redirect import StdioRedirect
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve's own, of the libraries it uses
@@ -76,7 +76,7 @@ def test_serve_that_does_not_start(
 
     monkeypatch.setattr(ray, "init", lambda *args, **kwargs: None)
     monkeypatch.setattr(serve, "start", fail)
-    monkeypatch.setattr("serve_app.launch.LocalService.log_folder", lambda self: tmp_path)
+    monkeypatch.setattr("serve_app.cli.launch.LocalService.log_folder", lambda self: tmp_path)
     assert start() == 1
     line = the_line(capfd)
     assert "starting Ray Serve on http://127.0.0.1:" in line
@@ -140,7 +140,7 @@ def test_a_missing_model_is_said_before_ray_starts(
 def test_only_the_terminal_stream_reaches_the_terminal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with QuietOutput() as output:
+    with StdioRedirect() as output:
         os.write(1, b"a print of a library\n")
         output.move_to(tmp_path)
         os.write(1, b"native output\n")
@@ -153,7 +153,7 @@ def test_only_the_terminal_stream_reaches_the_terminal(
 
 
 def test_a_quiet_run_leaves_no_file() -> None:
-    with QuietOutput() as output:
+    with StdioRedirect() as output:
         pass
     assert not output.path.exists()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve_app import ray_processes
-from serve_app.ray_processes import RayProcesses
+from serve_app.cli import ray_processes
+from serve_app.cli.ray_processes import RayProcesses
 
 
 def test_a_node_that_reports_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

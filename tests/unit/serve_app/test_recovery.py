@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import serve_app.front
-import serve_app.pump
-import serve_app.road
-from quadriga.config import load_config
+import serve_app.request.engine_client
+import serve_app.request.output_poller
+import serve_app.request.request_manager
+from quadriga.config.loader import load_config
+from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.replica import Role
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -25,19 +28,11 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
-from quadriga.types import (
-    Emission,
-    FinishReason,
-    PollReply,
-    Role,
-    SamplingParams,
-    SequenceState,
-)
-from serve_app.auth import ApiKeys
-from serve_app.front import FrontDesk
-from serve_app.models import ModelDirectory
-from serve_app.session import Session
-from serve_app.spec import GenerateSpec, Prompt
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.openai.models import ModelDirectory
+from serve_app.request.engine_client import EngineClient
+from serve_app.request.request import Request
+from serve_app.request.spec import GenerateSpec, Prompt
 from tests.unit.serve_app.conftest import MODEL
 from tests.unit.serve_app.mortal_cluster import MortalCluster, MortalReplica, expected
 
@@ -51,16 +46,16 @@ QUICK = {
 
 @pytest.fixture(autouse=True)
 def quick_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_app.front, "HOUSEKEEPING_INTERVAL_S", 0.02)
+    monkeypatch.setattr(serve_app.request.engine_client, "HOUSEKEEPING_INTERVAL_S", 0.02)
     # Twice the interval: where this process stands still for longer, no replica was silent.
-    monkeypatch.setattr(serve_app.pump, "MAX_LOOK_GAP_S", 0.04)
-    monkeypatch.setattr(serve_app.road, "AUDIT_AFTER_S", 0.3)
-    monkeypatch.setattr(serve_app.road, "AUDIT_PAUSE_S", 0.05)
+    monkeypatch.setattr(serve_app.request.output_poller, "MAX_LOOK_GAP_S", 0.04)
+    monkeypatch.setattr(serve_app.request.request_manager, "AUDIT_AFTER_S", 0.3)
+    monkeypatch.setattr(serve_app.request.request_manager, "AUDIT_PAUSE_S", 0.05)
 
 
 @asynccontextmanager
-async def desk_over(cluster: MortalCluster, **config: Any) -> AsyncIterator[FrontDesk]:
-    desk = FrontDesk(
+async def desk_over(cluster: MortalCluster, **config: Any) -> AsyncIterator[EngineClient]:
+    desk = EngineClient(
         load_config(QUICK | config),
         ModelDirectory([MODEL]),
         ApiKeys(),
@@ -76,13 +71,13 @@ async def desk_over(cluster: MortalCluster, **config: Any) -> AsyncIterator[Fron
 
 
 def ask(
-    desk: FrontDesk,
+    desk: EngineClient,
     number: int,
     max_tokens: int,
     *,
     deadline_s: float = 20.0,
     num_logprobs: int | None = None,
-) -> Session:
+) -> Request:
     now = time.time()
     prompt = Prompt([30 + number, 31, 32], "abc")
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=num_logprobs)
@@ -93,7 +88,7 @@ def ask(
     )
 
 
-async def read(session: Session) -> list[int]:
+async def read(session: Request) -> list[int]:
     """Read to the end as a client does; a token twice, or one missing, is an error."""
     tokens: list[int] = []
     num_first = 0
@@ -111,7 +106,7 @@ async def read(session: Session) -> list[int]:
     return tokens
 
 
-async def all_well(desk: FrontDesk, cluster: MortalCluster, sessions: list[Session]) -> None:
+async def all_well(desk: EngineClient, cluster: MortalCluster, sessions: list[Request]) -> None:
     got = await asyncio.gather(*(read(s) for s in sessions))
     for session, tokens in zip(sessions, got, strict=True):
         (choice,) = session.choices
@@ -119,7 +114,7 @@ async def all_well(desk: FrontDesk, cluster: MortalCluster, sessions: list[Sessi
         assert len(tokens) == choice.state.sampling.max_tokens
         assert len(choice.state.exit_layers) == len(tokens)
     assert cluster.num_doubled == 0, "a name was submitted twice"
-    assert not desk._road.sessions()
+    assert not desk._request_manager.sessions()
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -128,7 +123,7 @@ async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
             await asyncio.sleep(0.001)
 
 
-def owner(cluster: MortalCluster, session: Session) -> MortalReplica:
+def owner(cluster: MortalCluster, session: Request) -> MortalReplica:
     name = session.choices[0].replica
     assert name is not None
     return cluster.replicas[name]
@@ -180,7 +175,7 @@ class HastyCluster(MortalCluster):
         source.own.add(state.sequence_id)
         self.heir = heir = self.of(Role.DECODE)[0]
         if self._announces:
-            source.put(Emission(state.sequence_id, state.epoch, moved_to=heir.name))
+            source.put(EngineOutput(state.sequence_id, state.epoch, moved_to=heir.name))
         await self._turns(source)  # the ingress hears of it
         self._say(source, state)
         source.own.discard(state.sequence_id)
@@ -290,7 +285,7 @@ async def test_what_befell_the_replica_is_no_verdict(error: QuadrigaError) -> No
         state = session.choices[0].state
         replica = owner(cluster, session)
         replica.own.clear()
-        replica.put(Emission(state.sequence_id, state.epoch, 0, error=error))
+        replica.put(EngineOutput(state.sequence_id, state.epoch, 0, error=error))
         await all_well(desk, cluster, [session])
 
 
@@ -348,16 +343,16 @@ async def test_a_verdict_on_a_sequence_that_went_elsewhere_is_none() -> None:
         assert session.choices[0].num_rebuilds == 1
 
 
-def contradict(cluster: MortalCluster, session: Session) -> MortalReplica:
+def contradict(cluster: MortalCluster, session: Request) -> MortalReplica:
     """Have a sequence moved to a replica that goes on from other tokens than were said."""
     state, source = session.choices[0].state, owner(cluster, session)
     heir = next(r for r in cluster.of(Role.DECODE) if r is not source)
     source.own.discard(state.sequence_id)
     source.put(
-        Emission(state.sequence_id, state.epoch, session.num_output_tokens, moved_to=heir.name)
+        EngineOutput(state.sequence_id, state.epoch, session.num_output_tokens, moved_to=heir.name)
     )
     heir.own.add(state.sequence_id)
-    heir.put(Emission(state.sequence_id, state.epoch + 1, 1, [7] * 500, [8] * 500))
+    heir.put(EngineOutput(state.sequence_id, state.epoch + 1, 1, [7] * 500, [8] * 500))
     return heir
 
 
@@ -389,22 +384,26 @@ async def test_another_answer_where_nothing_may_be_begun_anew() -> None:
 async def test_who_may_have_taken_over_unheard_is_told_to_end() -> None:
     """The prefill replica got no answer and gave up: the decode replica runs it all the same."""
     cluster = MortalCluster(gap=50)
-    heirs: list[MortalReplica] = []
+    next_owners: list[MortalReplica] = []
 
     def unanswered(at: str, source: MortalReplica, heir: MortalReplica) -> None:
         if at == "committed":
-            heirs.append(heir)
-            if len(heirs) == 1:
+            next_owners.append(heir)
+            if len(next_owners) == 1:
                 first, error = cluster.submitted[0], MigrationFailed("it does not say")
-                source.put(Emission(first.sequence_id, first.epoch, 1, error=error))
+                source.put(EngineOutput(first.sequence_id, first.epoch, 1, error=error))
 
     cluster.on_move = unanswered
     async with desk_over(cluster) as desk:
         session = ask(desk, 0, 40)
-        await until(lambda: bool(heirs) and cluster.submitted[0].sequence_id in heirs[0].cancelled)
+        await until(
+            lambda: (
+                bool(next_owners) and cluster.submitted[0].sequence_id in next_owners[0].cancelled
+            )
+        )
         await all_well(desk, cluster, [session])
         assert session.choices[0].num_rebuilds == 1
-        assert len(heirs) == 2
+        assert len(next_owners) == 2
 
 
 Strikes = st.lists(
@@ -438,7 +437,7 @@ async def _survive(strikes: list[tuple[int, str, Role, int]], gap: int, num_stre
 
 
 async def _strike(
-    cluster: MortalCluster, sessions: list[Session], strikes: list[tuple[int, str, Role, int]]
+    cluster: MortalCluster, sessions: list[Request], strikes: list[tuple[int, str, Role, int]]
 ) -> None:
     for at, action, role, which in strikes:
         while sum(s.num_output_tokens for s in sessions) < at:  # noqa: ASYNC110
@@ -466,7 +465,7 @@ async def test_rebuilding_ends() -> None:
         with pytest.raises(ReplicaDied):
             await read(session)
         assert session.choices[0].num_rebuilds == 2
-        assert not desk._road.sessions()
+        assert not desk._request_manager.sessions()
 
 
 async def test_the_deadline_ends_a_rebuild() -> None:
@@ -481,7 +480,7 @@ async def test_the_deadline_ends_a_rebuild() -> None:
         with pytest.raises(DeadlineExceeded):
             await read(session)
         assert time.monotonic() - started < 10.0
-        assert not desk._road.sessions()
+        assert not desk._request_manager.sessions()
         for replica in cluster.of(Role.PREFILL):
             replica.awake.set()
         await until(lambda: not any(r.own for r in cluster.replicas.values()))

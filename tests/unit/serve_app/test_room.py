@@ -11,12 +11,12 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2
 
+from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import Overloaded
-from quadriga.types import Admission, AdmitRequest
-from serve_app import grpc_door
-from serve_app.auth import ApiKeys
-from serve_app.grpc_door import GrpcDoor
-from serve_app.room import MAX_READERS, Room
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.auth.concurrency_limiter import MAX_READERS, ConcurrencyLimiter
+from serve_app.grpc import server as grpc_door
+from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 from tests.unit.serve_app.test_front import is_idle, until
 from tests.unit.serve_app.test_gate import bearer
@@ -27,7 +27,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_a_place_is_given_back_on_every_way_out() -> None:
-    room = Room(1, "do a thing")
+    room = ConcurrencyLimiter(1, "do a thing")
     with room.taken(), pytest.raises(Overloaded, match="1 calls at once do a thing"):
         room.taken().__enter__()
     with contextlib.suppress(ValueError), room.taken():
@@ -37,7 +37,7 @@ def test_a_place_is_given_back_on_every_way_out() -> None:
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/tokenize"])
 async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> None:
-    stand.desk.bodies = Room(2, "send their bodies")
+    stand.desk.bodies = ConcurrencyLimiter(2, "send their bodies")
     whole = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -60,8 +60,8 @@ async def test_of_too_many_health_watches_the_last_is_told_once(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_door, "HEALTH_WATCH_INTERVAL_S", 0.001)
-    door = GrpcDoor(stand.desk)
-    door._watches = Room(1, "watch")
+    door = GrpcServer(stand.desk)
+    door._watches = ConcurrencyLimiter(1, "watch")
     await until(lambda: door.health("").status == SERVING)
     first = door.watch("")
     assert (await anext(first)).status == SERVING
@@ -85,7 +85,9 @@ async def test_one_request_has_so_many_readers_at_once(make_stand: MakeStand) ->
         return asyncio.ensure_future(sent)
 
     readers = [follow() for _ in range(MAX_READERS)]
-    await until(lambda: any(len(s.readers) == MAX_READERS for s in stand.desk._road.sessions()))
+    await until(
+        lambda: any(len(s.readers) == MAX_READERS for s in stand.desk._request_manager.sessions())
+    )
     assert (await follow()).status_code == 429
     gate.set()
     for reader in readers:
@@ -121,7 +123,7 @@ async def test_a_refused_caller_is_known_again_by_what_it_asks(make_stand: MakeS
         await call(name="n", priority=1),
     ]
     assert len({first, *others}) == 5
-    door = GrpcDoor(stand.desk)
+    door = GrpcServer(stand.desk)
     async for _ in door.generate(
         wants(prompt="hi", temperature=1.0, request_id="r"), Context(f"Bearer {'a' * 32}")
     ):

@@ -6,40 +6,43 @@ import asyncio
 
 import pytest
 
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied, ReplicaError
 from quadriga.text import StopMatcher
-from quadriga.types import Emission, FinishReason, SamplingParams, SequenceState
-from serve_app.choice import Choice
-from serve_app.models import ServedModel
-from serve_app.session import Session
-from serve_app.sessions import MAX_KEPT_TOKENS, SessionStore
-from serve_app.spec import GenerateSpec, Prompt
+from serve_app.openai.models import ServedModel
+from serve_app.request.request import Request
+from serve_app.request.requests import MAX_KEPT_TOKENS, RequestStore
+from serve_app.request.sequence_request import SequenceRequest
+from serve_app.request.spec import GenerateSpec, Prompt
 
 
 @pytest.fixture
-def choice(model: ServedModel) -> Choice:
+def choice(model: ServedModel) -> SequenceRequest:
     return make_choice(model)
 
 
-def make_choice(model: ServedModel, *stops: str) -> Choice:
+def make_choice(model: ServedModel, *stops: str) -> SequenceRequest:
     state = SequenceState("s", "r", "quadriga-s", [5], SamplingParams(99), "i", 0.0, 1e12)
-    made = Choice(0, state, model.tokenizer.detokenizer(), StopMatcher(stops))
+    made = SequenceRequest(0, state, model.tokenizer.detokenizer(), StopMatcher(stops))
     made.replica = "p"
     return made
 
 
-def tokens(first: int, *ids: int, epoch: int = 0, finish: FinishReason | None = None) -> Emission:
-    return Emission("s", epoch, first, list(ids), [8] * len(ids), finish=finish)
+def tokens(
+    first: int, *ids: int, epoch: int = 0, finish: FinishReason | None = None
+) -> EngineOutput:
+    return EngineOutput("s", epoch, first, list(ids), [8] * len(ids), finish=finish)
 
 
-def test_tokens_follow_each_other(choice: Choice) -> None:
+def test_tokens_follow_each_other(choice: SequenceRequest) -> None:
     assert choice.accept("p", tokens(0, 40, 41)) == 2
     assert choice.accept("p", tokens(2, 42)) == 1
     assert choice.state.output_ids == [40, 41, 42]
     assert choice.state.exit_layers == [8, 8, 8]
 
 
-def test_duplicates_change_nothing(choice: Choice) -> None:
+def test_duplicates_change_nothing(choice: SequenceRequest) -> None:
     choice.accept("p", tokens(0, 40, 41))
     assert choice.accept("p", tokens(0, 40, 41)) == 0
     assert choice.accept("p", tokens(1, 41, 42)) == 1
@@ -58,9 +61,9 @@ def test_duplicates_change_nothing(choice: Choice) -> None:
     ids=["told_again", "goes_on", "ends", "ends_before", "of_the_same_epoch"],
 )
 def test_another_answer_is_not_mixed_with_the_one_that_is_shown(
-    choice: Choice, said: Emission
+    choice: SequenceRequest, said: EngineOutput
 ) -> None:
-    choice.accept("p", Emission("s", 0, moved_to="d"))
+    choice.accept("p", EngineOutput("s", 0, moved_to="d"))
     choice.accept("p", tokens(0, 40, 41, 42))
     assert choice.accept("d" if said.epoch else "p", said) == 0
     assert isinstance(choice.failure, ReplicaError)
@@ -72,9 +75,9 @@ def test_another_answer_is_not_mixed_with_the_one_that_is_shown(
     assert ("d" if said.epoch else "p") in choice.holders, "where it is to be cancelled"
 
 
-def test_what_overtook_is_compared_as_well(choice: Choice) -> None:
+def test_what_overtook_is_compared_as_well(choice: SequenceRequest) -> None:
     """It was kept until the tokens before it were here, and those are more than it goes on from."""
-    choice.accept("p", Emission("s", 0, moved_to="d"))
+    choice.accept("p", EngineOutput("s", 0, moved_to="d"))
     choice.accept("d", tokens(1, 41, epoch=1))
     choice.accept("d", tokens(2, 42, epoch=1))
     assert choice.accept("p", tokens(0, 40, 51)) == 2
@@ -82,47 +85,49 @@ def test_what_overtook_is_compared_as_well(choice: Choice) -> None:
     assert choice.state.output_ids == [40, 51]
 
 
-def test_a_gap_within_an_epoch_is_an_error(choice: Choice) -> None:
+def test_a_gap_within_an_epoch_is_an_error(choice: SequenceRequest) -> None:
     choice.accept("p", tokens(0, 40))
     choice.accept("p", tokens(2, 42))
     assert isinstance(choice.error, InvariantViolation)
     assert "tokens 1 to 1" in choice.error.message
 
 
-def test_the_move_may_be_known_before_the_first_token(choice: Choice) -> None:
-    choice.accept("p", Emission("s", 0, moved_to="d"))
+def test_the_move_may_be_known_before_the_first_token(choice: SequenceRequest) -> None:
+    choice.accept("p", EngineOutput("s", 0, moved_to="d"))
     assert choice.holders == {"p", "d"}
     assert choice.accept("d", tokens(1, 41, epoch=1)) == 0, "kept until token 0 is here"
     assert choice.accept("d", tokens(1, 41, epoch=1)) == 0, "also when delivered twice"
     assert choice.accept("p", tokens(0, 40)) == 2
     assert choice.state.output_ids == [40, 41]
-    assert (choice.replica, choice.heirs) == ("d", {})
+    assert (choice.replica, choice.next_owners) == ("d", {})
 
 
-def test_former_owners_are_ignored(choice: Choice) -> None:
+def test_former_owners_are_ignored(choice: SequenceRequest) -> None:
     choice.accept("p", tokens(0, 40))
-    choice.accept("p", Emission("s", 0, 1, moved_to="d"))
+    choice.accept("p", EngineOutput("s", 0, 1, moved_to="d"))
     choice.accept("d", tokens(1, 41, epoch=1))
     assert choice.accept("p", tokens(2, 99)) == 0
-    choice.accept("p", Emission("s", 0, 2, error=ReplicaDied("late")))
+    choice.accept("p", EngineOutput("s", 0, 2, error=ReplicaDied("late")))
     assert choice.error is None
     assert choice.state.output_ids == [40, 41]
 
 
-def test_an_epoch_has_one_speaker(choice: Choice) -> None:
+def test_an_epoch_has_one_speaker(choice: SequenceRequest) -> None:
     """Who died may have taken over and spoken before the hand-off was made to another."""
-    choice.accept("p", Emission("s", 0, moved_to="dead"))
+    choice.accept("p", EngineOutput("s", 0, moved_to="dead"))
     choice.accept("p", tokens(0, 40))
     choice.accept("dead", tokens(1, 41, epoch=1))
-    choice.accept("p", Emission("s", 0, 1, moved_to="d"))
+    choice.accept("p", EngineOutput("s", 0, 1, moved_to="d"))
     assert choice.accept("d", tokens(1, 51, 52, epoch=1)) == 0, "what it goes on from is not shown"
-    choice.accept("d", Emission("s", 1, 3, error=Cancelled("not wanted")))
+    choice.accept("d", EngineOutput("s", 1, 3, error=Cancelled("not wanted")))
     assert choice.failure is choice.error is None
     assert choice.state.output_ids == [40, 41]
     assert choice.lose("dead"), "begun anew from what is shown"
 
 
-def test_the_ending_token_counts_and_is_not_shown(choice: Choice, model: ServedModel) -> None:
+def test_the_ending_token_counts_and_is_not_shown(
+    choice: SequenceRequest, model: ServedModel
+) -> None:
     ids = model.tokenizer.encode("ok")
     choice.accept("p", tokens(0, *ids, 0, finish=FinishReason.STOP))
     assert choice.finish is FinishReason.STOP
@@ -130,7 +135,7 @@ def test_the_ending_token_counts_and_is_not_shown(choice: Choice, model: ServedM
     assert len(choice.state.output_ids) == len(ids) + 1
 
 
-def test_a_length_finish_shows_the_last_token(choice: Choice, model: ServedModel) -> None:
+def test_a_length_finish_shows_the_last_token(choice: SequenceRequest, model: ServedModel) -> None:
     ids = model.tokenizer.encode("ok")
     choice.accept("p", tokens(0, *ids, finish=FinishReason.LENGTH))
     assert "".join(choice.pieces) + choice.tail == "ok"
@@ -153,14 +158,14 @@ def test_held_back_text_comes_with_the_end(model: ServedModel) -> None:
     assert choice.tail
 
 
-def session_of(choice: Choice) -> Session:
+def session_of(choice: SequenceRequest) -> Request:
     spec = GenerateSpec(
         "r", "quadriga-s", (Prompt([5], "x"),), 1, choice.state.sampling, (), False, 0, 0.0, 1e12
     )
-    return Session(spec, [choice], created_unix_s=0, arrived_s=0.0)
+    return Request(spec, [choice], created_unix_s=0, arrived_s=0.0)
 
 
-async def test_readers_are_independent_and_coalesce(choice: Choice) -> None:
+async def test_readers_are_independent_and_coalesce(choice: SequenceRequest) -> None:
     session = session_of(choice)
     quick, slow = session.reader(), session.reader()
     for i in range(5):
@@ -173,7 +178,7 @@ async def test_readers_are_independent_and_coalesce(choice: Choice) -> None:
     assert (await late.read())[0].token_ids == [43, 44]
 
 
-async def test_a_waiting_reader_wakes(choice: Choice) -> None:
+async def test_a_waiting_reader_wakes(choice: SequenceRequest) -> None:
     session = session_of(choice)
     reader = session.reader()
     waiting = asyncio.ensure_future(reader.read())
@@ -185,7 +190,7 @@ async def test_a_waiting_reader_wakes(choice: Choice) -> None:
     assert await reader.read() == []
 
 
-async def test_tokens_come_before_the_error(choice: Choice) -> None:
+async def test_tokens_come_before_the_error(choice: SequenceRequest) -> None:
     session = session_of(choice)
     reader = session.reader()
     choice.accept("p", tokens(0, 40))
@@ -195,7 +200,7 @@ async def test_tokens_come_before_the_error(choice: Choice) -> None:
         await reader.read()
 
 
-async def test_hanging_up(choice: Choice) -> None:
+async def test_hanging_up(choice: SequenceRequest) -> None:
     session = session_of(choice)
     reader = session.reader()
     waiting = asyncio.ensure_future(reader.read())
@@ -205,10 +210,10 @@ async def test_hanging_up(choice: Choice) -> None:
         await waiting
 
 
-def kept(name: str, prompt: list[int], *, is_over: bool = True) -> Session:
+def kept(name: str, prompt: list[int], *, is_over: bool = True) -> Request:
     sampling = SamplingParams(max_tokens=0)
     spec = GenerateSpec(name, "m", (Prompt(prompt, ""),), 1, sampling, (), True, 0, 0.0, 1e12)
-    session = Session(spec, [], created_unix_s=0, arrived_s=0.0, key=("anyone", name))
+    session = Request(spec, [], created_unix_s=0, arrived_s=0.0, key=("anyone", name))
     if is_over:
         session.end(1.0)
     return session
@@ -216,7 +221,7 @@ def kept(name: str, prompt: list[int], *, is_over: bool = True) -> Session:
 
 def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
     """Requests that generate nothing cost nothing, but their prompts would fill the memory."""
-    store = SessionStore(keep_s=30.0)
+    store = RequestStore(keep_s=30.0)
     prompt = [1] * 1_000_000
     runs = kept("runs", prompt, is_over=False)
     store.add(runs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from quadriga.types import ClusterView, DepthClass, ReplicaInfo, ReplicaSnapshot, Role
-from serve_app.silence import gone
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.routing import ClusterView
+from serve_app.request.failure_detector import gone
 
 NOW = 1000.0
 

@@ -21,13 +21,13 @@ import uvicorn
 from quadriga.client import AsyncClient, RetryPolicy
 from quadriga.errors import ConfigError, QuadrigaError, Unauthenticated, Unavailable
 from quadriga.ports import free_port
-from serve_app.auth import ApiKeys
-from serve_app.grpc_door import GrpcDoor
-from serve_app.grpc_wire import add_quadriga_to_server
-from serve_app.haproxy import starter_script
-from serve_app.http import HttpDoor
-from serve_app.launch import Addresses
-from serve_app.tls import HAPROXY_VARIABLE, Tls
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.cli.launch import Addresses
+from serve_app.grpc.messages import add_quadriga_to_server
+from serve_app.grpc.server import GrpcServer
+from serve_app.http.haproxy import starter_script
+from serve_app.http.server import HttpServer
+from serve_app.http.tls import HAPROXY_VARIABLE, Tls
 from tests.certificates import Authority, Pair
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 from tests.unit.serve_app.test_front import until
@@ -51,7 +51,7 @@ def ca(tmp_path: Path) -> Authority:
 class Servicer:
     """What Serve's proxy does with the methods of the service."""
 
-    def __init__(self, door: GrpcDoor) -> None:
+    def __init__(self, door: GrpcServer) -> None:
         self._door = door
 
     async def Generate(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -87,7 +87,7 @@ async def grpc_server(stand: Stand, *, needs_tls: int | None) -> AsyncIterator[i
     """A server as Serve starts it: its plain port first, then our servicer function."""
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    add_quadriga_to_server(Servicer(GrpcDoor(stand.desk, needs_tls=needs_tls)), server)
+    add_quadriga_to_server(Servicer(GrpcServer(stand.desk, needs_tls=needs_tls)), server)
     await server.start()
     try:
         yield port
@@ -192,7 +192,7 @@ def haproxy(script: Path, folder: Path) -> Iterator[None]:
 @asynccontextmanager
 async def http_server(stand: Stand) -> AsyncIterator[int]:
     port = free_port()
-    app = HttpDoor(stand.desk).application()
+    app = HttpServer(stand.desk).application()
     server = uvicorn.Server(
         uvicorn.Config(app, port=port, lifespan="off", log_config=None, access_log=False)
     )
@@ -300,7 +300,7 @@ def test_serves_own_proxy_cannot_ask_http_clients_for_certificates(ca: Authority
 
 def test_the_proxy_loads_little() -> None:
     """Serve's proxy process imports the servicer function and with it TLS."""
-    code = "import sys, serve_app.grpc_wire; print('cryptography' in sys.modules)"
+    code = "import sys, serve_app.grpc.messages; print('cryptography' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quadriga.config import load_config
-from serve_app.openapi import openapi_document
-from serve_app.unsupported import CHAT, COMPLETIONS, MESSAGE, TOKENIZE, UnsupportedField
+from quadriga.config.loader import load_config
+from serve_app.openai.openapi import openapi_document
+from serve_app.openai.unsupported import CHAT, COMPLETIONS, MESSAGE, TOKENIZE, UnsupportedField
 from tests.unit.serve_app.conftest import Stand
 
 MESSAGES = [{"role": "user", "content": "a"}]

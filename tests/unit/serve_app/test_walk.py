@@ -9,11 +9,11 @@ import grpc
 import pytest
 from starlette.routing import Route
 
-from quadriga.metrics import MetricsHub, parse_exposition
+from quadriga.observability.metrics import MetricsHub, parse_exposition
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from serve_app.auth import ApiKeys
-from serve_app.grpc_door import GrpcDoor
-from serve_app.http import HttpDoor
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.grpc.server import GrpcServer
+from serve_app.http.server import HttpServer
 from tests.unit.serve_app.conftest import MakeStand
 from tests.unit.serve_app.test_grpc_door import Context
 
@@ -33,7 +33,7 @@ def keys() -> ApiKeys:
 async def test_every_route(make_stand: MakeStand, keys: ApiKeys) -> None:
     stand = await make_stand(keys=keys)
     guarded = 0
-    for route in HttpDoor(stand.desk).application().routes:
+    for route in HttpServer(stand.desk).application().routes:
         assert isinstance(route, Route)
         path = route.path.replace("{model:path}", "quadriga-s")
         for method in (route.methods or set()) - {"HEAD"}:
@@ -52,7 +52,7 @@ async def test_every_route(make_stand: MakeStand, keys: ApiKeys) -> None:
 
 async def test_every_rpc(make_stand: MakeStand, keys: ApiKeys) -> None:
     stand = await make_stand(keys=keys)
-    door = GrpcDoor(stand.desk)
+    door = GrpcServer(stand.desk)
     methods = {
         "Generate": door.generate,
         "GenerateOnce": door.generate_once,
@@ -104,7 +104,7 @@ async def test_labels_hold_nothing_a_client_chose(make_stand: MakeStand, keys: A
             )
         context = Context("Bearer secret")
         request = pb.GenerateRequest(prompt="a", model=name, user="evil", request_id="evil")
-        await GrpcDoor(stand.desk).generate_once(request.SerializeToString(), context)
+        await GrpcServer(stand.desk).generate_once(request.SerializeToString(), context)
     await stand.complete()
     good_reply = await stand.http.post("/v1/completions", json={"prompt": "a"}, headers=good)
     assert good_reply.status_code == 200

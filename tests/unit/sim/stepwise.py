@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from quadriga.batching.preemption import PausedSequence, choose_return, choose_victim
-from quadriga.policies.promises import AnswerLengths
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.policies.slot_reservation import AnswerLengths
+from quadriga.scheduling.preemption import PausedSequence, choose_return, choose_victim
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
-from quadriga.types import SamplingParams, SequenceState
 
 
 class StepwiseReplica:

@@ -7,21 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, TransferCosts
 from quadriga.policies.ares.link import FIRST_BANDWIDTH_BYTES_PER_S, ROUND_TRIP_S
 from quadriga.policies.load import has_room
-from quadriga.policies.promises import ADMIT_SHARE, RETURN_SHARE
+from quadriga.policies.slot_reservation import ADMIT_SHARE, RETURN_SHARE
 from quadriga.sim.board import Board
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.placing import Placing
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import Delays, drawn
 from quadriga.sim.records import PAUSE, RECOMPUTE, MemoryRules, Sequence
 from quadriga.sim.results import Run
-from quadriga.types import PlaceRequest, ReplicaInfo, ReplicaSnapshot, Role
 from tests.unit.sim.test_simulator import SETTINGS, SMALL, check_conserved, load
 
 ROOMY = replace(SMALL, kv_capacity_tokens=10**6, num_slots=256)
@@ -142,7 +143,7 @@ def test_placement_by_old_reports_is_less_even() -> None:
 def test_who_pauses_lets_newcomers_in_below_the_mark_only() -> None:
     crowded: list[float] = []
 
-    class Watched(DecodeReplica):
+    class Watched(SimulatedDecodeReplica):
         def join(self, sequence: Sequence, *, ready_s: float) -> None:
             known = self.promised.get(sequence.index)
             if known is None and sequence.index not in self.paused and self.num_held:

@@ -13,7 +13,7 @@ from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.sim.board import Board
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.policies import make_policy
 from quadriga.sim.prediction import ErrorModel, NoisyPredictor, OraclePredictor
 from quadriga.sim.profiles import PROFILES, find_profile
@@ -94,7 +94,7 @@ def test_the_board_knows_every_replica_at_any_moment() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         inputs, outputs = rng.integers(1, 200, 6), rng.integers(50, 900, 6)
-        replica = DecodeReplica("a", SMALL, RECOMPUTE, lambda gaps: None)
+        replica = SimulatedDecodeReplica("a", SMALL, RECOMPUTE, lambda gaps: None)
         board = Board(["a"], SMALL, inputs, outputs)
         for i in range(6):
             tokens = int(inputs[i]) + 1

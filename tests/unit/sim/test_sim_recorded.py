@@ -13,22 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from quadriga.core.migration import MigrationCause
 from quadriga.policies.ares.cluster import unpack
-from quadriga.policies.ares.recording import Tick, read_ticks, replay
+from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
 from quadriga.policies.ares.roles import classify, weights
 from quadriga.sim.policies import make_policy
 from quadriga.sim.recorder import snapshots_of
-from quadriga.types import MigrationCause
 
 RECORDED = Path(__file__).with_name("recorded_ticks.jsonl")
 
 
 @pytest.fixture(scope="module")
-def ticks() -> list[Tick]:
+def ticks() -> list[RecordedTick]:
     return list(read_ticks(RECORDED))
 
 
-def test_the_simulators_policy_decides_as_recorded(ticks: list[Tick]) -> None:
+def test_the_simulators_policy_decides_as_recorded(ticks: list[RecordedTick]) -> None:
     for tick in ticks:
         policy = make_policy("ares", tick.settings)
         assert policy.rescheduler is not None
@@ -42,7 +42,9 @@ def test_the_simulators_policy_decides_as_recorded(ticks: list[Tick]) -> None:
     assert any(not tick.orders for tick in ticks)
 
 
-def test_packed_as_the_simulator_packs_them_the_snapshots_say_the_same(ticks: list[Tick]) -> None:
+def test_packed_as_the_simulator_packs_them_the_snapshots_say_the_same(
+    ticks: list[RecordedTick],
+) -> None:
     for tick in ticks:
         whole = unpack(tick.snapshots, None)
         assert whole is not None
@@ -53,7 +55,7 @@ def test_packed_as_the_simulator_packs_them_the_snapshots_say_the_same(ticks: li
         assert not replay([replace(tick, snapshots=repacked)])
 
 
-def test_the_recording_would_show_another_policy(ticks: list[Tick]) -> None:
+def test_the_recording_would_show_another_policy(ticks: list[RecordedTick]) -> None:
     other = [replace(t, settings=replace(t.settings, max_moves=0)) for t in ticks]
     assert len(replay(other)) == sum(bool(t.orders) for t in ticks)
     first = next(t for t in ticks if t.orders)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quadriga.config import ScalingConfig
+from quadriga.config.scheduling import ScalingConfig
 from quadriga.errors import ConfigError
 from quadriga.policies.scaling import AddReplicas, GiveUpReplica, RetireReplica
 from quadriga.sim.cluster import Simulation

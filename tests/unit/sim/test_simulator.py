@@ -11,20 +11,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from quadriga.config import PrefillConfig
+from quadriga.config.engine import PrefillConfig
+from quadriga.config.pacing import PaceProfile
+from quadriga.core.migration import MigrationOrder
 from quadriga.errors import ConfigError, InvariantViolation
-from quadriga.pacing import PaceProfile
 from quadriga.policies.ares import AresSettings
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import MOVABLE, PAUSED
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import Failure, SimConfig
-from quadriga.sim.decode import DecodeReplica
+from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.policies import POLICY_NAMES, make_policy
 from quadriga.sim.profiles import RTX_4090D, CostProfile, Delays
 from quadriga.sim.records import PAUSE, RECOMPUTE, Happened, MemoryRules
 from quadriga.sim.results import Run, Slo, latencies, summarise
-from quadriga.types import MigrationOrder
 from tests.unit.sim.stepwise import StepwiseReplica
 
 SMALL = CostProfile(
@@ -116,7 +116,7 @@ def test_a_sequence_may_join_be_preempted_and_return_within_one_event() -> None:
     seen: set[tuple[bool, bool]] = set()
     runs = []
     requests = joined_preempted_and_returned()
-    for plain in (DecodeReplica, StepwiseReplica):
+    for plain in (SimulatedDecodeReplica, StepwiseReplica):
 
         class Watched(plain):  # type: ignore[misc, valid-type]
             def run_to_event(self, now_s: float) -> Happened:

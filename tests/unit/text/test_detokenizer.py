@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from quadriga.checkpoint import ASSETS
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text import TextTokenizer, load_tokenizer
 from quadriga.text.detokenizer import MAX_PENDING_TOKENS, WindowDetokenizer

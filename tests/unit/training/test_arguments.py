@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.training.cli import main
-from quadriga.training.state import LATEST
+from quadriga.training.recipe.state import LATEST
 
 TRAIN = ("train", "--model", "quadriga-s")
 

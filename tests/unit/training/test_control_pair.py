@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quadriga.training.cli import main
-from quadriga.training.family import FAMILY, at_rate, on_equal_mix, on_mix
+from quadriga.training.recipe.family import FAMILY, at_rate, on_equal_mix, on_mix
 from quadriga.training.tasks import TASKS
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from quadriga.engine.length_head import LengthHeads
-from quadriga.errors import ConfigError
-from quadriga.length_heads import (
+from quadriga.checkpoint.length_heads import (
     LENGTH_FILE,
     NUM_COUNTS,
     LengthHeadSpec,
     counts_of,
     read_length_heads,
 )
+from quadriga.engine.early_exit.length_head import LengthHeads
+from quadriga.errors import ConfigError
 from quadriga.training.length import (
     QUANTILES,
     LengthData,

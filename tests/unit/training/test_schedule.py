@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.training.schedule import Budget, length_scale, ramp
+from quadriga.training.recipe.schedule import Budget, length_scale, ramp
 
 
 def test_steps_budget_warms_up_holds_and_decays() -> None:

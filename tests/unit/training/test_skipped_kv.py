@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quadriga.exits import SKIPPED_KV_WEIGHTS
+from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS
 from quadriga.training.checkpoint_io import save_checkpoint
 from quadriga.training.cli import main
-from quadriga.training.family import FAMILY, ModelShape
 from quadriga.training.model import EarlyExitLlama
+from quadriga.training.recipe.family import FAMILY, ModelShape
 from quadriga.training.skipped_kv import _kv, _LeastSquares, _unit, fit
 from quadriga.training.tasks import make_example
 from quadriga.training.tokenizer import build_tokenizer

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.training.data import encode, group_rows, next_batch, pack
 from quadriga.training.evaluate import THRESHOLDS, complement, evaluate, exits_of, histogram
-from quadriga.training.family import FAMILY, Member, ModelShape
 from quadriga.training.generate import greedy
 from quadriga.training.hardware import fastest_dtype
-from quadriga.training.loop import RunOptions, Trainer, budget_name, resume, run
 from quadriga.training.model import EarlyExitLlama
-from quadriga.training.optimizer import orthogonalize
-from quadriga.training.state import LATEST, STABLE
+from quadriga.training.recipe.data import encode, group_rows, next_batch, pack
+from quadriga.training.recipe.family import FAMILY, FamilyMember, ModelShape
+from quadriga.training.recipe.loop import RunOptions, Trainer, budget_name, resume, run
+from quadriga.training.recipe.optimizer import orthogonalize
+from quadriga.training.recipe.state import LATEST, STABLE
 from quadriga.training.tasks import TASKS, LengthMix, make_example
 from quadriga.training.teacher import Forced, force
 from quadriga.training.tokenizer import END_ID, build_tokenizer
@@ -34,7 +34,7 @@ def toy_model(seed: int = 0) -> EarlyExitLlama:
     return model
 
 
-def toy_member() -> Member:
+def toy_member() -> FamilyMember:
     small = FAMILY["quadriga-s"]
     return dataclasses.replace(small, shape=SHAPE)
 

@@ -19,14 +19,19 @@ from quadriga.engine.cuda.attention import (
     choose_attention,
 )
 from quadriga.engine.models.config import ModelConfig
-from quadriga.engine.models.layers import Span
+from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
 
 CPU = torch.device("cpu")
 PAGE = 256
 POSITIONS = (700, 255, 0, 300)
 LENGTHS = torch.tensor(POSITIONS, dtype=torch.int32) + 1
-SPANS = [Span(0, 0, 40, 661), Span(1, 40, 41, 255), Span(2, 41, 58, 0), Span(3, 58, 95, 264)]
+SPANS = [
+    TokenSpan(0, 0, 40, 661),
+    TokenSpan(1, 40, 41, 255),
+    TokenSpan(2, 41, 58, 0),
+    TokenSpan(3, 58, 95, 264),
+]
 TABLE = torch.tensor([[3, 1, 7], [2, 5, 0], [8, 0, 0], [4, 6, 0]], dtype=torch.int32)
 SHAPES = [(2, 3, 24), (1, 8, 16), (2, 1, 64)]
 WINDOWS = [0, 7, 290]

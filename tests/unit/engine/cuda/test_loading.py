@@ -12,17 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.config import QuadrigaConfig, load_config
+from quadriga.checkpoint.exits import ExitSpec
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.config.loader import QuadrigaConfig, load_config
+from quadriga.config.resolve import Hardware, resolve
 from quadriga.engine.cuda import loading
 from quadriga.engine.cuda.loading import bytes_per_token, tokens_that_fit
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
-from quadriga.engine.loading import load_weights
 from quadriga.engine.models.config import read_model_config
-from quadriga.engine.tensor_files import WeightSource
-from quadriga.engine_spec import EngineSpec
+from quadriga.engine.weights.loading import load_weights
+from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
-from quadriga.exits import ExitSpec
-from quadriga.resolve import Hardware, resolve
 from tests.equivalence.early_exit_reference import build_deep, save_with_exits
 from tests.equivalence.models import build, make_spec, save
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.batching.slots import SlotTable
 from quadriga.engine.cuda.pages import PageTable, pages_per_layer
 from quadriga.errors import KVCacheExhausted, QuadrigaError
+from quadriga.scheduling.slots import SlotTable
 
 PAGE, CAPACITY, ROWS, ENDS = 16, 50, 4, (2, 3, 6)
 

@@ -1,0 +1,1 @@
+"""The controller actor: which replicas run where, HELIOS, scaling, drain."""

@@ -1,0 +1,416 @@
+"""The controller actor: makes what runs equal to what the configuration asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actors.controller import controller_store as kept
+from actors.controller.desired import Desired, resolve_here, set_up_choice
+from actors.controller.drain import LeavingNodes
+from actors.controller.helios import HeliosController
+from actors.controller.helios_setup import HeliosSetup
+from actors.controller.leader_lease import LeaderLease
+from actors.controller.placement_groups import groups_of, living_replicas, remove
+from actors.controller.replica_manager import Key, ReplicaHandle, ReplicaManager, ReplicaPhase
+from actors.controller.rollout import turn_over
+from actors.controller.scheduler_watch import SchedulerWatch
+from actors.metrics.exits_view import exits_view
+from actors.metrics.metrics_page import MetricsPage
+from actors.metrics.replica_manager_metrics import ReplicaManagerMetrics
+from actors.rpc.lifecycle import (
+    controller_name,
+    end_this_actor,
+    fingerprint,
+    new_replica_name,
+    parse_replica_name,
+)
+from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, find_actor
+from actors.rpc.signals import die_on_sigterm
+from actors.rpc.tasks import background
+from actors.scheduler import ingress_watch
+from quadriga.clock import SystemClock
+from quadriga.config.ingress import LoggingConfig
+from quadriga.config.resolve import ReplicaSpec
+from quadriga.core.routing import AutoReport
+from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.observability.logs import configure_logging
+from quadriga.policies.liveness import event_loop_stall_s
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+FORGET_TIMEOUT_S = 10.0
+ADOPT_EVERY_S = 30.0
+"""So often it is looked for replicas and places that are on no book."""
+
+
+class Controller:
+    """Ray actor, restarted without limit. One loop compares the desired state with the actual.
+
+    The desired state outlives the process in Ray's key-value store; the replicas outlive it as
+    detached actors, and are adopted by their names.
+    """
+
+    def __init__(self, app: str, config: dict[str, Any]) -> None:
+        logs = LoggingConfig.model_validate(config.get("logging", {}))
+        configure_logging(logs.format, logs.level, process=controller_name(app))
+        self._app = app
+        self._first_config = config
+        self._clock = SystemClock()
+        self._heard_s = self._clock.now_s()
+        self._page = MetricsPage(app, self._clock)
+        self._metrics = ReplicaManagerMetrics(app)
+        self._leader_lease = LeaderLease(app)
+        self._scheduler = SchedulerWatch(app, self._clock, self._leader_lease.is_held)
+        self._acted_s = self._adopted_s = self._clock.now_s()
+        self._ingresses = ingress_watch.IngressWatch()
+        self._wake = asyncio.Event()
+        self._desired: Desired | None = None
+        self._helios: HeliosController | None = None
+        self._error: str | None = None
+        self._is_ending = False
+        self._is_started = asyncio.Event()
+        self._wanting = asyncio.Lock()
+        self._leaving = LeavingNodes(self._wake.set)
+        self._fleet = ReplicaManager(
+            app,
+            self._clock,
+            self._wake.set,
+            self._ingress_age_s,
+            self._takes_nothing,
+            self._leader_lease.is_held,
+        )
+        die_on_sigterm()
+        background(self._run())
+        background(self._page.sample_forever())
+
+    # RPC
+
+    async def ensure(self, config: dict[str, Any]) -> None:
+        """Set the desired state; the same one again changes nothing.
+
+        Does not return while the application ends: whoever asked hears of the end of this actor,
+        and makes another one.
+
+        Raises:
+            ConfigError: It cannot be served on this cluster; the state before stays.
+        """
+        self._heard_s = self._clock.now_s()
+        desired = await asyncio.to_thread(resolve_here, config)
+        await self._is_started.wait()
+        async with self._wanting:
+            if not self._is_ending:
+                await self._want(desired)
+        if self._is_ending:
+            await asyncio.Event().wait()
+
+    async def _want(self, desired: Desired) -> None:
+        """Raises: ConfigError."""
+        if self._desired is None or self._desired.config != desired.config:
+            setup = await asyncio.to_thread(set_up_choice, self._app, desired)
+            self._choose_by(setup)
+            text = json.dumps(desired.config).encode()
+            await asyncio.to_thread(kept.save, self._app, "desired", text)
+        self._apply(desired)
+
+    async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
+        """A sign of life of an ingress; the whole application lives by it.
+
+        Args:
+            actor: Serve's, in which it runs.
+        """
+        self._heard_s = self._clock.now_s()
+        self._ingresses.hear(actor, self._heard_s)
+
+    async def push_metrics(self, source: str, families: bytes) -> None:
+        """Take a process's metrics, as `metrics.Registry.snapshot` packs them."""
+        self._page.push(source, families)
+
+    async def metrics(self) -> bytes:
+        """All processes' metrics as one Prometheus page; see `MetricsPage.show`."""
+        await self._page.is_restored.wait()
+        self._push_own_metrics()
+        return await self._page.show()
+
+    async def status(self) -> dict[str, Any]:
+        """Desired and actual state, for start-up messages, health pages and tests."""
+        desired = self._desired
+        members = self._fleet.members.values()
+        ready = [m for m in members if m.phase is ReplicaPhase.READY]
+        num_wanted = len(self._places(desired)) if desired is not None else 0
+        return {
+            "app": self._app,
+            "models": desired.models if desired is not None else [],
+            "contexts": self._contexts(desired),
+            "num_desired": num_wanted,
+            "num_ready": len(ready),
+            "is_ready": num_wanted > 0 and len(ready) == num_wanted == len(members),
+            "num_respawns": self._fleet.num_respawns,
+            "error": self._error,
+            "replicas": [
+                {
+                    "name": m.name,
+                    "role": m.key[0].value,
+                    "phase": m.phase.value,
+                    "depth_class": str(m.status.info.depth_class) if m.status else None,
+                    "node_id": m.status.info.node_id if m.status else None,
+                    "error": str(m.status.error) if m.status and m.status.error else None,
+                }
+                for m in sorted(members, key=lambda m: m.name)
+            ],
+        }
+
+    def _contexts(self, desired: Desired | None) -> dict[str, str]:
+        """By model: how long a sequence may be, and why; of those that serve."""
+        told: dict[str, tuple[int, str]] = {}
+        for member in self._fleet.members.values():
+            if desired is None or member.status is None or member.phase is not ReplicaPhase.READY:
+                continue
+            info = member.status.info
+            sentence = desired.why_so_long(info)
+            if sentence is not None:
+                least = told.get(info.depth_class.model, (info.max_model_len + 1, ""))
+                told[info.depth_class.model] = min(least, (info.max_model_len, sentence))
+        return {model: sentence for model, (_, sentence) in sorted(told.items())}
+
+    async def operators_view(self) -> dict[str, Any]:
+        """The fleet and what its replicas count at their exits, for the admin port."""
+        return {
+            "fleet": await self.status(),
+            "exits": exits_view(self._page.hub),
+            "load_history": self._page.history.columns(now_unix_s=self._clock.unix_s()),
+            "helios": await self.history(),
+        }
+
+    async def auto_reports(self, reports: Sequence[AutoReport]) -> None:
+        """What became of requests whose model was chosen for them; see `HeliosController`."""
+        if self._helios is not None:
+            self._helios.report(reports)
+
+    async def history(self) -> dict[str, Any] | None:
+        """What HELIOS knows and decided, as plain values; None where it is off."""
+        return self._helios.view() if self._helios is not None else None
+
+    def _push_own_metrics(self) -> None:
+        desired = self._desired
+        families = self._metrics.snapshot(
+            [role for role, _ in desired.places] if desired is not None else [],
+            [(m.key[0], m.phase) for m in self._fleet.members.values()],
+            num_respawns=self._fleet.num_respawns,
+            is_failing=self._error is not None,
+            helios=self._helios.view() if self._helios is not None else None,
+        )
+        self._page.push(self._metrics.registry.source, families)
+
+    async def stop(self) -> None:
+        """End the whole application: replicas, scheduler and this actor."""
+        background(self._end("stopped"))
+
+    # The loop
+
+    async def _run(self) -> None:
+        """Recover what an earlier controller knew, then keep the two states equal."""
+        await self._page.restore()
+        while not self._is_ending:
+            self._wake.clear()
+            try:
+                if await self._leader_lease.is_held():
+                    await self._turn()
+                else:
+                    self._blame_nobody()
+            except Exception as exc:  # a border: whatever it is, it is tried again
+                self._error = str(exc)
+                logger.exception("a turn failed; trying again in %.0f s", TICK_S)
+            orphan_s = self._fleet.lifecycle.orphan_timeout_s
+            pause_s = min(TICK_S, orphan_s / 4, self._fleet.next_due_s() or TICK_S)
+            began_s = self._clock.now_s()
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                late_s = event_loop_stall_s(began_s, self._clock.now_s(), pause_s)
+                self._heard_s = min(self._clock.now_s(), self._heard_s + late_s)
+
+    async def _turn(self) -> None:
+        """Make the two states equal, as far as that can be, and look after the ingresses."""
+        self._acted_s = self._clock.now_s()
+        try:
+            if not self._is_started.is_set():
+                await self._adopt()
+            elif self._acted_s > self._adopted_s + ADOPT_EVERY_S:
+                await self._adopt_strays()
+            if self._desired is None:
+                await self._restore_desired()
+            try:
+                await self._reconcile()
+            finally:  # the scheduler needs its route whatever fails here
+                if self._helios is not None:
+                    self._helios.tick()
+            self._error = None
+        except QuadrigaError as exc:
+            if str(exc) != self._error:  # once, not at every turn
+                logger.error("what is wanted cannot run now: %s", exc)
+            self._error = str(exc)
+        except Exception as exc:  # a border: ingresses are looked after all the same
+            self._error = str(exc)
+            logger.exception("reconciling failed; trying again in %.0f s", TICK_S)
+        if self._page.is_due:
+            background(self._page.keep())
+        now_s = self._clock.now_s()
+        for actor in self._ingresses.hung(now_s):
+            background(ingress_watch.end(self._ingresses, actor, now_s))
+        background(ingress_watch.forget_gone(self._ingresses, now_s))
+        orphan_s = self._fleet.lifecycle.orphan_timeout_s
+        if self._ingress_age_s() > orphan_s:
+            await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
+
+    def _blame_nobody(self) -> None:
+        """Since the last turn, or this look, perhaps no word came in or out."""
+        now_s = self._clock.now_s()
+        late_s = now_s - self._acted_s
+        self._heard_s = min(now_s, self._heard_s + late_s)
+        self._scheduler.excuse(late_s)
+        self._acted_s = now_s
+
+    async def _adopt(self) -> None:
+        """Take over the replicas that another controller started; may be repeated.
+
+        Raises: QuadrigaError: Nobody tells where one of them is.
+        """
+        names = await asyncio.to_thread(living_replicas, self._app)
+        for name in names:
+            place = parse_replica_name(self._app, name)
+            if place is None or self._fleet.knows(name):
+                continue
+            try:
+                self._fleet.adopt(place, name, await find_actor(name, LOOK_UP_TIMEOUT_S))
+            except ReplicaDied as exc:
+                if exc.code == "unreachable":
+                    raise  # it may well live: all this is done again
+                logger.info("%s died before it was adopted", name)
+        for name in await asyncio.to_thread(groups_of, self._app):
+            if not self._fleet.knows(name):
+                logger.warning("%s is gone, and its place is given back", name)
+                await asyncio.to_thread(remove, name, None)
+                await self._fleet.tell_scheduler(name)
+
+    async def _adopt_strays(self) -> None:
+        """A controller that ended in the middle of something may have left replicas on no book."""
+        self._adopted_s = self._clock.now_s()
+        try:
+            await self._adopt()
+        except (QuadrigaError, *RAY_FAILED) as exc:
+            logger.info("nobody tells which replicas there are: %s", exc)
+
+    async def _restore_desired(self) -> None:
+        """Want what an earlier controller was told, or this one at its start.
+
+        It may be that this cannot be served before more nodes have joined: then it is tried again.
+
+        Raises: ConfigError.
+        """
+        async with self._wanting:
+            if self._desired is not None:
+                return  # somebody has said meanwhile what is wanted
+            try:
+                saved = await asyncio.to_thread(kept.load, self._app, "desired")
+                config = self._first_config if saved is None else json.loads(saved)
+                desired = await asyncio.to_thread(resolve_here, config)
+                self._choose_by(await asyncio.to_thread(set_up_choice, self._app, desired))
+                self._apply(desired)
+            finally:
+                self._is_started.set()
+
+    def _apply(self, desired: Desired) -> None:
+        self._desired = desired
+        self._fleet.lifecycle = desired.deployment.config.lifecycle
+        self._wake.set()
+
+    def _choose_by(self, setup: HeliosSetup | None) -> None:
+        """Let model and depth be chosen from now on, or not any more."""
+        if setup is None:
+            if self._helios is not None:
+                background(self._helios.withdraw())
+            self._helios = None
+            return
+        self._helios = HeliosController(self._app, setup, self._fleet, self._clock)
+
+    def _places(self, desired: Desired) -> Mapping[Key, ReplicaSpec]:
+        """What shall run, as of now."""
+        return desired.places if self._helios is None else self._helios.book.specs()
+
+    async def _reconcile(self) -> None:
+        """One comparison: spawn what lacks, retire what is surplus or outdated."""
+        desired = self._desired
+        if desired is None:
+            return
+        age_s = self._ingress_age_s()
+        background(self._scheduler.configure(desired.config, desired.models, age_s))
+        background(self._leaving.look())
+        places = self._places(desired)
+        for key, spec in places.items():
+            members = self._fleet.of(key)
+            if any(m.fingerprint is None for m in members):
+                continue  # adopted, and not yet known
+            wanted = fingerprint(spec, desired.config)
+            place = turn_over(
+                members,
+                wanted,
+                left_s=self._left_s,
+                may_go=self._helios.book.may_go if self._helios is not None else None,
+                now_s=self._clock.now_s(),
+            )
+            if place.lacks_one and self._fleet.may_spawn(key):
+                name = new_replica_name(self._app, *key)
+                await self._fleet.spawn(key, name, spec, desired.config)
+            for one in place.going:
+                self._fleet.retire(one.member, one.reason, moves=one.moves, within_s=one.within_s)
+        for member in list(self._fleet.members.values()):
+            # One that was adopted and has not answered yet may be a place that scaling added.
+            if member.key not in places and member.fingerprint is not None:
+                # What scaling takes away it empties itself.
+                moves = self._helios is None
+                self._fleet.retire(member, "the configuration asks for fewer", moves=moves)
+
+    def _takes_nothing(self, member: ReplicaHandle) -> bool:
+        """Whether others' sequences shall not go there: it leaves, or is kept for profiles."""
+        is_scout = self._helios is not None and member.key in self._helios.book.scouts
+        return is_scout or self._left_s(member) is not None
+
+    def _left_s(self, member: ReplicaHandle) -> float | None:
+        """Seconds until a replica goes, or its node does; None where both stay, as far as known."""
+        status = member.status
+        if status is None:
+            return None
+        limits_s = (status.leave_s, self._leaving.left_s(status.info.node_id))
+        return min((s for s in limits_s if s is not None), default=None)
+
+    def _ingress_age_s(self) -> float:
+        return self._clock.now_s() - self._heard_s
+
+    async def _end(self, reason: str) -> None:
+        if self._is_ending:
+            return
+        self._is_ending = True
+        self._leader_lease.keep()
+        self._scheduler.retire()
+        logger.info("the application %s ends: %s", self._app, reason)
+        try:
+            await self._page.close()  # a value that is still being written would stay behind
+            await self._forget()
+            await self._fleet.stop_all()
+            await self._scheduler.stop()
+        finally:  # nobody would end it later
+            await end_this_actor()
+
+    async def _forget(self) -> None:
+        try:
+            # After whoever stores just now what is wanted.
+            async with asyncio.timeout(FORGET_TIMEOUT_S), self._wanting:
+                await asyncio.to_thread(kept.forget, self._app)
+        except (TimeoutError, *RAY_FAILED) as exc:
+            logger.warning("what was kept of %s stays in Ray's store: %s", self._app, exc)

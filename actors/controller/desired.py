@@ -1,0 +1,73 @@
+"""What shall run: the configuration, resolved on what the cluster has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.controller.helios_setup import HeliosSetup, set_up
+from actors.controller.placement_groups import cluster_hardware
+from actors.controller.replica_manager import Key
+from quadriga.config.engine_spec import DTYPE_BYTES
+from quadriga.config.kv_memory import describe_length
+from quadriga.config.loader import load_config
+from quadriga.config.pacing import find_profile
+from quadriga.config.resolve import Deployment, Hardware, ReplicaSpec, resolve
+from quadriga.core.replica import ReplicaInfo, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What shall run: the configuration and a specification for every place."""
+
+    config: dict[str, Any]
+    deployment: Deployment
+    places: Mapping[Key, ReplicaSpec]
+
+    def why_so_long(self, info: ReplicaInfo) -> str | None:
+        """How long a sequence may be at a replica, and why; None for a model nobody named here."""
+        checkpoint = self.deployment.checkpoint(info.depth_class.model)
+        spec = next((s.engine for (role, _), s in self.places.items() if role is info.role), None)
+        if checkpoint is None or spec is None:
+            return None
+        depth = info.depth_class.depth or checkpoint.num_layers
+        return describe_length(
+            info.max_model_len,
+            checkpoint.max_model_len,
+            kv_tokens=info.kv_capacity_tokens,
+            token_bytes=checkpoint.kv_bytes_per_token(depth, DTYPE_BYTES[spec.dtype]),
+            is_auto=self.deployment.config.engine.max_model_len == "auto",
+            runner=spec.runner,
+        )
+
+    @property
+    def models(self) -> list[str]:
+        return [c.id for c in self.deployment.checkpoints]
+
+
+def resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
+    """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError."""
+    loaded = load_config(config)
+    if loaded.decode.pace is not None:
+        find_profile(loaded.decode.pace)
+    deployment = resolve(loaded, hardware)
+    ordinals = dict.fromkeys(Role, 0)
+    places: dict[Key, ReplicaSpec] = {}
+    for spec in deployment.replicas:
+        places[(spec.role, ordinals[spec.role])] = spec
+        ordinals[spec.role] += 1
+    return Desired(loaded.model_dump(mode="json", exclude={"auth"}), deployment, places)
+
+
+def resolve_here(config: dict[str, Any]) -> Desired:
+    """The same, on what this cluster has now; blocks. Raises: ConfigError."""
+    return resolve_on(config, cluster_hardware())
+
+
+def set_up_choice(app: str, desired: Desired) -> HeliosSetup | None:
+    """Prepare the choice of models, where it is wanted; blocks. Raises: ConfigError."""
+    config = desired.deployment.config
+    if not config.helios.enabled:
+        return None
+    return set_up(app, config, cluster_hardware(), desired.places)

@@ -1,0 +1,126 @@
+"""Getting a replica's sequences away before it goes: whom Ray takes the node from, and how."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from quadriga.core.migration import MigrationReport
+
+logger = logging.getLogger(__name__)
+
+GCS_TIMEOUT_S = 2.0
+AGAIN_S = 0.5
+"""Between two rounds: what was on its way to the replica runs there by then."""
+AWAY = ("moved", "finished")
+
+
+class ReplicaCaller(Protocol):
+    """`actors.rpc.ray_rpc.call`."""
+
+    async def __call__(self, name: str, method: str, *args: Any, timeout_s: float) -> Any: ...
+
+
+async def hand_over(
+    call: ReplicaCaller, replica: str, next_owners: Sequence[str], *, timeout_s: float
+) -> bool:
+    """Have a decode replica move what it runs.
+
+    Args:
+        heirs: The one with the most room first; the next one gets what did not fit there.
+
+    Returns:
+        Whether all of it went.
+
+    Raises:
+        QuadrigaError: It does not answer.
+    """
+    for heir in next_owners:
+        reports: list[MigrationReport] = await call(replica, "hand_over", heir, timeout_s=timeout_s)
+        moved = sum(r.outcome == "moved" for r in reports)
+        if reports:
+            logger.info("%s moved %d of %d sequences to %s", replica, moved, len(reports), heir)
+        if all(r.outcome in AWAY for r in reports):
+            return True
+    return False
+
+
+async def empty(
+    call: ReplicaCaller, replica: str, next_owners: Callable[[], Sequence[str]], *, timeout_s: float
+) -> None:
+    """Move what a decode replica runs, round after round, until cancelled.
+
+    Args:
+        heirs: See `hand_over`; as of now.
+
+    Raises:
+        QuadrigaError: It does not answer.
+    """
+    while True:
+        await hand_over(call, replica, next_owners(), timeout_s=timeout_s)
+        await asyncio.sleep(AGAIN_S)
+
+
+def draining_nodes() -> dict[str, float]:
+    """Ids of the nodes that Ray was told will go, and when, in Unix seconds; blocks.
+
+    Operators tell it (`ray drain-node`), the autoscaler does, and so does a node whose
+    `ray start --block` gets SIGTERM. A node that goes at no certain time goes at infinity.
+
+    Raises:
+        RayError: Ray does not answer.
+    """
+    from ray._private import worker
+
+    connection: Any = worker.global_worker
+    found: Mapping[str, int] = connection.gcs_client.get_draining_nodes(timeout=GCS_TIMEOUT_S)
+    return {node: ms / 1e3 if ms else float("inf") for node, ms in found.items()}
+
+
+class LeavingNodes:
+    """The nodes that will go, as Ray last said.
+
+    Args:
+        changed: Called when others will go than before.
+        ask: See `draining_nodes`.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[], None],
+        ask: Callable[[], Mapping[str, float]] = draining_nodes,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._changed = changed
+        self._ask = ask
+        self._unix_s = unix_s
+        self._until: Mapping[str, float] = {}
+        self._is_asking = False
+
+    async def look(self) -> None:
+        """Ask again, unless an answer is on its way; without one the last stays true."""
+        if self._is_asking:
+            return
+        self._is_asking = True
+        try:
+            found = await asyncio.to_thread(self._ask)
+        except (RayError, RuntimeError, OSError) as exc:
+            logger.info("Ray does not say which nodes go: %s", exc)
+            return
+        finally:
+            self._is_asking = False
+        if found.keys() != self._until.keys():
+            logger.info("nodes that will go: %s", ", ".join(found) or "none")
+            self._until = found
+            self._changed()
+        self._until = found
+
+    def left_s(self, node_id: str) -> float | None:
+        """Seconds until a node goes; None for one that stays."""
+        until = self._until.get(node_id)
+        return None if until is None else max(0.0, until - self._unix_s())

@@ -1,0 +1,111 @@
+"""Replica processes: each an actor inside a placement group of its own name, both detached.
+
+Nothing here waits for capacity: a group that cannot be placed yet stays pending, and so does the
+actor inside it, while the controller goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.rpc.lifecycle import parse_replica_name
+from actors.rpc.ray_rpc import NAMESPACE, forget_actor
+from quadriga.config.kv_memory import NodeMemory
+from quadriga.config.resolve import Hardware, ReplicaSpec
+from quadriga.core.replica import Role
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENT_CALLS = 10_000
+MIN_CPUS = 0.001
+"""A placement group must reserve something."""
+
+
+def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[Any]:
+    """Ask Ray for a replica process; returns before it runs, or even has a place."""
+    from actors.replica.decode import DecodeReplica
+    from actors.replica.prefill import PrefillReplica
+
+    num_cpus = max(spec.num_cpus, MIN_CPUS)
+    bundle = {"CPU": num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
+    group = placement_group(
+        [bundle],
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[dict(spec.node_labels)] if spec.node_labels else None,
+    )
+    cls: Any = PrefillReplica if spec.role is Role.PREFILL else DecodeReplica
+    actor: ActorHandle[Any] = (
+        ray.remote(cls)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=0,
+            max_concurrency=MAX_CONCURRENT_CALLS,
+            num_cpus=num_cpus,
+            num_gpus=spec.num_gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+        )
+        .remote(name, spec, config)
+    )
+    return actor
+
+
+def remove(name: str, handle: ActorHandle[Any] | None) -> None:
+    """Make sure that a replica's process and placement group are gone; may be repeated."""
+    forget_actor(name)
+    if handle is not None:
+        try:
+            ray.kill(handle, no_restart=True)
+        except (RayError, ValueError) as exc:
+            logger.info("kill of %s: %s", name, exc)
+    for group_name, state in groups():
+        if group_name == name and state != "REMOVED":
+            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+
+
+def groups() -> list[tuple[str, str]]:
+    """(name, state) of every placement group Ray knows; states: PENDING, CREATED, REMOVED, …"""
+    return [(g["name"], g["state"]) for g in ray.util.placement_group_table().values()]
+
+
+def living_replicas(app: str) -> list[str]:
+    """Names of this application's replica actors, as Ray lists them."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [
+        a["name"]
+        for a in actors
+        if a["namespace"] == NAMESPACE and parse_replica_name(app, a["name"]) is not None
+    ]
+
+
+def groups_of(app: str) -> list[str]:
+    """Names of this application's placement groups, removed ones left out."""
+    return [
+        name
+        for name, state in groups()
+        if state != "REMOVED" and parse_replica_name(app, name) is not None
+    ]
+
+
+def cluster_hardware() -> Hardware:
+    """What the cluster has now."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    nodes = []
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        has = node["Resources"]
+        if node["Alive"] and has.get("CPU") and has.get("memory"):
+            nodes.append(NodeMemory(float(has["CPU"]), int(has["memory"])))
+    return Hardware(
+        num_cpus=float(resources.get("CPU", 1.0)),
+        num_gpus=float(resources.get("GPU", 0.0)),
+        nodes=tuple(nodes),
+    )

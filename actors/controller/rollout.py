@@ -1,0 +1,81 @@
+"""Whether a place needs another replica, and which of those it has must go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from actors.controller.replica_manager import ReplicaHandle, ReplicaPhase
+
+SURGE_PATIENCE_S = 10.0
+"""A successor that is pending for longer needs the room of the one it replaces."""
+LEAVE_S = 15.0
+"""A replica that will go anyway is retired so long before, whether or not it has a successor."""
+
+
+@dataclass(frozen=True, slots=True)
+class DepartingReplica:
+    """A replica that must go.
+
+    Attributes:
+        moves: What it runs is moved to others.
+        within_s: It has so long; None: as long as its lifecycle says.
+    """
+
+    member: ReplicaHandle
+    reason: str
+    moves: bool = False
+    within_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What becomes of one place."""
+
+    lacks_one: bool
+    going: Sequence[DepartingReplica]
+
+
+def turn_over(
+    members: Sequence[ReplicaHandle],
+    wanted: str,
+    *,
+    left_s: Callable[[ReplicaHandle], float | None],
+    may_go: Callable[[ReplicaHandle], bool] | None,
+    now_s: float,
+) -> Rollout:
+    """Decide for one place; a replica goes when its successor is ready, or waits for its room.
+
+    Args:
+        members: Of the place, none of them retiring.
+        wanted: Fingerprint that its replica shall have.
+        left_s: Seconds until a replica goes anyway: its node does, or it was asked to; None where
+            it stays.
+        may_go: Asked before an outdated replica is retired, which needs a ready successor then;
+            None: any may go.
+    """
+    due_s = {m.name: left_s(m) for m in members}
+    current = [m for m in members if m.fingerprint == wanted and due_s[m.name] is None]
+    by_worth = sorted(current, key=lambda m: (m.phase is not ReplicaPhase.READY, m.name))
+    going = [DepartingReplica(m, "there are two for one place") for m in by_worth[1:]]
+    is_replaced = any(m.phase is ReplicaPhase.READY for m in current)
+    has_no_room = any(
+        m.phase is ReplicaPhase.PENDING and now_s - m.since_s > SURGE_PATIENCE_S for m in current
+    )
+    # Those first that go anyway: nobody here decides how long they have.
+    others = sorted((m for m in members if m not in current), key=lambda m: due_s[m.name] is None)
+    for member in others[:1]:
+        within_s = due_s[member.name]
+        if within_s is not None:
+            if is_replaced or has_no_room or within_s < LEAVE_S:
+                going.append(
+                    DepartingReplica(
+                        member, "it, or its node, was asked to go", moves=True, within_s=within_s
+                    )
+                )
+        elif is_replaced or (has_no_room and may_go is None):
+            if may_go is None:
+                going.append(DepartingReplica(member, "its configuration has changed"))
+            elif may_go(member):  # for another model: those still to change have the old one
+                going.append(DepartingReplica(member, "another model takes its place", moves=True))
+    return Rollout(not current, going)

@@ -1,0 +1,1 @@
+"""KV caches between replicas: hand-off after prefill, and migration."""

@@ -1,0 +1,291 @@
+"""Moving a sequence to another replica, the destination's side: leases on rows, parts, commit.
+
+The reservation is kept only while the source is heard of. Why the sequence moves is not known
+here: after a prefill, or between decode replicas, the calls are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from actors.kv_transfer.transports.payload import checksum, unpack
+from actors.rpc.tasks import background
+from quadriga.clock import Clock
+from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
+from quadriga.core.replica import DepthClass
+from quadriga.core.request import SequenceState
+from quadriga.errors import KVTransportError, MigrationFailed, Overloaded, QuadrigaError
+from quadriga.scheduling.handoff import Lease, LeaseState, LeaseTable
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_LIVE = 2
+"""Running sequences a replica takes over at once: each costs its steps a little."""
+
+
+class RowHost(Protocol):
+    """What the receiving side asks of the engine that owns the rows."""
+
+    async def reserve_row(self, offer: TransferOffer) -> int:
+        """Promise a row; see `DecodeLoop.reserve`. Raises: KVCacheExhausted, ContextTooLong."""
+
+    async def release_row(self, sequence_id: str) -> None:
+        """Give a promised row back."""
+
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
+        """Let the sequence run in its row from the next step on; `depth` layers of KV came."""
+
+    def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
+        """Store KV in a promised row; called on transport threads."""
+
+
+class HandoffReceiver:
+    """The destination side of a replica's transfers; the `KVSink` of its transports.
+
+    Lives on the event loop; `knows`, `accept` and `store` are called on transport threads.
+    """
+
+    def __init__(
+        self,
+        depth_class: DepthClass,
+        host: RowHost,
+        clock: Clock,
+        transports: Sequence[str],
+        *,
+        any_depth: bool = False,
+    ) -> None:
+        self._table = LeaseTable(depth_class, any_depth=any_depth)
+        self._lock = threading.Lock()
+        self._host = host
+        self._clock = clock
+        self._transports = {*transports, "auto"}
+        self._loop = asyncio.get_running_loop()
+        self._commits: dict[str, asyncio.Task[None]] = {}
+        self._reserving: set[str] = set()
+
+    async def reserve(self, offer: TransferOffer) -> None:
+        """Take an offer: promise a row until the lease lapses. A repeated offer is the same.
+
+        Raises:
+            KVCacheExhausted, ContextTooLong: No room now, or ever.
+            MigrationFailed: Stale, for another depth class, over, or by an unknown transport.
+            Overloaded: Code "busy": enough running sequences are on their way here, or the row of
+                an earlier try is not free yet.
+        """
+        if offer.transport not in self._transports:
+            raise MigrationFailed(
+                f"transport {offer.transport!r} is not known here", code="unknown_transport"
+            )
+        with self._lock:
+            if self._table.get(offer.transfer_id) is not None:
+                return
+            rivals = self._table.check_offer(offer)
+            self._check_live(offer)
+        for transfer_id in rivals:
+            await self.abort(transfer_id)
+        with self._lock:
+            is_leaving = self._table.is_leaving(offer.sequence_id)
+        # Where the engine is slow, an earlier try may be given up before its row was asked for.
+        if is_leaving or offer.sequence_id in self._reserving:
+            raise Overloaded(
+                f"the row of an earlier transfer of {offer.sequence_id} is not free yet",
+                code="busy",
+            )
+        self._reserving.add(offer.sequence_id)
+        try:
+            await self._open(offer)
+        finally:
+            self._reserving.discard(offer.sequence_id)
+
+    async def _open(self, offer: TransferOffer) -> None:
+        row = await self._host.reserve_row(offer)
+        try:
+            with self._lock:
+                self._check_live(offer)
+                self._table.open(offer, row, now_s=self._clock.now_s())
+        except (MigrationFailed, Overloaded):
+            await self._host.release_row(offer.sequence_id)
+            raise
+
+    def _check_live(self, offer: TransferOffer) -> None:
+        if offer.is_live and self._table.num_live >= MAX_LIVE:
+            raise Overloaded(f"{MAX_LIVE} running sequences are on their way here", code="busy")
+
+    async def commit(
+        self,
+        transfer_id: str,
+        state: SequenceState,
+        checksums: Sequence[int],
+        resume: ResumePoint | None = None,
+    ) -> None:
+        """Verify that everything is there and let the sequence run; may be repeated.
+
+        Args:
+            resume: Where it stood, if it was decoding; with the last of its KV, maybe.
+
+        Raises:
+            MigrationFailed: Unknown, ended, stale, incomplete, incoherent or corrupt.
+            KVTransportError: The KV that came with it does not belong there.
+        """
+        task = self._commits.get(transfer_id)
+        if task is None:
+            if resume is not None and resume.last_kv:
+                self._store_last(transfer_id, resume.last_kv)
+                resume = replace(resume, last_kv=())
+            with self._lock:
+                # The newest token has no KV yet: it is the next step's input.
+                lease = self._table.commit(
+                    transfer_id,
+                    epoch=state.epoch,
+                    num_tokens=state.num_tokens - 1,
+                    checksums=checksums,
+                    extents=resume.extents if resume is not None else (),
+                )
+            if lease is None:
+                return
+            task = background(self._join(lease, state, resume))
+            self._commits[transfer_id] = task
+            task.add_done_callback(lambda _: self._commits.pop(transfer_id, None))
+        await asyncio.shield(task)
+
+    def _store_last(self, transfer_id: str, last_kv: Sequence[tuple[KVPart, bytes]]) -> None:
+        """Write the KV that came with a commit; nothing where the transfer is over already."""
+        with self._lock:
+            lease = self._table.get(transfer_id)
+        if lease is None:
+            return
+        for part, data in last_kv:
+            if part.transfer_id != transfer_id:
+                raise KVTransportError(
+                    f"a part of {part.transfer_id} came with the commit of {transfer_id}",
+                    code="refused",
+                )
+            try:
+                self.accept(lease.offer.source, part)
+                self.store(lease.offer.source, part, unpack(part, data))
+            except KVTransportError:
+                raise
+            except QuadrigaError as exc:  # of the row: no memory, or the engine is over
+                raise KVTransportError(
+                    f"the last KV of {transfer_id} was not written: {exc.message}"
+                ) from exc
+
+    async def _join(self, lease: Lease, state: SequenceState, resume: ResumePoint | None) -> None:
+        try:
+            await self._host.join(state, resume, lease.offer.depth_class.depth)
+        except QuadrigaError as exc:
+            # A source that hears of a cancellation does not try elsewhere.
+            end = LeaseState.CANCELLED if exc.code == "cancelled" else LeaseState.ABORTED
+            with self._lock:
+                self._table.revoke(lease, end)
+            await self._host.release_row(state.sequence_id)
+            raise MigrationFailed(
+                f"{state.sequence_id} could not join: {exc.message}", code=end
+            ) from exc
+
+    async def abort(
+        self, transfer_id: str, end: LeaseState = LeaseState.ABORTED
+    ) -> LeaseState | None:
+        """End a transfer, unless it is committed; may be repeated. Returns what it is now."""
+        joining = self._commits.get(transfer_id)
+        if joining is not None:  # it may yet fail, and then it is no commit
+            await asyncio.wait({joining})
+        with self._lock:
+            lease = self._table.abort(transfer_id, end)
+            state = self._table.state(transfer_id)
+        if lease is not None:
+            await self._give_back(lease)
+        return state
+
+    async def _give_back(self, lease: Lease) -> None:
+        """Let the row of a transfer that ended be somebody else's."""
+        await self._host.release_row(lease.offer.sequence_id)
+        with self._lock:
+            self._table.freed(lease.offer.sequence_id)
+
+    async def cancel(self, sequence_id: str) -> None:
+        """End every open transfer of a sequence that nobody wants; its source will hear of it."""
+        with self._lock:
+            transfers = self._table.transfers_of(sequence_id)
+        for transfer_id in transfers:
+            await self.abort(transfer_id, LeaseState.CANCELLED)
+
+    async def abort_all(self) -> None:
+        """End every open transfer: the replica is going away."""
+        with self._lock:
+            transfers = self._table.open_transfers()
+        for transfer_id in transfers:
+            await self.abort(transfer_id)
+
+    def renew(self, transfer_id: str) -> bool:
+        """Keep a lease alive; False when there is none."""
+        with self._lock:
+            return self._table.renew(transfer_id, now_s=self._clock.now_s())
+
+    async def sweep(self, *, stood_still_s: float = 0.0) -> int:
+        """Release what lapsed; called every fraction of a lease. Returns how many.
+
+        Args:
+            stood_still_s: So long since the last time nobody was heard here: no silence of theirs.
+        """
+        now_s = self._clock.now_s()
+        with self._lock:
+            self._table.stood_still(stood_still_s, now_s=now_s)
+            lapsed = self._table.lapse(now_s=now_s)
+        for lease in lapsed:
+            logger.info("lease of transfer %s lapsed", lease.offer.transfer_id)
+            await self._give_back(lease)
+        return len(lapsed)
+
+    def follow(self, depth_class: DepthClass) -> None:
+        """The replica holds another number of layers from now on."""
+        with self._lock:
+            self._table.follow(depth_class)
+
+    @property
+    def num_open(self) -> int:
+        with self._lock:
+            return self._table.num_open
+
+    def sequences(self) -> set[str]:
+        """Ids of sequences whose row a transfer holds; from any thread."""
+        with self._lock:
+            return self._table.sequences()
+
+    def offers(self) -> list[TransferOffer]:
+        """Sequences on their way here; from any thread."""
+        with self._lock:
+            return self._table.offers()
+
+    def knows(self, source: str) -> bool:
+        with self._lock:
+            return self._table.has_source(source)
+
+    def accept(self, source: str, part: KVPart) -> None:
+        with self._lock:
+            self._table.check_part(source, part, now_s=self._clock.now_s())
+
+    def store(self, source: str, part: KVPart, kv: torch.Tensor) -> None:
+        with self._lock:
+            lease = self._table.begin_store(source, part, now_s=self._clock.now_s())
+        digest: int | None = None
+        try:
+            self._host.write_kv(lease.row, part.first_layer, part.start, kv)
+            digest = checksum(kv)
+        except (RuntimeError, ValueError, IndexError) as exc:
+            raise KVTransportError(
+                f"part {part.index} of {part.transfer_id} does not fit its row: {exc}"
+            ) from exc
+        finally:
+            with self._lock:
+                due = self._table.end_store(lease, part, digest, now_s=self._clock.now_s())
+            if due:
+                self._loop.call_soon_threadsafe(background, self._give_back(lease))

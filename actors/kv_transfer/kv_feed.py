@@ -1,0 +1,184 @@
+"""The KV of one sequence as prefill completes it, in order, for whoever sends it on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+MIN_PART_BYTES = 256 << 10
+MAX_JOINED_BYTES = 1 << 20
+STAGING_BYTES = 64 << 20
+"""KV copied out of the rows ahead of its sending, over all sequences of a replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVRange:
+    """Layers [first_layer, first_layer + num_layers) at positions [start, stop)."""
+
+    first_layer: int
+    num_layers: int
+    start: int
+    stop: int
+
+
+class LayerJoiner:
+    """Makes layer groups wait for each other until they are a part worth sending.
+
+    A short prompt's KV goes as one part, a long one's group by group while the next is computed.
+    One thread calls everything.
+    """
+
+    def __init__(self, num_layers: int, bytes_per_token_layer: int) -> None:
+        self._num_layers = num_layers
+        self._bytes_per_token_layer = bytes_per_token_layer
+        self._held: dict[str, KVRange] = {}
+
+    def join(self, sequence_id: str, span: KVRange) -> KVRange | None:
+        """Take the next layers of a chunk; return what is to be sent now, or None.
+
+        Args:
+            span: Follows the one before: the next layers of the same positions, or the first
+                layers of the next positions.
+        """
+        earlier = self._held.pop(sequence_id, None)
+        if earlier is not None:
+            num_layers = earlier.num_layers + span.num_layers
+            span = KVRange(earlier.first_layer, num_layers, span.start, span.stop)
+        num_bytes = span.num_layers * (span.stop - span.start) * self._bytes_per_token_layer
+        is_last = span.first_layer + span.num_layers == self._num_layers
+        if is_last or num_bytes >= MIN_PART_BYTES:
+            return span
+        self._held[sequence_id] = span
+        return None
+
+    def forget(self, sequence_id: str) -> None:
+        """Drop what waits of a sequence; harmless when nothing does."""
+        self._held.pop(sequence_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class KVPiece:
+    """What goes into one part of a transfer.
+
+    Attributes:
+        num_ranges: How many ranges of the feed it joins.
+        copies: Their staged copies, in order of layers; None where one is missing.
+    """
+
+    span: KVRange
+    num_ranges: int
+    copies: list[Any] | None
+
+
+class StagingBudget:
+    """Bounds the copies in flight; beyond it KV is read from its row when its turn comes.
+
+    Taken on the engine thread, given back on the event loop: adding to an int that only one
+    thread reads for a decision needs no lock, as the bound may be passed by one copy.
+    """
+
+    def __init__(self, limit_bytes: int = STAGING_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._taken_bytes = 0
+        self._given_bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self._taken_bytes - self._given_bytes < self._limit_bytes
+
+    def take(self, num_bytes: int) -> None:
+        self._taken_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._given_bytes += num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._taken_bytes - self._given_bytes
+
+
+class KVFeed:
+    """Ranges of one sequence in the order they became complete; on the event loop.
+
+    Args:
+        bytes_per_token_layer: KV bytes of one token in one layer.
+
+    Attributes:
+        wants_copies: Whether it is worth copying KV out while the pass goes on; read by the
+            engine thread.
+    """
+
+    def __init__(self, staging: StagingBudget, bytes_per_token_layer: int) -> None:
+        self.wants_copies = True
+        self._bytes_per_token_layer = bytes_per_token_layer
+        self._staging = staging
+        self._ranges: list[KVRange] = []
+        self._copies: dict[int, Any] = {}
+        self._is_complete = False
+        self._changed = asyncio.Event()
+
+    def add(self, span: KVRange, kv: Any) -> None:
+        """Append a range, with its copy where one was made."""
+        if kv is not None and self.wants_copies:
+            self._copies[len(self._ranges)] = kv
+        elif kv is not None:
+            self._staging.give_back(kv.nbytes)
+        self._ranges.append(span)
+        self._changed.set()
+
+    def complete(self) -> None:
+        """No range follows any more."""
+        self._is_complete = True
+        self._changed.set()
+
+    async def next(self, index: int) -> KVPiece | None:
+        """What to send from range number `index` on, when it is there; None after the last.
+
+        Ranges that wait already are joined as far as they make one part of a sensible size: a
+        short prompt goes in one piece, a long one layer group by layer group.
+        """
+        while index >= len(self._ranges):
+            if self._is_complete:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        stop = self._end_of_part(index)
+        first, last = self._ranges[index], self._ranges[stop - 1]
+        num_layers = last.first_layer + last.num_layers - first.first_layer
+        span = KVRange(first.first_layer, num_layers, first.start, first.stop)
+        copies = [self._take_copy(i) for i in range(index, stop)]
+        return KVPiece(span, stop - index, None if None in copies else copies)
+
+    def _end_of_part(self, index: int) -> int:
+        """Ranges [index, end) make one part: the same positions, layer after layer."""
+        first = self._ranges[index]
+        end = index + 1
+        layer = first.first_layer + first.num_layers
+        num_bytes = self._bytes_of(first)
+        while end < len(self._ranges):
+            span = self._ranges[end]
+            num_bytes += self._bytes_of(span)
+            is_next = span.first_layer == layer
+            is_here = (span.start, span.stop) == (first.start, first.stop)
+            if not (is_next and is_here) or num_bytes > MAX_JOINED_BYTES:
+                break
+            layer += span.num_layers
+            end += 1
+        return end
+
+    def _bytes_of(self, span: KVRange) -> int:
+        return span.num_layers * (span.stop - span.start) * self._bytes_per_token_layer
+
+    def _take_copy(self, index: int) -> Any:
+        """The staged copy of a range, once; None when there is none (any more)."""
+        kv = self._copies.pop(index, None)
+        if kv is not None:
+            self._staging.give_back(kv.nbytes)
+        return kv
+
+    def close(self) -> None:
+        """Drop what is staged and stage no more."""
+        self.wants_copies = False
+        for index in list(self._copies):
+            self._take_copy(index)

@@ -1,0 +1,290 @@
+"""Live migration, the source's side: a running sequence goes to another decode replica.
+
+    reserve ─▶ copy, while it decodes on ─▶ rest ─▶ commit ─▶ acknowledged: let go
+       │                │                     │        │
+       ▼                ▼                     ▼        ▼
+    refused          failed; or it         thaw:    settle: COMMITTED, let go; ABORTED, or the
+                     ended: finished       failed   destination is dead: thaw
+
+A paused sequence goes the same way, and decodes nowhere meanwhile. The last KV goes with the commit
+where it is small. A destination of another depth gets the layers that both have.
+
+Until the commit leaves, the destination cannot own the sequence, so whatever goes wrong it decodes
+on here. Afterwards the destination is asked until it answers or is known to be dead; meanwhile the
+sequence rests. So it runs in one place, never in two and never in none. Where the destination died
+without an answer it may have spoken before: the source then goes on under a yet higher epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from actors.kv_transfer.migration_copy import Copy, Ended
+from actors.rpc.tasks import background
+from quadriga.core.migration import MigrationOrder, MigrationOutcome, MigrationReport
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import SequenceState
+from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied
+from quadriga.observability import tracing
+from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.sequence_export import depth_bounds
+
+if TYPE_CHECKING:
+    from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
+    from actors.replica.decode import DecodeReplica
+    from actors.replica.decode_engine import DecodeEngine
+    from quadriga.scheduling.sequence_export import SequenceRemainder
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+REST_DEADLINE_S = 2.0
+"""For the last KV, and again for the commit, while the sequence rests."""
+MAX_SETTLE_PAUSE_S = 1.0
+
+
+class Migration:
+    """One sequence's move.
+
+    Args:
+        order: Checked: this replica may try.
+
+    Attributes:
+        verdict: What came of it; there before `run` returns only where that is "unknown" yet.
+    """
+
+    def __init__(
+        self, replica: DecodeReplica, sender: HandoffSender, order: MigrationOrder
+    ) -> None:
+        self.order = order
+        self.verdict: asyncio.Future[MigrationReport] = asyncio.get_running_loop().create_future()
+        self._replica = replica
+        self._sender = sender
+        self._started_s = replica.clock.now_s()
+        self._started_unix_s = replica.clock.unix_s()
+        self._traceparent: str | None = None
+        self._rested_s = 0.0
+        self._copying: Copy | None = None
+
+    async def run(self) -> None:
+        """Move it, or leave everything as it was; never raises for what is none of our bugs."""
+        sequence_id = self.order.sequence_id
+        try:
+            held = await self._engine(lambda core: core.loop.departures.held(sequence_id))
+            if held is None:
+                self._conclude("refused", "not_running: it is not here")
+                return
+            state = held.state
+            self._traceparent = state.traceparent
+            transfer = await self._sender.reserve(
+                self.order.destination,
+                state,
+                replace(self.order.depth_class, depth=held.depth),
+                is_live=True,
+                depths=depth_bounds(
+                    state.exits, held.depth, deterministic=self._replica.config.deterministic
+                ),
+            )
+        except QuadrigaError as exc:
+            self._conclude("refused", _reason(exc))
+            return
+        self._replica.remember_peer(transfer.peer)
+        # Now, so that the ingress polls the destination by the time it speaks.
+        self._tell(state, transfer, "begun")
+        try:
+            rest = await self._copy(transfer, held.depth)
+        except Exception as exc:  # a border: nobody else would take up what rests
+            await self._give_up(state, transfer, _as_failure(exc))
+            return
+        try:
+            await self._commit(transfer, rest)
+        except Exception as exc:  # the same
+            await self._settle(state, transfer, _as_failure(exc))
+        else:
+            await self._let_go(state, transfer)
+
+    async def _copy(self, transfer: OutgoingTransfer, held_depth: int) -> SequenceRemainder:
+        """Send what there is while the sequence runs, until it rests; the last of it is carried.
+
+        Args:
+            held_depth: Layers of its KV; those that the destination has not got do not go.
+
+        Raises:
+            Ended: It is over.
+            QuadrigaError: It cannot be sent, or takes too long.
+        """
+        deadline_s = self._replica.config.transport.deadline_s
+        self._copying = Copy(
+            self.order.sequence_id,
+            transfer,
+            self._replica.engine.call,
+            self._replica.clock,
+            depth=min(held_depth, transfer.peer.depth_class.depth),
+        )
+        try:
+            async with asyncio.timeout(deadline_s):
+                rest = await self._copying.until_rest()
+        except TimeoutError as exc:
+            raise MigrationFailed(
+                f"copying to {transfer.peer.name} took longer than {deadline_s:.1f} s",
+                code="timeout",
+            ) from exc
+        self._rested_s = self._replica.clock.now_s()
+        await self._copying.send_last(rest.reading, deadline_s=REST_DEADLINE_S)
+        return rest
+
+    async def _commit(self, transfer: OutgoingTransfer, rest: SequenceRemainder) -> None:
+        """Raises: QuadrigaError: It is not known whether the destination owns the sequence."""
+        state, epoch = rest.state, transfer.offer.epoch
+        pending = self._replica.mail.unacknowledged(state.ingress_id, state.sequence_id)
+        moved = replace(
+            state, num_moves=state.num_moves + 1, moved_unix_s=self._replica.clock.unix_s()
+        )
+        resume = replace(
+            rest.resume, unacknowledged=tuple(replace(e, epoch=epoch) for e in pending)
+        )
+        await transfer.commit(moved, resume, deadline_s=REST_DEADLINE_S)
+
+    async def _give_up(
+        self, state: SequenceState, transfer: OutgoingTransfer, reason: QuadrigaError
+    ) -> None:
+        """Nothing was committed: the sequence goes on here, if it is not over."""
+        background(transfer.abort())
+        # A rest that was asked for may have come about although nobody waited for it.
+        await self._thaw(state, transfer, None)
+        self._conclude("finished" if isinstance(reason, Ended) else "failed", _reason(reason))
+
+    async def _thaw(
+        self, state: SequenceState, transfer: OutgoingTransfer, epoch: int | None
+    ) -> None:
+        sequence_id = self.order.sequence_id
+
+        def thaw(core: DecodeEngine) -> bool:
+            core.loop.departures.thaw(sequence_id, epoch)
+            return core.loop.departures.state(sequence_id) is not None
+
+        try:
+            is_here = await self._engine(thaw)
+        except QuadrigaError as exc:  # the engine is over, and this process with it
+            logger.info("%s is not taken up again: %s", sequence_id, exc)
+            return
+        if is_here:
+            self._tell(state, transfer, "failed")
+
+    async def _settle(
+        self, state: SequenceState, transfer: OutgoingTransfer, reason: QuadrigaError
+    ) -> None:
+        """Ask the destination what became of the commit, until it answers or is dead."""
+        pause_s, end = 0.05, None
+        while end is None:
+            try:
+                end = await transfer.settle()
+            except ReplicaDied as exc:
+                if exc.code != "unreachable":
+                    # It may have spoken under the offered epoch before it died.
+                    await self._thaw(state, transfer, transfer.offer.epoch + 1)
+                    self._conclude("failed", _reason(exc))
+                    return
+            except Exception as exc:  # a border: nobody else would take up what rests
+                failure = _as_failure(exc)
+                logger.info("%s at %s: %s", self.order.sequence_id, transfer.peer.name, failure)
+            if end is None:
+                self._report("unknown", _reason(reason))
+                if self._replica.is_cancelled(self.order.sequence_id):
+                    self._conclude("finished", "cancelled: it was cancelled at both ends")
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_SETTLE_PAUSE_S)
+        if end is LeaseState.COMMITTED:
+            await self._let_go(state, transfer)
+        else:
+            await self._thaw(state, transfer, None)
+            self._conclude("failed", _reason(reason))
+
+    async def _let_go(self, state: SequenceState, transfer: OutgoingTransfer) -> None:
+        """The destination owns it: release what is here."""
+        sequence_id = self.order.sequence_id
+        self._replica.migrations.moved_away(sequence_id, transfer.peer.name)
+        try:
+            await self._engine(lambda core: core.loop.leave(sequence_id))
+        except QuadrigaError as exc:  # the engine is over, and this process with it
+            logger.info("the row of %s is not released: %s", sequence_id, exc)
+        self._tell(state, transfer, "done")
+        self._conclude("moved", "")
+
+    def _tell(
+        self,
+        state: SequenceState,
+        transfer: OutgoingTransfer,
+        move: Literal["begun", "done", "failed"],
+    ) -> None:
+        """Let the ingress know where the sequence is."""
+        emission = EngineOutput(
+            state.sequence_id,
+            state.epoch,
+            len(state.output_ids),
+            moved_to=transfer.peer.name,
+            move=move,
+        )
+        self._replica.emit([(state.ingress_id, emission)])
+
+    async def _engine(self, command: Callable[[DecodeEngine], Result]) -> Result:
+        return await self._replica.engine.call(command)
+
+    def _conclude(self, outcome: MigrationOutcome, reason: str) -> None:
+        """Say how it ended: to whoever waits for it, and to the metrics."""
+        report = self._report(outcome, reason)
+        self._replica.metrics.migrated(self.order.cause, report)
+        self._trace(report)
+        if outcome != "moved":
+            logger.info("%s: %s (%s)", self.order.sequence_id, outcome, reason)
+
+    def _trace(self, report: MigrationReport) -> None:
+        tracing.record(
+            "migration",
+            self._traceparent,
+            self._started_unix_s,
+            self._replica.clock.unix_s(),
+            {
+                "quadriga.replica": self._replica.name,
+                "quadriga.sequence_id": report.sequence_id,
+                "quadriga.peer": self.order.destination,
+                "quadriga.cause": self.order.cause.value,
+                "quadriga.outcome": report.outcome,
+                "quadriga.rounds": report.rounds,
+                "quadriga.bytes": report.bytes_sent,
+                "quadriga.stall_s": report.stall_s,
+            },
+            report.reason if report.outcome in ("failed", "unknown") else None,
+        )
+
+    def _report(self, outcome: MigrationOutcome, reason: str) -> MigrationReport:
+        now_s, copying = self._replica.clock.now_s(), self._copying
+        report = MigrationReport(
+            sequence_id=self.order.sequence_id,
+            outcome=outcome,
+            reason=reason,
+            rounds=copying.rounds if copying is not None else 0,
+            bytes_sent=copying.bytes_sent if copying is not None else 0,
+            stall_s=now_s - self._rested_s if self._rested_s else 0.0,
+            took_s=now_s - self._started_s,
+        )
+        if not self.verdict.done():
+            self.verdict.set_result(report)
+        return report
+
+
+def _as_failure(exc: Exception) -> QuadrigaError:
+    if isinstance(exc, QuadrigaError):
+        return exc
+    logger.error("a migration broke", exc_info=exc)
+    return MigrationFailed(f"it broke: {exc!r}")
+
+
+def _reason(error: QuadrigaError) -> str:
+    return f"{error.code}: {error.message}"

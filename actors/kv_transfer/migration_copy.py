@@ -1,0 +1,181 @@
+"""Live migration, the copying: pieces of a sequence's KV go while it decodes, until it may rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quadriga.clock import Clock
+from quadriga.errors import MigrationFailed
+from quadriga.scheduling.cutover_delay import MAX_HOLDS, StepPhase, hold_s
+from quadriga.scheduling.precopy import MAX_REMAINDER_TOKENS, PreCopy
+from quadriga.scheduling.sequence_export import SequenceReading, SequenceRemainder
+
+if TYPE_CHECKING:
+    from actors.kv_transfer.handoff_sender import OutgoingTransfer
+    from actors.replica.decode_engine import DecodeEngine
+
+Result = TypeVar("Result")
+
+READ_SHARE = 0.08
+"""Of a step's time: what one reading of KV may cost the others."""
+MIN_READ_S = 0.0005
+FIRST_READ_CELLS = 512
+MAX_READ_CELLS = 1 << 20
+MAX_CARRIED_BYTES = 1 << 16
+"""Of the last KV: no more than this goes with the commit, which saves a round trip; Ray carries
+small calls in one message."""
+COMMIT_S = 0.001
+"""What a commit takes beyond an empty call's time."""
+
+
+class Ended(MigrationFailed):
+    """The sequence is over, or was cancelled, before it could move."""
+
+    default_code = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A reading, how long it took, and what a step takes.
+
+    Attributes:
+        is_paused: Of a sequence in host memory: it has no steps that anybody waits for.
+    """
+
+    reading: SequenceReading
+    took_s: float = 0.0
+    step_s: float = 0.0
+    is_paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Aim:
+    """Where the destination was in its steps at `at_s`, and how far away it is."""
+
+    phase: StepPhase
+    at_s: float
+    lead_s: float
+
+
+class Copy:
+    """The KV of one sequence on its way.
+
+    Args:
+        engine: Runs a command between two steps; see `EngineThread.call`.
+        depth: Layers that go.
+
+    Attributes:
+        rounds: Readings so far, the last one, at rest, included.
+        bytes_sent: Of KV.
+    """
+
+    def __init__(
+        self,
+        sequence_id: str,
+        transfer: OutgoingTransfer,
+        engine: Callable[[Callable[[DecodeEngine], Any]], Awaitable[Any]],
+        clock: Clock,
+        *,
+        depth: int,
+    ) -> None:
+        self.rounds = 0
+        self.bytes_sent = 0
+        self._sequence_id = sequence_id
+        self._transfer = transfer
+        self._engine = engine
+        self._clock = clock
+        self._books = PreCopy(depth)
+        self._depth = depth
+        self._sending_s = 0.0
+        self._cell_bytes = 0.0
+
+    async def until_rest(self) -> SequenceRemainder:
+        """Send what there is, piece by piece, each as large as the others may feel.
+
+        Raises:
+            Ended: The sequence is over.
+            QuadrigaError: It cannot be sent; it may be at rest nevertheless.
+        """
+        cells, num_holds = FIRST_READ_CELLS, 0
+        while True:
+            self.rounds += 1
+            piece: _Piece = await self._engine(partial(self._read, cells))
+            if not piece.reading.parts:
+                is_free = piece.is_paused or num_holds >= MAX_HOLDS
+                aim = None if is_free else await self._aim()
+                found: SequenceRemainder | _Piece | None = await self._engine(
+                    partial(self._freeze, aim)
+                )
+                if isinstance(found, SequenceRemainder):
+                    return found
+                if found is None:
+                    num_holds += 1
+                    continue
+                piece = found
+            await self.send(piece.reading)
+            if piece.took_s > 0.0:
+                budget_s = max(MIN_READ_S, READ_SHARE * piece.step_s)
+                fitting = int(piece.reading.num_cells * budget_s / piece.took_s)
+                cells = min(MAX_READ_CELLS, fitting)
+
+    async def send(self, reading: SequenceReading, *, deadline_s: float | None = None) -> None:
+        """Send a reading's parts, in order. Raises: KVTransportError."""
+        began_s = self._clock.now_s()
+        for span, kv in reading.parts:
+            await self._transfer.send(span.first_layer, span.start, kv, deadline_s=deadline_s)
+            self.bytes_sent += kv.nbytes
+        self._sending_s = self._clock.now_s() - began_s
+        if reading.parts:
+            self._cell_bytes = sum(kv.nbytes for _, kv in reading.parts) / reading.num_cells
+
+    async def send_last(self, reading: SequenceReading, *, deadline_s: float) -> None:
+        """Have the commit carry what was left at rest; send it, where it is too large for that.
+
+        Raises: KVTransportError.
+        """
+        if sum(kv.nbytes for _, kv in reading.parts) > MAX_CARRIED_BYTES:
+            await self.send(reading, deadline_s=deadline_s)
+            return
+        for span, kv in reading.parts:
+            self._transfer.carry(span.first_layer, span.start, kv)
+            self.bytes_sent += kv.nbytes
+
+    async def _aim(self) -> _Aim:
+        """Learn when the destination's next step begins. Raises: ReplicaError."""
+        asked_s = self._clock.now_s()
+        phase = await self._transfer.step_phase()
+        now_s = self._clock.now_s()
+        lead_s = (now_s - asked_s) + COMMIT_S
+        if self._cell_bytes * self._depth * MAX_REMAINDER_TOKENS > MAX_CARRIED_BYTES:
+            lead_s += self._sending_s
+        return _Aim(phase, (asked_s + now_s) / 2, lead_s)
+
+    # On the engine's thread.
+
+    def _read(self, max_cells: int, core: DecodeEngine) -> _Piece:
+        began_s = self._clock.now_s()
+        loop = core.loop
+        reading = loop.departures.read(self._sequence_id, self._books, max_cells)
+        if reading is None:
+            raise Ended("it was over before it could move")
+        took_s = self._clock.now_s() - began_s
+        return _Piece(reading, took_s, loop.step_time_s, loop.is_paused(self._sequence_id))
+
+    def _freeze(self, aim: _Aim | None, core: DecodeEngine) -> SequenceRemainder | _Piece | None:
+        """None: not now, the next step was held back for a better moment."""
+        departures = core.loop.departures
+        if departures.state(self._sequence_id) is None:
+            raise Ended("it was over before it could move")
+        if aim is not None:
+            age_s = self._clock.now_s() - aim.at_s
+            held_s = hold_s(aim.phase, age_s=age_s, lead_s=aim.lead_s)
+            if held_s > 0.0:
+                time.sleep(held_s)
+                return None
+        found = departures.freeze(self._sequence_id, self._books)
+        assert found is not None
+        return found if isinstance(found, SequenceRemainder) else _Piece(found)

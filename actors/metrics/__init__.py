@@ -1,0 +1,1 @@
+"""What the actors export to Prometheus, traces, and the page that serves it."""

@@ -1,0 +1,102 @@
+"""All processes' counters and their last ten minutes, and the copy that outlives the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from actors.controller import controller_store as kept
+from actors.rpc.ray_rpc import RAY_FAILED
+from quadriga.clock import Clock
+from quadriga.observability.load_history import INTERVAL_S, LoadHistory
+from quadriga.observability.metrics import MetricsHub
+
+logger = logging.getLogger(__name__)
+
+KEEP_EVERY_S = 10.0
+KEEP_TIMEOUT_S = 2.0
+
+
+class MetricsPage:
+    """What every process pushed last, the dead ones' counters included; on one event loop.
+
+    Attributes:
+        hub: The figures.
+        history: Speed and latencies of the last ten minutes, sampled by `sample_forever`.
+        is_restored: What an earlier controller kept is among them, or is lost.
+    """
+
+    def __init__(self, app: str, clock: Clock) -> None:
+        self.hub = MetricsHub()
+        self.history = LoadHistory()
+        self.is_restored = asyncio.Event()
+        self._app = app
+        self._clock = clock
+        self._kept_s = clock.now_s()
+        self._keeping = asyncio.Lock()
+        self._is_over = False
+
+    def push(self, source: str, families: bytes) -> None:
+        """Take a process's metrics, as `metrics.Registry.snapshot` packs them."""
+        self.hub.push(source, families, now_s=self._clock.now_s())
+
+    async def show(self) -> bytes:
+        """The page, in Prometheus' format.
+
+        What it shows is kept first, so that no counter falls when this process dies thereafter.
+        """
+        page = self.hub.exposition(now_s=self._clock.now_s())
+        await self.keep()
+        return page
+
+    async def sample_forever(self) -> None:
+        """Sample the history at every interval's end, once what was kept is restored."""
+        await self.is_restored.wait()
+        while not self._is_over:
+            await asyncio.sleep(INTERVAL_S - self._clock.unix_s() % INTERVAL_S)
+            try:
+                self.history.sample(
+                    self.hub, now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s()
+                )
+            except Exception:  # a border: nobody awaits this loop, and the next sample may be well
+                logger.exception("the load history was not sampled")
+
+    async def restore(self) -> None:
+        """Take up what an earlier controller kept."""
+        try:
+            dump = await asyncio.to_thread(kept.load, self._app, "metrics")
+            if dump is not None:
+                self.hub.restore(dump, now_s=self._clock.now_s())
+            dump = await asyncio.to_thread(kept.load, self._app, "load_history")
+            if dump is not None:
+                self.history.restore(dump)
+        except RAY_FAILED as exc:
+            logger.warning("earlier counters are lost: %s", exc)
+        finally:
+            self.is_restored.set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing was kept for a while."""
+        return self._clock.now_s() - self._kept_s > KEEP_EVERY_S
+
+    async def keep(self) -> None:
+        """Store counters and history for a successor of this process, one writer at a time."""
+        async with self._keeping:
+            if self._is_over:
+                return
+            self._kept_s = self._clock.now_s()
+            try:
+                async with asyncio.timeout(KEEP_TIMEOUT_S):
+                    await asyncio.to_thread(kept.save, self._app, "metrics", self.hub.dump())
+                    await asyncio.to_thread(
+                        kept.save, self._app, "load_history", self.history.dump()
+                    )
+            except (TimeoutError, *RAY_FAILED) as exc:
+                logger.warning("the counters were not kept: %s", exc)
+
+    async def close(self) -> None:
+        """Keep nothing any more; afterwards no writer is under way."""
+        self._is_over = True
+        async with self._keeping:
+            pass

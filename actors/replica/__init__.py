@@ -1,0 +1,1 @@
+"""Prefill and decode replicas: their actors, engine threads, resizing and reports."""

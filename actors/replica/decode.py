@@ -1,0 +1,280 @@
+"""The decode replica: takes sequences over from others and runs them to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Sequence
+from typing import Any
+
+from actors.kv_transfer.migrations import Migrations
+from actors.replica.decode_engine import DecodeEngine
+from actors.replica.forecasting import load_lengths
+from actors.replica.replica import Replica
+from actors.replica.status import ReplicaLoad
+from actors.rpc.tasks import background, overslept_s
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.config.pacing import find_profile
+from quadriga.config.resolve import ReplicaSpec
+from quadriga.core.forecast import LengthOutcome
+from quadriga.core.kv import ResumePoint, TransferOffer
+from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.output import EngineOutput
+from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot
+from quadriga.core.request import ResumableSequence, SequenceState
+from quadriga.engine import load_runner
+from quadriga.errors import MigrationFailed, TakenOver
+from quadriga.interfaces import KVSink, ModelRunner
+from quadriga.scheduling.cutover_delay import StepPhase
+from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.paced_runner import PacedRunner
+
+
+class DecodeReplica(Replica[DecodeEngine]):
+    """Ray actor; see `Replica` for the calls that both roles answer."""
+
+    BATCHED = frozenset({"reserve", "commit", "claimed"})
+    reply_spacing_s = 0.0005
+
+    def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
+        self.migrations = Migrations(self)  # the engine's thread asks it who is leaving
+        super().__init__(name, spec, config)
+        background(self._never_ending(self._sweep()))
+
+    def _make_sink(self) -> KVSink | None:
+        from actors.kv_transfer.handoff_receiver import HandoffReceiver
+
+        kind = self.config.transport.kind
+        transports = ("gloo", "object_store") if kind == "auto" else (kind,)
+        self.receiver = HandoffReceiver(
+            self.spec.engine.depth_class,
+            self,
+            self.clock,
+            transports,
+            any_depth=bool(self.spec.engine.exit_plan.layers),
+        )
+        return self.receiver
+
+    def _load_core(self) -> DecodeEngine:
+        from quadriga.engine.model_runner import NativeRunner
+
+        loaded = load_runner(self.spec.engine)
+        self.loaded(loaded.spec)
+        runner: ModelRunner = loaded
+        native = loaded if isinstance(loaded, NativeRunner) else None
+        skipped = native.skipped if native is not None else None
+        lengths = load_lengths(loaded, self.deepest_spec)
+        relay = None
+        if self.spec.engine.runner == "baton":  # its import takes seconds
+            from quadriga.engine.baton.runner import BatonRunner
+
+            relay = runner if isinstance(runner, BatonRunner) else None
+        if self.config.decode.pace is not None:
+            runner = PacedRunner(runner, find_profile(self.config.decode.pace))
+        return DecodeEngine(self, runner, skipped, relay, lengths, native)
+
+    # RPC: the receiving side of a hand-off
+
+    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+        """Promise a row to a sequence that another replica wants to hand over.
+
+        Raises:
+            KVCacheExhausted, ContextTooLong: No room now, or ever.
+            Unavailable: Draining, or the weights are not loaded yet.
+            MigrationFailed: Cancelled, stale, or not for this replica.
+        """
+        self.require_taking()
+        self._require_wanted(offer.sequence_id)
+        await self.receiver.reserve(offer)
+        return self.info_record
+
+    async def renew(self, transfer_id: str) -> bool:
+        """Keep a lease alive; False when there is none."""
+        return self.receiver.renew(transfer_id)
+
+    async def commit(
+        self,
+        transfer_id: str,
+        state: SequenceState,
+        checksums: Sequence[int],
+        resume: ResumePoint | None = None,
+    ) -> None:
+        """Take the sequence over; may be repeated. Raises: MigrationFailed."""
+        if self.is_cancelled(state.sequence_id):
+            await self.receiver.abort(transfer_id, LeaseState.CANCELLED)
+            raise MigrationFailed(f"{state.sequence_id} was cancelled", code="cancelled")
+        self.mail.expect(state.ingress_id)
+        await self.receiver.commit(transfer_id, state, checksums, resume)
+
+    async def abort(self, transfer_id: str) -> LeaseState | None:
+        """End a transfer unless it is committed; may be repeated. Returns what it is now."""
+        return await self.receiver.abort(transfer_id)
+
+    async def step_phase(self) -> StepPhase:
+        """Where this replica is in its steps: when a moving sequence could join best."""
+        return self.engine.require_core().phase()
+
+    # RPC: sequences whose ingress is gone
+
+    async def claimed(self, claims: Sequence[str]) -> list[ResumableSequence]:
+        """Which of these sequences run here, none of them on its way elsewhere."""
+
+        def find(core: DecodeEngine) -> list[ResumableSequence]:
+            return [
+                ResumableSequence(state.claim, self.name, state.sequence_id, state.epoch)
+                for state in core.loop.running
+                if state.claim and state.claim in claims
+            ]
+
+        found = await self.engine.call(find)
+        return [o for o in found if o.sequence_id not in self.leaving()]
+
+    async def adopt(self, sequence_id: str, ingress_id: str) -> bool:
+        """Tell another ingress of a sequence from now on, and first all that it has said so far.
+
+        The one before hears that it was taken over.
+
+        Returns:
+            Whether it runs here; one that is on its way elsewhere does not.
+        """
+        self.mail.expect(ingress_id)
+
+        def adopt(core: DecodeEngine) -> bool:
+            state = next((s for s in core.loop.running if s.sequence_id == sequence_id), None)
+            if state is None or sequence_id in self.leaving():
+                return False
+            before, state.ingress_id = state.ingress_id, ingress_id
+            said = EngineOutput(
+                sequence_id,
+                state.epoch,
+                token_ids=list(state.output_ids),
+                exit_layers=list(state.exit_layers),
+            )
+            news = [(ingress_id, said)]
+            if before != ingress_id:  # it may live, and some client may wait there
+                error = TakenOver("the request was resumed elsewhere, and goes on there")
+                news.append((before, EngineOutput(sequence_id, state.epoch, error=error)))
+            self.post(self.mail.put, news)
+            return True
+
+        return await self.engine.call(adopt)
+
+    # RPC: the giving side
+
+    async def hand_over(self, destination: str) -> list[MigrationReport]:
+        """Move everything that runs here to another replica, as far as it goes."""
+        return await self.migrations.move_all(destination)
+
+    async def migrate(self, order: MigrationOrder) -> MigrationReport:
+        """Hand a running sequence over, live; never raises for an ordinary end.
+
+        An order for a sequence that is on its way already is refused.
+        """
+        return await self.migrations.migrate(order)
+
+    def resized(self, engine: EngineSpec) -> None:
+        super().resized(engine)
+        self.receiver.follow(engine.depth_class)
+
+    # RowHost
+
+    async def reserve_row(self, offer: TransferOffer) -> int:
+        def reserve(core: DecodeEngine) -> int:
+            slot = core.loop.reserve(
+                offer.sequence_id,
+                offer.max_total_tokens,
+                offer.num_tokens,
+                offer.priority,
+                offer.prediction,
+            )
+            self.arrived(offer.sequence_id)
+            return slot.row
+
+        return await self.engine.call(reserve)
+
+    async def release_row(self, sequence_id: str) -> None:
+        await self.engine.call(lambda core: core.loop.leave(sequence_id))
+
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
+        self._require_wanted(state.sequence_id)
+        self.migrations.came_back(state.sequence_id)
+
+        def join(core: DecodeEngine) -> None:
+            self._require_wanted(state.sequence_id)  # a cancellation may have been faster
+            core.loop.join(state, resume, depth)
+            if resume is not None and resume.unacknowledged:
+                # What the source said last comes first, and only now that this replica owns it.
+                again = [(state.ingress_id, emission) for emission in resume.unacknowledged]
+                self.post(self.mail.put, again)
+
+        self.spans.begin("decode", state)
+        await self.engine.call(join)
+
+    def _require_wanted(self, sequence_id: str) -> None:
+        """Raises: MigrationFailed: Code "cancelled"."""
+        if self.is_cancelled(sequence_id):
+            raise MigrationFailed(f"{sequence_id} was cancelled", code="cancelled")
+
+    def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
+        self.engine.require_core().runner.write_kv(row, first_layer, start, kv)
+
+    # Forecasts
+
+    def leaving(self) -> Collection[str]:
+        """Sequences on their way to other replicas; from any thread."""
+        return self.migrations.under_way
+
+    def _snapshot_of(self, load: ReplicaLoad, loaded_s: float) -> ReplicaSnapshot:
+        snapshot = super()._snapshot_of(load, loaded_s)
+        forecasting = self.engine.require_core().forecasting
+        forecasting.is_wanted = self.report_options.forecast
+        snapshot.forecast = forecasting.forecast()
+        if snapshot.forecast is not None:
+            capacity = self.info_record.kv_capacity_tokens
+            self.metrics.forecast(snapshot.forecast, capacity, forecasting)
+        return snapshot
+
+    def _take_outcomes(self) -> list[LengthOutcome]:
+        return self.engine.require_core().forecasting.take_outcomes()
+
+    # Replica
+
+    async def _cancel(self, sequence_ids: Sequence[str], ingress_id: str | None) -> None:
+        def leave(core: DecodeEngine) -> list[str]:
+            # Here, where sequences are adopted, joined and let go: whose one is cannot change
+            # before it has left, and what is noted as cancelled does not run.
+            running = {state.sequence_id: state.ingress_id for state in core.loop.running}
+            over = [
+                sequence_id
+                for sequence_id in sequence_ids
+                if ingress_id is None or running.get(sequence_id, ingress_id) == ingress_id
+            ]
+            self.note_cancelled(over)
+            # A reserved row belongs to its lease: only running sequences are taken out here.
+            for sequence_id in running.keys() & set(over):
+                core.loop.leave(sequence_id)
+            return over
+
+        over = await self.engine.call(leave)
+        self.migrations.forward(over, ingress_id)
+        for sequence_id in over:
+            self.spans.end(sequence_id, "cancelled")
+            await self.receiver.cancel(sequence_id)
+
+    async def _held(self) -> Collection[SequenceState]:
+        return await self.engine.call(lambda core: core.loop.running)
+
+    async def _own(self) -> Container[str]:
+        def ids(core: DecodeEngine) -> set[str]:
+            running = {state.sequence_id for state in core.loop.running}
+            return running | (set(core.loop.slots.holders) - self.receiver.sequences())
+
+        return await self.engine.call(ids)
+
+    async def _sweep(self) -> None:
+        while True:
+            late_s = await overslept_s(self.clock, self.config.transport.lease_s / 4)
+            if self.engine.is_ready:
+                await self.receiver.sweep(stood_still_s=late_s)
+
+    async def _close(self) -> None:
+        if self.engine.is_ready:
+            await self.receiver.abort_all()

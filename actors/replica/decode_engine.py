@@ -1,0 +1,246 @@
+"""What a decode replica's engine thread runs: the loop, its forecasts, its changes of depth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from actors.replica.engine_thread import EngineBroken
+from actors.replica.forecasting import Forecasting
+from actors.replica.idle_check import IdleCheck, Leaks
+from actors.replica.status import ParkedSequence, ReplicaLoad
+from quadriga.checkpoint.exits import ExitCounters, ExitUse
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.core.output import EngineOutput
+from quadriga.core.replica import RelayMemory
+from quadriga.errors import ConfigError
+from quadriga.interfaces import ModelRunner
+from quadriga.policies.rebatchers import make_rebatcher
+from quadriga.scheduling.calibration import calibrate
+from quadriga.scheduling.cutover_delay import StepPhase
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.rates import Ewma
+from quadriga.scheduling.slots import SlotTable
+
+if TYPE_CHECKING:
+    from actors.replica.decode import DecodeReplica
+    from quadriga.engine.baton.runner import BatonRunner
+    from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
+    from quadriga.engine.model_runner import NativeRunner
+    from quadriga.scheduling.lengths import LengthModel
+
+LOOK_EVERY_S = 0.5
+"""Between two looks at what takes more than a few additions."""
+
+
+class DecodeEngine:
+    """The decode loop in its host's clothing; everything but `write_kv` on the engine thread."""
+
+    def __init__(
+        self,
+        replica: DecodeReplica,
+        runner: ModelRunner,
+        skipped: SkippedKVStore | None,
+        relay: BatonRunner | None,
+        lengths: LengthModel | None,
+        resizable: NativeRunner | None = None,
+    ) -> None:
+        spec = replica.spec.engine
+        self._is_watched = replica.config.helios.enabled
+        self.resizable = resizable
+        self._strict_depth = 0
+        self._parked: tuple[ParkedSequence, ...] = ()
+        self._parked_looked_s = 0.0
+        self._skipped = skipped
+        self.runner = runner
+        self._replica = replica
+        counters = ExitCounters()
+        costs = calibrate(runner, replica.clock, max_rows=spec.num_rows)
+        self.loop = DecodeLoop(
+            runner=runner,
+            slots=SlotTable(
+                num_rows=spec.num_rows,
+                row_capacity_tokens=spec.row_capacity_tokens,
+                kv_capacity_tokens=spec.kv_capacity_tokens,
+                reservation=replica.config.decode.reservation,
+            ),
+            eos_token_ids=spec.checkpoint.eos_token_ids,
+            clock=replica.clock,
+            rebatcher=make_rebatcher(
+                replica.config.decode.rebatching,
+                costs,
+                counters,
+                # HELIOS judges depths by where tokens could leave: every exit is tested.
+                deterministic=replica.config.deterministic or replica.config.helios.enabled,
+            ),
+            counters=counters,
+            criterion=spec.exits.criterion,
+            is_partial=spec.depth < spec.checkpoint.num_layers,
+            parks_strict=self._is_watched,
+        )
+
+        self.forecasting = Forecasting(
+            runner,
+            lengths,
+            spec,
+            replica.config,
+            replica.clock,
+            offers=replica.receiver.offers,
+            leaving=replica.leaving,
+        )
+        self._bytes_per_token = _kv_bytes(spec)
+        self._relay = relay
+        self._relay_memory: RelayMemory | None = None
+        self._looked_s = 0.0
+        self._exit_uses: dict[int, ExitUse] = {}
+        self._exits_looked_s = -LOOK_EVERY_S
+        self._began_s = 0.0
+        self._pass_s = Ewma(0.2)
+        self._leaks = Leaks()
+        self._idle_check = IdleCheck(self._check, replica.clock)
+
+    @property
+    def has_work(self) -> bool:
+        return self.loop.has_work
+
+    def _check(self) -> bool:
+        """Verify the books; a slot must belong to a running sequence or to a transfer."""
+        loop = self.loop
+        loop.check()
+        claimed = self._replica.receiver.sequences()
+        claimed.update(state.sequence_id for state in loop.running)
+        return self._leaks.check(loop.slots.holders, claimed, now_s=self._replica.clock.now_s())
+
+    def step(self) -> None:
+        has_work = self.loop.has_work
+        self._began_s = self._replica.clock.now_s()
+        emissions = self.loop.step()
+        if has_work:
+            self._pass_s.add(self._replica.clock.now_s() - self._began_s)
+        self._idle_check.step(is_idle=not self.loop.has_work)
+        if emissions:
+            self._emit(emissions)
+        self.forecasting.stepped(self.loop, emissions)
+
+    def _emit(self, emissions: list[tuple[str, EngineOutput]]) -> None:
+        if self._is_watched and self.resizable is not None:
+            depth = self.resizable.num_layers
+            for _, emission in emissions:
+                emission.depth = depth
+        self._replica.post(self._replica.emit, emissions)
+
+    # ResizableCore
+
+    def in_the_way(self, depth: int) -> list[str]:
+        """See `ResizableEngine`."""
+        assert self.resizable is not None
+        return self.loop.depth.blockers(depth) if depth < self.resizable.num_layers else []
+
+    def change(self, depth: int, prepared: Any) -> list[str]:
+        """See `ResizableEngine`. Raises: EngineBroken: It failed when tokens had been taken."""
+        if prepared is None:
+            try:
+                shrunk = self.loop.depth.drop_to(depth)
+            except ConfigError:  # nothing has changed
+                raise
+            except Exception as exc:
+                raise EngineBroken(f"layers could not be dropped: {exc!r}") from exc
+            if shrunk.emissions:
+                self._emit(shrunk.emissions)
+            if shrunk.blocked_by:
+                return shrunk.blocked_by
+        else:
+            self.loop.depth.take(prepared)
+        assert self.resizable is not None
+        spec = self.resizable.spec
+        self._bytes_per_token = _kv_bytes(spec)
+        self.forecasting.resized(spec)
+        return []
+
+    def give_up(self) -> None:
+        """See `ResizableEngine`: nothing was held back."""
+
+    def _look_at_strict(self) -> None:
+        """Who may need how many layers, now and then."""
+        now_s = self._replica.clock.now_s()
+        if now_s - self._parked_looked_s < LOOK_EVERY_S:
+            return
+        self._parked_looked_s = now_s
+        full = self._replica.spec.engine.checkpoint.num_layers
+        needs = [s.exits.max_depth or full for s in self.loop.running if s.exits.policy == "strict"]
+        self._strict_depth = max(needs, default=0)
+        self._parked = tuple(
+            ParkedSequence(s.sequence_id, s.num_tokens, s.max_total_tokens)
+            for s in self.loop.depth.needs_deeper
+        )
+
+    def phase(self) -> StepPhase:
+        """Where it is in its steps; from any thread."""
+        if not self.loop.num_running:
+            return StepPhase(0.0, 0.0)
+        step_s = self._pass_s.value
+        return StepPhase(self._began_s + step_s - self._replica.clock.now_s(), step_s)
+
+    def publish(self) -> None:
+        loop = self.loop
+        self.forecasting.look(loop)
+        self._look_at_exits()
+        if self._is_watched:
+            self._look_at_strict()
+        self._replica.publish_load(
+            ReplicaLoad(
+                num_running=loop.num_running,
+                num_waiting=loop.num_reserved + loop.num_paused,
+                used_tokens=loop.used_tokens,
+                prompt_tokens=loop.prompt_tokens,
+                reserved_tokens=loop.slots.reserved_tokens,
+                tokens_per_s=loop.tokens_per_s,
+                step_time_s=loop.step_time_s,
+                steps=replace(loop.meter.totals),
+                exits=self._exit_counters(),
+                num_at_exits=tuple(loop.num_waiting_at_exits),
+                exit_uses=self._exit_uses,
+                num_paused=loop.num_paused,
+                paused_bytes=loop.paused_tokens * self._bytes_per_token,
+                num_pauses=loop.num_pauses,
+                num_resumes=loop.num_resumes,
+                least_priority=loop.least_priority,
+                upper_tokens=loop.answers.upper_tokens,
+                relay=self._relay_figures(),
+                strict_depth=self._strict_depth,
+                parked=self._parked,
+            )
+        )
+
+    def _look_at_exits(self) -> None:
+        """Note which exits are in use; what ran last is remembered while nothing runs."""
+        now_s = self._replica.clock.now_s()
+        spec = self._replica.spec.engine
+        if now_s - self._exits_looked_s < LOOK_EVERY_S or spec.runner != "native":
+            return  # the relay batch has no exits
+        if self.loop.num_running:  # an idle look must not put the next one off
+            self._exits_looked_s = now_s
+        before = {k: use for k, use in self._exit_uses.items() if use not in ("not_loaded", "off")}
+        uses = self.loop.exit_uses(spec.checkpoint.exits.layers)
+        self._exit_uses = {
+            layer: before.get(layer, use) if use == "idle" else use for layer, use in uses.items()
+        }
+
+    def _relay_figures(self) -> RelayMemory | None:
+        """What the relay batch holds; looked at now and then, as it takes a lock and a sum."""
+        now_s = self._replica.clock.now_s()
+        if self._relay is not None and now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._relay_memory = self._relay.memory()
+        return self._relay_memory
+
+    def _exit_counters(self) -> ExitCounters:
+        counters = self.loop.counters.copy()
+        if self._skipped is not None:
+            counters.filled_tokens = self._skipped.num_filled
+            counters.copied_bytes = self._skipped.copied_bytes
+        return counters
+
+
+def _kv_bytes(spec: EngineSpec) -> int:
+    return spec.checkpoint.kv_bytes_per_token(spec.depth, DTYPE_BYTES[spec.dtype])

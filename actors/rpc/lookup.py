@@ -1,0 +1,96 @@
+"""How everybody else finds the actors, and how an application comes into being."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from actors.rpc.lifecycle import controller_name, scheduler_name
+from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor, from_ray, get_actor
+from quadriga.config.loader import QuadrigaConfig, load_config
+from quadriga.errors import Unavailable
+
+__all__ = [
+    "NAMESPACE",
+    "call",
+    "controller_name",
+    "ensure_cluster",
+    "forget_actor",
+    "get_actor",
+    "get_controller",
+    "get_scheduler",
+    "scheduler_name",
+]
+
+ENSURE_TIMEOUT_S = 120.0
+MAX_CONCURRENT_CALLS = 100_000
+
+
+def ensure_cluster(config: QuadrigaConfig | dict[str, Any]) -> None:
+    """Make sure that scheduler and controller live and know the desired state; idempotent.
+
+    Blocks until the controller has accepted the configuration (it may have to download a
+    checkpoint), not until the replicas are ready. API keys never leave the caller.
+
+    Raises:
+        ConfigError: The configuration cannot be served on this cluster.
+        Unavailable: The actors did not come up in time.
+    """
+    loaded = config if isinstance(config, QuadrigaConfig) else load_config(config)
+    plain = loaded.model_dump(mode="json", exclude={"auth"})
+    give_up_s = time.monotonic() + ENSURE_TIMEOUT_S
+    while True:
+        try:
+            get_scheduler(loaded.name, plain)
+            controller: Any = get_controller(loaded.name, plain)
+            ray.get(controller.ensure.remote(plain), timeout=give_up_s - time.monotonic())
+            return
+        except RayTaskError as exc:
+            raise from_ray(controller_name(loaded.name), "ensure", exc) from exc
+        except RayActorError as exc:
+            # An application that is just ending: make a new one when the old is gone.
+            forget_actor(controller_name(loaded.name))
+            if time.monotonic() + 1.0 > give_up_s:
+                raise Unavailable("the controller does not come up", retry_after_s=5.0) from exc
+            time.sleep(0.2)
+        except RayError as exc:
+            raise Unavailable(
+                f"the controller did not answer in {ENSURE_TIMEOUT_S:.0f} s: {exc}",
+                retry_after_s=5.0,
+            ) from exc
+
+
+def get_scheduler(app: str, config: dict[str, Any]) -> ActorHandle[Any]:
+    """Create or get the application's scheduler actor."""
+    from actors.scheduler.scheduler import Scheduler
+
+    return _create_or_get(Scheduler, scheduler_name(app), config)
+
+
+def get_controller(app: str, config: dict[str, Any]) -> ActorHandle[Any]:
+    """Create or get the application's controller actor."""
+    from actors.controller.controller import Controller
+
+    return _create_or_get(Controller, controller_name(app), app, config)
+
+
+def _create_or_get(cls: Any, name: str, *args: Any) -> ActorHandle[Any]:
+    actor: ActorHandle[Any] = (
+        ray.remote(cls)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=MAX_CONCURRENT_CALLS,
+            num_cpus=0,
+        )
+        .remote(*args)
+    )
+    return actor

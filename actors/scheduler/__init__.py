@@ -1,0 +1,1 @@
+"""The central scheduler actor: admission, placement, rescheduling."""

@@ -1,0 +1,197 @@
+"""Where requests go whose model and depth are chosen for them; the scheduler's part of it.
+
+The controller says which classes serve, and which replicas are scouts, kept for profiles and for
+strict sequences that need more layers. A sequence's way is remembered from its admission to its
+end, so that its decode replica is of the kind it was admitted for. All of it is soft state: a
+scheduler that starts anew treats sequences under way like any others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
+from quadriga.core.request import AUTO_MODEL
+from quadriga.core.routing import Admission, AdmitRequest, PlaceRequest
+from quadriga.errors import Unavailable
+
+UNTOLD_S = 3.0
+"""So long after a profile's place was given, the controller may not have heard of it."""
+SCORED_EVERY = 4
+"""One of so many requests reports the log-probabilities of its tokens."""
+MAX_REMEMBERED = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What the controller last decided.
+
+    Attributes:
+        serve: Classes that serve, the chosen one first.
+        scouts: Replicas that profile.
+        profile: The class that wants live requests now.
+        profile_decode: The decode replica of it.
+        places: Requests it wants.
+    """
+
+    serve: tuple[DepthClass, ...] = ()
+    scouts: frozenset[str] = frozenset()
+    profile: DepthClass | None = None
+    profile_decode: str | None = None
+    places: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingDecision:
+    """What a sequence was admitted for.
+
+    Attributes:
+        profile: The replica whose profile it is part of.
+        needs_depth: Layers it may need, for strict ones; else 0.
+    """
+
+    profile: str | None = None
+    needs_depth: int = 0
+
+
+class AutoRouter:
+    """Chooses models at admission and replicas of a fitting depth at placement.
+
+    Attributes:
+        route: None while nobody chooses: then only `groups` is asked, if depths differ.
+    """
+
+    def __init__(self) -> None:
+        self.route: Route | None = None
+        self._ways: OrderedDict[str, RoutingDecision] = OrderedDict()
+        self._given: deque[tuple[float, str]] = deque()
+        self._num_served = 0
+
+    def choose(
+        self,
+        request: AdmitRequest,
+        snapshots: Sequence[ReplicaSnapshot],
+        now_s: float,
+        *,
+        profiles: bool = True,
+    ) -> tuple[AdmitRequest, list[ReplicaSnapshot], RoutingDecision]:
+        """The request with its model filled in, and the replicas it may go to.
+
+        Args:
+            snapshots: Of replicas that take work.
+            profiles: It may be part of a profile.
+
+        Raises:
+            Unavailable: No class has both a prefill and a decode replica.
+        """
+        route = self.route
+        assert route is not None
+        if profiles and request.model == AUTO_MODEL and self._has_place(route, now_s):
+            assert route.profile is not None and route.profile_decode is not None
+            allowed = {*route.scouts, route.profile_decode}
+            on_scouts = [
+                s
+                for s in snapshots
+                if s.info.depth_class.model == route.profile.model
+                and (s.info.name in allowed or (not route.scouts and s.info.role is Role.PREFILL))
+            ]
+            if {s.info.role for s in on_scouts} == {*Role}:
+                chosen = replace(request, model=route.profile.model)
+                return chosen, on_scouts, RoutingDecision(route.profile_decode, request.needs_depth)
+        others = [s for s in snapshots if s.info.name not in route.scouts]
+        way = RoutingDecision(None, request.needs_depth)
+        if request.model != AUTO_MODEL:
+            return request, self._deep_enough(request, others, snapshots), way
+        for depth_class in route.serve:
+            of_model = [s for s in others if s.info.depth_class.model == depth_class.model]
+            if {s.info.role for s in of_model} == {*Role}:
+                chosen = replace(request, model=depth_class.model)
+                return chosen, self._deep_enough(chosen, of_model, snapshots), way
+        raise Unavailable("no model is ready; retry shortly", retry_after_s=1.0)
+
+    @staticmethod
+    def _deep_enough(
+        request: AdmitRequest,
+        serving: list[ReplicaSnapshot],
+        snapshots: Sequence[ReplicaSnapshot],
+    ) -> list[ReplicaSnapshot]:
+        """Those that may take a request; of prefill replicas the deepest, where it is strict.
+
+        Nothing tests a prompt's own token. Where too few layers are loaded everywhere, it waits at
+        a replica that serves until they are.
+
+        Args:
+            snapshots: Of all replicas, scouts included, which may be deeper.
+        """
+        if not request.needs_depth:
+            return serving
+        layers = {
+            s.info.name: min(s.info.depth_class.depth, request.needs_depth)
+            for s in snapshots
+            if s.info.role is Role.PREFILL and s.info.depth_class.model == request.model
+        }
+        most = max(layers.values(), default=0)
+        deepest = [s for s in snapshots if layers.get(s.info.name) == most]
+        rest = [s for s in serving if s.info.role is not Role.PREFILL]
+        # Where a scout has no more layers than those that serve, it is left alone.
+        return rest + ([s for s in deepest if s in serving] or deepest)
+
+    def admitted(
+        self, request: AdmitRequest, way: RoutingDecision, admission: Admission, now_s: float
+    ) -> Admission:
+        """Note a sequence's way; returns the admission with what its ingress must know."""
+        if way.profile is not None:
+            self._given.append((now_s, way.profile))
+        if way != RoutingDecision():
+            self._ways[request.sequence_id] = way
+            while len(self._ways) > MAX_REMEMBERED:
+                self._ways.popitem(last=False)
+        self._num_served += 1
+        is_scored = way.profile is not None or self._num_served % SCORED_EVERY == 0
+        return replace(admission, profile=way.profile, is_scored=is_scored)
+
+    def groups(
+        self, request: PlaceRequest, alive: Sequence[ReplicaSnapshot]
+    ) -> list[list[ReplicaSnapshot]]:
+        """Decode replicas of the model by depth class, those to be tried first in front.
+
+        Where nobody said which classes serve, that of the prefill replica does.
+
+        Args:
+            alive: Of the model, at any depth.
+        """
+        route = self.route or Route(serve=(request.depth_class,))
+        way = self._ways.get(request.sequence_id, RoutingDecision())
+        named = [s for s in alive if s.info.name == way.profile]
+        if named:
+            return [named]
+        others = [s for s in alive if s.info.name not in route.scouts]
+        if way.needs_depth:  # it may need layers that only a scout has
+            others = list(alive)
+        by_class: dict[tuple[DepthClass, bool], list[ReplicaSnapshot]] = {}
+        for s in others:
+            key = (s.info.depth_class, s.info.name in route.scouts)
+            by_class.setdefault(key, []).append(s)
+        order = {c: i for i, c in enumerate(route.serve)}
+
+        def rank(key: tuple[DepthClass, bool]) -> tuple[int, bool, int, int]:
+            depth_class, is_scout = key
+            enough = -min(depth_class.depth, way.needs_depth)
+            return enough, is_scout, order.get(depth_class, len(order)), -depth_class.depth
+
+        return [by_class[key] for key in sorted(by_class, key=rank)]
+
+    def finished(self, sequence_ids: Iterable[str]) -> None:
+        """Sequences are over."""
+        for sequence_id in sequence_ids:
+            self._ways.pop(sequence_id, None)
+
+    def _has_place(self, route: Route, now_s: float) -> bool:
+        if route.profile is None or route.profile_decode is None:
+            return False
+        while self._given and self._given[0][0] < now_s - UNTOLD_S:
+            self._given.popleft()
+        untold = sum(name == route.profile_decode for _, name in self._given)
+        return route.places > untold

@@ -1,0 +1,244 @@
+"""The scheduler's tick: orders go out, reports come back, both are written down for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from actors.metrics.scheduler_metrics import SchedulerMetrics
+from actors.rpc.ray_rpc import call
+from actors.rpc.tasks import background
+from quadriga.clock import Clock
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.forecast import LengthOutcome
+from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
+from quadriga.core.routing import ReportOptions
+from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.policies.ares.governor import Governor
+from quadriga.policies.ares.recording import RecordedTick, write_tick
+from quadriga.policies.ares.view import replica_view
+
+logger = logging.getLogger(__name__)
+
+CALL_SLACK_S = 5.0
+"""Over the transport's deadline, for the source's answer to an order."""
+SHOWN_DECISIONS = 50
+METRICS_EVERY_S = 1.0
+
+Send = Callable[[MigrationOrder], Awaitable[MigrationReport]]
+
+
+class Recording:
+    """The decisions on a file, up to a size; a file that cannot be written ends it, no more."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._is_over = False
+
+    def add(self, tick: RecordedTick) -> None:
+        """Append a decision, unless the file is full."""
+        if self._is_over:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as stream:
+                write_tick(stream, tick)
+                self._is_over = stream.tell() >= self._max_bytes
+            if self._is_over:
+                logger.warning("the recording has its %d bytes; it ends", self._max_bytes)
+        except OSError as exc:
+            logger.warning("the recording ends: scheduler.ares.record_file: %s", exc)
+            self._is_over = True
+
+
+class Rescheduling:
+    """One scheduler's moves of running sequences.
+
+    Args:
+        snapshots: All the scheduler knows, what is on its way added.
+        send: Gives an order to its source; the default is an actor call.
+    """
+
+    def __init__(
+        self,
+        config: QuadrigaConfig,
+        clock: Clock,
+        snapshots: Callable[[], list[ReplicaSnapshot]],
+        send: Send | None = None,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._snapshots = snapshots
+        self._send = send or self._call_source
+        self._wanted: frozenset[DepthClass] = frozenset()
+        self._recording: Recording | None = None
+        self.governor = Governor(config.scheduler, self._record)
+        self.metrics = SchedulerMetrics(config.name)
+        self._open_recording()
+
+    def configure(self, config: QuadrigaConfig) -> None:
+        """Take a new configuration; orders under way go on."""
+        last, self._config = self._config, config
+        if config.scheduler == last.scheduler and config.transport == last.transport:
+            return
+        before = last.scheduler.ares
+        self.governor.configure(config.scheduler)
+        if before.record_file != config.scheduler.ares.record_file:
+            self._open_recording()
+
+    def reported(
+        self, snapshot: ReplicaSnapshot, outcomes: Sequence[LengthOutcome]
+    ) -> ReportOptions:
+        """A replica's load has come in. Returns what is asked of it."""
+        info = snapshot.info
+        self.governor.book.reported(info.name, self._clock.now_s())
+        if outcomes:
+            model = info.depth_class.model
+            self.governor.ended_lengths(model, outcomes)
+            self.metrics.lengths(model, list(outcomes))
+        is_wanted = info.depth_class in self._wanted
+        return ReportOptions(is_wanted, is_wanted and self.governor.config.placement == "ares")
+
+    def replica_died(self, name: str) -> None:
+        self.governor.book.replica_died(name)
+
+    async def run(self) -> None:
+        """Tick for ever, and push the metrics."""
+        tick_s = push_s = self._clock.now_s()
+        while True:
+            interval_s = self._config.scheduler.ares.interval_s  # may change at any time
+            now_s = self._clock.now_s()
+            await asyncio.sleep(
+                max(0.0, min(tick_s + interval_s, push_s + METRICS_EVERY_S) - now_s)
+            )
+            now_s = self._clock.now_s()
+            is_due = now_s >= tick_s + interval_s
+            if is_due:
+                tick_s = now_s
+            try:
+                self.look()
+                if is_due and self.governor.is_on:
+                    self.tick()
+                if now_s >= push_s + METRICS_EVERY_S:
+                    push_s = now_s
+                    self.metrics.gauges(self.governor)
+                    background(self.metrics.push())
+            except Exception:  # a border: nobody awaits this loop, and the next tick may be well
+                logger.exception("a tick of rescheduling failed")
+
+    def look(self) -> None:
+        """Note for which depth classes forecasts are wanted."""
+        snapshots = self._snapshots()
+        self._wanted = self.governor.wanted_classes(snapshots)
+        helios = self._config.helios
+        if helios.enabled and helios.scaling.enabled:  # it counts what sequences will still want
+            self._wanted |= {s.info.depth_class for s in snapshots if s.info.role is Role.DECODE}
+
+    def tick(self) -> list[MigrationOrder]:
+        """Decide now, and send the orders on their way."""
+        try:
+            orders = self.governor.tick(
+                self._snapshots(), now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s()
+            )
+        except QuadrigaError as exc:  # a replica of another version: serving goes on
+            logger.warning("no rescheduling: %s", exc)
+            return []
+        self.metrics.decided(self.governor.last.took_s)
+        for order in orders:
+            logger.info(
+                "move %s from %s to %s (%s): gain %.2f, %d tokens, about %.0f to come",
+                order.sequence_id,
+                order.source,
+                order.destination,
+                order.cause.value,
+                order.gain,
+                order.num_tokens,
+                order.remaining_tokens,
+            )
+            self.metrics.ordered(order)
+            background(self._carry_out(order))
+        return orders
+
+    async def _carry_out(self, order: MigrationOrder) -> None:
+        report = MigrationReport(order.sequence_id, "unknown", "cancelled: the scheduler ends")
+        try:
+            report = await self._send(order)
+        except ReplicaDied as exc:
+            report = MigrationReport(order.sequence_id, "failed", f"source_died: {exc.message}")
+        except QuadrigaError as exc:
+            report = MigrationReport(order.sequence_id, "unknown", f"{exc.code}: {exc.message}")
+        finally:
+            self.governor.ended(order, report, now_s=self._clock.now_s())
+            self.metrics.ended(order, report)
+        if report.outcome not in ("moved", "finished"):
+            logger.info("%s did not move: %s, %s", order.sequence_id, report.outcome, report.reason)
+
+    async def _call_source(self, order: MigrationOrder) -> MigrationReport:
+        report: MigrationReport = await call(
+            order.source,
+            "migrate",
+            order,
+            timeout_s=self._config.transport.deadline_s + CALL_SLACK_S,
+        )
+        return report
+
+    def status(self) -> dict[str, Any]:
+        """Forecasts, orders and recent decisions, as plain values."""
+        governor = self.governor
+        now_unix_s = self._clock.unix_s()
+        return {
+            "at_unix_s": now_unix_s,
+            "replicas": [
+                replica_view(s, now_unix_s=now_unix_s)
+                for s in sorted(self._snapshots(), key=lambda s: s.info.name)
+            ],
+            "mode": governor.config.ares.mode,
+            "placement": governor.config.placement,
+            "bandwidth_bytes_per_s": governor.bandwidth_bytes_per_s,
+            "last_tick": asdict(governor.last),
+            "lengths": {
+                model: {
+                    "coverage": monitor.coverage,
+                    "mean_error_tokens": monitor.mean_error,
+                    "num_ended": monitor.num_ended,
+                    "is_distrusted": monitor.is_drifting,
+                }
+                for model, monitor in governor.drift.items()
+            },
+            "outcomes": dict(governor.book.outcomes),
+            "under_way": [_order(o) for o in governor.book.under_way],
+            "recent": [
+                {
+                    "at_unix_s": decision.at_unix_s,
+                    **_order(decision.order),
+                    "report": None if decision.report is None else asdict(decision.report),
+                }
+                for decision in list(governor.book.recent)[-SHOWN_DECISIONS:]
+            ],
+        }
+
+    def _record(self, tick: RecordedTick) -> None:
+        if self._recording is not None:
+            self._recording.add(tick)
+
+    def _open_recording(self) -> None:
+        ares = self._config.scheduler.ares
+        self._recording = (
+            None
+            if ares.record_file is None
+            else Recording(Path(ares.record_file), ares.record_max_bytes)
+        )
+
+
+def _order(order: MigrationOrder) -> dict[str, Any]:
+    return {
+        **asdict(order),
+        "depth_class": str(order.depth_class),
+        "cause": order.cause.value,
+    }

@@ -1,0 +1,373 @@
+"""The scheduler actor: admission and placement over the replicas' reports. Soft state only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from actors.rpc.lifecycle import end_this_actor, scheduler_name
+from actors.rpc.ray_rpc import call
+from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
+from actors.rpc.signals import die_on_sigterm
+from actors.rpc.tasks import background, overslept_s
+from actors.scheduler.auto_routing import AutoRouter, Route, RoutingDecision
+from actors.scheduler.rescheduling import Rescheduling
+from quadriga.clock import SystemClock
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.forecast import LengthOutcome
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.core.request import AUTO_MODEL, ResumableSequence
+from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest, ReportOptions
+from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
+from quadriga.observability.logs import configure_logging
+from quadriga.policies.admission import admit, check_room
+from quadriga.policies.ares.amend import Promised
+from quadriga.policies.ares.placement import AresPlacement
+from quadriga.policies.baselines.placement import Placement
+from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
+from quadriga.policies.load import candidates, taking_work, tokens_wanted
+from quadriga.policies.placements import find_placement
+from quadriga.policies.wait_estimator import WaitEstimator
+
+logger = logging.getLogger(__name__)
+
+PLACE_WAIT_S = 0.5
+"""How long a placement waits for a report that room became free."""
+FORGET_FACTOR = 10.0
+ORPHAN_TIMEOUT_S = 1.0
+
+
+class Scheduler(BatchedCalls):
+    """Ray actor, restarted without limit; everything it knows comes from reports.
+
+    What it sent to a replica since that replica's last word is added to the reported load, so
+    that a burst does not go to one replica.
+    """
+
+    BATCHED = frozenset({"admit", "place_now"})
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._clock = SystemClock()
+        self._config = QuadrigaConfig.model_validate(config)
+        configure_logging(
+            self._config.logging.format,
+            self._config.logging.level,
+            process=scheduler_name(self._config.name),
+        )
+        self._models: frozenset[str] | None = None
+        self._snapshots: dict[str, ReplicaSnapshot] = {}
+        self._ledger = InflightTracker()
+        self._calls = RpcBatcher(call)
+        self._waiting = WaitEstimator()
+        self._auto = AutoRouter()
+        self._reported = asyncio.Event()
+        self._heard_s = self._clock.now_s()
+        self._num_placed: dict[str, int] = {}
+        self._rescheduling = Rescheduling(self._config, self._clock, self._adjusted)
+        self._placement = self._make_placement()
+        die_on_sigterm()
+        background(self._watch())
+        background(self._rescheduling.run())
+
+    # The ingress's and the prefill replicas' side
+
+    async def admit(self, request: AdmitRequest) -> Admission:
+        """Let a sequence in and choose its prefill replica.
+
+        Raises:
+            UnknownModel: No pool serves the model.
+            Unavailable: Its replicas are starting, draining or gone.
+            Overloaded: The queues are full; says when to come back.
+            ContextTooLong: It fits no decode replica.
+        """
+        self._heard_s = self._clock.now_s()
+        if self._auto.route is not None:
+            return self._admit_auto(request)
+        self._require_known(request.model)
+        snapshots = self._adjusted()
+        admission = admit(
+            request,
+            snapshots,
+            now_unix_s=self._clock.unix_s(),
+            scheduler=self._config.scheduler,
+            prefill=self._config.prefill,
+            any_depth=self._config.helios.enabled,
+            checks_queue=request.is_rebuild,
+        )
+        self._check_room(request, admission, snapshots)
+        self._note_admitted(request, admission)
+        return admission
+
+    def _admit_auto(self, request: AdmitRequest) -> Admission:
+        """As `admit`, where model and depth are chosen by the controller."""
+        now_s = self._heard_s
+        alive = taking_work(
+            self._adjusted(),
+            now_unix_s=self._clock.unix_s(),
+            max_age_s=self._config.scheduler.snapshot_max_age_s,
+        )
+        chosen, snapshots, way = self._auto.choose(request, alive, now_s)
+        if way.profile is not None:
+            try:  # no place is kept for a visitor there: it need not wait for one
+                return self._admit_chosen(request, replace(chosen, visitor=""), snapshots, way)
+            except QuadrigaError as exc:
+                logger.debug("%s cannot be profiled: %s", way.profile, exc)
+            chosen, snapshots, way = self._auto.choose(request, alive, now_s, profiles=False)
+        return self._admit_chosen(request, chosen, snapshots, way)
+
+    def _admit_chosen(
+        self,
+        request: AdmitRequest,
+        chosen: AdmitRequest,
+        snapshots: list[ReplicaSnapshot],
+        way: RoutingDecision,
+    ) -> Admission:
+        self._require_known(chosen.model)
+        admission = admit(
+            chosen,
+            snapshots,
+            now_unix_s=self._clock.unix_s(),
+            scheduler=self._config.scheduler,
+            prefill=self._config.prefill,
+            any_depth=True,
+            checks_queue=request.is_rebuild,
+        )
+        self._check_room(chosen, admission, snapshots)
+        self._note_admitted(request, admission)
+        return self._auto.admitted(request, way, admission, self._heard_s)
+
+    def _check_room(
+        self, request: AdmitRequest, admission: Admission, snapshots: list[ReplicaSnapshot]
+    ) -> None:
+        """Raises: Overloaded: It must come later."""
+        check_room(
+            request,
+            admission,
+            snapshots,
+            self._waiting,
+            now_s=self._clock.now_s(),
+            now_unix_s=self._clock.unix_s(),
+            scheduler=self._config.scheduler,
+            prefill=self._config.prefill,
+        )
+
+    def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
+        self._waiting.admitted(request, admission.depth_class.model, now_s=self._clock.now_s())
+        sent = SentRequest(self._heard_s, request.num_prompt_tokens, request.num_prompt_tokens)
+        self._ledger.sent(admission.prefill_replica, request.sequence_id, sent)
+
+    async def place(self, request: PlaceRequest) -> str:
+        """Choose the decode replica of a sequence; waits a moment for room where there is none.
+
+        Raises:
+            Unavailable: No decode replica of the class is alive and taking work.
+            Overloaded: None has room.
+        """
+        give_up_s = self._clock.now_s() + PLACE_WAIT_S
+        while True:
+            self._reported.clear()
+            try:
+                return await self.place_now(request)
+            except Overloaded:
+                left_s = give_up_s - self._clock.now_s()
+                if left_s <= 0 or request.exclude:
+                    raise
+                try:
+                    async with asyncio.timeout(left_s):
+                        await self._reported.wait()
+                except TimeoutError:
+                    give_up_s = 0.0  # one last look
+
+    async def place_now(self, request: PlaceRequest) -> str:
+        """As `place`, without waiting for room. Raises: Unavailable, Overloaded."""
+        self._ledger.begun(request, self._snapshots.get(request.source))
+        any_depth = self._auto.route is not None or self._config.helios.enabled
+        alive = candidates(
+            self._adjusted(),
+            role=Role.DECODE,
+            depth_class=None if any_depth else request.depth_class,
+            model=request.depth_class.model,
+            exclude=request.exclude,
+            now_unix_s=self._clock.unix_s(),
+            max_age_s=self._config.scheduler.snapshot_max_age_s,
+        )
+        if not alive:
+            raise Unavailable(
+                f"no decode replica of {request.depth_class} is taking work", retry_after_s=1.0
+            )
+        if isinstance(self._placement, AresPlacement):
+            model = request.depth_class.model
+            self._placement.load_only = self._rescheduling.governor.is_distrusted(model)
+        groups = self._auto.groups(request, alive) if any_depth else [alive]
+        chosen = (self._placement.choose(request, group) for group in groups)
+        name = next((name for name in chosen if name is not None), None)
+        if name is None:
+            raise Overloaded(
+                f"no decode replica of {request.depth_class} has room for "
+                f"{request.max_total_tokens} tokens",
+                retry_after_s=1.0,
+            )
+        self._note_placed(name, request)
+        return name
+
+    async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
+        """Where the sequences run whose clients came back through another ingress.
+
+        The replicas are asked: nothing noted here could be as true, or outlive this process.
+        """
+        names = [n for n, s in self._snapshots.items() if s.info.role is Role.DECODE]
+        answers = await asyncio.gather(*(self._claimed(name, claims) for name in names))
+        return [resumable_sequence for found in answers for resumable_sequence in found]
+
+    async def _claimed(self, replica: str, claims: Sequence[str]) -> list[ResumableSequence]:
+        try:
+            found: list[ResumableSequence] = await self._calls.call(
+                replica, "claimed", list(claims), timeout_s=ORPHAN_TIMEOUT_S
+            )
+        except QuadrigaError as exc:  # who does not answer has nothing to give
+            logger.info("%s was not asked for orphans: %s", replica, exc)
+            return []
+        return found
+
+    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
+        """Sequences are over; forget what was noted of them."""
+        self._ledger.finished(list(sequence_ids))
+        self._waiting.ended(sequence_ids, now_s=self._clock.now_s())
+        self._auto.finished(sequence_ids)
+
+    async def loads(self) -> list[ReplicaSnapshot]:
+        """All that is known of the replicas, forecasts included."""
+        return self._adjusted()
+
+    async def directory(self) -> ClusterView:
+        """All that is known of the replicas, for those who must do without a scheduler."""
+        views = [s if s.forecast is None else replace(s, forecast=None) for s in self._adjusted()]
+        return ClusterView(self._clock.unix_s(), views)
+
+    # The replicas' and the controller's side
+
+    async def report(
+        self,
+        snapshot: ReplicaSnapshot,
+        accepted: Sequence[str] = (),
+        outcomes: Sequence[LengthOutcome] = (),
+    ) -> ReportOptions:
+        """A replica's load.
+
+        Args:
+            accepted: Sequences that arrived there since its last report; they are in the load.
+            outcomes: What came of length predictions since then.
+
+        Returns:
+            What is asked of it.
+        """
+        name = snapshot.info.name
+        known = self._snapshots.get(name)
+        if known is None or known.sent_s <= snapshot.sent_s:
+            self._snapshots[name] = snapshot
+        self._ledger.reported(snapshot, list(accepted))
+        self._reported.set()
+        return self._rescheduling.reported(snapshot, outcomes)
+
+    async def replica_died(self, name: str) -> None:
+        """Forget a replica that is gone."""
+        self._snapshots.pop(name, None)
+        self._ledger.forget(name)
+        self._rescheduling.replica_died(name)
+
+    async def configure(
+        self, config: dict[str, Any], models: Sequence[str], ingress_age_s: float
+    ) -> None:
+        """What the controller wants served; repeated with each of its heartbeats.
+
+        Args:
+            ingress_age_s: Seconds since any ingress was heard of.
+        """
+        new = QuadrigaConfig.model_validate(config)
+        before, self._config = self._config.scheduler, new
+        self._rescheduling.configure(new)
+        if new.scheduler != before:
+            self._placement = self._make_placement()
+        self._models = frozenset(models)
+        self._heard_s = max(self._heard_s, self._clock.now_s() - ingress_age_s)
+
+    async def set_route(self, route: Route | None) -> None:
+        """Where requests go whose model is chosen for them; None: nobody chooses."""
+        self._auto.route = route
+
+    async def ingress_heartbeat(self, ingress_id: str) -> None:
+        """A sign of life of an ingress."""
+        self._heard_s = self._clock.now_s()
+
+    async def status(self) -> dict[str, Any]:
+        """Loads by replica, how many sequences were placed on each, and what was moved and why."""
+        return {
+            "replicas": {name: replace(s) for name, s in self._snapshots.items()},
+            "placed": dict(self._num_placed),
+            "unseen": self._ledger.num_sent(),
+            "rescheduling": self._rescheduling.status(),
+        }
+
+    async def operators_view(self) -> dict[str, Any]:
+        """Replicas with their forecasts, orders and recent decisions, all as plain values."""
+        return self._rescheduling.status()
+
+    async def stop(self) -> None:
+        """End this actor soon after the answer is out."""
+        background(self._end("stopped"))
+
+    def _require_known(self, model: str) -> None:
+        """Tell a model nobody serves from one whose replicas are not there yet."""
+        if any(s.info.depth_class.model == model for s in self._snapshots.values()):
+            return
+        if self._models is None or model in self._models:
+            raise Unavailable(f"model {model!r} is starting; retry shortly", retry_after_s=1.0)
+        if model == AUTO_MODEL and self._config.helios.enabled:  # the route comes soon
+            raise Unavailable("no model is chosen yet; retry shortly", retry_after_s=1.0)
+        served = ", ".join(sorted(self._models))
+        raise UnknownModel(f"model {model!r} is not served; served: {served}", param="model")
+
+    def _make_placement(self) -> Placement:
+        settings = self._rescheduling.governor.settings
+        return find_placement(self._config.scheduler.placement, settings)
+
+    def _note_placed(self, name: str, request: PlaceRequest) -> None:
+        promised = None
+        if request.prediction is not None:
+            promised = Promised(request.sequence_id, request.num_tokens, request.prediction)
+        reserved = tokens_wanted(self._snapshots[name], request)
+        self._waiting.placed(request.sequence_id, now_s=self._clock.now_s())
+        sent = SentRequest(self._clock.now_s(), 0, reserved, promised, request.num_tokens)
+        self._ledger.sent(name, request.sequence_id, sent)
+        self._num_placed[name] = self._num_placed.get(name, 0) + 1
+
+    def _adjusted(self) -> list[ReplicaSnapshot]:
+        """The snapshots with what is on its way to each replica added."""
+        now_s = self._clock.now_s()
+        return [self._ledger.adjust(s, now_s=now_s) for s in self._snapshots.values()]
+
+    async def _watch(self) -> None:
+        """Forget replicas that fell silent; end when no ingress was heard of for long."""
+        orphan_s = self._config.lifecycle.orphan_timeout_s
+        while True:
+            late_s = await overslept_s(self._clock, min(1.0, orphan_s / 4))
+            now_s = self._clock.now_s()
+            self._heard_s = min(now_s, self._heard_s + late_s)
+            orphan_s = self._config.lifecycle.orphan_timeout_s
+            if now_s - self._heard_s > orphan_s:
+                await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
+                return
+            oldest = self._clock.unix_s() - FORGET_FACTOR * (
+                self._config.scheduler.snapshot_max_age_s
+            )
+            for name in [n for n, s in self._snapshots.items() if s.taken_unix_s < oldest]:
+                await self.replica_died(name)
+            self._waiting.forget_late(now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s())
+
+    async def _end(self, reason: str) -> None:
+        logger.info("the scheduler ends: %s", reason)
+        await asyncio.sleep(0.05)
+        await end_this_actor()

@@ -1,0 +1,232 @@
+"""Where a model may be left early, and by which rule: pure records, no torch.
+
+An exit is named by the number of layers run before it. The last loaded layer is always an exit; it
+is left by every token, whatever its confidence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from quadriga.checkpoint.json_files import read_object
+from quadriga.errors import ConfigError, InvalidRequest
+
+ExitKind = Literal["shared", "norm", "head"]
+Criterion = Literal["margin", "top"]
+ExitPolicy = Literal["bounded", "strict"]
+SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
+ExitUse = Literal["tested", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"]
+"""Whether tokens may leave at an exit of a replica now, and if not, why.
+
+`tested`: those that are sure enough leave. `not_worth_it`: the rebatching policy expects more
+tokens/s without it. `full_depth_asked`: every running request asks for threshold 1. `not_loaded`:
+it is not above the layers that are loaded. `off`: the configuration uses no exits. `idle`: nothing
+has run yet.
+"""
+
+EXITS_FILE = "exits.json"
+EXITS_WEIGHTS = "exits.safetensors"
+SKIPPED_KV_WEIGHTS = "skipped_kv.safetensors"
+"""Fitted linear maps, `exits.{depth}.kv.{layer}.weight` and `.bias`: from the hidden state at an
+exit, scaled to unit mean square, to K and V (before rotation) of a layer (from 0) behind it."""
+MAX_LAYERS = 254
+"""Of a model with early exits: a position's depth is kept in a byte."""
+MAX_REPLAYED = 64
+DEFAULT_THRESHOLD = 0.9
+NEVER = 1.0
+"""A threshold that no confidence passes: the full model, token for token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitSpec:
+    """The exits of one model.
+
+    Attributes:
+        layers: Layers run before each non-final exit, ascending; may be empty.
+        kind: What stands between an exit's hidden state and its logits. `shared`: the model's own
+            final norm and head (LayerSkip); `norm`: a norm of its own, the head shared; `head`:
+            norm and head of its own (EE-Tuning).
+        criterion: `margin`: leave where p1 − p2 > threshold (DREX's code); `top`: where
+            p1 ≥ threshold (HELIOS). Taken on the processed logits, before temperature.
+        threshold: Default for requests that name none; 1 never leaves early.
+        replay_newest: Where KV of skipped layers is made up by a map, run the newest so many of the
+            skipped positions through the layers instead.
+    """
+
+    layers: tuple[int, ...] = ()
+    kind: ExitKind = "shared"
+    criterion: Criterion = "top"
+    threshold: float = DEFAULT_THRESHOLD
+    replay_newest: int = 0
+
+    def cut(self, depth: int) -> ExitSpec:
+        """The exits that are left where only `depth` layers are loaded."""
+        return replace(self, layers=tuple(k for k in self.layers if k < depth))
+
+
+@dataclass(frozen=True, slots=True)
+class ExitParams:
+    """What one request asks of early exits; already validated, every default filled in.
+
+    Attributes:
+        threshold: In [0, 1]; 1 is the full model.
+        policy: `bounded` lets tokens leave the deepest exit there is below the threshold, and
+            counts them; `strict` forbids it.
+        max_depth: Run no token deeper than this many layers; 0 is no limit.
+        sla_tbt_s: Longest time between two tokens that rebatching may plan for; 0 is the
+            replica's default.
+    """
+
+    threshold: float = NEVER
+    policy: ExitPolicy = "strict"
+    max_depth: int = 0
+    sla_tbt_s: float = 0.0
+
+
+def read_exit_params(
+    asked: ExitParams | None, exits: ExitSpec, model: str, *, depth: int, full: int
+) -> ExitParams:
+    """Return what a request asks of a model's exits, if it can be had.
+
+    Args:
+        asked: None: the model's own threshold, `bounded`.
+        exits: Those in use.
+        depth: Layers that are loaded, of `full`.
+
+    Raises:
+        InvalidRequest: There are no exits, no token can leave at `max_depth`, or `strict` cannot
+            be kept.
+    """
+    if not exits.layers:
+        if asked is not None and (asked.threshold < NEVER or asked.max_depth):
+            raise InvalidRequest(
+                f"exits: {model} has no early exits here; leave it out", param="exits"
+            )
+        return FULL_DEPTH
+    params = asked or ExitParams(exits.threshold, "bounded")
+    if params.max_depth and not exits.layers[0] <= params.max_depth <= full:
+        raise InvalidRequest(
+            f"max_depth: {params.max_depth} must be in {exits.layers[0]}..{full}; {model} can be "
+            f"left after {', '.join(str(k) for k in exits.layers)} or {full} layers",
+            param="max_depth",
+        )
+    limit = params.max_depth or depth
+    if params.policy == "strict" and params.threshold < NEVER and limit < full:
+        what = "max_depth" if params.max_depth else "this deployment"
+        raise InvalidRequest(
+            f"exit_policy: 'strict' lets no token leave below its threshold, but {what} ends "
+            f"at {limit} of {full} layers; use 'bounded'",
+            param="exit_policy",
+        )
+    return params
+
+
+NO_EXITS = ExitSpec()
+FULL_DEPTH = ExitParams()
+
+
+@dataclass(slots=True)
+class ExitCounters:
+    """What happened at the exits of one replica since it started.
+
+    Attributes:
+        tokens: Layers run → tokens that left there.
+        involuntary_exits: Tokens that left a non-final exit below their threshold; always 0
+            except under the grouped baselines `eager` and `majority`.
+        breaches: Tokens that left the deepest exit open to them below their threshold, because
+            deeper layers are not loaded or `max_depth` forbids them.
+        limited: Those of the breaches that the request's own `max_depth` asks for.
+        involuntary_stays: Tokens that could have left and were carried on with their batch.
+        splits, stays, flushes: Decisions taken.
+        explored: Decisions taken against the forecast, to keep its times fresh.
+        predicted_profit_s, realised_profit_s: Sums over the splits: time saved against carrying
+            the whole batch down, as forecast and as measured.
+        buffer_age_s: Sum over buffered tokens of the time from entering a buffer to leaving it.
+        buffered: Tokens that went through a buffer.
+        filled_tokens: Positions × segments whose skipped KV was filled in for a deeper pass.
+        copied_bytes: Hidden states moved for buffers and for later fills.
+    """
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    involuntary_exits: int = 0
+    breaches: int = 0
+    limited: int = 0
+    involuntary_stays: int = 0
+    splits: int = 0
+    stays: int = 0
+    flushes: int = 0
+    explored: int = 0
+    predicted_profit_s: float = 0.0
+    realised_profit_s: float = 0.0
+    buffer_age_s: float = 0.0
+    buffered: int = 0
+    filled_tokens: int = 0
+    copied_bytes: int = 0
+
+    def copy(self) -> ExitCounters:
+        """A snapshot for other threads."""
+        return replace(self, tokens=dict(self.tokens))
+
+
+def read_exits(path: Path, num_layers: int) -> ExitSpec:
+    """Return what a checkpoint's `exits.json` says; no exits where there is none.
+
+    Raises:
+        ConfigError: The file names an unknown kind or criterion, a threshold outside [0, 1], or a
+            layer outside 1..num_layers − 1.
+    """
+    file = path / EXITS_FILE
+    if not file.is_file():
+        return ExitSpec()
+    data = read_object(file)
+    return ExitSpec(
+        layers=_layers(data.get("layers", []), num_layers, file),
+        kind=_one_of(data, "kind", get_args(ExitKind), "shared", file),
+        criterion=_one_of(data, "criterion", get_args(Criterion), "top", file),
+        threshold=_threshold(data.get("threshold", DEFAULT_THRESHOLD), file),
+        replay_newest=_replay_newest(data.get("replay_newest", 0), file),
+    )
+
+
+def _layers(value: Any, num_layers: int, file: Path) -> tuple[int, ...]:
+    if value == "all":
+        return tuple(range(1, num_layers))
+    is_list = isinstance(value, list)
+    if not is_list or not all(type(k) is int and 0 < k < num_layers for k in value):
+        raise ConfigError(
+            f"model: {file} names exits {value!r}; each must be a whole number in "
+            f'1..{num_layers - 1}, or write "all"',
+            param="model",
+        )
+    return tuple(sorted(set(value)))
+
+
+def _one_of(
+    data: dict[str, Any], key: str, allowed: tuple[str, ...], default: str, file: Path
+) -> Any:
+    value = data.get(key, default)
+    if value not in allowed:
+        raise ConfigError(
+            f"model: {file} says {key} {value!r}; use one of {', '.join(allowed)}", param="model"
+        )
+    return value
+
+
+def _replay_newest(value: Any, file: Path) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_REPLAYED:
+        raise ConfigError(
+            f"model: {file} says replay_newest {value!r}; it must be a whole number in "
+            f"0..{MAX_REPLAYED}",
+            param="model",
+        )
+    return value
+
+
+def _threshold(value: Any, file: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(
+            f"model: {file} says threshold {value!r}; it must be a number in 0..1", param="model"
+        )
+    return float(value)

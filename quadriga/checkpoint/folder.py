@@ -1,0 +1,249 @@
+"""Find a model's checkpoint and read its facts, without torch and without opening the weights.
+
+A model is named by a bundled id (`quadriga-s`, `quadriga-l`), by the name of a packaged model
+(`smollm2-135m-instruct`), by a directory in Hugging Face format, by a GGUF file, or by a hub id;
+clients know it by that name, or by that of its folder, or of its file without `.gguf`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quadriga.checkpoint.exits import ExitSpec, read_exits
+from quadriga.checkpoint.families import read_facts
+from quadriga.checkpoint.json_files import GARBLED, read_object
+from quadriga.checkpoint.packaged_models import PACKAGED_MODELS, packaged_file
+from quadriga.errors import ConfigError
+from quadriga.files import cache_folder
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+GGUF_SUFFIX = ".gguf"
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request that does not say otherwise is sampled with; the defaults are neutral."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Facts of one checkpoint directory, as its JSON files state them.
+
+    Attributes:
+        id: What clients call it.
+        path: The directory, on the node that read it.
+        architecture: Hugging Face class name, e.g. `LlamaForCausalLM`.
+        exits: What `exits.json` says; no exits where there is no such file.
+        max_model_len: Most positions the model was made for.
+        fingerprint: Hash of config and weight index; equal fingerprints have interchangeable KV.
+        sampling: What its `generation_config.json` recommends.
+        source: By what any node finds it: an absolute path, or a name.
+    """
+
+    id: str
+    path: Path
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    exits: ExitSpec
+    fingerprint: str
+    sampling: SamplingDefaults = SamplingDefaults()
+    source: str = ""
+
+    def kv_bytes_per_token(self, depth: int, bytes_per_value: int) -> int:
+        """Bytes of KV cache one token takes in the first `depth` layers."""
+        return depth * 2 * self.num_kv_heads * self.head_dim * bytes_per_value
+
+
+def bundled_models() -> list[str]:
+    """Ids of the checkpoints shipped with the package."""
+    return sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
+
+
+def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
+    """Return the directory of `model`: downloaded where it is a hub id, converted if a GGUF file.
+
+    Args:
+        cache_dir: `engine.cache_dir`, where converted files are kept.
+
+    Raises:
+        ConfigError: It is none of bundled id, installed packaged model, checkpoint directory, GGUF
+            file, or reachable hub id.
+    """
+    if (ASSETS / model / "config.json").is_file():
+        return ASSETS / model
+    path = packaged_file(model) or Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+            remedy = f"name its file: {files[0]}" if files else "give a Hugging Face checkpoint"
+            raise ConfigError(f"model: {model!r} has no config.json; {remedy}", param="model")
+        return path.resolve()
+    if path.is_file():
+        from quadriga.gguf import converted_folder
+
+        return converted_folder(path.resolve(), cache_folder(cache_dir))
+    if "/" not in model or model.startswith((".", "/", "~")) or path.suffix == GGUF_SUFFIX:
+        raise ConfigError(
+            f"model: {model!r} is neither bundled ({', '.join(bundled_models())}) "
+            f"nor packaged ({', '.join(PACKAGED_MODELS)}) "
+            "nor a directory or GGUF file here, nor a hub id (org/name)",
+            param="model",
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+        raise ConfigError(
+            f"model: {model!r} could not be fetched from the hub: {exc}", param="model"
+        ) from exc
+
+
+def read_checkpoint(
+    model: str, *, model_id: str | None = None, cache_dir: str | Path | None = None
+) -> Checkpoint:
+    """Locate `model` and read its facts.
+
+    Args:
+        cache_dir: See `locate`.
+
+    Raises:
+        ConfigError: The checkpoint is missing or its files are not usable.
+    """
+    path = locate(model, cache_dir=cache_dir)
+    config = read_object(path / "config.json")
+    generation = _generation_config(path)
+    try:
+        facts = read_facts(config)
+        architecture = str((config.get("architectures") or ["unknown"])[0])
+        eos_token_ids = _eos_token_ids(generation, config.get("text_config", config))
+    except GARBLED as exc:
+        raise ConfigError(
+            f"model: {path / 'config.json'} lacks or garbles the field {exc}", param="model"
+        ) from exc
+    return Checkpoint(
+        id=model_id or _public_name(model, path),
+        path=path,
+        architecture=architecture,
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_positions,
+        eos_token_ids=eos_token_ids,
+        exits=read_exits(path, facts.num_layers),
+        fingerprint=_fingerprint(path),
+        sampling=_sampling(path, generation),
+        source=_source(model),
+    )
+
+
+def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
+    """Return a checkpoint that another node read, as it lies here.
+
+    A folder that the nodes share is at the same place; a GGUF file is converted on each node.
+
+    Raises:
+        ConfigError: This node does not have it, or has another one under its name.
+    """
+    if (checkpoint.path / "config.json").is_file():
+        return checkpoint
+    found = read_checkpoint(checkpoint.source, model_id=checkpoint.id, cache_dir=cache_dir)
+    if found.fingerprint != checkpoint.fingerprint:
+        raise ConfigError(
+            f"model: {checkpoint.source} on this node is another model than where the service was "
+            "started; put the same file on every node",
+            param="model",
+        )
+    return replace(checkpoint, path=found.path)
+
+
+def _source(model: str) -> str:
+    path = Path(model).expanduser()
+    is_name = model in PACKAGED_MODELS or (ASSETS / model / "config.json").is_file()
+    return str(path.resolve()) if path.exists() and not is_name else model
+
+
+def _public_name(model: str, path: Path) -> str:
+    if model in PACKAGED_MODELS:
+        return model
+    if path.parent.name == "snapshots":
+        return model.rsplit("/", 1)[-1]
+    source = Path(model).expanduser()
+    if source.is_file():
+        return source.name.removesuffix(GGUF_SUFFIX)
+    return path.name
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    return read_object(file) if file.is_file() else {}
+
+
+def _eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+
+
+_SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-9, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-9, 100.0),
+}
+"""Least and greatest value of each field of a generation config."""
+
+
+def _sampling(path: Path, generation: dict[str, Any]) -> SamplingDefaults:
+    """Read the recommended sampling as `generate` of transformers would take it.
+
+    Without `do_sample` that is greedy decoding, whose only parameter is the repetition penalty;
+    with it, what is not named is neutral.
+    """
+    is_sampled = generation.get("do_sample") is True
+    given: dict[str, Any] = {} if is_sampled else {"temperature": 0.0}
+    for name, (least, most) in _SAMPLING_BOUNDS.items():
+        value = generation.get(name)
+        if value is None or (name != "repetition_penalty" and not is_sampled):
+            continue
+        kind = int if name == "top_k" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+            raise ConfigError(
+                f"model: {path / 'generation_config.json'} has {name} {value!r}; it must be a "
+                f"number from {least:g} to {most:g}",
+                param="model",
+            )
+        given[name] = max(0, value) if name == "top_k" else float(value)
+    return SamplingDefaults(**given)
+
+
+def _fingerprint(path: Path) -> str:
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        digest.update(f"{file.name}:{file.stat().st_size}".encode())
+        with file.open("rb") as handle:
+            digest.update(handle.read(1 << 16))
+    return digest.hexdigest()[:16]

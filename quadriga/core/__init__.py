@@ -1,0 +1,1 @@
+"""The records that travel between clients, actors, policies and the engine."""

@@ -1,0 +1,172 @@
+"""What replicas report about themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from quadriga.core.forecast import LoadForecast
+from quadriga.core.relative_time import RelativeTimeMixin
+
+Reservation = Literal["longest", "used"]
+"""How a decode replica promises memory: for the longest that a sequence can become, so that nobody
+is ever paused; or for what it has, so that more fit and some are paused where memory fills."""
+
+
+class Role(StrEnum):
+    """What a replica does for a living."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class DepthClass:
+    """Replicas that hold the same layers of the same model; sequences move freely inside one.
+
+    Attributes:
+        model: Model id, as clients name it.
+        depth: Number of layers loaded, counted from the embedding.
+    """
+
+    model: str
+    depth: int
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.depth}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """Who a replica is; fixed for the life of its process, but for its depth and what follows.
+
+    Attributes:
+        name: Ray actor name inside the application's namespace; unique per incarnation.
+        num_slots: Sequences it can hold at once.
+        kv_capacity_tokens: Tokens of KV cache it can hold at its depth.
+        max_model_len: Most tokens of one sequence; 0 until it is known.
+    """
+
+    name: str
+    role: Role
+    depth_class: DepthClass
+    node_id: str
+    incarnation: str
+    num_slots: int
+    kv_capacity_tokens: int
+    transports: tuple[str, ...] = ()
+    reservation: Reservation = "longest"
+    max_model_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayMemory:
+    """What a relay batch holds, and how much of its work was idle.
+
+    Attributes:
+        num_batch_rows: Rows of the dense batch.
+        width: Its columns.
+        batch_bytes: K/V memory of the dense batch, room to grow included.
+        row_bytes: K/V of rows outside it.
+        padding_cells: (row, column) pairs of the batch that are padding now.
+        attended_cells: (row, column) pairs that decode steps have worked on so far.
+        idle_cells: Those of them that were padding.
+    """
+
+    num_batch_rows: int
+    width: int
+    batch_bytes: int
+    row_bytes: int
+    padding_cells: int
+    attended_cells: int
+    idle_cells: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """K/V memory on the device."""
+        return self.batch_bytes + self.row_bytes
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the cells attended to that were padding; 0 before the first step."""
+        return self.idle_cells / self.attended_cells if self.attended_cells else 0.0
+
+
+ResizeOutcome = Literal["resized", "unchanged", "refused", "failed", "blocked"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeReport:
+    """How an order to load more layers, or to drop some, ended.
+
+    Attributes:
+        outcome: "resized": it serves the new depth. "unchanged": it had it already. "refused":
+            nothing was begun. "failed": the layers could not be loaded. "blocked": sequences that
+            need what shall go, or prompts under way, were still there at the deadline. In all but
+            the first the old depth serves on.
+        reason: A word for machines and a sentence for people; empty for "resized".
+        before, depth: Layers loaded before, and now.
+        load_s: Seconds the reading took; 0 where layers were dropped.
+        load_bytes: Memory of the layers that came (positive) or went (negative).
+        weight_bytes: What all layers that are loaded take now.
+        kv_capacity_tokens: KV that fits now.
+        held_s: How long nothing new was begun for it (prefill).
+        took_s: From the order to the end.
+    """
+
+    outcome: ResizeOutcome
+    reason: str = ""
+    before: int = 0
+    depth: int = 0
+    load_s: float = 0.0
+    load_bytes: int = 0
+    weight_bytes: int = 0
+    kv_capacity_tokens: int = 0
+    held_s: float = 0.0
+    took_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ReplicaSnapshot(RelativeTimeMixin):
+    """A replica's load, reported every second and used by placement and admission.
+
+    Attributes:
+        num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode).
+        waiting_tokens: Prompt tokens in the prefill queue.
+        used_tokens: Tokens whose KV is held.
+        prompt_tokens: Prompt tokens of all sequences held (decode).
+        reserved_tokens: Tokens promised to the sequences held; see `Reservation`.
+        tokens_per_s: Recent rate: prefilled (prefill) or emitted (decode).
+        step_time_s: EWMA of the decode step, or seconds per prefill chunk.
+        draining: Takes nothing new.
+        forecast: Decode only; None until the replica can forecast.
+        num_paused: Sequences in host memory; they come back before new ones of their priority.
+        least_priority: Of the running sequences, where one may be paused for a more important
+            newcomer; else None.
+        upper_tokens: What a newcomer's answer is taken to be where memory is promised as it is
+            used; see `quadriga.policies.slot_reservation`.
+        taken_unix_s: When it was sent.
+        sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's
+            own monotonic clock: only to be compared with what the same replica says.
+    """
+
+    INSTANTS = ("taken_unix_s",)
+
+    info: ReplicaInfo
+    taken_unix_s: float
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    used_tokens: int = 0
+    reserved_tokens: int = 0
+    tokens_per_s: float = 0.0
+    step_time_s: float = 0.0
+    draining: bool = False
+    forecast: LoadForecast | None = None
+    num_paused: int = 0
+    least_priority: int | None = None
+    sent_s: float = 0.0
+    loaded_s: float = 0.0
+    prompt_tokens: int = 0
+    upper_tokens: int = 1

@@ -1,0 +1,205 @@
+"""A request: sampling parameters, the portable state of its sequence, and its output."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.relative_time import RelativeTimeMixin
+from quadriga.errors import InvalidRequest
+
+AUTO_MODEL = "quadriga-auto"
+"""The model id of those who let us choose."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended, in the words of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+def token_digest(token_ids: Sequence[int], before: int = 0) -> int:
+    """CRC-32 of token ids, 8 bytes each, little-endian.
+
+    Args:
+        before: Of the tokens that precede these.
+    """
+    return zlib.crc32(struct.pack(f"<{len(token_ids)}q", *token_ids), before)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; already validated, every default filled in.
+
+    Attributes:
+        max_tokens: Most tokens to generate; 0 only with `num_prompt_logprobs`.
+        min_tokens: End tokens and stop ids are banned before this many.
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        seed: Key of the counter-based random state; the ingress draws one where the client gave
+            none, so that a sequence can always be rebuilt.
+        num_logprobs: Alternatives to report per token; 0 reports the chosen token alone, None
+            reports nothing.
+        num_prompt_logprobs: The same for the prompt's own tokens (`echo` with `logprobs`).
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check(self) -> None:
+        """Raises: InvalidRequest: A value is outside what the sampler can do."""
+        for name, (low, high) in SAMPLING_BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidRequest(f"{name}: {value} must be in {low}..{high}", param=name)
+        least = max(self.min_tokens, self.num_prompt_logprobs is None)
+        if self.max_tokens < least:
+            raise InvalidRequest(
+                f"max_tokens: {self.max_tokens} must be at least 1 (0 only with "
+                f"num_prompt_logprobs) and at least min_tokens ({self.min_tokens})",
+                param="max_tokens",
+            )
+
+
+SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
+    "min_tokens": (0, 1 << 30),
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 1 << 30),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 1e6),
+    "presence_penalty": (-1e6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "num_logprobs": (0, 1000),
+    "num_prompt_logprobs": (0, 1000),
+}
+"""Of `SamplingParams`; those of requests are narrower."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the processed distribution, and of its rivals.
+
+    Attributes:
+        logprob: Natural logarithm; None for the first prompt token, which has no predecessor.
+        top: (token id, logprob) pairs, most probable first.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SequenceState(RelativeTimeMixin):
+    """All there is to one sequence; its KV cache can be rebuilt from this alone.
+
+    A request with `n` choices or several prompts is several sequences of one request id.
+
+    Attributes:
+        sequence_id: Unique in the cluster.
+        choice: Index among the request's choices; part of the random key, so that choices differ.
+        model: Model id the sequence runs on.
+        prompt_ids: Token ids of the prompt; never empty.
+        output_ids: Token ids emitted so far; the next emission has index `len(output_ids)`.
+        exit_layers: Depth each output token left at, parallel to `output_ids`.
+        priority: Lower is served first.
+        deadline_unix_s: When the client stops waiting, by the clock of the machine it is on.
+        ingress_id: Who holds the client's stream.
+        epoch: Raised at every change of owner; an owner with an older epoch must not emit.
+        num_moves: Live migrations so far.
+        moved_unix_s: When the last one was committed, by the same clock; 0 before the first.
+        prediction: Tokens still to come, as last said by a length head.
+        predicted_at: Output tokens there were then.
+        traceparent: Context of the request's trace; None where it is not traced.
+        claim: Who asks with this may take the sequence over from an ingress that is gone; empty
+            where nobody may.
+    """
+
+    INSTANTS = ("deadline_unix_s", "moved_unix_s")
+
+    sequence_id: str
+    request_id: str
+    model: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    ingress_id: str
+    arrival_unix_s: float
+    deadline_unix_s: float
+    exits: ExitParams = FULL_DEPTH
+    choice: int = 0
+    priority: int = 0
+    epoch: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    exit_layers: list[int] = field(default_factory=list)
+    num_moves: int = 0
+    moved_unix_s: float = 0.0
+    prediction: LengthPrediction | None = None
+    predicted_at: int = 0
+    traceparent: str | None = None
+    claim: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus output tokens so far."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens the sequence can grow to; what its KV reservation must cover."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ResumableSequence:
+    """A running sequence as one finds it whose client came back through another ingress.
+
+    Attributes:
+        claim: What it was asked for by; see `SequenceState`.
+        replica: Where it runs.
+        epoch: Of its owner.
+    """
+
+    claim: str
+    replica: str
+    sequence_id: str
+    epoch: int
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """What a runner returns for one row of one step.
+
+    Attributes:
+        exit_layer: Number of layers that were run for this token.
+        prompt_logprobs: Only from a prefill that was asked for them.
+    """
+
+    token_id: int
+    exit_layer: int
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None

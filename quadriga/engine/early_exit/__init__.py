@@ -1,0 +1,1 @@
+"""Early exits: logits at an exit, skipped KV, length heads."""

@@ -1,0 +1,1 @@
+"""Weights: where they are stored, how they are loaded and shared."""

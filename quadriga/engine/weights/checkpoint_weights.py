@@ -1,0 +1,117 @@
+"""A model's weights in memory, as the layers compute with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from quadriga.engine.weights.matrix import Matrix
+
+
+@dataclass(slots=True)
+class Linear:
+    """A linear projection: weight [out, in] and bias [out]."""
+
+    weight: Matrix
+    bias: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(slots=True)
+class Norm:
+    """A norm's scale and shift, [size] each; None for a norm without."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One transformer layer.
+
+    Attributes:
+        qkv: Query, key and value projections stacked: [q_size + 2 · kv_size, hidden].
+        q_norm, k_norm: [head_dim], Qwen3 only.
+        up: Gate and up projections stacked [2 · ffn, hidden]; up alone [ffn, hidden] if not gated.
+    """
+
+    attn_norm: Norm
+    qkv: Linear
+    out: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the whole layer."""
+        linears = sum(part.nbytes for part in (self.qkv, self.out, self.up, self.down))
+        norms = self.attn_norm.nbytes + self.mlp_norm.nbytes
+        return linears + norms + sum(t.nbytes for t in (self.q_norm, self.k_norm) if t is not None)
+
+
+@dataclass(slots=True)
+class KVMap:
+    """What turns a hidden state that skips a layer into K and V of that layer.
+
+    Attributes:
+        norm: Unused where the family norms behind its layers.
+        kv: [2 · kv_size, hidden], keys first, before their norm and rotation.
+    """
+
+    norm: Norm
+    kv: Linear
+
+
+@dataclass(slots=True)
+class Head:
+    """What turns a hidden state into logits, at the end of the model or at an exit.
+
+    Attributes:
+        norm: None for a model without a final norm.
+        project: [embed_size, hidden] where embed_size differs from hidden_size.
+        weight: [vocab, embed_size]; the same matrix as the embedding where tied, and one matrix
+            for all exits that share it.
+    """
+
+    norm: Norm | None
+    weight: Matrix
+    project: Matrix | None = None
+
+
+@dataclass(slots=True)
+class ModelWeights:
+    """Embedding, the first `len(layers)` layers, and the heads.
+
+    Attributes:
+        dtype: What is computed in, and what norms and biases are kept in.
+        device: Where everything is.
+        keeps_forms: Matrices are in the form they are stored in, where it is one that the kernels
+            know; else they are of `dtype`.
+        embed: [vocab, embed_size]
+        positions: Learned positions, OPT only: [max_positions, hidden].
+        project_in: [hidden, embed_size] where embed_size differs from hidden_size.
+        heads: Layers run → head, for every exit that is loaded, the deepest layer included.
+        kv_maps: Layers run at a non-final exit → for every layer, how its K and V are made of the
+            hidden state at that exit; what lies before the exit is never asked for.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    keeps_forms: bool
+    embed: Matrix
+    heads: dict[int, Head] = field(default_factory=dict)
+    positions: torch.Tensor | None = None
+    project_in: Matrix | None = None
+    layers: list[LayerWeights] = field(default_factory=list)
+    kv_maps: dict[int, list[KVMap]] = field(default_factory=dict)

@@ -1,0 +1,292 @@
+"""A checkpoint's tensors, read by name and checked on the way.
+
+They are looked up in `model.safetensors`, or in the shards that `model.safetensors.index.json`
+lists; only the tensors asked for are read. Pickled checkpoints are never opened: loading one runs
+code from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quadriga.checkpoint.json_files import GARBLED, read_object
+from quadriga.checkpoint.stored_forms import split_name
+from quadriga.engine.memory import Arena, DeviceArena
+from quadriga.engine.weights.checkpoint_weights import ModelWeights
+from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, Matrix
+from quadriga.engine.weights.shared_memory import SharedArena, SharedParts, is_supported
+from quadriga.errors import ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CPU = torch.device("cpu")
+_KEPT = {"F32": Form.FLOAT32, "BF16": Form.BFLOAT16, "F16": Form.FLOAT16}
+"""Types of numbers that are kept, by their names in the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """A checkpoint's folder, and how its tensors come into memory.
+
+    Attributes:
+        dtype: Of what is computed; norms and biases become it, and matrices that keep no form.
+        device: Where tensors go, one by one.
+        shared_in: Registry of the parts that this machine's processes share; None shares nothing.
+        keeps_forms: Matrices stay in the form they are stored in, where there is a `Form` for it.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    device: torch.device = CPU
+    shared_in: Path | None = None
+    keeps_forms: bool = False
+
+    @classmethod
+    def beside(cls, weights: ModelWeights, path: Path, shared_in: Path | None) -> WeightSource:
+        """More of a model that is loaded already."""
+        return cls(path, weights.dtype, weights.device, shared_in, weights.keeps_forms)
+
+    def open(self, single_file: str = SINGLE_FILE) -> TensorFiles:
+        """Open its tensors. Raises: ConfigError as `TensorFiles`."""
+        return TensorFiles(self, single_file)
+
+
+class TensorFiles:
+    """The safetensors files of one checkpoint, opened on demand; a context manager.
+
+    The host holds one tensor at a time of those that go to another device.
+
+    Args:
+        single_file: Where they are, unless the checkpoint has an index of shards.
+
+    Raises:
+        ConfigError: No safetensors, a shard is missing or damaged.
+    """
+
+    def __init__(self, source: WeightSource, single_file: str = SINGLE_FILE) -> None:
+        path, device = source.path, source.device
+        self.source = source
+        self._path = path
+        self._dtype = source.dtype
+        self._arena: Arena | SharedArena | DeviceArena = (
+            Arena() if device.type == "cpu" else DeviceArena(device)
+        )
+        self._open: dict[str, Any] = {}
+        stored: dict[str, str] = {}
+        if single_file == SINGLE_FILE and (path / INDEX_FILE).is_file():
+            stored = _read_index(path / INDEX_FILE)
+        elif (path / single_file).is_file():
+            stored = dict.fromkeys(self._file(single_file).keys(), single_file)
+        else:
+            raise ConfigError(
+                f"model: {path} holds no {single_file} and no {INDEX_FILE}; pickled weights are "
+                "not loaded, save the model with safe_serialization=True",
+                param="model",
+            )
+        self._places = {split_name(name)[0]: (name, file) for name, file in stored.items()}
+        self._parts: SharedParts | None = None
+        if source.shared_in is not None and device.type == "cpu" and is_supported():
+            names = {single_file, *stored.values()}
+            files = [path / name for name in names if (path / name).is_file()]
+            form = f"{source.dtype}, {'stored forms' if source.keeps_forms else 'one form'}"
+            self._parts = SharedParts(source.shared_in, files, form)
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._open.values():
+            handle.__exit__(None, None, None)
+        self._open.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @contextmanager
+    def part(self, name: str, num_bytes: int) -> Iterator[None]:
+        """Put what is read inside into memory of its own, which goes when those tensors go.
+
+        With a registry, that memory is one copy for all processes of this machine.
+
+        Args:
+            name: Of this part of the model, unique within the files.
+            num_bytes: About as much as it will take.
+        """
+        before = self._arena
+        with ExitStack() as stack:
+            if self._parts is not None:
+                self._arena = stack.enter_context(self._parts.part(name, num_bytes))
+            elif isinstance(before, Arena):
+                self._arena = Arena(num_bytes)
+            try:
+                yield
+            finally:
+                self._arena = before
+
+    def read(self, name: str, *shape: int) -> torch.Tensor:
+        """Return a copy of a tensor of numbers in the engine's dtype.
+
+        Raises:
+            ConfigError: It is absent, has another shape, is not a float tensor, or holds something
+                that is not a finite number of the engine's dtype.
+        """
+        target = self._arena.take(shape, self._dtype)
+        if not self._arena.is_filled:
+            self._numbers_into(name, target)
+        return target
+
+    def join(self, names: list[str], sizes: list[int]) -> torch.Tensor:
+        """Read several vectors into one, one behind the other. Raises: ConfigError as `read`."""
+        target = self._arena.take((sum(sizes),), self._dtype)
+        if not self._arena.is_filled:
+            for name, part in zip(names, torch.split(target, sizes), strict=True):
+                self._numbers_into(name, part)
+        return target
+
+    def matrix(self, name: str, num_rows: int, columns: int) -> Matrix:
+        """Return a copy of a matrix. Raises: ConfigError as `read`."""
+        return self.stack([name], [num_rows], columns)
+
+    def stack(self, names: list[str], sizes: list[int], columns: int) -> Matrix:
+        """Read several matrices into one, along the rows, without a second copy.
+
+        Its form is theirs, where the source keeps forms and they have one in common.
+
+        Raises:
+            ConfigError: As `read`.
+        """
+        form = FORM_OF_DTYPE[self._dtype]
+        if self.source.keeps_forms:
+            forms = {self._form(name) for name in names}
+            form = forms.pop() if len(forms) == 1 else form
+        width = form.width(columns)
+        if width is None:
+            raise self._misfit(names[0], [sizes[0], columns], f"blocks of {form.name}")
+        rows = self._arena.take((sum(sizes), width), form.dtype)
+        if not self._arena.is_filled:
+            for name, part in zip(names, torch.split(rows, sizes), strict=True):
+                self._matrix_into(name, Matrix(form, part))
+        return Matrix(form, rows)
+
+    def _form(self, name: str) -> Form:
+        """The form in which a matrix is stored, or the one that holds its values."""
+        stored, file = self._place(name)
+        _, block = split_name(stored)
+        if block is not None:
+            return Form[block.name]
+        try:
+            dtype = self._file(file).get_slice(stored).get_dtype()
+        except SafetensorError as exc:
+            raise self._unreadable(name, file, exc) from exc
+        return _KEPT.get(dtype, FORM_OF_DTYPE[self._dtype])
+
+    def _matrix_into(self, name: str, target: Matrix) -> None:
+        """Read a matrix into rows of the right form. Raises: ConfigError as `read`."""
+        stored_name, _ = self._place(name)
+        _, block = split_name(stored_name)
+        if block is None:
+            self._numbers_into(name, target.rows)
+            return
+        rows = self._stored(stored_name)
+        form = Form[block.name]
+        wanted = [target.shape[0], form.width(target.shape[1])]
+        if rows.dtype != torch.uint8 or list(rows.shape) != wanted:
+            raise self._misfit(name, wanted, f"{rows.dtype} of shape {list(rows.shape)}")
+        stored = Matrix(form, rows)
+        if not stored.is_finite():
+            raise self._not_finite(name, form.name)
+        if form is target.form:
+            target.rows.copy_(rows)
+            return
+        target.rows.copy_(stored.values(self._dtype))
+        if target.rows.device.type == "cpu" and not target.is_finite():
+            raise self._not_finite(name, str(self._dtype))
+
+    def _numbers_into(self, name: str, target: torch.Tensor) -> None:
+        """Read a tensor of numbers into `target`, converting its dtype."""
+        stored = self._stored(name)
+        if not stored.is_floating_point():
+            raise ConfigError(
+                f"model: tensor {name} is {stored.dtype}; only float weights are loaded",
+                param="model",
+            )
+        if stored.shape != target.shape:
+            raise self._misfit(name, list(target.shape), f"shape {list(stored.shape)}")
+        target.copy_(stored)
+        # On the host, and without a copy of the tensor: NaN is both its least and its greatest.
+        seen = target if target.device.type == "cpu" else stored
+        if not torch.isfinite(torch.stack(seen.aminmax())).all():
+            raise self._not_finite(name, str(seen.dtype))
+
+    def _misfit(self, name: str, wanted: list[Any], found: str) -> ConfigError:
+        return ConfigError(
+            f"model: tensor {name} has {found}, the configuration says {wanted}", param="model"
+        )
+
+    def _not_finite(self, name: str, form: str) -> ConfigError:
+        return ConfigError(
+            f"model: tensor {name} of {self._path} holds NaN or infinity as {form}; the "
+            "checkpoint is damaged, or needs a wider engine.dtype",
+            param="model",
+        )
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """Under which name a tensor is stored, and in which file."""
+        place = self._places.get(name)
+        if place is None:
+            raise ConfigError(
+                f"model: {self._path} has no tensor {name}; the checkpoint does not fit its "
+                "config.json",
+                param="model",
+            )
+        return place
+
+    def _stored(self, name: str) -> torch.Tensor:
+        stored, file = self._place(split_name(name)[0])
+        try:
+            tensor: torch.Tensor = self._file(file).get_tensor(stored)
+        except SafetensorError as exc:
+            raise self._unreadable(name, file, exc) from exc
+        return tensor
+
+    def _unreadable(self, name: str, file: str, why: SafetensorError) -> ConfigError:
+        return ConfigError(f"model: {self._path / file} does not hold {name}: {why}", param="model")
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(str(self._path / name), framework="pt")
+            except (SafetensorError, OSError) as exc:
+                raise ConfigError(
+                    f"model: {self._path / name} cannot be read: {exc}", param="model"
+                ) from exc
+        return self._open[name]
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    index = read_object(file)
+    try:
+        names = {str(k): str(v) for k, v in index["weight_map"].items()}
+    except GARBLED as exc:
+        raise ConfigError(f"model: {file} is not a weight index: {exc}", param="model") from exc
+    for shard in sorted(set(names.values())):
+        if Path(shard).name != shard:
+            raise ConfigError(f"model: {file} points outside its folder: {shard!r}", param="model")
+    return names

@@ -1,0 +1,85 @@
+"""How much KV memory a newcomer is promised where memory is promised as it is used.
+
+A decode replica promises what a sequence has and what it will probably still generate: the upper
+quantile that its length head names, or, without one, that quantile of the answers which ended on
+this replica lately. Never more than the sequence may become. A longer answer grows block by block,
+and where it cannot, somebody is paused (`quadriga.scheduling.preemption`), so a wrong guess costs a
+pause and never an answer.
+
+The replica, placement, admission and the simulator all ask here.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+
+from quadriga.core.forecast import LengthPrediction
+
+ADMIT_SHARE = 0.9
+"""Newcomers are let in while promises stay below this share of the memory. The rest is for
+sequences that outgrow their promise; see `admitted_tokens`."""
+RETURN_SHARE = 0.75
+"""Paused sequences come back while promises stay below this share, so that the one that comes back
+does not at once push another one out."""
+QUANTILE = 0.9
+WINDOW = 256
+"""Answers that are remembered."""
+ASSUMED_TOKENS = 64
+ASSUMED_ANSWERS = 16
+"""A replica begins as if it had seen so many answers of `ASSUMED_TOKENS`; they are forgotten like
+all others, and answers that were seen outweigh them soon."""
+
+
+class AnswerLengths:
+    """Lengths of the answers that ended lately, and their upper quantile.
+
+    Attributes:
+        upper_tokens: `QUANTILE` of them; at least 1.
+    """
+
+    def __init__(self) -> None:
+        self._in_order = deque([ASSUMED_TOKENS] * ASSUMED_ANSWERS)
+        self._sorted = [ASSUMED_TOKENS] * ASSUMED_ANSWERS
+        self.upper_tokens = ASSUMED_TOKENS
+
+    def ended(self, num_tokens: int) -> None:
+        """Note an answer of so many tokens, whatever ended it."""
+        if len(self._in_order) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
+        self._in_order.append(num_tokens)
+        insort(self._sorted, num_tokens)
+        at = min(len(self._sorted) - 1, math.ceil(QUANTILE * len(self._sorted)))
+        self.upper_tokens = max(1, self._sorted[at])
+
+
+def admitted_tokens(kv_capacity_tokens: int, num_rows: int, max_model_len: int) -> int:
+    """Return up to how many promised tokens newcomers are let in.
+
+    Args:
+        max_model_len: Most tokens of one row; 0 where it is not known. Where all rows fit at that
+            length nobody can ever be short, and all of the memory is promised.
+    """
+    if 0 < num_rows * max_model_len <= kv_capacity_tokens:
+        return kv_capacity_tokens
+    return int(ADMIT_SHARE * kv_capacity_tokens)
+
+
+def promised_tokens(
+    num_tokens: int,
+    max_total_tokens: int,
+    *,
+    upper_tokens: int,
+    prediction: LengthPrediction | None = None,
+) -> int:
+    """Return the tokens to promise a newcomer, at least one more than it comes with.
+
+    Args:
+        num_tokens: What it comes with.
+        max_total_tokens: Most it may become.
+        upper_tokens: `AnswerLengths.upper_tokens` of the replica.
+        prediction: Of its tokens still to come, where that is known.
+    """
+    ahead = upper_tokens if prediction is None else math.ceil(prediction.upper)
+    return min(num_tokens + max(1, ahead), max(max_total_tokens, num_tokens + 1))

@@ -1,0 +1,254 @@
+"""How long a newcomer would wait for a place.
+
+Whoever runs ends sooner or later; how soon is learned as a hazard: endings per second of running,
+both forgotten alike. Times the sequences that run now it is the rate at which room comes free, also
+right after a change of load, where a rate over a window would still tell of the load before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quadriga.config.engine import PrefillConfig
+from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import AdmitRequest
+from quadriga.policies.retry_reservations import RetryReservations
+from quadriga.policies.slot_reservation import admitted_tokens, promised_tokens
+
+MEMORY_S = 20.0
+"""Endings and running time are forgotten with this time constant, while anybody runs."""
+MIN_RATE, MAX_RATE = 1e-3, 1e6
+LATE_S = 60.0
+"""A sequence that nobody ended so long after its deadline will not be heard of any more."""
+
+
+@dataclass(slots=True)
+class _QueueModel:
+    """What is known of the sequences of one model.
+
+    Attributes:
+        ended: Endings, decayed.
+        ran_s: Seconds of running, of all sequences together, decayed alike.
+        reported: Sequences that the replicas last told of. Of those whose ingress died nobody
+            tells the end; they count no longer than replicas hold them.
+        appointments: Of callers who were refused.
+    """
+
+    num_pending: int = 0
+    num_running: int = 0
+    reported: float = math.inf
+    ended: float = 0.0
+    ran_s: float = 0.0
+    seen_s: float = 0.0
+    appointments: RetryReservations = field(default_factory=RetryReservations)
+
+    def pass_time(self, now_s: float) -> None:
+        num_running = min(self.num_running, self.reported)
+        if num_running > 0:
+            kept = math.exp(-(now_s - self.seen_s) / MEMORY_S)
+            self.ended *= kept
+            self.ran_s = self.ran_s * kept + num_running * MEMORY_S * (1.0 - kept)
+        self.seen_s = now_s
+
+
+@dataclass(slots=True)
+class _Known:
+    model: str
+    deadline_unix_s: float
+    is_placed: bool = False
+
+
+@dataclass(slots=True)
+class WaitEstimator:
+    """Sequences from their admission to their end, as one scheduler sees them.
+
+    What a predecessor of the scheduler admitted is not in it and does not count.
+    """
+
+    _models: dict[str, _QueueModel] = field(default_factory=dict)
+    _known: dict[str, _Known] = field(default_factory=dict)
+
+    def admitted(self, request: AdmitRequest, model: str, *, now_s: float) -> None:
+        """A sequence was let in."""
+        self.ended([request.sequence_id], now_s=now_s)
+        self._known[request.sequence_id] = _Known(model, request.deadline_unix_s)
+        self._at(model, now_s).num_pending += 1
+
+    def placed(self, sequence_id: str, *, now_s: float) -> None:
+        """It has room at a decode replica; harmless twice."""
+        known = self._known.get(sequence_id)
+        if known is None or known.is_placed:
+            return
+        known.is_placed = True
+        model = self._at(known.model, now_s)
+        model.num_pending -= 1
+        model.num_running += 1
+
+    def ended(self, sequence_ids: Sequence[str], *, now_s: float) -> None:
+        """They are over, however they ended; unknown ones are no error."""
+        for sequence_id in sequence_ids:
+            known = self._known.pop(sequence_id, None)
+            if known is None:
+                continue
+            model = self._at(known.model, now_s)
+            if known.is_placed:
+                model.num_running -= 1
+                model.ended += 1.0
+            else:
+                model.num_pending -= 1
+
+    def forget_late(self, *, now_s: float, now_unix_s: float) -> None:
+        """Drop those of whose end nobody told, because their ingress died."""
+        late = [
+            sequence_id
+            for sequence_id, known in self._known.items()
+            if known.deadline_unix_s + LATE_S < now_unix_s
+        ]
+        self.ended(late, now_s=now_s)
+
+    def num_pending(self, model: str) -> int:
+        """Let in, and without room at a decode replica so far."""
+        return self._models[model].num_pending if model in self._models else 0
+
+    def ends_per_s(
+        self,
+        model: str,
+        num_running: int,
+        *,
+        now_s: float,
+        num_more: int = 0,
+        expected_s: float = 0.0,
+    ) -> float:
+        """Predicted rate at which sequences end.
+
+        One more ending is assumed than was seen, after `expected_s`: with none seen yet it is all
+        there is to go by, and the answer falls the longer nobody ends.
+
+        Args:
+            num_running: As the replicas tell.
+            num_more: That will run as soon as they may.
+            expected_s: How long one may run.
+        """
+        at = self._at(model, now_s)
+        at.reported = num_running
+        hazard = (at.ended + 1.0) / max(at.ran_s + expected_s, 1e-3)
+        return (num_running + num_more) * hazard
+
+    def appointments(self, model: str) -> RetryReservations:
+        """Of callers who were refused, and told when to come back."""
+        return self._models.setdefault(model, _QueueModel()).appointments
+
+    def _at(self, model: str, now_s: float) -> _QueueModel:
+        at = self._models.setdefault(model, _QueueModel(seen_s=now_s))
+        at.pass_time(now_s)
+        return at
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Of one thing that sequences must wait for.
+
+    Attributes:
+        free: How many more sequences could have it now; negative where some wait already.
+        per_s: For how many it comes free in a second; above 0.
+    """
+
+    free: float
+    per_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Until one more sequence would have it."""
+        return max(0.0, (1.0 - self.free) / self.per_s)
+
+
+def queue_supply(
+    request: AdmitRequest, prefills: Sequence[ReplicaSnapshot], config: PrefillConfig
+) -> Supply:
+    """Places in prefill queues for sequences like the request.
+
+    The rate is measured over idle time too, so a queue held up by full decode replicas counts at
+    the pace it really moves.
+    """
+    per_s = sum(s.tokens_per_s for s in prefills) / max(1, request.num_prompt_tokens)
+    free = sum(_queue_room(snapshot, request, config) for snapshot in prefills)
+    return Supply(free, max(per_s, MIN_RATE))
+
+
+def _queue_room(snapshot: ReplicaSnapshot, request: AdmitRequest, config: PrefillConfig) -> int:
+    """How many sequences like the request one queue could take; one of any length when empty."""
+    tokens = max(0, config.max_queued_tokens - snapshot.waiting_tokens)
+    sequences = max(0, config.max_queued_sequences - snapshot.num_waiting)
+    least = 1 if snapshot.num_waiting == 0 else 0
+    return max(least, min(sequences, tokens // max(1, request.num_prompt_tokens)))
+
+
+def decode_supply(
+    request: AdmitRequest,
+    decodes: Sequence[ReplicaSnapshot],
+    book: WaitEstimator,
+    *,
+    num_pending: int,
+    model: str,
+    now_s: float,
+) -> Supply:
+    """Places at decode replicas for sequences like the request.
+
+    The rate is that of all places in use: one that is free while others are refused is kept for
+    somebody who comes soon. With the rate of those in use, a few kept places would mean a longer
+    wait for all who are refused, and so more places that are kept.
+
+    Args:
+        decodes: Those that may take it, with what is on its way to them.
+        num_pending: Sequences before it that have no room yet.
+    """
+    room = sum(_room(snapshot, request) for snapshot in decodes)
+    per_s = book.ends_per_s(
+        model,
+        sum(s.num_running + s.num_waiting for s in decodes),
+        now_s=now_s,
+        num_more=room,
+        expected_s=request.max_tokens * max((s.step_time_s for s in decodes), default=0.0),
+    )
+    return Supply(room - num_pending, max(per_s, MIN_RATE))
+
+
+def prefill_supply(
+    request: AdmitRequest,
+    first: ReplicaSnapshot,
+    *,
+    num_replicas: int,
+    chunk_tokens: int,
+) -> Supply:
+    """Turns at prefill replicas for prompts like the request's.
+
+    Args:
+        first: The replica with the least work ahead.
+    """
+    ahead_s = prefill_wait_s(first, chunk_tokens=chunk_tokens)
+    prompt_s = request.num_prompt_tokens / chunk_tokens * first.step_time_s
+    per_s = num_replicas / max(prompt_s, 1.0 / MAX_RATE)
+    return Supply(1.0 - ahead_s * per_s, per_s)
+
+
+def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
+    """How many sequences like the request a decode replica could take now."""
+    info = snapshot.info
+    slots = info.num_slots - snapshot.num_running - snapshot.num_waiting
+    wanted = longest = request.num_prompt_tokens + request.max_tokens
+    capacity = info.kv_capacity_tokens
+    if info.reservation == "used":
+        wanted = promised_tokens(
+            request.num_prompt_tokens, longest, upper_tokens=snapshot.upper_tokens
+        )
+        if snapshot.num_running + snapshot.num_waiting:  # who is alone may have it all
+            capacity = admitted_tokens(capacity, info.num_slots, info.max_model_len)
+    free = capacity - snapshot.reserved_tokens
+    return max(0, min(slots, free // max(1, wanted)))
+
+
+def prefill_wait_s(snapshot: ReplicaSnapshot, *, chunk_tokens: int) -> float:
+    """Seconds until a prefill replica has computed what waits there, by its time per chunk."""
+    return snapshot.waiting_tokens / chunk_tokens * snapshot.step_time_s

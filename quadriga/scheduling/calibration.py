@@ -1,0 +1,153 @@
+"""Measure what segments and exit heads cost, once, before the first sequence arrives."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.clock import Clock
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.policies.drex.costs import SegmentCosts
+
+_REPEATS = 3
+_SHORT, _LONG = 2, 512  # tokens of context
+_SKIPPED = (2, 12)  # tokens that leave early, to time what it takes to fill in their KV
+_FILL_ROWS = 4
+
+
+def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCosts:
+    """Time every segment at batch sizes that double, at short and at long contexts.
+
+    Uses the runner's rows 0..max_rows − 1, which must be free, and leaves them free. What is
+    computed is garbage; only the time counts.
+    """
+    costs = SegmentCosts(len(runner.segment_ends), max_rows)
+    if costs.num_segments == 1:
+        return costs
+    with Dummies(runner, max_rows, _SHORT):
+        for count in costs.knots:
+            _calibrate_batch(runner, clock, costs, count)
+    context = min(_LONG, runner.row_capacity_tokens - 1)
+    with Dummies(runner, max_rows, context):
+        for segment in range(costs.num_segments):
+            seconds = _time_s(runner, clock, segment, segment + 1, max_rows)
+            known_s = costs.forecast_s(segment, segment + 1, max_rows, 0, tests=True)
+            costs.set_slope(segment, (seconds - known_s) / (max_rows * (context - _SHORT)))
+    if runner.row_capacity_tokens > _SHORT + max(_SKIPPED):
+        _calibrate_fill(runner, clock, costs, min(_FILL_ROWS, max_rows))
+    return costs
+
+
+def _calibrate_fill(runner: ModelRunner, clock: Clock, costs: SegmentCosts, count: int) -> None:
+    """Enter what filling in skipped KV takes: nothing where nothing is.
+
+    After a few tokens that left early and after many, that gives what a row costs and what each
+    position.
+    """
+    found = [_time_fill(runner, clock, costs.num_segments, count, skipped) for skipped in _SKIPPED]
+    (few, few_s), (many, many_s) = found
+    if many <= few:
+        return
+    entered = count * (costs.num_segments - 1)
+    costs.fill_s = max(0.0, min((many_s - few_s) / (many - few), many_s / many))
+    costs.fill_row_s = max(0.0, (many_s - costs.fill_s * many) / entered)
+
+
+def _time_fill(
+    runner: ModelRunner, clock: Clock, num_segments: int, count: int, skipped: int
+) -> tuple[int, float]:
+    """Positions × segments filled in after so many tokens left at the first exit, and seconds.
+
+    The next token runs on; once more, it finds all there. The first segment runs before each, as in
+    service: or the second time weights would be nearer.
+    """
+    found_s = []
+    rows = list(range(count))
+    filled = 0
+
+    def deep_s() -> float:
+        runner.advance(rows, 0, 1)
+        started_s = clock.now_s()
+        runner.advance(rows, 1, num_segments)
+        return clock.now_s() - started_s
+
+    for _ in range(_REPEATS):
+        with Dummies(runner, count, _SHORT) as dummies:
+            for _ in range(skipped):
+                runner.advance(rows, 0, 1)
+                for state, token in zip(dummies.states, runner.emit(rows), strict=True):
+                    state.output_ids.append(token.token_id)
+            before = runner.num_filled
+            took_s, filled = deep_s(), runner.num_filled - before
+            again_s = median(deep_s() for _ in range(_REPEATS))
+        found_s.append(max(0.0, took_s - again_s))
+    return filled, median(found_s)
+
+
+def _calibrate_batch(runner: ModelRunner, clock: Clock, costs: SegmentCosts, count: int) -> None:
+    """Enter the times at one batch size.
+
+    Every pass ends in a head. The whole model in one pass has one, its segments one by one have one
+    each; the difference is what a head costs. That of the last segment is counted with the segment,
+    for nothing ever leaves it out.
+    """
+    last = costs.num_segments - 1
+    parts_s = [_time_s(runner, clock, i, i + 1, count) for i in range(costs.num_segments)]
+    whole_s = _time_s(runner, clock, 0, costs.num_segments, count)
+    head_s = max((sum(parts_s) - whole_s) / last, 0.01 * min(parts_s))
+    for segment, seconds in enumerate(parts_s):
+        costs.set(segment, count, seconds - (head_s if segment < last else 0.0))
+        costs.set(segment, count, head_s if segment < last else 0.0, head=True)
+
+
+def _time_s(runner: ModelRunner, clock: Clock, first: int, stop: int, count: int) -> float:
+    rows = list(range(count))
+    times = []
+    for _ in range(_REPEATS):
+        started_s = clock.now_s()
+        runner.advance(rows, first, stop)
+        times.append(clock.now_s() - started_s)
+    return median(times)
+
+
+class Dummies:
+    """Sequences of one length in the first rows, to time passes on; a context manager.
+
+    All but the last token are prompt, and no KV is there: what is computed is garbage.
+    """
+
+    def __init__(self, runner: ModelRunner, count: int, num_tokens: int) -> None:
+        self._runner = runner
+        self.states = [
+            SequenceState(
+                sequence_id=f"calibration-{row}",
+                request_id="calibration",
+                model="",
+                prompt_ids=[0] * (num_tokens - 1),
+                sampling=SamplingParams(max_tokens=1, temperature=0.0),
+                ingress_id="",
+                arrival_unix_s=0.0,
+                deadline_unix_s=float("inf"),
+                exits=ExitParams(),
+                output_ids=[0],
+            )
+            for row in range(count)
+        ]
+
+    def __enter__(self) -> Dummies:
+        for row, state in enumerate(self.states):
+            self._runner.attach(row, state)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for row in range(len(self.states)):
+            self._runner.detach(row)
+
+    def decode(self) -> None:
+        """Run one token of each through all layers."""
+        self._runner.decode(list(range(len(self.states))))
+
+    def prefill(self) -> None:
+        """Compute the first one's prompt."""
+        self._runner.prefill([PrefillChunk(0, self.states[0].prompt_ids, 0, True)])

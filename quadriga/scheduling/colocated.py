@@ -1,0 +1,248 @@
+"""Prefill and decode in one process, over one runner: a prompt is decoded in the row it came into.
+
+The two loops are the replicas' own. They share one table of slots, so the hand-off is a change of
+owner: a sequence reserves its row and its tokens as on a decode replica when its prompt begins, and
+no KV is copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+
+from quadriga.checkpoint.exits import ExitCounters
+from quadriga.clock import Clock
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.output import EngineOutput
+from quadriga.core.replica import Reservation
+from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
+from quadriga.errors import InvariantViolation, QuadrigaError
+from quadriga.interfaces import ModelRunner
+from quadriga.policies.rebatching import Rebatcher
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.slots import Slot, SlotTable
+
+AHEAD = 2
+"""Of a run, so many sequences for each slot are running or queued: prompts of similar length are
+found among them, and a long line costs nothing."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Sequences that somebody reads.
+
+    Attributes:
+        names: Those that have not ended.
+        said: What was not read yet.
+    """
+
+    names: set[str] = field(default_factory=set)
+    said: list[EngineOutput] = field(default_factory=list)
+
+
+class ColocatedLoop(PrefillEvents):
+    """A `PrefillLoop` and a `DecodeLoop` over the same rows.
+
+    Args:
+        spec: What the runner was loaded from.
+        chunk_tokens: Most prompt tokens in one forward pass.
+        max_age_s: See `PrefillQueue`, which has no limits here: who submits holds the prompts. At
+            0 the first come is the first computed.
+        max_slots: Sequences at once, at most; None: as many as the runner has rows.
+        kv_capacity_tokens: Tokens of KV over all rows; None: as many as `spec` says.
+        rebatcher, counters, is_partial: See `DecodeLoop`.
+
+    Attributes:
+        prefill, decode: The loops.
+
+    Not thread-safe: one thread calls everything.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        spec: EngineSpec,
+        *,
+        clock: Clock,
+        chunk_tokens: int = 512,
+        max_age_s: float = 0.0,
+        max_slots: int | None = None,
+        kv_capacity_tokens: int | None = None,
+        reservation: Reservation = "longest",
+        rebatcher: Rebatcher | None = None,
+        counters: ExitCounters | None = None,
+        is_partial: bool = False,
+    ) -> None:
+        eos_token_ids = spec.checkpoint.eos_token_ids
+        slots = SlotTable(
+            num_rows=min(max_slots or runner.num_rows, runner.num_rows),
+            row_capacity_tokens=runner.row_capacity_tokens,
+            kv_capacity_tokens=kv_capacity_tokens or spec.kv_capacity_tokens,
+            reservation=reservation,
+        )
+        self.decode = DecodeLoop(
+            runner=runner,
+            slots=slots,
+            eos_token_ids=eos_token_ids,
+            clock=clock,
+            rebatcher=rebatcher,
+            counters=counters,
+            criterion=spec.exits.criterion,
+            is_partial=is_partial,
+        )
+        self.prefill = PrefillLoop(
+            runner=runner,
+            slots=slots,
+            queue=PrefillQueue(
+                max_sequences=sys.maxsize, max_tokens=sys.maxsize, max_age_s=max_age_s
+            ),
+            events=self,
+            eos_token_ids=eos_token_ids,
+            chunk_tokens=chunk_tokens,
+            layer_groups=1,
+            clock=clock,
+            reserve=self._reserve,
+        )
+        self._request_log: list[EngineOutput] = []
+        self._runs: dict[str, _Run] = {}
+
+    def run(self, states: Iterable[SequenceState]) -> Generator[list[EngineOutput]]:
+        """Run sequences to their ends, and yield what they say, pass by pass.
+
+        Several runs may be read in turn: whoever is read runs the passes, for all. Closing the
+        generator lets go of those that have not ended.
+        """
+        waiting, run = deque(states), _Run()
+        most = AHEAD * self.decode.slots.num_rows
+        try:
+            while waiting or run.names or run.said:
+                while waiting and len(self._runs) < most:
+                    state = waiting.popleft()
+                    self._runs[state.sequence_id] = run
+                    run.names.add(state.sequence_id)
+                    self.submit(state)
+                if not run.said:
+                    self._deliver()
+                if run.said:
+                    said, run.said = run.said, []
+                    yield said
+        finally:
+            for name in list(run.names):
+                self.release(name)
+
+    def _deliver(self) -> None:
+        """Run one pass, and put what was said where it is read. Raises: InvariantViolation."""
+        said = self.step()
+        for emission in said:
+            self._runs[emission.sequence_id].said.append(emission)
+            if emission.finish is not None or emission.error is not None:
+                self._forget(emission.sequence_id)
+        if not said and not self.has_work:
+            raise InvariantViolation(f"{len(self._runs)} sequences wait, and nothing can run")
+
+    def _forget(self, sequence_id: str) -> None:
+        run = self._runs.pop(sequence_id, None)
+        if run is not None:
+            run.names.discard(sequence_id)
+
+    def submit(self, state: SequenceState) -> None:
+        """Queue a sequence, a new one or one that is to be rebuilt. Raises: InvariantViolation."""
+        self.prefill.submit(state)
+
+    def release(self, sequence_id: str) -> None:
+        """Let go of a sequence, wherever it is; an unknown one is no error."""
+        self._forget(sequence_id)
+        if self.decode.departures.state(sequence_id) is not None:
+            self.decode.leave(sequence_id)
+        else:
+            self.prefill.release(sequence_id)
+        self.prefill.retry()
+
+    def compute_prompts(self) -> list[EngineOutput]:
+        """Run prompts while there is room for more; returns their first tokens."""
+        said = []
+        while self.prefill.has_work:
+            said += self.step()
+        return said
+
+    def step(self) -> list[EngineOutput]:
+        """Run one pass: of prompts while there is room for more, else one step of the batch.
+
+        Returns:
+            What is new; of no sequence more than one emission.
+        """
+        prefill = self.prefill
+        if prefill.has_work:
+            prefill.step()
+            said, self._request_log = self._request_log, []
+            return said
+        said = [emission for _, emission in self.decode.step()]
+        if prefill.is_stalled and any(e.finish is not None or e.error for e in said):
+            prefill.retry()
+        return said
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return self.prefill.has_work or self.decode.has_work
+
+    def check(self) -> None:
+        """Verify the books of both loops against the slots. Raises: InvariantViolation."""
+        slots = self.decode.slots
+        slots.check()
+        self.decode.check()
+        paused = self.decode.is_paused
+        decoding = [s.sequence_id for s in self.decode.running if not paused(s.sequence_id)]
+        known = sorted(self.prefill.holders + decoding)
+        if sorted(slots.holders) != known:
+            raise InvariantViolation(
+                f"slots are held for {sorted(slots.holders)}; {known} are computed or run"
+            )
+
+    def _reserve(self, state: SequenceState) -> Slot:
+        return self.decode.reserve(
+            state.sequence_id, state.max_total_tokens, state.num_tokens, state.priority
+        )
+
+    # PrefillEvents
+
+    def on_first_token(
+        self,
+        state: SequenceState,
+        logprobs: list[TokenLogprob] | None,
+        prompt_logprobs: list[TokenLogprob] | None,
+        finish: FinishReason | None,
+    ) -> None:
+        """See `PrefillEvents`."""
+        self._request_log.append(
+            EngineOutput(
+                state.sequence_id,
+                state.epoch,
+                token_ids=list(state.output_ids),
+                exit_layers=list(state.exit_layers),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                finish=finish,
+            )
+        )
+        if finish is None:
+            self.on_rebuilt(state)
+
+    def on_rebuilt(self, state: SequenceState) -> None:
+        """See `PrefillEvents`: its prompt is done."""
+        self.join(state)
+
+    def join(self, state: SequenceState) -> None:
+        """Let a sequence whose prompt is done decode from the next step on."""
+        self.prefill.hand_over(state.sequence_id)
+        self.decode.join(state, is_attached=True)
+
+    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
+        """See `PrefillEvents`."""
+        self._request_log.append(
+            EngineOutput(state.sequence_id, state.epoch, len(state.output_ids), error=error)
+        )

@@ -1,0 +1,1 @@
+"""API keys, rate limits and concurrency limits."""

@@ -1,0 +1,318 @@
+"""The whole service on this machine, from its start to its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.errors import ConfigError, QuadrigaError, Unavailable
+from quadriga.ports import LOOPBACK
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.cli.environment import GRPC_SERVICERS, LOG_FORMAT_VARIABLE, prepare_environment
+from serve_app.cli.local_stop import Drain, LocalStop
+from serve_app.cli.ray_errors import LOCAL_REMEDY, explain
+from serve_app.cli.ray_processes import RayProcesses
+from serve_app.http.haproxy import GRPC_PORT_VARIABLE, HTTP_PORT_VARIABLE
+from serve_app.http.tls import Tls, is_loopback
+from serve_app.ops.admin import check_admin
+
+DEFAULT_PLAIN_GRPC_PORT = 9000
+OBJECT_STORE_BYTES = 256 << 20
+POLL_INTERVAL_S = 0.2
+STATUS_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the service listens.
+
+    Attributes:
+        host: Of everything but gRPC without TLS, which Serve's own proxy opens on every interface.
+        http_port: Without TLS; not open where Serve's own proxy speaks TLS.
+        grpc_port: Without TLS; None where gRPC is off.
+        tls: Clients come over TLS; without it everything else is on loopback, or in a network
+            that may read along.
+        is_haproxy: HAProxy stands in front, and has TLS, instead of Serve's own proxy.
+    """
+
+    host: str = LOOPBACK
+    http_port: int = 8000
+    grpc_port: int | None = None
+    tls: Tls | None = None
+    is_haproxy: bool = False
+
+    @property
+    def http_url(self) -> str:
+        if self.tls is None:
+            return f"http://{self.host}:{self.http_port}"
+        return f"https://{self.host}:{self.tls.https_port}"
+
+    @property
+    def grpc_target(self) -> str | None:
+        if self.grpc_port is None:
+            return None
+        return f"{self.host}:{self.grpc_port if self.tls is None else self.tls.grpc_port}"
+
+    @property
+    def health_url(self) -> str:
+        """Where this machine looks whether it is up; past HAProxy's TLS, which may ask for more."""
+        options = self.http_options()
+        return f"{'https' if 'ssl_certfile' in options else 'http'}://{options['host']}:{options['port']}"
+
+    def http_options(self) -> dict[str, Any]:
+        """What Serve is told to listen on, and how."""
+        if self.tls is None:
+            return {"host": self.host, "port": self.http_port}
+        if self.is_haproxy:  # HAProxy's TLS stands before Serve's ports
+            return {"host": LOOPBACK, "port": self.http_port}
+        return {
+            "host": self.host,
+            "port": self.tls.https_port,
+            "ssl_certfile": str(self.tls.cert),
+            "ssl_keyfile": str(self.tls.key),
+        }
+
+    def to_environment(self) -> None:
+        """Tell the proxies, which are processes of Serve's, about TLS."""
+        if self.tls is not None:
+            self.tls.to_environment()
+            os.environ[HTTP_PORT_VARIABLE] = str(self.http_port)
+            os.environ[GRPC_PORT_VARIABLE] = str(self.grpc_port or DEFAULT_PLAIN_GRPC_PORT)
+
+    def check(self) -> None:
+        """Raises: ConfigError where clients would not be asked for what they should be."""
+        if self.tls is None:
+            return
+        self.tls.check()
+        if self.tls.client_ca is not None and not self.is_haproxy and not is_loopback(self.host):
+            raise ConfigError(
+                "--tls-client-ca: Serve's own proxy asks HTTP clients for no certificate; use "
+                "--haproxy, or --host 127.0.0.1 to have gRPC only behind client certificates",
+                param="tls-client-ca",
+            )
+
+
+def _unverified() -> ssl.SSLContext:
+    """For a look at our own port by its address, for which no certificate need be made out."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def find_models(config: QuadrigaConfig) -> None:
+    """Look for every model, fetching and converting what this machine does not have yet.
+
+    Raises:
+        ConfigError: One cannot be found, or cannot be served.
+    """
+    for pool in config.pools:
+        read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
+
+
+class LocalService:
+    """Ray, Serve and the application on this machine, once.
+
+    Args:
+        keys: gRPC starts only where this holds a key.
+        progress: Called with a line whenever the start has come a step further.
+        ray_options: Further arguments of `ray.init`.
+    """
+
+    def __init__(
+        self,
+        config: QuadrigaConfig,
+        keys: ApiKeys,
+        addresses: Addresses,
+        *,
+        progress: Callable[[str], None] = lambda line: None,
+        **ray_options: Any,
+    ) -> None:
+        self.config = config
+        self.addresses = addresses
+        self._progress = progress
+        self._keys = keys
+        self._ray_options = ray_options
+        self._processes = RayProcesses()
+        self._is_serving = False
+
+    def start(self) -> None:
+        """Start everything and return once all replicas serve.
+
+        Raises:
+            ConfigError: The configuration cannot be served here, or a port is taken.
+            Unavailable: Ray or Serve did not start, or the replicas were not ready in time.
+        """
+        find_models(self.config)  # what cannot be found is said before Ray is started
+        self.addresses.check()
+        check_admin(self.config.admin, self._keys)
+        self._check_ports()
+        self.addresses.to_environment()
+        os.environ[LOG_FORMAT_VARIABLE] = self.config.logging.format
+        prepare_environment()
+        self._start_ray()
+        self._progress("Ray is up")
+        self._start_serve()
+        self._is_serving = True
+        self._progress("front door is up")
+        self._await_ready()
+
+    def _check_ports(self) -> None:
+        where, admin = self.addresses, self.config.admin
+        options = where.http_options()
+        wanted = [("--http-port", options["host"], options["port"])]
+        if where.grpc_port is not None and self._keys.digests:
+            wanted.append(("--grpc-port", "", where.grpc_port))  # Serve listens on every interface
+            if where.tls is not None:
+                wanted.append(("--grpc-tls-port", where.host, where.tls.grpc_port))
+        if where.tls is not None and where.is_haproxy:
+            wanted.append(("--https-port", where.host, where.tls.https_port))
+        if admin.port is not None:
+            wanted.append(("admin.port", admin.host, admin.port))
+        seen: dict[int, str] = {}
+        for option, _, port in wanted:
+            if (other := seen.setdefault(port, option)) != option:
+                raise ConfigError(
+                    f"{option}: {port} is also {other}; each needs a port of its own", param=option
+                )
+        for option, address, port in wanted:
+            try:
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((address, port))
+            except OSError as exc:
+                is_taken = exc.errno == errno.EADDRINUSE
+                reason = "is taken by another process" if is_taken else f"cannot be used: {exc}"
+                raise ConfigError(
+                    f"{option}: {port} {reason}; choose another", param=option
+                ) from exc
+
+    def _start_ray(self) -> None:
+        import ray
+
+        options: dict[str, Any] = {
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "log_to_driver": False,
+            "_node_ip_address": LOOPBACK,
+        }
+        began_s = time.monotonic()
+        try:
+            with self._processes.starting():
+                ray.init("local", **(options | self._ray_options))
+        except Exception as exc:  # a border: Ray has no common base for what fails here
+            waited_s = time.monotonic() - began_s
+            raise explain(
+                "starting Ray on this machine", exc, waited_s=waited_s, remedy=LOCAL_REMEDY
+            ) from exc
+
+    def _start_serve(self) -> None:
+        from ray import serve
+
+        from serve_app.app import application
+
+        grpc_options = None
+        if self.addresses.grpc_port is not None and self._keys.digests:
+            grpc_options = {
+                "port": self.addresses.grpc_port,
+                "grpc_servicer_functions": list(GRPC_SERVICERS),
+            }
+        began_s = time.monotonic()
+        try:
+            serve.start(
+                proxy_location="HeadOnly",
+                http_options=self.addresses.http_options(),
+                grpc_options=grpc_options,
+            )
+            serve.run(
+                application(self.config, self._keys, announces=False),
+                name=self.config.name,
+                route_prefix="/",
+            )
+        except QuadrigaError:
+            raise
+        except Exception as exc:  # a border: Serve has no common base for what fails here
+            what = f"starting Ray Serve on {self.addresses.http_url}"
+            waited_s = time.monotonic() - began_s
+            remedy = f"the reason is in {self.log_folder()}"
+            raise explain(what, exc, waited_s=waited_s, remedy=remedy) from exc
+
+    def log_folder(self) -> Path:
+        """Where Ray keeps the logs of all processes; once Ray was started."""
+        from ray._private import worker
+
+        node: Any = worker._global_node
+        return Path(node.get_logs_dir_path())
+
+    def status(self) -> dict[str, Any]:
+        """What runs where, from the controller."""
+        import ray
+
+        from actors.rpc.lifecycle import controller_name
+        from actors.rpc.lookup import get_actor
+
+        controller: Any = get_actor(controller_name(self.config.name))
+        status: dict[str, Any] = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
+        return status
+
+    def stop(
+        self,
+        report: Callable[[Drain], None] = lambda drain: None,
+        is_hurried: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Let requests end, then end actors, Serve and Ray in order; never raises, never hangs.
+
+        Args:
+            report: Called with the state of the drain, several times a second, by another thread.
+            is_hurried: Asked several times a second whether to end the requests in an error now
+                and wait for nothing any more.
+
+        Returns:
+            Whether all ended in order. Otherwise Ray's processes were killed, and what Ray runs
+            in this one may hang: it should end by `os._exit`.
+        """
+        if not self._processes.has_started:
+            return True
+        stop = LocalStop(self.config, self._processes, self._progress, drains=self._is_serving)
+        return stop.run(report, is_hurried)
+
+    def lost_process(self) -> str:
+        """Name of a process of Ray's that is gone and without which nothing works; else empty."""
+        return self._processes.ended()
+
+    def _await_ready(self) -> None:
+        deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
+        num_ready = 0
+        while True:
+            status = self.status()
+            if status["num_ready"] != num_ready:
+                num_ready = status["num_ready"]
+                self._progress(f"{num_ready} of {status['num_desired']} replicas are ready")
+            if status.get("is_ready") and self._is_healthy():
+                return
+            if time.monotonic() > deadline_s:
+                states = ", ".join(f"{r['name']} {r['phase']}" for r in status["replicas"])
+                raise Unavailable(
+                    f"not ready within lifecycle.replica_start_timeout_s: "
+                    f"{status.get('error') or states or 'no replica was started'}"
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+    def _is_healthy(self) -> bool:
+        try:
+            url = f"{self.addresses.health_url}/health"
+            with urllib.request.urlopen(url, timeout=5, context=_unverified()) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False

@@ -1,0 +1,132 @@
+"""One HTTP exchange as the routes see it: headers, a bounded body, one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from quadriga.errors import (
+    BodyTooLarge,
+    Cancelled,
+    HeadersTooLarge,
+    InvalidRequest,
+    QuadrigaError,
+    RequestTimeout,
+)
+from serve_app.openai.errors import send_error
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+class Call:
+    """An ASGI request with its answer.
+
+    Attributes:
+        headers: Lower-case names; of a repeated header the last value.
+        status: What was answered; 0 until then.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.receive = receive
+        self._send = send
+        self.headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        self.status = 0
+
+    @property
+    def path(self) -> str:
+        return str(self.scope["path"])
+
+    @property
+    def route(self) -> str:
+        """Method and path, as far as a log or an error needs them."""
+        return f"{self.scope['method']} {self.path}"[:200]
+
+    def check_headers(self, max_headers: int, max_bytes: int) -> None:
+        """Raises: HeadersTooLarge."""
+        headers = self.scope["headers"]
+        if len(headers) > max_headers:
+            raise HeadersTooLarge(
+                f"the request has {len(headers)} headers, above the limit of {max_headers}"
+            )
+        size = sum(len(name) + len(value) for name, value in headers)
+        if size > max_bytes:
+            raise HeadersTooLarge(
+                f"the headers have {size} bytes, above the limit of {max_bytes} bytes"
+            )
+
+    async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
+        """Read the whole body.
+
+        Raises: BodyTooLarge, as soon as that is known; RequestTimeout; Cancelled.
+        """
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidRequest("the body must not be compressed", param="content-encoding")
+        announced = self.headers.get("content-length", "0")
+        if announced.isdigit() and int(announced) > max_bytes:
+            raise _too_large(max_bytes)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise Cancelled("the client went away while it sent its request")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > max_bytes:
+                        raise _too_large(max_bytes)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError as exc:
+            raise RequestTimeout(f"the body was not here within {timeout_s:g} s") from exc
+
+    async def watch_disconnect(self, hang_up: Callable[[], None]) -> None:
+        """Call `hang_up` when the client goes; for a task beside the answer."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        hang_up()
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer(
+        self,
+        data: bytes,
+        *,
+        status: int = 200,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        content_type: bytes = b"application/json",
+    ) -> None:
+        """Send a whole answer."""
+        fixed = [(b"content-type", content_type), (b"content-length", str(len(data)).encode())]
+        await self.start(status, fixed + (headers or []))
+        await self.write(data, more=False)
+
+    async def answer_json(
+        self, value: object, headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
+        await self.answer(json.dumps(value).encode(), headers=headers)
+
+    async def answer_error(self, exc: QuadrigaError) -> None:
+        self.status = exc.http_status
+        await send_error(self._send, exc)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than the limit of {max_bytes} bytes")

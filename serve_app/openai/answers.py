@@ -1,0 +1,244 @@
+"""Answers of the HTTP API, as the OpenAPI page shows them.
+
+They describe what `rendering` and the doors write; a test holds real answers against
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """What is not named here is not sent."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Health(Answer):
+    """GET /health."""
+
+    status: Literal["ok"] = Field(description="Requests can be served.")
+    models: list[str] = Field(description="Ids of the models served.")
+
+
+class Alive(Answer):
+    """GET /live."""
+
+    status: Literal["alive"] = Field(description="The process answers.")
+
+
+class Version(Answer):
+    """GET /version."""
+
+    version: str = Field(description="Of Quadriga.")
+
+
+class LoadAnswer(Answer):
+    """GET /load."""
+
+    server_load: int = Field(description="Requests being answered by the ingress that was asked.")
+    num_running: int = Field(description="Sequences in the batches of all replicas.")
+    num_waiting: int = Field(description="Sequences queued at all replicas.")
+
+
+class ModelCard(Answer):
+    """One model."""
+
+    id: str = Field(description="What to name as `model`.")
+    object: Literal["model"] = Field(description="Always `model`.")
+    created: int = Field(description="When the service was started, Unix seconds.")
+    owned_by: str = Field(description="Always `quadriga`.")
+    root: str = Field(description="The model behind an alias; else the same as `id`.")
+    parent: str | None = Field(description="Always null.")
+    max_model_len: int = Field(description="Most tokens of prompt and answer together.")
+
+
+class ModelList(Answer):
+    """GET /v1/models."""
+
+    object: Literal["list"] = Field(description="Always `list`.")
+    data: list[ModelCard] = Field(description="The models, and the alias `quadriga-auto`.")
+
+
+class TokenizeAnswer(Answer):
+    """What POST /tokenize answers."""
+
+    tokens: list[int] = Field(description="Token ids.")
+    count: int = Field(description="How many.")
+    max_model_len: int = Field(description="Most tokens of prompt and answer together.")
+    token_strs: list[str] | None = Field(
+        None, description="The text of each, with `return_token_strs`."
+    )
+
+
+class DetokenizeAnswer(Answer):
+    """What POST /detokenize answers."""
+
+    prompt: str = Field(description="The text.")
+
+
+class DepthSpanAnswer(BaseModel):
+    """Tokens in a row from one model at one depth."""
+
+    model: str = Field(description="The model that was chosen.")
+    depth: int = Field(description="Its layers that were loaded.")
+    tokens: int = Field(description="How many.")
+
+
+class QuadrigaUsage(BaseModel):
+    """How the answer came about; more may be added."""
+
+    exits: dict[str, int] = Field(description="Layers run to the number of tokens that left there.")
+    spans: list[DepthSpanAnswer] | None = Field(
+        None, description="Where models and depths are chosen: who served which part, in order."
+    )
+
+
+class UsageAnswer(Answer):
+    """Token counts."""
+
+    prompt_tokens: int = Field(description="Of all prompts, each counted once.")
+    completion_tokens: int = Field(description="Of all choices.")
+    total_tokens: int = Field(description="Both.")
+    quadriga: QuadrigaUsage | None = Field(
+        None, description="With the final usage, not with the running one."
+    )
+
+
+class CompletionLogprobs(Answer):
+    """Log-probabilities in the old form; lists run parallel."""
+
+    tokens: list[str] = Field(description="Text of each token.")
+    token_logprobs: list[float | None] = Field(description="Null for the first of a prompt.")
+    top_logprobs: list[dict[str, float] | None] = Field(
+        description="The most probable tokens' texts to their log-probabilities."
+    )
+    text_offset: list[int] = Field(description="Where each begins in the text, in characters.")
+
+
+FinishReason = Literal["stop", "length"]
+_FINISH = "stop: end token, stop token or stop string; length: `max_tokens`."
+_TOKEN_IDS = "The output's token ids, with `return_token_ids`."
+
+
+class CompletionChoice(Answer):
+    """One continuation."""
+
+    index: int = Field(description="Choice `k` of prompt `p` has index `p · n + k`.")
+    text: str = Field(description="The continuation, after the prompt where `echo`.")
+    logprobs: CompletionLogprobs | None = Field(description="With `logprobs`.")
+    finish_reason: FinishReason = Field(description=_FINISH)
+    token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
+
+
+class CompletionAnswer(Answer):
+    """What POST /v1/completions answers."""
+
+    id: str = Field(description="`cmpl-` and the request's id.")
+    object: Literal["text_completion"] = Field(description="Always `text_completion`.")
+    created: int = Field(description="Arrival, Unix seconds.")
+    model: str = Field(description="The model that answered.")
+    choices: list[CompletionChoice] = Field(description="In order of `index`.")
+    usage: UsageAnswer = Field(description="Token counts.")
+
+
+class CompletionChunkChoice(CompletionChoice):
+    """News of one continuation."""
+
+    finish_reason: FinishReason | None = Field(  # type: ignore[assignment]
+        description=f"Set in the choice's last chunk. {_FINISH}"
+    )
+
+
+class CompletionChunk(CompletionAnswer):
+    """An event of a streamed completion."""
+
+    choices: list[CompletionChunkChoice] = Field(  # type: ignore[assignment]
+        description="One, or none in the chunk with the usage."
+    )
+    usage: UsageAnswer | None = Field(  # type: ignore[assignment]
+        None, description="As `stream_options` asks for it."
+    )
+
+
+class TokenLogprobAnswer(Answer):
+    """One token with its log-probability."""
+
+    token: str = Field(description="Its text.")
+    logprob: float | None = Field(description="Natural logarithm.")
+    bytes: list[int] | None = Field(description="Its bytes, which may be part of a character.")
+
+
+class ChatTokenLogprob(TokenLogprobAnswer):
+    """One token of the answer, with alternatives."""
+
+    top_logprobs: list[TokenLogprobAnswer] = Field(description="The most probable ones.")
+
+
+class ChatLogprobs(Answer):
+    """Log-probabilities of a chat's answer."""
+
+    content: list[ChatTokenLogprob] = Field(description="One per token.")
+    refusal: None = Field(description="Always null.")
+
+
+class AssistantMessage(Answer):
+    """The answer of a chat."""
+
+    role: Literal["assistant"] = Field(description="Always `assistant`.")
+    content: str = Field(description="The text.")
+    refusal: None = Field(description="Always null.")
+
+
+class ChatChoice(Answer):
+    """One answer."""
+
+    index: int = Field(description="From 0 to `n` - 1.")
+    message: AssistantMessage = Field(description="The answer.")
+    logprobs: ChatLogprobs | None = Field(description="With `logprobs`.")
+    finish_reason: FinishReason = Field(description=_FINISH)
+    token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
+
+
+class ChatAnswer(Answer):
+    """What POST /v1/chat/completions answers."""
+
+    id: str = Field(description="`chatcmpl-` and the request's id.")
+    object: Literal["chat.completion"] = Field(description="Always `chat.completion`.")
+    created: int = Field(description="Arrival, Unix seconds.")
+    model: str = Field(description="The model that answered.")
+    choices: list[ChatChoice] = Field(description="In order of `index`.")
+    usage: UsageAnswer = Field(description="Token counts.")
+
+
+class ChatDelta(Answer):
+    """What is new of a message."""
+
+    role: Literal["assistant"] | None = Field(None, description="With the first text.")
+    content: str = Field(description="More text.")
+
+
+class ChatChunkChoice(Answer):
+    """News of one answer."""
+
+    index: int = Field(description="From 0 to `n` - 1.")
+    delta: ChatDelta = Field(description="What is new.")
+    logprobs: ChatLogprobs | None = Field(description="With `logprobs`, of the new tokens.")
+    finish_reason: FinishReason | None = Field(
+        description=f"Set in the choice's last chunk. {_FINISH}"
+    )
+    token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
+
+
+class ChatChunk(Answer):
+    """An event of a streamed chat."""
+
+    id: str = Field(description="`chatcmpl-` and the request's id.")
+    object: Literal["chat.completion.chunk"] = Field(description="Always `chat.completion.chunk`.")
+    created: int = Field(description="Arrival, Unix seconds.")
+    model: str = Field(description="The model that answers.")
+    choices: list[ChatChunkChoice] = Field(description="One, or none in the chunk with the usage.")
+    usage: UsageAnswer | None = Field(None, description="As `stream_options` asks for it.")

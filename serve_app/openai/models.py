@@ -1,0 +1,145 @@
+"""The models this deployment serves, as the front door needs them: facts and tokenizers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.config.resolve import configured_exits
+from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.request import AUTO_MODEL
+from quadriga.errors import UnknownModel
+from quadriga.text import TextTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model with its tokenizer.
+
+    Attributes:
+        max_model_len: Most tokens of prompt plus answer; see `ModelDirectory.follow`.
+        exits: Where tokens may leave early; no layers where the deployment has none.
+        depth: Layers of the deepest replicas.
+        is_auto: It stands for whatever model the cluster chooses; all have one tokenizer.
+    """
+
+    checkpoint: Checkpoint
+    tokenizer: TextTokenizer
+    max_model_len: int
+    exits: ExitSpec = NO_EXITS
+    depth: int = 0
+    is_auto: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.checkpoint.id
+
+    @property
+    def longer_remedy(self) -> str:
+        """How the limit could be higher, where that is not the model's own; for refusals."""
+        positions = self.checkpoint.max_model_len
+        if self.max_model_len >= positions:
+            return ""
+        return (
+            f" (the model has {positions} positions: the service's engine.max_model_len and "
+            "engine.kv_memory_bytes allow more)"
+        )
+
+
+class ModelDirectory:
+    """Ids to models; the first is what `quadriga-auto` means, unless the cluster chooses.
+
+    Raises:
+        ConfigError: A checkpoint or its tokenizer cannot be read.
+    """
+
+    def __init__(self, models: list[ServedModel], *, chooses: bool = False) -> None:
+        self._models = {model.id: model for model in models}
+        self._default = replace(models[0], is_auto=chooses)
+        self._created_unix_s = int(time.time())
+
+    @classmethod
+    def load(cls, config: QuadrigaConfig) -> ModelDirectory:
+        models: dict[str, ServedModel] = {}
+        for index, pool in enumerate(config.pools):
+            checkpoint = read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
+            depth = pool.depth or checkpoint.num_layers
+            if checkpoint.id in models:
+                known = models[checkpoint.id]
+                models[checkpoint.id] = replace(known, depth=max(depth, known.depth))
+                continue
+            limit = config.engine.max_model_len
+            length = checkpoint.max_model_len
+            if limit != "auto":
+                length = min(length, limit)
+            tokenizer = load_tokenizer(checkpoint.path, checkpoint.id)
+            exits = configured_exits(pool.exits, index, checkpoint)
+            if config.decode.rebatching == "off":
+                exits = replace(exits, layers=())
+            models[checkpoint.id] = ServedModel(checkpoint, tokenizer, length, exits, depth)
+        return cls(list(models.values()), chooses=config.helios.enabled)
+
+    def follow(self, snapshots: Iterable[ReplicaSnapshot]) -> None:
+        """Take over what the replicas say: how long a sequence may be that all of them can have.
+
+        Their memory decides it where no setting does. A model that no replica holds keeps its
+        last limit; one that is chosen for each request has the least of all.
+        """
+        limits: dict[str, int] = {}
+        for info in (s.info for s in snapshots):
+            if info.max_model_len:
+                model, most = info.depth_class.model, info.max_model_len
+                limits[model] = min(most, limits.get(model, most))
+        for model, most in limits.items():
+            if model in self._models and self._models[model].max_model_len != most:
+                self._models[model] = replace(self._models[model], max_model_len=most)
+        of_default = (
+            min(limits.values())
+            if self._default.is_auto and limits
+            else (limits.get(self._default.id, self._default.max_model_len))
+        )
+        if of_default != self._default.max_model_len:
+            self._default = replace(self._default, max_model_len=of_default)
+
+    def find(self, model: str) -> ServedModel:
+        """Return the model a client means.
+
+        Raises: UnknownModel, naming those that are served.
+        """
+        if model == AUTO_MODEL:
+            return self._default
+        found = self._models.get(model)
+        if found is None:
+            shown = model if len(model) <= 80 else model[:77] + "..."
+            raise UnknownModel(
+                f"model {shown!r} is not served here; served: "
+                f"{', '.join(self._models)} (or {AUTO_MODEL!r})",
+                param="model",
+            )
+        return found
+
+    def ids(self) -> list[str]:
+        return list(self._models)
+
+    def listing(self) -> dict[str, Any]:
+        """The body of GET /v1/models."""
+        rows = [self.describe(model) for model in self._models]
+        return {"object": "list", "data": [*rows, self.describe(AUTO_MODEL)]}
+
+    def describe(self, model: str) -> dict[str, Any]:
+        """The body of GET /v1/models/{id}. Raises: UnknownModel."""
+        found = self.find(model)
+        return {
+            "id": model,
+            "object": "model",
+            "created": self._created_unix_s,
+            "owned_by": "quadriga",
+            "root": found.id,
+            "parent": None,
+            "max_model_len": found.max_model_len,
+        }

@@ -1,0 +1,297 @@
+"""Bodies of the HTTP API, as the OpenAPI page shows them and as both doors validate them.
+
+gRPC requests are turned into these same models, so that one set of bounds and messages holds.
+Every bound that depends on the deployment (context length, `n`, stop lists) is checked in
+`serve_app.openai.validation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
+
+from serve_app.openai.unsupported import CHAT, COMPLETIONS, MESSAGE, TOKENIZE, UnsupportedField
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+MAX_TOKENS_LIMIT = 10_000_000
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_STOPS_READ = 1024
+"""Longer lists of stop strings are not looked into; what is allowed is the server's to say."""
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+_DEFAULT = "default: what the model's generation_config.json says, unless set otherwise."
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Stops = Annotated[list[str], Field(max_length=MAX_STOPS_READ, fail_fast=True)]
+
+
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TOKENS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+}
+
+
+def _bounded_bias(bias: Any) -> Any:
+    """Count the tokens before each is looked at, which costs far more."""
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        limits = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIAS}
+        raise PydanticKnownError("too_long", limits | {"actual_length": len(bias)})
+    return bias
+
+
+class Body(BaseModel):
+    """Strict about types, lenient about unknown fields (they are reported back as ignored).
+
+    Lists stop at their first item that is wrong: to say what is wrong with each takes far longer
+    than to read them.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = {}
+    """Fields that are refused unless their value asks for nothing."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        tree = handler.resolve_ref_schema(handler(core_schema))
+        fields = {name: field.schema for name, field in cls.unsupported.items()}
+        tree.setdefault("properties", {}).update(fields)
+        return tree
+
+
+class StreamOptions(Body):
+    """What a stream carries beside the text; needs `stream: true`."""
+
+    include_usage: bool | None = Field(None, description="One last chunk with the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
+
+
+class GenerationFields(Body):
+    """Fields that completions, chats and gRPC share."""
+
+    model: str = Field(
+        "quadriga-auto", max_length=512, description="Model id; `quadriga-auto` lets us choose."
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOKENS_LIMIT,
+        description="Most tokens of the answer; completions: 16 by default, 0 only with `echo`; "
+        "chats: what is left of the context. With the prompt it must fit the context.",
+    )
+    min_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOKENS_LIMIT,
+        description="No end and no stop token before this many; at most `max_tokens`.",
+    )
+    temperature: float | None = Field(None, ge=0, le=2, description=f"0 is greedy; {_DEFAULT}")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description=f"Share of probability to sample from; {_DEFAULT}"
+    )
+    top_k: int | None = Field(
+        None,
+        ge=-1,
+        le=INT32_MAX,
+        description=f"Sample from this many tokens; 0 and -1 are off; {_DEFAULT}",
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description=f"Least probability, as a share of the most probable token's; {_DEFAULT}",
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description=f"Above 1: tokens seen so far are less likely; {_DEFAULT}"
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Off the logit of each token generated before; default 0."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="The same for each time it was generated; default 0."
+    )
+    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_bounded_bias)] = Field(
+        None,
+        max_length=MAX_LOGIT_BIAS,
+        description="Token id (as text) to bias, -100 to 100.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
+    )
+    seed: int | None = Field(
+        None,
+        ge=INT64_MIN,
+        le=INT64_MAX,
+        description="The same seed and request give the same answer; drawn where absent.",
+    )
+    n: int | None = Field(None, ge=1, le=INT32_MAX, description="Choices; bounded by the server.")
+    stop: str | Stops | None = Field(None, description="Matched across token borders.")
+    stop_token_ids: list[TokenId] | None = Field(
+        None, max_length=MAX_STOP_TOKEN_IDS, description="Tokens that end the answer; not shown."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on after the end token.")
+    stream: bool | None = Field(None, description="Answer as events, as it is generated.")
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream: true`.")
+    return_token_ids: bool | None = Field(
+        None, description="`token_ids` of the output in every choice, chunks included."
+    )
+    priority: int | None = Field(
+        None, ge=INT32_MIN, le=INT32_MAX, description="Lower is served first; default 0."
+    )
+    deadline_ms: int | None = Field(
+        None, ge=1, le=INT32_MAX, description="Answer 504 when not done by then."
+    )
+    user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
+    exit_threshold: float | None = Field(
+        None, ge=0, le=1, description="Confidence from which a token leaves early; 1: never."
+    )
+    exit_policy: Literal["bounded", "strict"] | None = Field(
+        None,
+        description="strict: no token may leave the deepest layers there are below the threshold.",
+    )
+    max_depth: int | None = Field(
+        None, ge=1, le=INT32_MAX, description="Run no token through more layers than this."
+    )
+    sla_tbt_ms: float | None = Field(
+        None, gt=0, le=3_600_000, description="Time between two tokens that batching may plan for."
+    )
+
+
+class CompletionBody(GenerationFields):
+    """POST /v1/completions."""
+
+    unsupported = COMPLETIONS
+
+    prompt: Any = Field(
+        description="A string, a list of strings, token ids, or a list of lists of token ids.",
+        json_schema_extra={
+            "anyOf": [
+                _TEXT,
+                _TOKENS,
+                {"type": "array", "minItems": 1, "items": _TEXT},
+                {"type": "array", "minItems": 1, "items": _TOKENS},
+            ]
+        },
+    )
+    echo: bool | None = Field(None, description="Begin the answer with the prompt.")
+    logprobs: int | None = Field(
+        None, ge=0, le=INT32_MAX, description="Alternatives to report per token."
+    )
+    best_of: int | None = Field(None, ge=1, le=INT32_MAX, description="Must equal `n`.")
+
+
+class ContentPart(Body):
+    """A part of a message's content."""
+
+    type: str = Field(
+        description='Only "text" (or "refusal"); the field of that name must be there.',
+        json_schema_extra={"enum": ["text", "refusal"]},
+    )
+    text: str | None = Field(None, description="With type text.")
+    refusal: str | None = Field(None, description="With type refusal.")
+
+
+class ChatMessage(Body):
+    """One turn of a conversation."""
+
+    unsupported = MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
+        description="Who speaks; `developer` is read as `system`."
+    )
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = Field(
+        None, description="Text, or text parts, which are joined."
+    )
+    name: str | None = Field(None, description="Passed on to the chat template.")
+    tool_call_id: str | None = Field(None, description="Accepted; changes nothing.")
+    refusal: str | None = Field(None, description="Accepted; changes nothing.")
+
+
+def _bounded_parts(messages: Any) -> Any:
+    """Count the parts of all messages before each is looked at, which costs far more."""
+    if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+        contents = [m.get("content") for m in messages if isinstance(m, dict)]
+        count = sum(len(content) for content in contents if isinstance(content, list))
+        if count > MAX_PARTS:
+            raise PydanticCustomError(
+                "too_many_parts",
+                "all contents together should have at most {most} parts, not {count}",
+                {"most": MAX_PARTS, "count": count},
+            )
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_bounded_parts),
+]
+
+
+class ChatBody(GenerationFields):
+    """POST /v1/chat/completions."""
+
+    unsupported = CHAT
+
+    messages: Messages = Field(
+        description=f"The conversation so far; {MAX_PARTS:,} content parts at most."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS_LIMIT, description="`max_tokens` by its newer name; wins over it."
+    )
+    logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=INT32_MAX, description="Alternatives per token; needs `logprobs: true`."
+    )
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: give `prompt` or `messages`."""
+
+    unsupported = TOKENIZE
+
+    model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
+    prompt: str | None = Field(
+        None,
+        description="Text of at most 16 times the tokens that the model takes; not together with "
+        "`messages`.",
+    )
+    messages: Messages | None = Field(None, description="A conversation, put in the chat template.")
+    add_special_tokens: bool | None = Field(
+        None, description="By default with `prompt`, not with `messages`."
+    )
+    return_token_strs: bool | None = Field(None, description="The text of each token as well.")
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
+    tokens: list[Any] = Field(
+        max_length=10_000_000,
+        description="Each inside the model's vocabulary.",
+        json_schema_extra={"items": _TOKENS["items"]},
+    )
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(description="One sentence: field, value, limit and remedy.")
+    type: str = Field(description="The kind of error, in OpenAI's words.")
+    param: str | None = Field(description="The field at fault.")
+    code: str | None = Field(description="The reason, for programs.")
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail

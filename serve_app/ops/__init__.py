@@ -1,0 +1,1 @@
+"""What operators use: the admin API and the ingress' metrics."""

@@ -1,0 +1,161 @@
+"""The admin port: what operators look at, on a socket of its own.
+
+Every ingress replica tries to open it; one on each node succeeds, and if it dies another takes
+over. Any of them answers for the whole cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from quadriga.config.ingress import AdminConfig
+from quadriga.errors import ConfigError, Forbidden
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.http.call import Call
+from serve_app.http.dashboard_pages import dashboard_pages
+from serve_app.http.protocol import LimitedHttpProtocol
+from serve_app.http.server import Endpoint, Handler, answer_metrics, routing_error
+from serve_app.http.tls import is_loopback
+from serve_app.request.engine_client import EngineClient
+
+logger = logging.getLogger("quadriga.admin")
+
+RETRY_S = 2.0
+KEEP_ALIVE_S = 30
+MAX_CONNECTIONS = 64
+
+
+def check_admin(config: AdminConfig, keys: ApiKeys) -> None:
+    """Raises: ConfigError when the port would be open to everybody."""
+    if config.port is None or is_loopback(config.host):
+        return
+    if keys.file is None and not any(key.is_admin for key in keys.all):
+        raise ConfigError(
+            f"admin.host: {config.host} is not loopback, so a key with `admin` is needed: "
+            "`python -m serve_app keys --name NAME --admin` makes one",
+            param="admin.host",
+        )
+
+
+class AdminServer:
+    """The routes of the admin port."""
+
+    def __init__(self, desk: EngineClient) -> None:
+        self._engine_client = desk
+        self._is_loopback = is_loopback(desk.config.admin.host)
+
+    def routes(self) -> list[tuple[str, Handler]]:
+        """Paths and their handlers, all GET; each is guarded alike."""
+        return [
+            ("/metrics", self.metrics),
+            ("/live", self.live),
+            ("/cluster", self.cluster),
+            ("/admin/history", self.history),
+        ]
+
+    def application(self) -> Starlette:
+        # The page's own files hold nothing of the service: a browser gets them without a key, asks
+        # its user for one, and shows it with every request for data.
+        handlers = [(path, self._guarded(handler)) for path, handler in self.routes()]
+        handlers += [(path, self._checked(handler)) for path, handler in dashboard_pages()]
+        routes = [
+            Route(path, Endpoint(self._engine_client, handler, "admin"), methods=["GET"])
+            for path, handler in handlers
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: routing_error})
+
+    async def metrics(self, call: Call) -> None:
+        await answer_metrics(self._engine_client, call)
+
+    async def cluster(self, call: Call) -> None:
+        """Replicas, load, forecast, exits, and moves; for `/dashboard` and `loadgen watch`."""
+        await call.answer_json(await self._engine_client.operators_view())
+
+    async def history(self, call: Call) -> None:
+        """HELIOS: the performance history, the machine's state, and its last decisions."""
+        await call.answer_json(await self._engine_client.history())
+
+    async def live(self, call: Call) -> None:
+        await call.answer_json({"status": "alive"})
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(call: Call) -> None:
+            if not self._is_loopback:
+                self._engine_client.gate.keys.admin_caller(call.headers.get("authorization"))
+            await handler(call)
+
+        return self._checked(guarded)
+
+    def _checked(self, handler: Handler) -> Handler:
+        async def checked(call: Call) -> None:
+            if self._is_loopback and not is_loopback(_hostname(call.headers.get("host", ""))):
+                # A web page may have its own name resolve to this machine (DNS rebinding).
+                raise Forbidden("call the admin port as localhost or 127.0.0.1", param="host")
+            await handler(call)
+
+        return checked
+
+
+def _hostname(host: str) -> str:
+    """A Host header without its port."""
+    return host if host.endswith("]") or ":" not in host else host.rpartition(":")[0]
+
+
+async def serve_admin(desk: EngineClient) -> None:
+    """Serve the admin port for ever, where it is configured; wait while another one has it."""
+    config = desk.config.admin
+    if config.port is None:
+        return
+    while True:
+        opened = _open(config.host, config.port)
+        if opened is None:
+            await asyncio.sleep(RETRY_S)
+            continue
+        logger.info("admin port: %s:%d", config.host, config.port)
+        server = _Server(
+            uvicorn.Config(
+                AdminServer(desk).application(),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                http=LimitedHttpProtocol,
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
+        try:
+            await server.serve(sockets=[opened])
+        finally:
+            opened.close()
+
+
+def _open(host: str, port: int) -> socket.socket | None:
+    """The listening socket, or None while somebody else has the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        opened.bind((host.strip("[]"), port))
+        opened.listen()  # only one of those that could bind can listen
+    except OSError:
+        opened.close()
+        return None
+    return opened
+
+
+class _Server(uvicorn.Server):
+    """Without hands on the process's signals, which are Ray's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

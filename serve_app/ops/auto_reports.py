@@ -1,0 +1,98 @@
+"""What an ingress tells of requests whose model was chosen for them, once a second."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quadriga.core.replica import DepthClass
+from quadriga.core.request import SequenceState
+from quadriga.core.routing import AutoReport
+from quadriga.errors import QuadrigaError
+from serve_app.request.cluster import Cluster
+from serve_app.request.sequence_request import SequenceRequest
+
+SAMPLED_EVERY = 8
+"""One of so many greedy answers is sent along, to be read again at full depth."""
+MAX_SAMPLED_TOKENS = 1024
+MAX_WAITING = 4096
+"""Reports that a controller which is away does not get; the oldest are dropped."""
+
+
+class AutoReports:
+    """The reports of one ingress."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._waiting: list[AutoReport] = []
+        self._num_greedy = 0
+
+    def admitted(self, choice: SequenceRequest, profile: str | None) -> None:
+        """A sequence was let in, perhaps as a part of a replica's profile."""
+        self._lost(choice)
+        choice.profile = profile
+        if profile is not None:
+            self._waiting.append(AutoReport("started", profile))
+
+    def ended(self, choice: SequenceRequest, arrived_s: float) -> None:
+        """A sequence is over, well or not; told once."""
+        spans, first_s = choice.spans, choice.first_token_s
+        if choice.finish is None or first_s is None or not spans or choice.replica is None:
+            self._lost(choice)
+            return
+        classes = {(model, depth) for model, depth, _ in spans[1:]} or {spans[0][:2]}
+        is_whole = len(classes) == 1 and all(model == spans[0][0] for model, _ in classes)
+        model, depth = next(iter(classes))
+        if not is_whole or choice.num_rebuilds:
+            self._lost(choice)
+            return
+        state = choice.state
+        is_sampled = self._is_sampled(state)
+        self._waiting.append(
+            AutoReport(
+                kind="finished",
+                replica=choice.profile or choice.replica,
+                depth_class=DepthClass(model, depth),
+                # The first token is the prefill replica's, which may be deeper.
+                exit_tokens=dict(Counter(min(k, depth) for k in choice.state.exit_layers)),
+                nll=choice.nll,
+                scored_tokens=choice.num_scored,
+                prompt_tokens=len(choice.state.prompt_ids),
+                ttft_s=max(0.0, first_s - arrived_s),
+                decode_s=max(0.0, choice.last_token_s - first_s),
+                prompt_ids=tuple(state.prompt_ids) if is_sampled else (),
+                output_ids=tuple(state.output_ids) if is_sampled else (),
+                exit_layers=tuple(state.exit_layers) if is_sampled else (),
+            )
+        )
+        choice.profile = None
+
+    def _is_sampled(self, state: SequenceState) -> bool:
+        """Whether an answer is sent along: greedy, plain, and its turn."""
+        sampling = state.sampling
+        is_plain = (
+            sampling.greedy
+            and sampling.repetition_penalty == 1.0
+            and not (sampling.presence_penalty or sampling.frequency_penalty)
+            and not sampling.logit_bias
+            and state.num_tokens <= MAX_SAMPLED_TOKENS
+        )
+        if not is_plain:
+            return False
+        self._num_greedy += 1
+        return self._num_greedy % SAMPLED_EVERY == 1
+
+    async def send(self) -> None:
+        """Tell the controller what is new; what cannot be told now is told later."""
+        if not self._waiting:
+            return
+        reports, self._waiting = self._waiting[-MAX_WAITING:], []
+        try:
+            await self._cluster.auto_reports(reports)
+        except QuadrigaError:
+            self._waiting = reports + self._waiting
+            raise
+
+    def _lost(self, choice: SequenceRequest) -> None:
+        if choice.profile is not None:
+            self._waiting.append(AutoReport("lost", choice.profile))
+            choice.profile = None

@@ -1,0 +1,148 @@
+"""What one ingress counts of its clients, and what it shows of the replicas' present."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import Counter, Histogram
+
+from quadriga.core.routing import ClusterView
+from quadriga.observability.metrics import (
+    FINE_LATENCY_BUCKETS_S,
+    LATENCY_BUCKETS_S,
+    Family,
+    Registry,
+    render,
+)
+
+RECOVERY_RESULTS = ("recovered", "adopted", "failed")
+
+
+class IngressMetrics:
+    """What one ingress counts, end to end as its clients see it."""
+
+    def __init__(self, source: str) -> None:
+        r = self.registry = Registry(source)
+        self.requests = r.counter(
+            "quadriga_requests_total", "Requests by door and result.", ("door", "code")
+        )
+        self.refused = r.counter(
+            "quadriga_requests_refused_total", "Requests refused, by reason.", ("reason",)
+        )
+        self.open_requests = r.gauge("quadriga_ingress_open_requests", "Requests being answered.")
+        self.resumed = r.counter("quadriga_requests_resumed_total", "Streams taken up again.")
+        self.pushes = r.counter("quadriga_metrics_pushes_total", "Snapshots sent to the hub.")
+        self.poll_replies = r.counter("quadriga_polls_total", "Polls answered by replicas.")
+        self.poll_failures = r.counter(
+            "quadriga_poll_failures_total", "Polls without an answer, by cause.", ("cause",)
+        )
+        self.rebuilds = r.counter(
+            "quadriga_rebuilds_total", "Sequences begun anew after a loss, by cause.", ("cause",)
+        )
+        self.recoveries = r.counter(
+            "quadriga_recoveries_total",
+            "Lost sequences: recovered with their next token, adopted from an ingress that is "
+            "gone, or failed.",
+            ("result",),
+        )
+        for result in RECOVERY_RESULTS:  # at 0: `increase` does not see a series begin at 1
+            self.recoveries.labels(result)
+        self.recovery_time = r.histogram(
+            "quadriga_recovery_seconds", "Loss of a replica noticed to the sequence's next token."
+        )
+        self.success = r.counter(
+            "vllm:request_success_total", "Sequences ended well.", ("model_name", "finished_reason")
+        )
+        label = ("model_name",)
+        self._by_model: dict[str, Counter | Histogram] = {}
+        for field, (name, text) in _MODEL_FAMILIES.items():
+            if name.endswith("_total"):
+                self._by_model[field] = r.counter(name, text, label)
+            else:
+                buckets = FINE_LATENCY_BUCKETS_S if field in _FINE else LATENCY_BUCKETS_S
+                self._by_model[field] = r.histogram(name, text, label, buckets)
+        self._series: dict[str, ModelSeries] = {}
+
+    def of(self, model: str) -> ModelSeries:
+        """The series of one model; looked up once, as labels cost more than counting."""
+        series = self._series.get(model)
+        if series is None:
+            children = {k: family.labels(model) for k, family in self._by_model.items()}
+            series = self._series[model] = ModelSeries(**children)  # type: ignore[arg-type]
+        return series
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSeries:
+    """An ingress's series of one model; `_MODEL_FAMILIES` names and describes them."""
+
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    cancelled: Counter
+    ttft: Histogram
+    inter_token: Histogram
+    per_output_token: Histogram
+    e2e: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    decode_time: Histogram
+
+
+_MODEL_FAMILIES = {
+    "prompt_tokens": ("vllm:prompt_tokens_total", "Prompt tokens served."),
+    "generation_tokens": ("vllm:generation_tokens_total", "Tokens generated and received."),
+    "cancelled": ("quadriga_requests_cancelled_total", "Sequences cancelled by their client."),
+    "ttft": ("vllm:time_to_first_token_seconds", "Request's arrival to first token."),
+    "inter_token": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence."),
+    "per_output_token": (
+        "vllm:request_time_per_output_token_seconds",
+        "A request's mean after the first.",
+    ),
+    "e2e": ("vllm:e2e_request_latency_seconds", "Request's arrival to its end."),
+    "queue_time": (
+        "vllm:request_queue_time_seconds",
+        "Arrival to acceptance by a prefill replica.",
+    ),
+    "prefill_time": ("vllm:request_prefill_time_seconds", "Acceptance to first token."),
+    "decode_time": ("vllm:request_decode_time_seconds", "First token to last."),
+}
+
+
+_FINE = frozenset({"ttft", "inter_token", "per_output_token"})
+"""What objectives are about, and the live page draws."""
+
+VIEW_LABELS = ("depth", "model_name", "replica", "role")
+VIEW_GAUGES = {
+    "vllm:num_requests_running": "Sequences in the batch.",
+    "vllm:num_requests_waiting": "Sequences queued, or reserved and not yet running.",
+    "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
+    "quadriga_slots": "Sequences a replica can hold.",
+    "quadriga_kv_capacity_tokens": "Tokens of KV cache a replica can hold.",
+    "quadriga_tokens_per_s": "Recent rate: prefilled or emitted.",
+    "quadriga_replica_draining": "1 while the replica takes nothing new.",
+}
+
+
+def view_gauges(view: ClusterView) -> bytes:
+    """Return what routers read of each replica's present, under the names they know.
+
+    Whoever answers a scrape renders them from its view, so each series exists once.
+    """
+    families = {name: Family("gauge", text, {}) for name, text in VIEW_GAUGES.items()}
+    for snapshot in view.snapshots:
+        info = snapshot.info
+        depth_class = info.depth_class
+        said = (str(depth_class.depth), depth_class.model, info.name, info.role.value)
+        labels = tuple(zip(VIEW_LABELS, said, strict=True))
+        values = (
+            snapshot.num_running,
+            snapshot.num_waiting,
+            snapshot.used_tokens / max(1, info.kv_capacity_tokens),
+            info.num_slots,
+            info.kv_capacity_tokens,
+            snapshot.tokens_per_s,
+            snapshot.draining,
+        )
+        for name, value in zip(VIEW_GAUGES, values, strict=True):
+            families[name].samples[name, labels] = float(value)
+    return render(families)

@@ -1,0 +1,1 @@
+"""One request inside the ingress: from its submission to its last token."""

@@ -1,0 +1,83 @@
+"""The product does not grow, and its names are the field's: what can be read from its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.bounds import BOUNDS
+from tests.architecture.names import OLD_WORDS, SHARED_NAMES, entries, old_names, shared_names
+from tests.architecture.report import static_figures
+from tests.architecture.tree import Tree
+
+FIGURES = (
+    "product_lines",
+    "test_lines",
+    "circles",
+    "largest_folder",
+    "old_names",
+    "shared_class_names",
+)
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return Tree()
+
+
+@pytest.fixture(scope="module")
+def figures(tree: Tree) -> dict[str, int]:
+    return static_figures(tree)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_within_its_bound(name: str, figures: dict[str, int]) -> None:
+    assert figures[name] <= BOUNDS[name].now
+
+
+def test_no_name_is_an_old_word(tree: Tree) -> None:
+    words = {word for word, rest in entries(OLD_WORDS).items() if rest != "allowed"}
+    assert not [f"{n.place} {n.name}" for n in old_names(tree, words)]
+
+
+def test_no_two_classes_share_a_name(tree: Tree) -> None:
+    allowed = {name: int(number) for name, number in entries(SHARED_NAMES).items()}
+    shared = shared_names(tree).items()
+    assert not {name: at for name, at in shared if len(at) > allowed.get(name, 1)}
+
+
+@pytest.fixture
+def small_tree(tmp_path: Path) -> Tree:
+    """A package whose modules import each other, within a function and for types only."""
+    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import shop.till\n"
+    texts = {
+        "shop/__init__.py": "",
+        "shop/till.py": "import shop.shelf\n\ndef pay():\n    from shop import door\n",
+        "shop/shelf.py": for_types,
+        "shop/door.py": "class Doorman:\n    pass\n",
+        "shop/lamp.py": "import shop.lamp2\nclass Doorman:\n    pass\n",
+        "tests/test_shop.py": "import shop.till\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return Tree(tmp_path)
+
+
+def test_imports_are_followed_and_circles_found(small_tree: Tree) -> None:
+    assert small_tree.circles() == [["shop.shelf", "shop.till"]]
+    assert small_tree.closure(["shop.till"]) == {"shop", "shop.till", "shop.shelf"}
+    assert small_tree.lines(["shop.till", "shop.door"]) == 6
+    assert small_tree.folders() == [("shop", 4)]
+
+
+def test_old_words_and_shared_names_are_found_with_their_places(small_tree: Tree) -> None:
+    found = old_names(small_tree, {"Doorman", "lamp.py", "pay"})
+    assert {f"{n.place} {n.name}" for n in found} == {
+        "shop/door.py:1 Doorman",
+        "shop/lamp.py:1 lamp.py",
+        "shop/lamp.py:2 Doorman",
+        "shop/till.py:3 pay",
+    }
+    assert shared_names(small_tree) == {"Doorman": ["shop/door.py:1", "shop/lamp.py:2"]}

@@ -1,0 +1,226 @@
+"""A sequence at rest on its way to another replica keeps its row, is silent, and can go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.checkpoint.exits import ExitCounters, ExitParams
+from quadriga.clock import ManualClock
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.errors import DeadlineExceeded, MigrationFailed
+from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.precopy import PreCopy
+from quadriga.scheduling.sequence_export import SequenceRemainder
+from quadriga.scheduling.slots import SlotTable
+from tests.fake_runner import FakeSegmentRunner
+
+ENDS = (2, 5, 8)
+
+
+class Replica:
+    """A decode loop with exits over a fake runner."""
+
+    def __init__(self, rows: int = 4) -> None:
+        self.clock = ManualClock()
+        self.runner = FakeSegmentRunner(rows, ends=ENDS, clock=self.clock)
+        counters = ExitCounters()
+        self.loop = DecodeLoop(
+            runner=self.runner,
+            slots=SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=rows * 256),
+            eos_token_ids=(),
+            clock=self.clock,
+            rebatcher=DrexRebatcher(
+                SegmentCosts(len(ENDS), rows), counters=counters, deterministic=True
+            ),
+            counters=counters,
+        )
+
+    def take(self, name: str, *, deadline_unix_s: float = 1e18) -> SequenceState:
+        state = SequenceState(
+            sequence_id=name,
+            request_id=name,
+            model="fake",
+            prompt_ids=[7 + len(name), 9, 11],
+            sampling=SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True),
+            ingress_id="i",
+            arrival_unix_s=0.0,
+            deadline_unix_s=deadline_unix_s,
+            exits=ExitParams(threshold=0.5),
+            output_ids=[3],
+            exit_layers=[8],
+        )
+        slot = self.loop.reserve(name, state.max_total_tokens, state.num_tokens)
+        self.runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
+        self.loop.join(state)
+        return state
+
+    def freeze(self, name: str) -> SequenceRemainder:
+        books = PreCopy()
+        found = self.loop.departures.freeze(name, books)
+        while not isinstance(found, SequenceRemainder):
+            assert found is not None
+            found = self.loop.departures.freeze(name, books)
+        return found
+
+
+def test_at_rest_it_is_silent_and_holds_its_row() -> None:
+    replica = Replica()
+    loop = replica.loop
+    one, other = replica.take("one"), replica.take("other")
+    for _ in range(6):
+        loop.step()
+    rest = replica.freeze("one")
+    said = list(one.output_ids)
+    num_other = len(other.output_ids)
+    for _ in range(12):
+        assert all(emission.sequence_id == "other" for _, emission in loop.step())
+        loop.check()
+    assert one.output_ids == said
+    assert len(other.output_ids) > num_other + 3
+    assert rest.state.output_ids == said
+    assert rest.state.output_ids is not one.output_ids, "nobody changes what is sent"
+    assert {s.sequence_id for s in loop.running} == {"one", "other"}, "it is still held"
+    assert loop.num_running == 1
+    assert set(loop.slots.holders) == {"one", "other"}
+    assert loop.departures.thaw("one", epoch=7)
+    assert not loop.departures.thaw("one")
+    assert one.epoch == 7
+    while loop.has_work:
+        loop.step()
+    assert len(one.output_ids) == 50
+    assert loop.slots.holders == []
+
+
+def test_resting_it_may_be_cancelled() -> None:
+    replica = Replica()
+    state = replica.take("one")
+    replica.loop.step()
+    replica.freeze("one")
+    assert replica.loop.leave("one") is state
+    assert replica.loop.slots.holders == []
+    assert not replica.loop.departures.thaw("one")
+    replica.take("one")
+
+
+def test_it_does_not_expire_at_rest_but_right_afterwards() -> None:
+    """Who owns it is being settled: an error of ours could end what runs elsewhere."""
+    replica = Replica()
+    loop = replica.loop
+    replica.take("one", deadline_unix_s=replica.clock.unix_s() + 10.0)
+    replica.take("other")
+    loop.step()
+    replica.freeze("one")
+    replica.clock.advance(60.0)
+    for _ in range(3):
+        assert all(e.error is None for _, e in loop.step())
+    loop.departures.thaw("one")
+    errors = [e.error for _, e in loop.step() if e.sequence_id == "one"]
+    assert len(errors) == 1
+    assert isinstance(errors[0], DeadlineExceeded)
+    assert loop.slots.holders == ["other"]
+
+
+def test_who_is_not_here_is_not_read() -> None:
+    replica = Replica()
+    departures = replica.loop.departures
+    assert departures.state("one") is None
+    assert departures.read("one", PreCopy(), 1) is None
+    assert departures.freeze("one", PreCopy()) is None
+    replica.take("one")
+    assert departures.state("one") is not None
+    assert departures.read("one", PreCopy(), 1) is not None
+    replica.loop.leave("one")
+    assert departures.read("one", PreCopy(), 1) is None
+
+
+def test_a_paused_sequence_rests_in_host_memory() -> None:
+    replica = Replica()
+    loop, departures = replica.loop, replica.loop.departures
+    state, other = replica.take("one"), replica.take("other")
+    for _ in range(6):
+        loop.step()
+    while loop._places.front.get(loop._places.rows["one"]) is not None:
+        loop.step()  # until its token waits at an exit
+    assert loop.pause("one")
+    held = departures.held("one")
+    assert held is not None
+    assert (held.state, held.depth, held.is_paused) == (state, 8, True)
+    rest = replica.freeze("one")
+    assert not loop.is_paused("one")
+    assert rest.resume.waited_at is not None
+    assert rest.resume.rest == rest.resume.waited_at + 1, "where the runner left it"
+    assert rest.resume.extents[0].num_tokens == state.num_tokens
+    said = list(state.output_ids)
+    for _ in range(5):
+        loop.step()
+        loop.check()
+    assert state.output_ids == said, "nobody takes it up again"
+    assert departures.thaw("one")
+    assert loop.is_paused("one")
+    while loop.has_work:
+        loop.step()
+    assert (len(state.output_ids), len(other.output_ids)) == (50, 50)
+    assert loop.slots.holders == []
+
+
+def test_a_paused_sequence_at_rest_is_let_go() -> None:
+    replica = Replica()
+    state = replica.take("one")
+    replica.loop.step()
+    assert replica.loop.pause("one")
+    replica.freeze("one")
+    assert replica.loop.leave("one") is state
+    assert not replica.loop.has_work
+    assert replica.loop.slots.holders == []
+    assert replica.loop.running == []
+
+
+def test_fewer_layers_go_and_a_token_behind_them_is_run_again() -> None:
+    replica = Replica()
+    replica.take("one")
+    waiting = replica.loop._places.waiting
+    while not waiting[1]:
+        replica.loop.step()  # until its token waits behind five layers
+    for depth, waited_at in ((8, 1), (5, 1), (2, None)):
+        books = PreCopy(depth)
+        while not isinstance(
+            rest := replica.loop.departures.freeze("one", books), SequenceRemainder
+        ):
+            assert rest is not None
+        assert rest.resume.extents[-1].stop_layer == depth
+        assert rest.resume.waited_at == waited_at
+        assert all(span.stop_layer <= depth for span, _ in rest.reading.parts)
+        assert replica.loop.departures.thaw("one")
+
+
+def test_a_change_of_depth_ends_what_was_begun() -> None:
+    replica = Replica()
+    replica.take("one")
+    books = PreCopy()
+    assert replica.loop.departures.read("one", books, 1) is not None
+    replica.loop.departures.num_depths += 1
+    for look in (
+        replica.loop.departures.freeze,
+        lambda n, b: replica.loop.departures.read(n, b, 1),
+    ):
+        with pytest.raises(MigrationFailed, match="while it was copied"):
+            look("one", books)
+    assert isinstance(replica.freeze("one"), SequenceRemainder), "and another one begins"
+
+
+def test_a_token_that_went_deep_costs_another_piece_before_the_rest() -> None:
+    replica = Replica()
+    state = replica.take("one")
+    books = PreCopy()
+    while not (reading := replica.loop.departures.read("one", books, 1)) or reading.parts:
+        assert reading is not None
+    deep = next(
+        i for i in range(200) if replica.loop.step() is not None and len(state.output_ids) > 8
+    )
+    assert deep > 5
+    found = replica.loop.departures.freeze("one", books)
+    assert not isinstance(found, SequenceRemainder), "more than may be left came about since"
+    assert found is not None
+    assert found.parts
+    assert isinstance(replica.freeze("one"), SequenceRemainder)

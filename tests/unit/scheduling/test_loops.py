@@ -1,0 +1,395 @@
+"""Prefill and decode loops over a runner that notices every mixed-up row."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from quadriga.clock import ManualClock
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
+from quadriga.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    InvariantViolation,
+    Overloaded,
+    QuadrigaError,
+)
+from quadriga.interfaces import PrefillChunk
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.prefill_queue import STARVING_S, PrefillQueue
+from quadriga.scheduling.slots import SlotTable
+from tests.fake_runner import EOS, FakeRunner, expected_output
+
+
+def sequence(
+    name: str, prompt: list[int], max_tokens: int = 5, deadline: float = 1e9, priority: int = 0
+) -> SequenceState:
+    return SequenceState(
+        sequence_id=name,
+        request_id=name,
+        model="m",
+        prompt_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        ingress_id="i",
+        arrival_unix_s=0,
+        deadline_unix_s=deadline,
+        priority=priority,
+    )
+
+
+@dataclass
+class Events(PrefillEvents):
+    """Records what the prefill loop says."""
+
+    started: list[str] = field(default_factory=list)
+    kv: list[tuple[str, int, int, int, int]] = field(default_factory=list)
+    done: dict[str, FinishReason | None] = field(default_factory=dict)
+    rebuilt: list[str] = field(default_factory=list)
+    errors: dict[str, QuadrigaError] = field(default_factory=dict)
+
+    def on_start(self, state: SequenceState, row: int) -> None:
+        self.started.append(state.sequence_id)
+
+    def on_kv(
+        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
+    ) -> None:
+        self.kv.append((state.sequence_id, first_layer, num_layers, chunk.start, chunk.stop))
+
+    def on_first_token(
+        self,
+        state: SequenceState,
+        logprobs: list[TokenLogprob] | None,
+        prompt_logprobs: list[TokenLogprob] | None,
+        finish: FinishReason | None,
+    ) -> None:
+        self.done[state.sequence_id] = finish
+
+    def on_rebuilt(self, state: SequenceState) -> None:
+        self.rebuilt.append(state.sequence_id)
+
+    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
+        self.errors[state.sequence_id] = error
+
+
+class Harness:
+    """One prefill loop over one fake runner.
+
+    Attributes:
+        placed: Sequences that have a row at a decode replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int = 4,
+        chunk: int = 8,
+        capacity: int = 1024,
+        queued: int = 8,
+        queued_tokens: int = 1000,
+        max_unplaced: int = sys.maxsize,
+    ) -> None:
+        self.placed: set[str] = set()
+        self.clock = ManualClock()
+        self.events = Events()
+        self.runner = FakeRunner(rows)
+        self.slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=capacity)
+        self.queue = PrefillQueue(max_sequences=queued, max_tokens=queued_tokens, max_age_s=1.0)
+        self.loop = PrefillLoop(
+            runner=self.runner,
+            slots=self.slots,
+            queue=self.queue,
+            events=self.events,
+            eos_token_ids=(EOS,),
+            chunk_tokens=chunk,
+            layer_groups=3,
+            clock=self.clock,
+            max_unplaced=max_unplaced,
+            num_placed=self.placed.__len__,
+        )
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_every_kv_is_announced_once() -> None:
+    h = Harness(chunk=8)
+    state = sequence("a", list(range(1, 21)))
+    h.loop.submit(state)
+    for _ in range(3):
+        h.loop.step()
+    assert state.output_ids == expected_output(state.prompt_ids, 1)
+    assert h.events.done == {"a": None}
+    covered = [
+        (layer, position)
+        for _, first, num, start, stop in h.events.kv
+        for layer in range(first, first + num)
+        for position in range(start, stop)
+    ]
+    assert sorted(covered) == [(layer, pos) for layer in range(8) for pos in range(20)]
+    assert not h.loop.has_work
+    assert h.loop.num_held == 1, "the row stays until the hand-off is acknowledged"
+    assert h.loop.release("a")
+    assert h.slots.num_held == 0
+
+
+def test_short_prompts_share_a_chunk() -> None:
+    h = Harness(chunk=8)
+    for name in "abc":
+        h.loop.submit(sequence(name, [1, 2, ord(name)]))
+    h.loop.step()
+    assert h.events.started == ["a", "b", "c"]
+    assert set(h.events.done) == {"a", "b"}, "the third reached beyond the budget"
+    h.loop.step()
+    assert set(h.events.done) == {"a", "b", "c"}
+
+
+def first_token_steps(h: Harness, num_prompts: int, *, handoff_steps: int) -> list[int]:
+    """Steps until each first token, where a place is found within a step and KV takes long to send.
+
+    Each prompt is half a chunk.
+    """
+    for i in range(num_prompts):
+        h.loop.submit(sequence(f"s{i}", [i + 1, 1, 2, 3]))
+    began: dict[str, int] = {}
+    heard: dict[str, int] = {}
+    for step in range(1, 20 * num_prompts):
+        if not h.loop.has_work and not h.loop.num_held:
+            break
+        h.loop.step()
+        for name in h.events.started[len(began) :]:
+            began[name] = step
+        for name in h.events.done:
+            heard.setdefault(name, step)
+        h.placed.update(name for name in heard if h.slots.get(name) is not None)
+        for name, at in began.items():
+            if step == at + handoff_steps:
+                h.placed.discard(name)
+                h.loop.release(name)
+    assert len(heard) == num_prompts
+    return sorted(heard.values())
+
+
+def test_how_long_kv_takes_to_be_sent_delays_no_first_token() -> None:
+    """64 prompts at once, two a step, each row held for 20 steps until its hand-off is over."""
+    at_once = Harness(rows=64, queued=64, max_unplaced=16)
+    assert first_token_steps(at_once, 64, handoff_steps=20)[-1] == 32, "never idle"
+    one_row_each = Harness(rows=16, queued=64)
+    assert first_token_steps(one_row_each, 64, handoff_steps=20)[-1] > 60, "as it was before"
+
+
+def test_no_prompt_is_begun_while_enough_have_no_place() -> None:
+    h = Harness(rows=8, chunk=8, max_unplaced=2)
+    for name in "abcd":
+        h.loop.submit(sequence(name, [1, ord(name)]))
+    h.loop.step()
+    h.loop.step()
+    assert h.events.started == ["a", "b"], "decode is full: their second tokens must wait"
+    assert not h.loop.has_work, "it does not spin until somebody has a place"
+    h.placed.add("b")
+    assert h.loop.has_work
+    h.loop.step()
+    assert h.events.started == ["a", "b", "c"]
+    assert not h.loop.has_work
+    h.loop.release("a")
+    assert h.loop.has_work, "cancelled"
+    h.loop.step()
+    assert h.events.started == ["a", "b", "c", "d"]
+
+
+def test_no_row_means_waiting_without_spinning() -> None:
+    h = Harness(rows=1, chunk=8)
+    h.loop.submit(sequence("a", [1, 2]))
+    h.loop.submit(sequence("b", [3, 4]))
+    h.loop.step()
+    h.loop.step()
+    assert h.events.started == ["a"]
+    assert not h.loop.has_work
+    h.loop.release("a")
+    assert h.loop.has_work
+    h.loop.step()
+    assert h.events.started == ["a", "b"]
+
+
+def test_a_prompt_that_finishes_at_once_frees_its_row() -> None:
+    h = Harness()
+    h.loop.submit(sequence("a", [1, 2, 3], max_tokens=1))
+    h.loop.step()
+    assert h.events.done == {"a": FinishReason.LENGTH}
+    assert h.slots.num_held == 0
+
+
+def test_a_late_prompt_is_refused_and_frees_its_row() -> None:
+    h = Harness(chunk=4)
+    h.loop.submit(sequence("a", [1] * 10, deadline=5))
+    h.loop.step()
+    h.clock.advance(6)
+    h.loop.step()
+    assert isinstance(h.events.errors["a"], DeadlineExceeded)
+    assert h.slots.num_held == 0
+    assert not h.loop.has_work
+
+
+def test_a_prompt_beyond_a_row_is_an_error_of_its_own() -> None:
+    h = Harness()
+    h.loop.submit(sequence("a", [1] * 300))
+    h.loop.step()
+    h.loop.submit(sequence("b", [1]))
+    h.loop.step()
+    assert isinstance(h.events.errors["a"], ContextTooLong)
+    assert "b" in h.events.done
+
+
+@pytest.mark.parametrize("when", ["queued", "active", "computed"])
+def test_release_frees_everything_in_every_state(when: str) -> None:
+    h = Harness(chunk=4)
+    h.loop.submit(sequence("a", [1] * 10))
+    steps = {"queued": 0, "active": 1, "computed": 3}[when]
+    for _ in range(steps):
+        h.loop.step()
+    assert h.loop.release("a")
+    assert not h.loop.release("a")
+    assert (h.slots.num_held, h.loop.waiting_tokens, h.loop.used_tokens) == (0, 0, 0)
+    assert not h.runner.attached
+    assert not h.loop.has_work
+
+
+def test_the_queue_refuses_with_a_time() -> None:
+    h = Harness()
+    for n in range(8):
+        h.loop.submit(sequence(str(n), [1]))
+    with pytest.raises(Overloaded, match="8 of 8 sequences") as caught:
+        h.loop.submit(sequence("x", [1]))
+    assert caught.value.retry_after_s is not None
+    assert caught.value.retry_after_s >= 1
+
+
+def test_nobody_waits_for_ever_behind_the_important() -> None:
+    queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
+    for name, priority, since_s in (("humble", 5, 0.0), ("a", 0, 1.0), ("b", 0, 4.0)):
+        queue.push(sequence(name, [1], priority=priority), now_s=since_s, drain_tokens_per_s=1)
+    taken: list[str] = []
+
+    def take(state: SequenceState) -> bool:
+        taken.append(state.sequence_id)
+        return True
+
+    queue.take(take, token_budget=1, now_s=STARVING_S - 0.1)
+    assert taken == ["a"]
+    queue.take(take, token_budget=1, now_s=STARVING_S + 0.1)
+    assert taken == ["a", "humble"]
+    queue.take(take, token_budget=1, now_s=STARVING_S + 0.1)
+    assert taken == ["a", "humble", "b"]
+
+
+def test_priority_then_arrival_then_similar_length() -> None:
+    queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
+    for name, length, priority in (("a", 8, 0), ("b", 60, 0), ("c", 9, 0), ("d", 8, -1)):
+        state = sequence(name, [1] * length, priority=priority)
+        queue.push(state, now_s=0, drain_tokens_per_s=1)
+    taken: list[str] = []
+
+    def take(state: SequenceState) -> bool:
+        taken.append(state.sequence_id)
+        return True
+
+    queue.take(take, token_budget=1, now_s=0)
+    assert taken == ["d"]
+    queue.take(take, token_budget=16, now_s=0)
+    assert taken == ["d", "a", "c"], "c is like a, b is not"
+    assert len(queue) == 1
+
+
+def test_age_beats_similarity() -> None:
+    queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
+    for name, length in (("a", 8), ("b", 60), ("c", 9)):
+        queue.push(sequence(name, [1] * length), now_s=0, drain_tokens_per_s=1)
+    taken: list[str] = []
+
+    def take(state: SequenceState) -> bool:
+        taken.append(state.sequence_id)
+        return True
+
+    queue.take(take, token_budget=9, now_s=2.0)
+    assert taken == ["a", "b"]
+
+
+def decode_loop(rows: int = 4) -> tuple[DecodeLoop, FakeRunner, ManualClock]:
+    clock = ManualClock()
+    runner = FakeRunner(rows)
+    slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=4096)
+    return DecodeLoop(runner=runner, slots=slots, eos_token_ids=(EOS,), clock=clock), runner, clock
+
+
+def hand_off(loop: DecodeLoop, runner: FakeRunner, state: SequenceState) -> None:
+    """Do by hand what a transfer does: reserve, write the prompt's KV, join."""
+    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
+    runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
+    state.output_ids = expected_output(state.prompt_ids, 1)
+    state.exit_layers = [8]
+    loop.join(state)
+
+
+def test_sequences_join_and_leave_between_steps_and_none_changes_another() -> None:
+    loop, runner, _ = decode_loop()
+    first, second = sequence("a", [1, 2], 9), sequence("b", [3], 9)
+    hand_off(loop, runner, first)
+    loop.step()
+    hand_off(loop, runner, second)
+    emitted = [e for _ in range(20) for _, e in loop.step()]
+    for state in (first, second):
+        assert state.output_ids == expected_output(state.prompt_ids, 9)
+        indices = [e.first_index for e in emitted if e.sequence_id == state.sequence_id]
+        assert indices == sorted(set(indices))
+    assert loop.slots.num_held == 0
+    assert not runner.attached
+
+
+def test_leave_returns_the_state_of_the_running_and_frees_the_reserved() -> None:
+    loop, runner, _ = decode_loop()
+    state = sequence("a", [1, 2], 9)
+    hand_off(loop, runner, state)
+    loop.reserve("coming", 10)
+    assert loop.num_reserved == 1
+    assert loop.leave("coming") is None
+    assert loop.leave("a") is state
+    assert loop.leave("a") is None
+    assert loop.slots.num_held == 0
+
+
+def test_a_late_sequence_ends_in_an_error_and_frees_its_slot() -> None:
+    loop, runner, clock = decode_loop()
+    hand_off(loop, runner, sequence("a", [1, 2], 50, deadline=5))
+    clock.advance(6)
+    ((ingress, emission),) = loop.step()
+    assert ingress == "i"
+    assert isinstance(emission.error, DeadlineExceeded)
+    assert loop.slots.num_held == 0
+
+
+def test_joining_without_a_reservation_is_a_bug() -> None:
+    loop, _, _ = decode_loop()
+    with pytest.raises(InvariantViolation):
+        loop.join(sequence("a", [1]))
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "reason"),
+    [
+        (SamplingParams(max_tokens=3), [5, 6, 7], FinishReason.LENGTH),
+        (SamplingParams(max_tokens=9), [5, EOS], FinishReason.STOP),
+        (SamplingParams(max_tokens=9, ignore_eos=True), [5, EOS], None),
+        (SamplingParams(max_tokens=9, stop_token_ids=(6,)), [5, 6], FinishReason.STOP),
+        (SamplingParams(max_tokens=9, min_tokens=3), [5, EOS], None),
+        (SamplingParams(max_tokens=2), [5, EOS], FinishReason.STOP),
+        (SamplingParams(max_tokens=9), [5], None),
+    ],
+)
+def test_finish_reason(
+    params: SamplingParams, output: list[int], reason: FinishReason | None
+) -> None:
+    from quadriga.scheduling.finish import finish_reason
+
+    state = sequence("a", [1])
+    state.sampling, state.output_ids = params, output
+    assert finish_reason(state, eos_token_ids=(EOS,), row_capacity_tokens=64) == reason
+    assert finish_reason(state, eos_token_ids=(), row_capacity_tokens=1 + len(output)) is not None

@@ -1,0 +1,199 @@
+"""Memory promised as it is used: who is let in, who makes room, and who comes back first."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.core.forecast import LengthPrediction
+from quadriga.errors import ContextTooLong, KVCacheExhausted
+from quadriga.policies.slot_reservation import ASSUMED_TOKENS, WINDOW, AnswerLengths
+from quadriga.scheduling.preemption import choose_victim
+from tests.crowded_replica import Replica
+
+
+def test_many_fit_by_what_they_use_and_all_end() -> None:
+    """By their longest, two would fit; ten run to their end, with pauses on the way."""
+    replica = Replica(rows=10)
+    for i in range(10):
+        replica.take(f"s{i}", max_tokens=60 + 4 * i)
+    assert replica.loop.num_running == 10
+    replica.finish()
+    assert replica.loop.num_pauses > 3
+    assert replica.loop.num_resumes == replica.loop.num_pauses
+
+
+def test_newcomers_are_let_in_up_to_the_mark() -> None:
+    replica = Replica(rows=30)
+    for i in range(288 // 16):
+        replica.take(f"s{i}", max_tokens=10)
+    with pytest.raises(KVCacheExhausted, match="up to 288 tokens"):
+        replica.take("one too many")
+    assert replica.loop.num_pauses == 0
+    replica.finish()
+
+
+def test_nothing_is_paused_by_the_longest() -> None:
+    replica = Replica(reservation="longest")
+    assert replica.take("a").priority == 0
+    assert replica.loop.least_priority is None
+    replica.take("b", max_tokens=140)
+    with pytest.raises(KVCacheExhausted, match="tokens are free"):
+        replica.take("important", priority=-9, max_tokens=140)
+    replica.finish()
+    assert replica.loop.num_pauses == 0
+
+
+def test_the_important_take_the_place_of_the_least_important() -> None:
+    """Of three in three rows: first by priority, then the longest remaining."""
+    replica = Replica(rows=3)
+    replica.take("first", priority=1, max_tokens=50)
+    replica.take("least", priority=5, max_tokens=40)
+    replica.take("long", priority=1, max_tokens=90)
+    assert replica.loop.least_priority == 5
+    with pytest.raises(KVCacheExhausted, match="0 of 3 rows"):
+        replica.take("equal", priority=5)
+    replica.take("important", priority=0)
+    assert replica.paused == {"least"}
+    replica.take("more important", priority=-1)
+    assert replica.paused == {"least", "long"}
+    assert replica.loop.least_priority == 1
+    replica.finish()
+
+
+def test_the_paused_come_before_newcomers_of_their_rank() -> None:
+    replica = Replica()
+    replica.take("a")
+    replica.take("b")
+    assert replica.loop.pause("b")
+    with pytest.raises(KVCacheExhausted, match="1 paused sequences wait"):
+        replica.take("c")
+    replica.take("urgent", priority=-1)
+    assert replica.paused == {"b"}
+    replica.finish()
+    assert replica.loop.num_resumes == replica.loop.num_pauses >= 1
+
+
+def test_who_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(rows=1)
+    replica.take("runs", priority=5, max_tokens=30)
+
+    def full(row: int) -> object:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replica.loop._preemption._runner, "suspend", full)
+        with pytest.raises(MemoryError):
+            replica.take("important", priority=0)
+    assert replica.paused == set() and replica.loop.num_running == 1
+    replica.finish()
+
+
+def test_nobody_is_paused_in_vain() -> None:
+    replica = Replica(rows=3)
+    replica.take("important", prompt=150, max_tokens=5, priority=0)
+    replica.take("other", prompt=60, max_tokens=5, priority=1)
+    with pytest.raises(KVCacheExhausted):
+        replica.take("large", prompt=140, max_tokens=10, priority=0)
+    with pytest.raises(ContextTooLong):
+        replica.take("larger than a row", prompt=150, max_tokens=11, priority=-1)
+    assert replica.loop.num_pauses == 0
+    replica.finish()
+
+
+def test_an_engine_whose_room_is_all_promised_does_not_spin() -> None:
+    """Who is paused for one on its way waits for it; until then there is nothing to do."""
+    replica = Replica(rows=1)
+    replica.take("low", max_tokens=20, priority=5)
+    replica.loop.reserve("urgent", 160, 150, priority=-1)
+    assert replica.paused == {"low"}
+    assert not replica.loop.has_work
+    replica.loop.leave("urgent")
+    assert replica.loop.has_work
+    replica.finish()
+    assert replica.loop.num_resumes == 1
+
+
+def test_a_newcomer_is_promised_what_answers_usually_add() -> None:
+    replica = Replica(rows=8, answer_tokens=60)
+    for i in range(3):
+        replica.take(f"s{i}", max_tokens=100)
+    assert replica.loop.slots.reserved_tokens == 3 * 80
+    with pytest.raises(KVCacheExhausted, match="no room for 80 tokens"):
+        replica.take("one too many", max_tokens=100)
+    replica.take("short", max_tokens=20)  # its own limit is nearer
+    replica.finish()
+
+
+def test_where_every_row_fits_at_its_longest_all_of_the_memory_is_promised() -> None:
+    """Two rows of 160 in 320 tokens: nobody can outgrow anything."""
+    replica = Replica(rows=2, answer_tokens=200)
+    for name in ("a", "b"):
+        replica.take(name, prompt=20, max_tokens=140)
+    assert replica.loop.slots.reserved_tokens == 320
+    replica.finish()
+    assert replica.loop.num_pauses == 0
+
+
+def test_a_known_length_counts_instead_of_the_usual_one() -> None:
+    replica = Replica(rows=8, answer_tokens=60)
+    replica.take("a")
+    slot = replica.loop.reserve("s", 115, 15, 0, LengthPrediction(3.0, 1.0, 9.5))
+    assert slot.reserved_tokens == 32
+    replica.loop.leave("s")
+    replica.finish()
+
+
+def test_what_is_promised_and_not_used_is_taken_back_before_anybody_is_paused() -> None:
+    replica = Replica(rows=8, answer_tokens=100)
+    replica.take("outlives its promise", max_tokens=140)
+    replica.loop.answers = AnswerLengths()
+    replica.take("promised much", prompt=100, max_tokens=60)
+    assert replica.loop.slots.reserved_tokens == 128 + 160
+    replica.finish()
+    assert replica.loop.num_pauses == 0
+
+
+def test_answers_that_end_teach_what_to_promise() -> None:
+    lengths = AnswerLengths()
+    assert lengths.upper_tokens == ASSUMED_TOKENS
+    for _ in range(4):
+        lengths.ended(500)
+    assert lengths.upper_tokens == 500  # more than a tenth of all it knows
+    for i in range(WINDOW):
+        lengths.ended(i % 10)
+    assert lengths.upper_tokens == 9
+    for _ in range(WINDOW):
+        lengths.ended(0)
+    assert lengths.upper_tokens == 1
+
+
+def test_who_was_paused_least_often_is_paused_next() -> None:
+    replica = Replica(rows=8)
+    replica.take("long", max_tokens=140)
+    replica.take("short", max_tokens=40)
+    assert replica.loop.pause("long")
+    replica.step()
+    assert replica.paused == set()
+    running = {r.state.sequence_id: r for r in replica.loop._places.running.values()}
+    victim = choose_victim(running.values())
+    assert victim is not None and victim.state.sequence_id == "short"
+    replica.finish()
+
+
+def test_one_that_was_paused_for_long_comes_before_the_more_important() -> None:
+    """More important sequences come without end: the patience of the paused one has one."""
+    replica = Replica(rows=1, step_s=0.25)
+    replica.take("low", max_tokens=30, priority=5)
+    refusals: list[str] = []
+    for i in range(200):
+        if len(replica.states["low"].output_ids) == 30:
+            break
+        try:
+            replica.take(f"important {i}", max_tokens=10, priority=0)
+        except KVCacheExhausted as exc:
+            refusals.append(exc.message)
+        replica.step()
+    assert len(replica.states["low"].output_ids) == 30
+    assert any("paused sequences wait" in refusal for refusal in refusals)
+    assert sum(name.startswith("important") for name in replica.states) > 3
+    replica.finish()
