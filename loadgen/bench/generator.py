@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(transport: str, args: argparse.Namespace) -> Capacity:
-    words = ["-m", "tests.fake_service.server", "--grpc"]
+    words = ["-m", "loadgen.bench.fake_service.server", "--grpc"]
     words += ["--tokens-per-write", str(args.tokens_per_write)]
     with python_process(words) as process:
         addresses = json.loads(read_line(process, START_TIMEOUT_S))

@@ -11,8 +11,6 @@ PEERS: dict[str, tuple[str, str]] = {
     "quadriga-plain": ("loadgen.bench.engines.offline", "QuadrigaPeer"),
     "transformers": ("loadgen.bench.engines.hf_transformers", "TransformersPeer"),
     "openvino": ("loadgen.bench.engines.openvino", "OpenVinoPeer"),
-    "ctranslate2": ("loadgen.bench.engines.ctranslate2", "CTranslate2Peer"),
-    "vllm": ("loadgen.bench.engines.vllm_cpu", "VllmPeer"),
 }
 """Name → (module, class). `quadriga-plain` is our engine on what the other engines read: quantised
 weights written out in float32."""
@@ -22,7 +20,5 @@ PROBES = {
     "quadriga-plain": "torch",
     "transformers": "transformers",
     "openvino": "openvino_genai",
-    "ctranslate2": "ctranslate2",
-    "vllm": "vllm",
 }
 """Name → the module whose presence means that the peer is installed."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from loadgen.bench.fake_service.faults import FAULTS
 from loadgen.checker import FaultKind, Outcome
 from loadgen.wire.capture import Capture, Transport
-from tests.fake_service.faults import FAULTS
 from tests.unit.loadgen.conftest import Exchange, make_spec
 
 CHAT = {"endpoint": "chat", "prompt": "say it"}

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import COMMANDS, main
+from loadgen.bench.fake_service.server import FakeServer
 from loadgen.load.scenario import QUESTIONS, choose_load
 from loadgen.load_options import add_arguments
 from quadriga.errors import ConfigError
 from quadriga.training.tasks import TASKS, make_example, sample_examples
-from tests.fake_service.server import FakeServer
 from tests.unit.loadgen.conftest import Service
 
 HEADER = "arrival_s,input_tokens,output_tokens\n"

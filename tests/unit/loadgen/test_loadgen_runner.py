@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Choice, FaultKind, Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verify_text import verify_texts
@@ -16,7 +17,6 @@ from loadgen.target import Target
 from loadgen.wire.capture import Call, Capture, Transport
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
-from tests.fake_service.server import MODEL, FakeOptions, FakeServer
 from tests.unit.loadgen.conftest import make_spec
 
 TARGET = Target(MODEL, 4096)

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import main
+from loadgen.bench.fake_service.generation import FakeOptions
+from loadgen.bench.fake_service.model import END_ID, tokenize
+from loadgen.bench.fake_service.server import MODEL, FakeServer
 from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
 from loadgen.load.arrivals import parse_arrivals
@@ -24,9 +27,6 @@ from loadgen.target import Target
 from loadgen.wire.client_grpc import encode_request
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
-from tests.fake_service.generation import FakeOptions
-from tests.fake_service.model import END_ID, tokenize
-from tests.fake_service.server import MODEL, FakeServer
 from tests.unit.loadgen.conftest import Service
 
 TEMPLATE = RequestSpec(index=0, arrival_s=0.0, prompt="", max_tokens=1, seed=0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verdict import Choice, FaultKind, Write
@@ -19,7 +20,6 @@ from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_http import parse_url
-from tests.fake_service.server import MODEL, FakeOptions, FakeServer
 from tests.reliability import overload_report as overload
 from tests.reliability import upgrade_report as upgrade
 from tests.reliability.cluster.baseline import BaseLine, trouble_with

@@ -1,6 +1,6 @@
 """A fake OpenAI service on a raw socket: well-formed by default, wrong in one way when asked.
 
-For the checker's tests and for measuring the generator; `python -m tests.fake_service.server` runs
+For the checker's tests and for measuring the generator: `python -m …fake_service.server` runs
 one. It writes its bytes itself, so that it can also write wrong ones.
 """
 
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from loadgen.event_loop import run_event_loop
-from tests.fake_service.faults import (
+from loadgen.bench.fake_service.faults import (
     CLOSE,
     DONE,
     FAULTS,
@@ -25,8 +24,9 @@ from tests.fake_service.faults import (
     Part,
     encode,
 )
-from tests.fake_service.generation import FakeOptions, Generation
-from tests.fake_service.model import chat_text, detokenize, tokenize
+from loadgen.bench.fake_service.generation import FakeOptions, Generation
+from loadgen.bench.fake_service.model import chat_text, detokenize, tokenize
+from loadgen.event_loop import run_event_loop
 
 MODEL = "fake"
 RETRY_AFTER_S = 1
@@ -215,7 +215,7 @@ async def _main(args: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         address = ""
         if args.grpc:
-            from tests.fake_service.grpc_server import FakeGrpcOptions, FakeGrpcServer
+            from loadgen.bench.fake_service.grpc_server import FakeGrpcOptions, FakeGrpcServer
 
             fake = FakeGrpcServer(FakeGrpcOptions(tokens_per_write=args.tokens_per_write))
             address = (await stack.enter_async_context(fake)).address
