@@ -26,7 +26,7 @@ from quadriga.policies.slot_reservation import AnswerLengths
 from quadriga.scheduling.batch_state import BatchState, Place, RunningRow, summary
 from quadriga.scheduling.depth import DepthChanges
 from quadriga.scheduling.exit_gate import ExitGate
-from quadriga.scheduling.finish import FinishRule
+from quadriga.scheduling.sequence import FinishRule
 from quadriga.scheduling.preemption import Preemption
 from quadriga.scheduling.rates import Ewma, RateMeter
 from quadriga.scheduling.sequence_export import SequenceExport

@@ -16,7 +16,7 @@ from quadriga.errors import (
     QuadrigaError,
 )
 from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.scheduling.finish import append_token, finish_reason
+from quadriga.scheduling.sequence import append_token, finish_reason
 from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.rates import Ewma, RateMeter
 from quadriga.scheduling.rebuild import check_record, chunk_of, num_prefill_tokens
