@@ -12,7 +12,7 @@ from quadriga.training.tasks import TASKS, Example, check, make_example
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TaskPrompt:
     """A task prompt as token ids."""
 
     example: Example
@@ -28,7 +28,7 @@ class TaskSuite:
         eos: End tokens, which are no part of an answer.
     """
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[TaskPrompt, ...]
     tokenizer: TextTokenizer
     eos: frozenset[int]
 
@@ -43,7 +43,7 @@ class TaskSuite:
         ][:count]
         random.Random(seed).shuffle(examples)
         prompts = tuple(
-            Prompt(e, tokenizer.encode(e.text, add_special_tokens=False)) for e in examples
+            TaskPrompt(e, tokenizer.encode(e.text, add_special_tokens=False)) for e in examples
         )
         return cls(prompts, tokenizer, frozenset(checkpoint.eos_token_ids))
 

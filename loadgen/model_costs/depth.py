@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loadgen.load.task_suite import Prompt, TaskSuite
+from loadgen.load.task_suite import TaskPrompt, TaskSuite
 from loadgen.model_costs.exits import ExitRecord, read_again, served_exits
 from loadgen.model_costs.timing import decode_step_s, prefill_s
 from quadriga.catalogue.energy import EnergyMeter
@@ -183,7 +183,9 @@ def joules_per_token(runner: ModelRunner, meter: EnergyMeter, batch: int) -> flo
     return joules / (num_steps * batch) if joules > 0.0 else None
 
 
-def generate(llm: LLM, prompts: Sequence[Prompt], say: Callable[[dict[str, Any]], None]) -> Answers:
+def generate(
+    llm: LLM, prompts: Sequence[TaskPrompt], say: Callable[[dict[str, Any]], None]
+) -> Answers:
     """Answer every prompt greedily, each token from the deepest layer there is."""
     answers = Answers([[] for _ in prompts])
     most = llm.loop.decode.slots.row_capacity_tokens
@@ -201,7 +203,9 @@ def generate(llm: LLM, prompts: Sequence[Prompt], say: Callable[[dict[str, Any]]
     return answers
 
 
-def unchanged_share(llm: LLM, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> float:
+def unchanged_share(
+    llm: LLM, prompts: Sequence[TaskPrompt], answers: Sequence[Sequence[int]]
+) -> float:
     """Share of another depth's tokens that this one says too, after the same text."""
     again = read_again(llm, [p.token_ids for p in prompts], answers)
     pairs = [

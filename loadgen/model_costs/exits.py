@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.load.task_suite import Prompt
+from loadgen.load.task_suite import TaskPrompt
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SamplingParams
 from quadriga.llm import LLM
@@ -34,7 +34,7 @@ class ExitRecord:
 
 def served_exits(
     checkpoint: Checkpoint,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TaskPrompt],
     threads: int,
     say: Callable[[dict[str, Any]], None],
 ) -> dict[int, ExitRecord]:

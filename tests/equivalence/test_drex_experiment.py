@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from loadgen.load.task_suite import TaskSuite
-from loadgen.paper.drex.closed_loop import Outcome, load_runner, run_closed_loop
+from loadgen.paper.drex.bench import DeviceModel
+from loadgen.paper.drex.closed_loop import ClosedLoopRun, run_closed_loop
 from loadgen.paper.drex.judged import Decisions, JudgedRebatcher
-from loadgen.paper.drex.modelled import DeviceModel
+from loadgen.paper.native import load_native
 from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock, SystemClock
@@ -30,7 +31,7 @@ Make = Callable[[SegmentCosts, ExitCounters], Rebatcher]
 @pytest.fixture(scope="module")
 def native() -> NativeRunner:
     checkpoint = read_checkpoint("quadriga-s")
-    return load_runner(checkpoint, num_rows=SLOTS, threads=1, skipped_kv="linear")
+    return load_native(checkpoint, num_rows=SLOTS, threads=1, skipped_kv="linear")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def run(
     make: Make,
     threshold: float,
     on_loop: Callable[[DecodeLoop], None] | None = None,
-) -> Outcome:
+) -> ClosedLoopRun:
     clock = ManualClock()
     runner = PacedRunner(native, DEVICE, now_s=clock.now_s, sleep=clock.advance)
     costs = calibrate(runner, clock, max_rows=SLOTS)

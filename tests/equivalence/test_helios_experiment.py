@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Sequence
 
 import pytest
 
-from loadgen.load.task_suite import Prompt, TaskSuite
-from loadgen.paper.helios.bench import Bench, Plan
-from loadgen.paper.helios.engine import Room, ServedModel, load_engine, weight_bytes
-from loadgen.paper.helios.record import Run
-from loadgen.paper.helios.replica import MAX_TOKENS
-from loadgen.paper.helios.report import ALONE, FIXED, Setting
-from loadgen.paper.helios.serve import (
-    ProcessClock,
-    Service,
-    TurnClock,
-    open_replica,
-    serve_in_turns,
-)
+from loadgen.load.task_suite import TaskPrompt, TaskSuite
+from loadgen.paper.clocks import ProcessorClock, TurnClock
+from loadgen.paper.helios.bench import HeliosBench, HeliosPlan
+from loadgen.paper.helios.record import StreamRun
+from loadgen.paper.helios.replica import MAX_TOKENS, ReplicaLimits, TimedModel, weight_bytes
+from loadgen.paper.helios.report import ALONE, FIXED, HeliosSetting
+from loadgen.paper.helios.serve import Contestant, open_replica, serve_in_turns
+from loadgen.paper.native import load_native, sequence
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.replica import DepthClass
-from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.interfaces import PrefillChunk
 from quadriga.policies.drex import SegmentCosts
@@ -30,33 +25,25 @@ from quadriga.policies.drex import SegmentCosts
 S = "quadriga-s"
 
 
-def served_model(threshold: float) -> ServedModel:
+def served_model(threshold: float) -> TimedModel:
     checkpoint = read_checkpoint(S)
     costs = SegmentCosts(len(checkpoint.exits.layers) + 1, 4)
-    return ServedModel(checkpoint, costs, threshold)
+    return TimedModel(checkpoint, costs, threshold)
 
 
 def suite_of(count: int) -> TaskSuite:
     return TaskSuite.make(read_checkpoint(S), count, seed=5)
 
 
-def plain(prompts: Sequence[Prompt], depth: int, threshold: float) -> list[list[int]]:
+def plain(prompts: Sequence[TaskPrompt], depth: int, threshold: float) -> list[list[int]]:
     """The engine alone: segment after segment, each token leaves where it is sure enough."""
     checkpoint = read_checkpoint(S)
-    native = load_engine(checkpoint, depth, num_rows=1, threads=1)
+    native = load_native(checkpoint, depth=depth, num_rows=1, threads=1)
     ends = native.segment_ends
     answers = []
     for prompt in prompts:
-        state = SequenceState(
-            sequence_id="plain",
-            request_id="plain",
-            model=S,
-            prompt_ids=prompt.token_ids,
-            sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0),
-            ingress_id="",
-            arrival_unix_s=0.0,
-            deadline_unix_s=math.inf,
-        )
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+        state = sequence("plain", prompt.token_ids, sampling)
         native.attach(0, state)
         token = native.prefill([PrefillChunk(0, prompt.token_ids, 0, True)])[0]
         assert token is not None
@@ -75,10 +62,10 @@ def plain(prompts: Sequence[Prompt], depth: int, threshold: float) -> list[list[
     return answers
 
 
-def serve_alone(model: ServedModel, depth: int, room: Room, suite: TaskSuite) -> Run:
-    clock = TurnClock(ProcessClock())
+def serve_alone(model: TimedModel, depth: int, room: ReplicaLimits, suite: TaskSuite) -> StreamRun:
+    clock = TurnClock(ProcessorClock(time.process_time))
     replica = open_replica((model,), DepthClass(S, depth), room, clock, 1)
-    service = Service(suite, replica, clock, clients=room.num_rows)
+    service = Contestant(suite, replica, clock, clients=room.num_rows)
     serve_in_turns([service], on_done=lambda count: None)
     return service.result()
 
@@ -86,7 +73,7 @@ def serve_alone(model: ServedModel, depth: int, room: Room, suite: TaskSuite) ->
 @pytest.mark.parametrize("depth", [8, 4])
 def test_one_model_alone_says_what_the_plain_engine_says(depth: int) -> None:
     suite, threshold = suite_of(8), 0.9
-    run = serve_alone(served_model(threshold), depth, Room(1), suite)
+    run = serve_alone(served_model(threshold), depth, ReplicaLimits(1), suite)
     assert [q.token_ids for q in run.requests] == plain(suite.prompts, depth, threshold)
     assert sum(run.decoded.values()) == sum(q.num_decoded for q in run.requests)
     assert {model for model, _ in run.decoded} == {S}
@@ -94,8 +81,8 @@ def test_one_model_alone_says_what_the_plain_engine_says(depth: int) -> None:
     assert run.breaches == sum(sum(q.breached) for q in run.requests)
 
 
-def quick_plan(*, pair: tuple[str, str], parts: tuple[str, ...], requests: int) -> Plan:
-    return Plan(
+def quick_plan(*, pair: tuple[str, str], parts: tuple[str, ...], requests: int) -> HeliosPlan:
+    return HeliosPlan(
         pair=pair,
         catalogue=None,
         parts=parts,
@@ -118,8 +105,8 @@ def quick_plan(*, pair: tuple[str, str], parts: tuple[str, ...], requests: int) 
 def test_the_machine_changes_what_is_held_and_loses_nobody() -> None:
     plan = quick_plan(pair=(S, "quadriga-l"), parts=(ALONE,), requests=20)
     done: list[int] = []
-    bench = Bench(plan, lambda line: None, done.append)
-    settings = [Setting(ALONE, name, None, 8, 2) for name in ("helios-throughput", "only-s")]
+    bench = HeliosBench(plan, lambda line: None, done.append)
+    settings = [HeliosSetting(ALONE, name, None, 8, 2) for name in ("helios-throughput", "only-s")]
     chosen, alone = bench.run_together(settings).values()
     assert done[-1] == 40 and [q.index for q in chosen.requests] == list(range(20))
     assert chosen.switches >= 2 and chosen.profiles >= 2
@@ -134,17 +121,17 @@ def test_the_machine_changes_what_is_held_and_loses_nobody() -> None:
 
 def test_memory_that_weights_leave_free_is_batch() -> None:
     checkpoint = read_checkpoint(S)
-    whole = weight_bytes(load_engine(checkpoint, 8, num_rows=1, threads=1))
-    room = Room(16, whole + 1100 * checkpoint.kv_bytes_per_token(8, 4))
-    model = ServedModel(checkpoint, SegmentCosts(3, 16), 0.9)
+    whole = weight_bytes(load_native(checkpoint, depth=8, num_rows=1, threads=1))
+    room = ReplicaLimits(16, whole + 1100 * checkpoint.kv_bytes_per_token(8, 4))
+    model = TimedModel(checkpoint, SegmentCosts(3, 16), 0.9)
     suite = suite_of(16)
     peaks = {depth: serve_alone(model, depth, room, suite).peak_running for depth in (8, 4)}
     assert 4 * peaks[8] < peaks[4]
     with pytest.raises(ConfigError, match="--memory-mib"):
-        serve_alone(model, 8, Room(16, whole), suite)
+        serve_alone(model, 8, ReplicaLimits(16, whole), suite)
 
 
 def test_the_pair_must_differ_and_have_exits() -> None:
     plan = quick_plan(pair=(S, S), parts=(FIXED,), requests=16)
     with pytest.raises(ConfigError, match="both models are called 'quadriga-s'"):
-        Bench(plan, lambda line: None, lambda count: None)
+        HeliosBench(plan, lambda line: None, lambda count: None)

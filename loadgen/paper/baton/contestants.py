@@ -24,15 +24,15 @@ from collections.abc import Callable, Sequence
 from loadgen.paper.baton.generate import generate
 from loadgen.paper.baton.inline import InlineRelay
 from loadgen.paper.baton.queries import Query
-from loadgen.paper.baton.record import Record
-from loadgen.paper.baton.relay import Live, Relay
+from loadgen.paper.baton.record import QueryRecord
+from loadgen.paper.baton.relay import LiveQuery, Relay
 from quadriga.engine.baton.runner import BatonRunner
 
 CHUNK_TOKENS = 256
 PREFILL_AHEAD = 4
 """Queries prefilled at once where prefill is apart, in batches."""
 
-Contestant = Callable[[BatonRunner, Record, Sequence[Query], int], None]
+Contestant = Callable[[BatonRunner, QueryRecord, Sequence[Query], int], None]
 
 
 def rows_needed(batch: int) -> int:
@@ -49,12 +49,12 @@ class _Stock:
     def __init__(self, relay: Relay, queries: Sequence[Query], batch: int) -> None:
         self._relay = relay
         self._waiting = deque(queries)
-        self._ready: deque[Live] = deque()
+        self._ready: deque[LiveQuery] = deque()
         self._window = PREFILL_AHEAD * batch
 
-    def take(self, count: int) -> list[Live]:
+    def take(self, count: int) -> list[LiveQuery]:
         """Up to so many prefilled queries; fewer when these are the last."""
-        taken: list[Live] = []
+        taken: list[LiveQuery] = []
         while len(taken) < count:
             if not self._ready and not self._refill():
                 break
@@ -70,7 +70,7 @@ class _Stock:
 
 
 def run_to_completion(
-    runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int
+    runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int
 ) -> None:
     relay = Relay(runner, record)
     for first in range(0, len(queries), batch):
@@ -79,14 +79,14 @@ def run_to_completion(
         _complete(relay, lives)
 
 
-def split(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int) -> None:
+def split(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int) -> None:
     relay = Relay(runner, record)
     stock = _Stock(relay, queries, batch)
     while lives := stock.take(batch):
         _complete(relay, lives)
 
 
-def orca(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int) -> None:
+def orca(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int) -> None:
     relay = InlineRelay(runner, record, batch)
     waiting = deque(queries)
     while waiting or relay.num_running:
@@ -94,10 +94,10 @@ def orca(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: i
         relay.step([waiting.popleft() for _ in range(free)])
 
 
-def inline(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int) -> None:
+def inline(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int) -> None:
     relay = Relay(runner, record)
     waiting = deque(queries)
-    running: list[Live] = []
+    running: list[LiveQuery] = []
     while waiting or running:
         free = min(batch - len(running), len(waiting))
         joining = [relay.start(waiting.popleft()) for _ in range(free)]
@@ -107,11 +107,11 @@ def inline(runner: BatonRunner, record: Record, queries: Sequence[Query], batch:
         running = relay.let_go(running)
 
 
-def chunked(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int) -> None:
+def chunked(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int) -> None:
     relay = Relay(runner, record, chunk_tokens=CHUNK_TOKENS)
     waiting = deque(queries)
-    joining: list[Live] = []
-    running: list[Live] = []
+    joining: list[LiveQuery] = []
+    running: list[LiveQuery] = []
     while waiting or joining or running:
         free = min(batch - len(running) - len(joining), len(waiting))
         joining += [relay.start(waiting.popleft()) for _ in range(free)]
@@ -123,7 +123,7 @@ def chunked(runner: BatonRunner, record: Record, queries: Sequence[Query], batch
             running = relay.let_go(running)
 
 
-def baton(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int) -> None:
+def baton(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int) -> None:
     relay = Relay(runner, record)
     stock = _Stock(relay, queries, batch)
     running = stock.take(batch)
@@ -133,7 +133,7 @@ def baton(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: 
         running += stock.take(batch - len(running))
 
 
-def _complete(relay: Relay, lives: list[Live]) -> None:
+def _complete(relay: Relay, lives: list[LiveQuery]) -> None:
     """Decode a batch until the longest answer is done."""
     while not all(live.is_done for live in lives):
         relay.run_batch(lives)

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-
-from rich.console import Console
+from dataclasses import replace
 
 from loadgen.options import number, whole
 from loadgen.paper.baton.check import count_ties
@@ -31,9 +28,9 @@ from loadgen.paper.baton.queries import (
     mixed_queries,
     step_ceiling,
 )
-from loadgen.paper.baton.record import Record
+from loadgen.paper.baton.record import BatonRow, BatonSetting, QueryRecord
 from loadgen.paper.baton.report import as_row, headline, print_table, write_plots
-from loadgen.paper.results import publish
+from loadgen.report.experiment import publish, say
 from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.engine_spec import EngineSpec
@@ -79,96 +76,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_out_argument(parser, "results/paper")
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A query set at a batch size."""
-
-    name: str  # "mixed" or "brief"
-    num_queries: int
-    batch: int
-
-    def draw(self, args: argparse.Namespace, round_: int, vocab_size: int) -> list[Query]:
-        """The round's queries."""
-        seed = args.seed + 1000 * round_
-        if self.name == "brief":
-            return brief_queries(
-                count=self.num_queries,
-                spread=args.spread,
-                seed=seed,
-                vocab_size=vocab_size,
-                words=tuple(args.brief_words),
-            )
-        return mixed_queries(
-            count=self.num_queries,
-            batch=self.batch,
-            scale=args.scale,
-            spread=args.spread,
-            seed=seed,
-            vocab_size=vocab_size,
-        )
-
-
-@dataclass(slots=True)
-class Measured:
-    """One contestant in one setting, all rounds.
-
-    Attributes:
-        ceilings: See `step_ceiling`, by round.
-        ties: Queries whose tokens part from the other contestants' where the two best logits are
-            equal up to rounding.
-    """
-
-    setting: Setting
-    contestant: str
-    records: list[Record] = field(default_factory=list)
-    wall_s: list[float] = field(default_factory=list)
-    ceilings: list[float] = field(default_factory=list)
-    ties: int = 0
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(r.seconds for r in self.records)
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure all settings; returns 0."""
-    console = Console(stderr=True)
     if args.quick:
         args.contestant, args.rounds = list(QUICK_CONTESTANTS), 1
-    settings = [Setting("mixed", args.queries[0], b) for b in args.batch_mixed]
-    settings += [Setting("brief", args.queries[1], b) for b in args.batch_brief]
+    settings = [BatonSetting("mixed", args.queries[0], b) for b in args.batch_mixed]
+    settings += [BatonSetting("brief", args.queries[1], b) for b in args.batch_brief]
     loaded = _load(args, settings)
-    rows: dict[tuple[Setting, str], Measured] = {}
+    rows: dict[tuple[BatonSetting, str], BatonRow] = {}
     for round_ in range(args.rounds):
         for setting in settings:
             for measured in _compare(loaded, setting, args, round_):
                 row = rows.setdefault((setting, measured.contestant), measured)
                 if row is not measured:
                     _add(row, measured)
-                console.print(
+                say(
                     f"round {round_ + 1}, {setting.name} set, batch {setting.batch}: "
                     f"{measured.contestant} {measured.seconds:.1f} s"
                 )
-    print_table(list(rows.values()), Console(width=200))
-    args.out.mkdir(parents=True, exist_ok=True)
+    print_table(list(rows.values()))
     for path in write_plots(list(rows.values()), args.out):
-        console.print(f"plot: {path}")
+        say(f"plot: {path}")
     publish("baton", headline(list(rows.values())), [as_row(r) for r in rows.values()], args.out)
     return 0
 
 
 def _compare(
-    loaded: BatonRunner, setting: Setting, args: argparse.Namespace, round_: int
-) -> Iterator[Measured]:
+    loaded: BatonRunner, setting: BatonSetting, args: argparse.Namespace, round_: int
+) -> Iterator[BatonRow]:
     """One round of every contestant; the one that goes first changes from round to round."""
-    queries = setting.draw(args, round_, loaded.geometry.vocab_size)
+    queries = draw(setting, args, round_, loaded.geometry.vocab_size)
     names = [c for c in args.contestant if setting.name == "mixed" or c in BRIEF_CONTESTANTS]
     shift = round_ % max(1, len(names))
     wanted: dict[int, list[int]] | None = None
     for name in names[shift:] + names[:shift]:
         started_s = time.monotonic()
         record = run_one(loaded, name, queries, setting.batch)
-        measured = Measured(setting, name, [record], [time.monotonic() - started_s])
+        measured = BatonRow(setting, name, [record], [time.monotonic() - started_s])
         measured.ceilings.append(step_ceiling(queries, setting.batch))
         if wanted is None:
             wanted = record.outputs
@@ -176,12 +120,14 @@ def _compare(
         yield measured
 
 
-def run_one(loaded: BatonRunner, contestant: str, queries: Sequence[Query], batch: int) -> Record:
+def run_one(
+    loaded: BatonRunner, contestant: str, queries: Sequence[Query], batch: int
+) -> QueryRecord:
     """Run one contestant over the queries, with rows and memory of its own."""
     capacity = row_capacity(queries)
     spec = replace(loaded.spec, num_rows=rows_needed(batch), row_capacity_tokens=capacity)
     runner = BatonRunner(spec, loaded.model, loaded.geometry)
-    record = Record(time.thread_time)
+    record = QueryRecord(time.thread_time)
     gc.collect()
     record.begin()
     CONTESTANTS[contestant](runner, record, queries, batch)
@@ -194,11 +140,34 @@ def row_capacity(queries: Sequence[Query]) -> int:
     return max(len(q.prompt_ids) for q in queries) + max(q.num_output for q in queries)
 
 
-def _load(args: argparse.Namespace, settings: Sequence[Setting]) -> BatonRunner:
+def draw(
+    setting: BatonSetting, args: argparse.Namespace, round_: int, vocab_size: int
+) -> list[Query]:
+    """The round's queries."""
+    seed = args.seed + 1000 * round_
+    if setting.name == "brief":
+        return brief_queries(
+            count=setting.num_queries,
+            spread=args.spread,
+            seed=seed,
+            vocab_size=vocab_size,
+            words=tuple(args.brief_words),
+        )
+    return mixed_queries(
+        count=setting.num_queries,
+        batch=setting.batch,
+        scale=args.scale,
+        spread=args.spread,
+        seed=seed,
+        vocab_size=vocab_size,
+    )
+
+
+def _load(args: argparse.Namespace, settings: Sequence[BatonSetting]) -> BatonRunner:
     """Read the model, try it at the longest row there will be, and warm it up."""
     checkpoint = read_checkpoint(args.model)
     capacity = max(
-        row_capacity(setting.draw(args, round_, checkpoint.vocab_size))
+        row_capacity(draw(setting, args, round_, checkpoint.vocab_size))
         for setting in settings
         for round_ in range(args.rounds)
     )
@@ -225,7 +194,7 @@ def _load(args: argparse.Namespace, settings: Sequence[Setting]) -> BatonRunner:
     return runner
 
 
-def _add(row: Measured, more: Measured) -> None:
+def _add(row: BatonRow, more: BatonRow) -> None:
     """Add a round. Only the first keeps what the plots need."""
     for record in more.records:
         record.outputs = {}

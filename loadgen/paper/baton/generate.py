@@ -13,19 +13,21 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from loadgen.paper.baton.queries import Query
-from loadgen.paper.baton.record import Record
+from loadgen.paper.baton.record import QueryRecord
 from loadgen.paper.baton.relay import MEMORY_EVERY
 from quadriga.engine.baton.runner import BatonRunner
 
 
-def generate(runner: BatonRunner, record: Record, queries: Sequence[Query], batch: int) -> None:
+def generate(
+    runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int
+) -> None:
     token_bytes = runner.geometry.values_per_token * 4
     for first in range(0, len(queries), batch):
         _generate_batch(runner, record, queries[first : first + batch], token_bytes)
 
 
 def _generate_batch(
-    runner: BatonRunner, record: Record, queries: Sequence[Query], token_bytes: int
+    runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], token_bytes: int
 ) -> None:
     longest = max(len(q.prompt_ids) for q in queries)
     ids = torch.zeros((len(queries), longest), dtype=torch.int64)
@@ -51,7 +53,7 @@ class _Observer(StoppingCriteria):
     """Stops nothing; notes every step, as each token is an answer as soon as it is there."""
 
     def __init__(
-        self, record: Record, queries: Sequence[Query], longest: int, token_bytes: int
+        self, record: QueryRecord, queries: Sequence[Query], longest: int, token_bytes: int
     ) -> None:
         self._record, self._queries = record, queries
         self._longest, self._token_bytes = longest, token_bytes

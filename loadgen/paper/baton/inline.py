@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from loadgen.paper.baton.queries import Query
-from loadgen.paper.baton.record import Record
+from loadgen.paper.baton.record import QueryRecord
 from loadgen.paper.baton.relay import MEMORY_EVERY
 from quadriga.engine.baton.cache import StoreCache
 from quadriga.engine.baton.dense import DenseBatch, StepInputs
@@ -98,7 +98,7 @@ class InlineBatch(DenseBatch):
 class InlineRelay:
     """The batch at work on a query set, as `Relay` is for the others."""
 
-    def __init__(self, runner: BatonRunner, record: Record, batch: int) -> None:
+    def __init__(self, runner: BatonRunner, record: QueryRecord, batch: int) -> None:
         self._runner = runner
         self._record = record
         self._batch = InlineBatch(runner, max_rows=batch)

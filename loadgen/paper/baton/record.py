@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ class MemorySample:
 
 
 @dataclass(slots=True)
-class Record:
+class QueryRecord:
     """A run of one contestant over one query set; every query is there from the start.
 
     Attributes:
@@ -109,3 +110,34 @@ class Record:
                     gaps.append(time_s - last[index])
                 last[index] = time_s
         return sorted(gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class BatonSetting:
+    """A query set at a batch size."""
+
+    name: str  # "mixed" or "brief"
+    num_queries: int
+    batch: int
+
+
+@dataclass(slots=True)
+class BatonRow:
+    """One contestant in one setting, all rounds.
+
+    Attributes:
+        ceilings: See `step_ceiling`, by round.
+        ties: Queries whose tokens part from the other contestants' where the two best logits are
+            equal up to rounding.
+    """
+
+    setting: BatonSetting
+    contestant: str
+    records: list[QueryRecord] = field(default_factory=list)
+    wall_s: list[float] = field(default_factory=list)
+    ceilings: list[float] = field(default_factory=list)
+    ties: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(r.seconds for r in self.records)

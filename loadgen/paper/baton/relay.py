@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from loadgen.paper.baton.queries import Query
-from loadgen.paper.baton.record import Record
+from loadgen.paper.baton.record import QueryRecord
 from quadriga.clock import SystemClock
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SamplingParams, SequenceState
@@ -25,7 +25,7 @@ MEMORY_EVERY = 8
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveQuery:
     """A query under way.
 
     Attributes:
@@ -54,7 +54,7 @@ class Relay(ColocatedLoop):
     """
 
     def __init__(
-        self, runner: BatonRunner, record: Record, *, chunk_tokens: int = sys.maxsize
+        self, runner: BatonRunner, record: QueryRecord, *, chunk_tokens: int = sys.maxsize
     ) -> None:
         super().__init__(
             runner,
@@ -65,7 +65,7 @@ class Relay(ColocatedLoop):
         )
         self.runner = runner
         self.record = record
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LiveQuery] = {}
         self._joined: set[str] = set()
         self._chunks: list[PrefillChunk] = []  # of the pass under way
         self._token_bytes = runner.geometry.values_per_token * torch.finfo(self._dtype).bits // 8
@@ -76,7 +76,7 @@ class Relay(ColocatedLoop):
         dtype: torch.dtype = getattr(torch, self.runner.spec.dtype)
         return dtype
 
-    def start(self, query: Query) -> Live:
+    def start(self, query: Query) -> LiveQuery:
         """A query is under way."""
         state = SequenceState(
             sequence_id=str(query.index),
@@ -93,11 +93,11 @@ class Relay(ColocatedLoop):
             arrival_unix_s=0.0,
             deadline_unix_s=float("inf"),
         )
-        live = Live(query, state)
+        live = LiveQuery(query, state)
         self._live[state.sequence_id] = live
         return live
 
-    def let_go(self, batch: Sequence[Live]) -> list[Live]:
+    def let_go(self, batch: Sequence[LiveQuery]) -> list[LiveQuery]:
         """Let go of the rows of those that are done; returns the others."""
         for live in batch:
             if live.is_done:
@@ -106,7 +106,7 @@ class Relay(ColocatedLoop):
                 del self._live[live.state.sequence_id]
         return [live for live in batch if not live.is_done]
 
-    def compute(self, lives: Sequence[Live], *, passes: int | None = None) -> None:
+    def compute(self, lives: Sequence[LiveQuery], *, passes: int | None = None) -> None:
         """Compute prompts, similar lengths together, and their first tokens.
 
         Args:
@@ -135,7 +135,7 @@ class Relay(ColocatedLoop):
     def on_rebuilt(self, state: SequenceState) -> None:
         """See `PrefillEvents`: it waits for its contestant to let it join."""
 
-    def compute_padded(self, lives: Sequence[Live]) -> None:
+    def compute_padded(self, lives: Sequence[LiveQuery]) -> None:
         """Compute prompts in one pass, each padded to the longest, and their first tokens."""
         runner = self.runner
         rows = [
@@ -168,7 +168,7 @@ class Relay(ColocatedLoop):
         self.record.emitted(ended)
         self._look()
 
-    def run_batch(self, batch: Sequence[Live]) -> None:
+    def run_batch(self, batch: Sequence[LiveQuery]) -> None:
         """One step of the batch; rows whose query is done take part, to no use."""
         for live in batch:
             if live.state.sequence_id not in self._joined:

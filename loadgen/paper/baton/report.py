@@ -5,43 +5,48 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from loadgen.paper.baton.record import Record
-
-if TYPE_CHECKING:
-    from loadgen.paper.baton.experiment import Measured, Setting
+from loadgen.paper.baton.record import BatonRow, BatonSetting, QueryRecord
+from loadgen.report.experiment import drawn, show
 
 _BASE = "run_to_completion"
 _STYLES = {"baton": "-", "run_to_completion": "--", "orca": "-."}
+Curve = Callable[[QueryRecord], tuple[list[float], list[float]]]
 
 
-def print_table(rows: Sequence[Measured], console: Console) -> None:
+def print_table(rows: Sequence[BatonRow]) -> None:
     """Print one line a contestant and setting."""
-    table = Table(title="One core each, same model, same queries: time to answer them all")
-    for name in (
-        "set", "batch", "contestant", "s", "wall s", "× to completion", "ceiling", "ms/step",
-        "idle", "KV in use", "KV peak MiB", "query mean s", "query P99 s", "gap P99 ms", "ties",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("set", "contestant") else "right")
-    for row in rows:
-        plain = as_row(row)
-        ratio = speedup(rows, row.setting, _BASE, row.contestant)
-        table.add_row(
-            row.setting.name, str(row.setting.batch), row.contestant, f"{row.seconds:.1f}",
-            f"{plain['wall_s']:.1f}", "" if ratio is None else f"{ratio:.2f}",
-            f"{plain['step_ceiling']:.2f}", f"{1e3 * plain['step_s']:.2f}",
-            f"{plain['idle_share']:.1%}", f"{plain['kv_in_use']:.1%}",
-            f"{plain['kv_peak_bytes'] / 2**20:.1f}", f"{plain['query_mean_s']:.1f}",
-            f"{plain['query_p99_s']:.1f}", f"{1e3 * plain['gap_p99_s']:.0f}", str(row.ties),
-        )  # fmt: skip
-    console.print(table)
+
+    def ratio(plain: dict[str, Any]) -> str | None:
+        found = speedup(rows, plain["setting"], _BASE, plain["contestant"])
+        return None if found is None else f"{found:.2f}"
+
+    show(
+        [as_row(row) | {"setting": row.setting} for row in rows],
+        {
+            "set": lambda r: r["set"],
+            "batch": lambda r: r["batch"],
+            "contestant": lambda r: r["contestant"],
+            "s": lambda r: f"{r['seconds']:.1f}",
+            "wall s": lambda r: f"{r['wall_s']:.1f}",
+            "× to completion": ratio,
+            "ceiling": lambda r: f"{r['step_ceiling']:.2f}",
+            "ms/step": lambda r: f"{1e3 * r['step_s']:.2f}",
+            "idle": lambda r: f"{r['idle_share']:.1%}",
+            "KV in use": lambda r: f"{r['kv_in_use']:.1%}",
+            "KV peak MiB": lambda r: f"{r['kv_peak_bytes'] / 2**20:.1f}",
+            "query mean s": lambda r: f"{r['query_mean_s']:.1f}",
+            "query P99 s": lambda r: f"{r['query_p99_s']:.1f}",
+            "gap P99 ms": lambda r: f"{1e3 * r['gap_p99_s']:.0f}",
+            "ties": lambda r: r["ties"],
+        },
+        title="One core each, same model, same queries: time to answer them all",
+        left=("contestant",),
+    )
 
 
-def headline(rows: Sequence[Measured]) -> dict[str, dict[str, float]]:
+def headline(rows: Sequence[BatonRow]) -> dict[str, dict[str, float]]:
     """Return the ratios that the experiment stands for, by batch size."""
     return {
         "vs_orca_120": _ratios(rows, "mixed", "orca"),
@@ -50,7 +55,7 @@ def headline(rows: Sequence[Measured]) -> dict[str, dict[str, float]]:
     }
 
 
-def speedup(rows: Sequence[Measured], setting: Setting, base: str, name: str) -> float | None:
+def speedup(rows: Sequence[BatonRow], setting: BatonSetting, base: str, name: str) -> float | None:
     """Median over the rounds of base's time over name's; None where one did not run."""
     found = {r.contestant: r for r in rows if r.setting == setting}
     if base not in found or name not in found:
@@ -59,12 +64,11 @@ def speedup(rows: Sequence[Measured], setting: Setting, base: str, name: str) ->
     return statistics.median(b.seconds / n.seconds for b, n in pairs)
 
 
-def as_row(row: Measured) -> dict[str, Any]:
+def as_row(row: BatonRow) -> dict[str, Any]:
     """Everything measured of one contestant in one setting, plain."""
-    records = row.records
 
-    def middle(figure: Callable[[Record], float]) -> float:
-        return statistics.median(figure(r) for r in records)
+    def middle(figure: Callable[[QueryRecord], float]) -> float:
+        return statistics.median(map(figure, row.records))
 
     return {
         "set": row.setting.name,
@@ -72,7 +76,7 @@ def as_row(row: Measured) -> dict[str, Any]:
         "batch": row.setting.batch,
         "contestant": row.contestant,
         "seconds": row.seconds,
-        "seconds_by_round": [r.seconds for r in records],
+        "seconds_by_round": [r.seconds for r in row.records],
         "wall_s": statistics.median(row.wall_s),
         "step_ceiling": statistics.median(row.ceilings),
         "steps": int(middle(lambda r: r.steps)),
@@ -88,72 +92,55 @@ def as_row(row: Measured) -> dict[str, Any]:
     }
 
 
-def write_plots(rows: Sequence[Measured], folder: Path) -> list[Path]:
+def write_plots(rows: Sequence[BatonRow], folder: Path) -> list[Path]:
     """Draw the paper's figures 6 to 8 for each set, from the first round."""
-    paths = []
-    for name in sorted({r.setting.name for r in rows}):
-        mine = [r for r in rows if r.setting.name == name]
-        for figure, label, curve in (
-            ("queries", "queries completed", _completed),
-            ("tokens", "output tokens", _tokens),
-            ("memory", "KV memory, MiB", _memory),
-        ):
-            paths.append(_panels(mine, label, curve, folder / f"baton_{name}_{figure}.png"))
-    return paths
+    return [
+        _panels([r for r in rows if r.setting.name == name], label, curve, folder / file)
+        for name in sorted({r.setting.name for r in rows})
+        for file, label, curve in (
+            (f"baton_{name}_queries.png", "queries completed", _completed),
+            (f"baton_{name}_tokens.png", "output tokens", _tokens),
+            (f"baton_{name}_memory.png", "KV memory, MiB", _memory),
+        )
+    ]
 
 
-def _panels(
-    rows: Sequence[Measured],
-    label: str,
-    curve: Callable[[Record], tuple[list[float], list[float]]],
-    path: Path,
-) -> Path:
+def _panels(rows: Sequence[BatonRow], label: str, curve: Curve, path: Path) -> Path:
     """One panel a batch size, one line a contestant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     batches = sorted({r.setting.batch for r in rows})
-    figure, axes = pyplot.subplots(
-        1, len(batches), figsize=(4.2 * len(batches), 3.4), squeeze=False
-    )
-    for axis, batch in zip(axes[0], batches, strict=True):
-        for row in (r for r in rows if r.setting.batch == batch):
-            times, values = curve(row.records[0])
-            style = _STYLES.get(row.contestant, ":")
-            axis.step(times, values, style, where="post", label=row.contestant, linewidth=1.1)
-        axis.set(title=f"{row.setting.name} set, batch {batch}", xlabel="s")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel(label)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawn(path, len(batches), size=(4.2, 3.4)) as axes:
+        for axis, batch in zip(axes[0], batches, strict=True):
+            for row in (r for r in rows if r.setting.batch == batch):
+                style = _STYLES.get(row.contestant, ":")
+                times, values = curve(row.records[0])
+                axis.step(times, values, style, where="post", label=row.contestant, linewidth=1.1)
+            axis.set(title=f"{rows[0].setting.name} set, batch {batch}", xlabel="s")
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+        axes[0][0].set_ylabel(label)
+        axes[0][0].legend(fontsize=7)
     return path
 
 
-def _completed(record: Record) -> tuple[list[float], list[float]]:
+def _completed(record: QueryRecord) -> tuple[list[float], list[float]]:
     times = sorted(record.done_s.values())
     return [0.0, *times], [float(i) for i in range(len(times) + 1)]
 
 
-def _tokens(record: Record) -> tuple[list[float], list[float]]:
-    times, counts, total = [0.0], [0.0], 0
+def _tokens(record: QueryRecord) -> tuple[list[float], list[float]]:
+    times, counts = [0.0], [0.0]
     for time_s, indices in record.tokens:
-        total += len(indices)
         times.append(time_s)
-        counts.append(float(total))
+        counts.append(counts[-1] + len(indices))
     return times, counts
 
 
-def _memory(record: Record) -> tuple[list[float], list[float]]:
+def _memory(record: QueryRecord) -> tuple[list[float], list[float]]:
     samples = record.memory
     return [m.time_s for m in samples], [m.taken_bytes / 2**20 for m in samples]
 
 
-def _ratios(rows: Sequence[Measured], name: str, base: str) -> dict[str, float]:
+def _ratios(rows: Sequence[BatonRow], name: str, base: str) -> dict[str, float]:
     settings = {r.setting: None for r in rows if r.setting.name == name}
     found = {s.batch: speedup(rows, s, base, "baton") for s in settings}
     return {str(batch): round(ratio, 3) for batch, ratio in found.items() if ratio is not None}

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from loadgen.load.task_suite import TaskSuite
-from loadgen.paper.drex.closed_loop import Outcome, load_runner, run_closed_loop
+from loadgen.paper.drex.closed_loop import ClosedLoopRun, run_closed_loop
 from loadgen.paper.drex.judged import Decisions, JudgedRebatcher
-from loadgen.paper.drex.modelled import WEIGHT_BOUND
-from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS, ExitCounters, ExitParams, SkippedKV
+from loadgen.paper.native import load_native
+from quadriga.checkpoint.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import Clock, ManualClock
 from quadriga.engine.model_runner import NativeRunner
@@ -31,7 +31,42 @@ _SPARE_SHARE = 8  # one slot in so many is kept for equal bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DeviceModel:
+    """Time of a pass over a share of the model's layers: `share · (base_s + per_row_s · b)`.
+
+    The passes are really run, for their tokens and confidences; the clock moves by this model.
+
+    Attributes:
+        head_s, head_row_s: Of a head: fixed, and per row.
+        source: Where the shape comes from.
+    """
+
+    name: str
+    base_s: float
+    per_row_s: float
+    head_s: float
+    head_row_s: float
+    source: str
+
+    def pass_s(self, share: float, rows: int, num_tokens: int = 0) -> float:
+        """Seconds for `rows` through this share of the layers and a head; context is free."""
+        layers_s = share * (self.base_s + self.per_row_s * rows)
+        return layers_s + self.head_s + self.head_row_s * rows
+
+
+WEIGHT_BOUND = DeviceModel(
+    name="modelled weight-bound GPU",
+    base_s=15e-3,
+    per_row_s=0.05e-3,
+    head_s=0.3e-3,
+    head_row_s=0.002e-3,
+    source="15 ms of weights to read at 7B in bf16 and 1 TB/s, .05 ms a row of KV and attention, "
+    "a head of 2 % of the weights",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DrexSetting:
     """One row of the table, before it is measured.
 
     Attributes:
@@ -46,7 +81,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Measured:
+class DrexRow:
     """One row of the table: medians over the rounds, and what does not vary.
 
     Attributes:
@@ -54,7 +89,7 @@ class Measured:
         ceiling: Of the throughput, over no exits.
     """
 
-    setting: Setting
+    setting: DrexSetting
     slots: int
     tokens_per_s: float
     gap_mean_s: float
@@ -69,7 +104,7 @@ class Measured:
     decisions: Decisions | None = None
 
 
-class Bench:
+class DrexBench:
     """The engine, its prompts, and what its passes cost."""
 
     def __init__(
@@ -102,13 +137,11 @@ class Bench:
         max_tokens: int,
         clock: Clock,
         say: Callable[[str], None],
-    ) -> Bench:
+    ) -> DrexBench:
         """Load the engine and make the prompts; `clock` times the passes."""
         checkpoint = read_checkpoint(model)
-        if fill is None:
-            fill = "linear" if (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file() else "project"
         rows = batch + -(-batch // _SPARE_SHARE)
-        native = load_runner(
+        native = load_native(
             checkpoint,
             num_rows=rows,
             threads=threads,
@@ -120,12 +153,12 @@ class Bench:
 
     def measure(
         self, policies: Sequence[str], thresholds: Sequence[float], rounds: int
-    ) -> list[Measured]:
+    ) -> list[DrexRow]:
         """Every policy at every threshold, in interleaved rounds; no exits know no threshold."""
         settings = [(p, t) for t in thresholds for p in policies if p != NO_EXITS]
         if NO_EXITS in policies:
             settings.insert(0, (NO_EXITS, thresholds[0]))
-        outcomes: dict[tuple[str, float], list[Outcome]] = {s: [] for s in settings}
+        outcomes: dict[tuple[str, float], list[ClosedLoopRun]] = {s: [] for s in settings}
         for round_ in range(rounds):
             for policy, threshold in settings:
                 outcome = self._run(policy, threshold)
@@ -146,7 +179,7 @@ class Bench:
                 rows.append(row)
         return rows
 
-    def measure_modelled(self, policies: Sequence[str], threshold: float) -> list[Measured]:
+    def measure_modelled(self, policies: Sequence[str], threshold: float) -> list[DrexRow]:
         """The same in a weight-bound device's time; nothing varies, so once is enough."""
         rows = []
         device = WEIGHT_BOUND
@@ -163,7 +196,7 @@ class Bench:
             rows.append(row)
         return rows
 
-    def _run(self, policy: str, threshold: float, slots: int = 0) -> Outcome:
+    def _run(self, policy: str, threshold: float, slots: int = 0) -> ClosedLoopRun:
         costs = calibrate(self._native, self._clock, max_rows=slots or self._batch)
         return self._loop(policy, threshold, self._native, self._clock, costs, slots)
 
@@ -177,7 +210,7 @@ class Bench:
         slots: int = 0,
         make: Callable[[ExitCounters], Rebatcher] | None = None,
         on_loop: Callable[[DecodeLoop], None] | None = None,
-    ) -> Outcome:
+    ) -> ClosedLoopRun:
         return run_closed_loop(
             self._suite.prompts,
             runner=runner,
@@ -191,8 +224,8 @@ class Bench:
         )
 
     def _at_equal_bytes(
-        self, ran: list[Outcome], drex: Sequence[Outcome]
-    ) -> tuple[list[Outcome], int]:
+        self, ran: list[ClosedLoopRun], drex: Sequence[ClosedLoopRun]
+    ) -> tuple[list[ClosedLoopRun], int]:
         """No exits with the slots that DREX's bytes would pay for, where they pay for more."""
         ours, theirs = max(o.peak_bytes for o in drex), max(o.peak_bytes for o in ran)
         slots = min(int(self._batch * ours / theirs), self._native.num_rows)
@@ -236,13 +269,18 @@ class Bench:
         return found[_CALIBRATIONS // 2]
 
     def _row(
-        self, policy: str, threshold: float, device: str, outcomes: Sequence[Outcome], slots: int
-    ) -> Measured:
+        self,
+        policy: str,
+        threshold: float,
+        device: str,
+        outcomes: Sequence[ClosedLoopRun],
+        slots: int,
+    ) -> DrexRow:
         first = outcomes[0]
         gaps = [sorted(o.gaps_s) for o in outcomes]
         right = self._suite.right(first.outputs)
-        return Measured(
-            setting=Setting(
+        return DrexRow(
+            setting=DrexSetting(
                 self._native.spec.checkpoint.id, self._batch, threshold, policy, device
             ),
             slots=slots,
@@ -278,7 +316,7 @@ class Bench:
             best_s = min(best_s, seconds)
         return full_s / best_s
 
-    def _report(self, policy: str, threshold: float, which: str, outcome: Outcome) -> None:
+    def _report(self, policy: str, threshold: float, which: str, outcome: ClosedLoopRun) -> None:
         self._say(
             f"{self._native.spec.checkpoint.id} batch {self._batch} τ {threshold:g} {policy} "
             f"{which}: {outcome.tokens_per_s:,.0f} tokens/s"

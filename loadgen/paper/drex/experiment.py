@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from rich.console import Console
-
 from loadgen.options import number_from, whole
-from loadgen.paper.drex.bench import Bench, Measured
-from loadgen.paper.drex.closed_loop import ProcessorClock
+from loadgen.paper.clocks import ProcessorClock
+from loadgen.paper.drex.bench import DrexBench, DrexRow
 from loadgen.paper.drex.quality import run_quality
 from loadgen.paper.drex.report import headline, plain, print_table, read_rows, write_plot
-from loadgen.paper.results import publish
+from loadgen.report.experiment import publish, say
 from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.exits import SkippedKV
 from quadriga.checkpoint.folder import read_checkpoint
@@ -72,17 +70,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure all settings; returns 0."""
     if args.quality:
         return run_quality(args)
-    console = Console(stderr=True)
     if args.quick:
         args.batch, args.rounds = [8, 32], 3
     policies = args.policy or (_QUICK if args.quick else POLICIES)
     kept = read_rows(args.out / "drex.json") if args.keep else []
-    rows: list[Measured] = []
+    rows: list[DrexRow] = []
     for model in args.model:
         own = read_checkpoint(model).exits.threshold
         thresholds = args.threshold or ([own] if args.quick else sorted({own, _LESS_SURE}))
         for batch in args.batch:
-            bench = Bench.load(
+            bench = DrexBench.load(
                 model,
                 batch,
                 fill=args.fill[0] if args.fill else None,
@@ -91,15 +88,14 @@ def run(args: argparse.Namespace) -> int:
                 threads=args.threads,
                 max_tokens=args.max_tokens,
                 clock=SystemClock() if args.clock == "wall" else ProcessorClock(),
-                say=console.print,
+                say=say,
             )
             rows += bench.measure(policies, thresholds, args.rounds)
             if not args.quick or batch == max(args.batch):
                 rows += bench.measure_modelled(policies, own)
     measured = {row.setting.model for row in rows}
     rows += [row for row in kept if row.setting.model not in measured]
-    print_table(rows, Console(width=220))
-    args.out.mkdir(parents=True, exist_ok=True)
-    console.print(f"plot: {write_plot(rows, args.out / 'drex.png')}")
+    print_table(rows)
+    say(f"plot: {write_plot(rows, args.out / 'drex.png')}")
     publish("drex", headline(rows), [plain(row) for row in rows], args.out)
     return 0

@@ -11,19 +11,15 @@ was judged wrongly by its exit; one that went to the end read skipped layers' KV
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Console
-from rich.table import Table
-
 from loadgen.load.task_suite import TaskSuite
-from loadgen.paper.drex.closed_loop import Outcome, load_runner, run_closed_loop
-from loadgen.paper.results import publish
+from loadgen.paper.drex.closed_loop import ClosedLoopRun, run_closed_loop
+from loadgen.paper.native import load_native
+from loadgen.report.experiment import kept_rows, publish, say, show
 from quadriga.checkpoint.exits import NEVER, SKIPPED_KV_WEIGHTS, ExitParams, SkippedKV
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import SystemClock
@@ -78,8 +74,7 @@ class Quality:
 
 def run_quality(args: argparse.Namespace) -> int:
     """Measure all modes and thresholds; returns 0."""
-    console = Console(stderr=True)
-    kept = _read_rows(args.out / f"{EXPERIMENT}.json") if args.keep else []
+    kept = kept_rows(args.out / f"{EXPERIMENT}.json", _parse) if args.keep else []
     rows: list[Quality] = []
     for model in args.model:
         rows += measure(
@@ -89,26 +84,18 @@ def run_quality(args: argparse.Namespace) -> int:
             per_task=args.per_task,
             replay_newest=args.replay_newest,
             threads=args.threads,
-            console=console,
         )
     measured = {row.model for row in rows}
     rows += [row for row in kept if row.model not in measured]
-    print_quality(rows, Console(width=160))
+    print_quality(rows)
     choices = {model: choose(rows, model) for model in {row.model: 0 for row in rows}}
     headline = {m: None if c is None else _choice(c) for m, c in choices.items()}
     publish(EXPERIMENT, headline, [asdict(r) for r in rows], args.out)
     return 0
 
 
-def _read_rows(path: Path) -> list[Quality]:
-    """Rows that an earlier run left; none where there is no file."""
-    if not path.is_file():
-        return []
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return [
-        Quality(**row | {"parted_at": {int(k): n for k, n in row["parted_at"].items()}})
-        for row in rows
-    ]
+def _parse(row: dict[str, Any]) -> Quality:
+    return Quality(**row | {"parted_at": {int(k): n for k, n in row["parted_at"].items()}})
 
 
 def measure(
@@ -119,18 +106,17 @@ def measure(
     per_task: int,
     replay_newest: int | None = None,
     threads: int,
-    console: Console,
 ) -> list[Quality]:
     """Full depth first, then every mode and threshold."""
     checkpoint = read_checkpoint(model)
     suite = TaskSuite.make(checkpoint, per_task * len(TASKS), seed=_SEED)
     rows: list[Quality] = []
-    full: Outcome | None = None
+    full: ClosedLoopRun | None = None
     for mode in modes:
         if mode == "linear" and not (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file():
-            console.print(f"{model} has no fitted maps: linear is left out")
+            say(f"{model} has no fitted maps: linear is left out")
             continue
-        native = load_runner(
+        native = load_native(
             checkpoint,
             num_rows=_SLOTS,
             threads=threads,
@@ -140,11 +126,11 @@ def measure(
         if full is None:
             full = _decode(native, suite, NEVER)
             rows.append(_row(native, suite, "", NEVER, full, full))
-            console.print(_line(rows[-1]))
+            say(_line(rows[-1]))
         for threshold in thresholds:
             outcome = _decode(native, suite, threshold)
             rows.append(_row(native, suite, mode, threshold, outcome, full))
-            console.print(_line(rows[-1]))
+            say(_line(rows[-1]))
     return rows
 
 
@@ -154,7 +140,7 @@ def choose(rows: Iterable[Quality], model: str) -> Quality | None:
     return max(good, key=lambda r: (round(r.early_share, 2), r.tokens_per_s), default=None)
 
 
-def _decode(native: NativeRunner, suite: TaskSuite, threshold: float) -> Outcome:
+def _decode(native: NativeRunner, suite: TaskSuite, threshold: float) -> ClosedLoopRun:
     num_segments = len(native.segment_ends)
     return run_closed_loop(
         suite.prompts,
@@ -179,8 +165,8 @@ def _row(
     suite: TaskSuite,
     mode: str,
     threshold: float,
-    outcome: Outcome,
-    full: Outcome,
+    outcome: ClosedLoopRun,
+    full: ClosedLoopRun,
 ) -> Quality:
     right, right_full = suite.right(outcome.outputs), suite.right(full.outputs)
     emitted = sum(outcome.counters.tokens.values())
@@ -207,7 +193,7 @@ def _row(
     )
 
 
-def _parted_at(outcome: Outcome, full: Outcome) -> Counter[int]:
+def _parted_at(outcome: ClosedLoopRun, full: ClosedLoopRun) -> Counter[int]:
     """Layers run for the first token that is not that of full depth → answers."""
     found: Counter[int] = Counter()
     for index, tokens in outcome.outputs.items():
@@ -218,23 +204,28 @@ def _parted_at(outcome: Outcome, full: Outcome) -> Counter[int]:
     return found
 
 
-def print_quality(rows: Sequence[Quality], console: Console) -> None:
+def print_quality(rows: Sequence[Quality]) -> None:
     """Print one line a setting."""
-    table = Table(title="Answers at early exits, against full depth on the same prompts")
-    for name in (
-        "model", "fill", "τ", "exact", "points", "early", "lost / won", "parted", "first at layer",
-        "tokens/s", "ms a pass", "bytes kept a token", "filled a token",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("model", "fill") else "right")
-    for r in rows:
-        at = " ".join(f"{depth}:{count}" for depth, count in r.parted_at.items())
-        table.add_row(
-            r.model, r.mode or "full depth", "" if r.threshold >= NEVER else f"{r.threshold:g}",
-            f"{r.exact_match:.3f}", f"{100 * r.delta:+.1f}", f"{r.early_share:.3f}",
-            f"{r.lost} / {r.won}", str(r.parted), at, f"{r.tokens_per_s:,.0f}",
-            f"{r.step_ms:.2f}", f"{r.copied_bytes:.0f}", f"{r.filled:.2f}",
-        )  # fmt: skip
-    console.print(table)
+    show(
+        rows,
+        {
+            "model": lambda r: r.model,
+            "fill": lambda r: r.mode or "full depth",
+            "τ": lambda r: None if r.threshold >= NEVER else f"{r.threshold:g}",
+            "exact": lambda r: f"{r.exact_match:.3f}",
+            "points": lambda r: f"{100 * r.delta:+.1f}",
+            "early": lambda r: f"{r.early_share:.3f}",
+            "lost / won": lambda r: f"{r.lost} / {r.won}",
+            "parted": lambda r: r.parted,
+            "first at layer": lambda r: " ".join(f"{d}:{n}" for d, n in r.parted_at.items()),
+            "tokens/s": lambda r: f"{r.tokens_per_s:,.0f}",
+            "ms a pass": lambda r: f"{r.step_ms:.2f}",
+            "bytes kept a token": lambda r: f"{r.copied_bytes:.0f}",
+            "filled a token": lambda r: f"{r.filled:.2f}",
+        },
+        title="Answers at early exits, against full depth on the same prompts",
+        left=("fill",),
+    )
 
 
 def _line(row: Quality) -> str:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from loadgen.load.task_suite import TaskSuite
 from loadgen.model_costs.exits import read_again
-from loadgen.paper.helios.engine import (
-    VALUE_BYTES,
-    Room,
-    ServedModel,
-    load_engine,
-    row_tokens,
-    weight_bytes,
-)
-from loadgen.paper.helios.record import Run
+from loadgen.paper.clocks import ProcessorClock, TurnClock
+from loadgen.paper.helios.record import Shadow, StreamRun
+from loadgen.paper.helios.replica import ReplicaLimits, TimedModel, weight_bytes
 from loadgen.paper.helios.report import (
     ALONE,
     BATCHED,
@@ -24,19 +19,13 @@ from loadgen.paper.helios.report import (
     HELIOS,
     LIMITS,
     THRESHOLDS,
-    Row,
-    Setting,
+    HeliosRow,
+    HeliosSetting,
     summarise,
 )
-from loadgen.paper.helios.serve import (
-    ProcessClock,
-    Service,
-    TurnClock,
-    open_replica,
-    serve_in_turns,
-)
-from loadgen.paper.helios.shadow import Shadow
+from loadgen.paper.helios.serve import Contestant, open_replica, serve_in_turns
 from loadgen.paper.helios.stream import drifting_suite
+from loadgen.paper.native import VALUE_BYTES, load_native, row_tokens
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass
@@ -55,7 +44,7 @@ _MEMORY_SHARE = 1.2  # of the larger model's weights, where no memory is given
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HeliosPlan:
     """What to measure.
 
     Attributes:
@@ -87,51 +76,52 @@ class Plan:
     seed: int
     limits: Sequence[float] = ()
 
-    def settings(self, memory_bytes: int) -> list[Setting]:
+    def settings(self, memory_bytes: int) -> list[HeliosSetting]:
         """All rows of all parts, in the order they are run in."""
         helios = [HELIOS + slo for slo in self.slos]
         main = helios[:1]
-        found: list[Setting] = []
+        found: list[HeliosSetting] = []
         for part in self.parts:
             if part in (ALONE, BATCHED):
                 clients = 1 if part == ALONE else self.batch
                 found += [
-                    Setting(part, name, None, self.interval, clients) for name in (*SINGLE, *helios)
+                    HeliosSetting(part, name, None, self.interval, clients)
+                    for name in (*SINGLE, *helios)
                 ]
             elif part == FIXED:
                 rare = max(self.interval, _MANY * self.rows)  # or it would do little else
                 found += [
-                    Setting(part, name, None, rare, self.rows, memory_bytes)
+                    HeliosSetting(part, name, None, rare, self.rows, memory_bytes)
                     for name in (*SINGLE, *main)
                 ]
             elif part == THRESHOLDS:
                 found += [
-                    Setting(part, name, threshold, self.interval, 1)
+                    HeliosSetting(part, name, threshold, self.interval, 1)
                     for threshold in self.thresholds
                     for name in ("only-s", "only-l", *main)
                 ]
             elif part == LIMITS:
-                found += [Setting(part, name, None, self.interval, 1) for name in SINGLE]
+                found += [HeliosSetting(part, name, None, self.interval, 1) for name in SINGLE]
                 found += [
-                    Setting(part, name, None, self.interval, 1, max_changed_share=limit)
+                    HeliosSetting(part, name, None, self.interval, 1, max_changed_share=limit)
                     for limit in self.limits
                     for name in main
                 ]
             else:
                 found += [
-                    Setting(part, name, None, interval, 1)
+                    HeliosSetting(part, name, None, interval, 1)
                     for interval in self.intervals
                     for name in main
                 ]
         return found
 
-    def num_requests(self, setting: Setting) -> int:
+    def num_requests(self, setting: HeliosSetting) -> int:
         """Length of the stream: long enough that its beginning and end are a small part of it."""
         is_fixed = setting.part == FIXED
         return max(self.requests, _FULL_ROUNDS * setting.clients if is_fixed else 0)
 
 
-class Bench:
+class HeliosBench:
     """The pair, the stream, and every contestant over it.
 
     Args:
@@ -140,33 +130,32 @@ class Bench:
     """
 
     def __init__(
-        self, plan: Plan, say: Callable[[str], None], on_done: Callable[[int], None]
+        self, plan: HeliosPlan, say: Callable[[str], None], on_done: Callable[[int], None]
     ) -> None:
         self._plan = plan
         self._say = say
         self._on_done = on_done
-        self._clock = ProcessClock()
+        self._clock = ProcessorClock(time.process_time)
         self._done = 0
         small, large = (read_checkpoint(name) for name in plan.pair)
         self._small, self._large = small, large
         _check_pair(small, large)
         self._suites: dict[tuple[int, int], TaskSuite] = {}
-        self._measured: dict[int, tuple[ServedModel, ...]] = {}
+        self._measured: dict[int, tuple[TimedModel, ...]] = {}
         self.settings = plan.settings(plan.memory_bytes or self._memory_bytes())
 
-    def measure(self) -> list[Row]:
-        """Run everything: rounds outside, and inside a part all contestants in turns."""
+    def measure(self) -> list[HeliosRow]:
+        """StreamRun everything: rounds outside, and inside a part all contestants in turns."""
         plan = self._plan
         layers = {m.id: m.num_layers for m in (self._small, self._large)}
-        runs: dict[Setting, list[Run]] = {setting: [] for setting in self.settings}
+        runs: dict[HeliosSetting, list[StreamRun]] = {setting: [] for setting in self.settings}
         for number in range(plan.rounds):
             for together in self._groups():
                 for setting, run in self.run_together(together, number).items():
                     runs[setting].append(run)
-                    tokens = sum(len(q.token_ids) for q in run.requests)
                     self._say(
                         f"round {number + 1}, {setting.part}: {setting.contestant} "
-                        f"{tokens / run.seconds:,.0f} tokens/s"
+                        f"{run.tokens_per_s:,.0f} tokens/s"
                     )
         rows = [summarise(s, found, layers) for s, found in runs.items()]
         alone = {s: found[0] for s, found in runs.items() if s.part == ALONE}
@@ -175,14 +164,16 @@ class Bench:
             row.shadow = shadows.get(row.setting)
         return rows
 
-    def _groups(self) -> list[list[Setting]]:
+    def _groups(self) -> list[list[HeliosSetting]]:
         """Settings that are measured together: a part, or one threshold of the sweep."""
-        groups: dict[tuple[str, float | None], list[Setting]] = {}
+        groups: dict[tuple[str, float | None], list[HeliosSetting]] = {}
         for setting in self.settings:
             groups.setdefault((setting.part, setting.threshold), []).append(setting)
         return list(groups.values())
 
-    def run_together(self, settings: Sequence[Setting], number: int = 0) -> dict[Setting, Run]:
+    def run_together(
+        self, settings: Sequence[HeliosSetting], number: int = 0
+    ) -> dict[HeliosSetting, StreamRun]:
         """Serve the stream of a round once for every setting, in turns."""
         services = {setting: self._service(setting, number) for setting in settings}
         before = self._done
@@ -194,9 +185,9 @@ class Bench:
         serve_in_turns(list(services.values()), on_done=on_done)
         return {setting: service.result() for setting, service in services.items()}
 
-    def _service(self, setting: Setting, number: int) -> Service:
+    def _service(self, setting: HeliosSetting, number: int) -> Contestant:
         models = self._models(setting)
-        room = Room(
+        room = ReplicaLimits(
             setting.clients,
             setting.memory_bytes,
             is_adaptive=setting.contestant.endswith("-adaptive"),
@@ -208,11 +199,11 @@ class Bench:
             first = models["only-l" in setting.contestant].full
         clock = TurnClock(self._clock)
         replica = open_replica(models, first, room, clock, self._plan.threads)
-        return Service(
+        return Contestant(
             self._suite(setting, number), replica, clock, clients=setting.clients, machine=machine
         )
 
-    def _helios(self, setting: Setting) -> tuple[Helios, DepthClass]:
+    def _helios(self, setting: HeliosSetting) -> tuple[Helios, DepthClass]:
         """A fresh machine, and what the replica holds when it begins."""
         limit = setting.max_changed_share
         config = HeliosConfig.model_validate(
@@ -235,7 +226,7 @@ class Bench:
         best = started.picked.candidates[0]
         return started.machine, DepthClass(best.id, best.num_layers)
 
-    def _suite(self, setting: Setting, number: int) -> TaskSuite:
+    def _suite(self, setting: HeliosSetting, number: int) -> TaskSuite:
         """The prompts of a round: each has its own, as a profile's five are a matter of luck."""
         key = (self._plan.num_requests(setting), number)
         if key not in self._suites:
@@ -243,11 +234,11 @@ class Bench:
             self._suites[key] = drifting_suite(self._small, key[0], seed=seed)
         return self._suites[key]
 
-    def _models(self, setting: Setting) -> tuple[ServedModel, ...]:
+    def _models(self, setting: HeliosSetting) -> tuple[TimedModel, ...]:
         """Both models, timed once for every number of rows."""
         if setting.clients not in self._measured:
             self._measured[setting.clients] = tuple(
-                ServedModel.measure(
+                TimedModel.measure(
                     checkpoint,
                     num_rows=setting.clients,
                     threads=self._plan.threads,
@@ -262,17 +253,14 @@ class Bench:
 
     def _memory_bytes(self) -> int:
         """A fifth more than the larger model whole."""
-        native = load_engine(
-            self._large, self._large.num_layers, num_rows=1, threads=self._plan.threads
-        )
+        native = load_native(self._large, num_rows=1, threads=self._plan.threads)
         return int(_MEMORY_SHARE * weight_bytes(native))
 
-    def _shadow(self, runs: dict[Setting, Run]) -> dict[Setting, Shadow]:
+    def _shadow(self, runs: dict[HeliosSetting, StreamRun]) -> dict[HeliosSetting, Shadow]:
         """Read a sample of each run's answers again, with one engine a model."""
         shadows = {setting: Shadow() for setting in runs}
         for checkpoint in (self._small, self._large):
-            depth, threads = checkpoint.num_layers, self._plan.threads
-            llm = LLM.over(load_engine(checkpoint, depth, num_rows=1, threads=threads))
+            llm = LLM.over(load_native(checkpoint, num_rows=1, threads=self._plan.threads))
             for setting, run in runs.items():
                 mine = [q for q in run.requests if {c.model for c in q.classes} == {checkpoint.id}]
                 step = max(1, math.ceil(len(mine) / max(1, self._plan.shadows)))

@@ -8,11 +8,11 @@ model those in flight are drained first, and nobody new comes in meanwhile.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
-from loadgen.paper.helios.record import Request
-from loadgen.paper.helios.replica import Replica
+from loadgen.paper.helios.record import ServedRequest
+from loadgen.paper.helios.replica import LocalReplica
 from quadriga.clock import Clock
 from quadriga.core.replica import Role
 from quadriga.errors import ConfigError
@@ -41,7 +41,7 @@ READ_AGAIN = 8
 """Answers of a partial depth, the newest ones, that the whole model reads again."""
 
 
-class Control:
+class LocalController:
     """Drives one replica.
 
     Args:
@@ -54,9 +54,9 @@ class Control:
     def __init__(
         self,
         machine: Helios,
-        replica: Replica,
+        replica: LocalReplica,
         clock: Clock,
-        on_served: Callable[[list[Request]], None],
+        on_served: Callable[[list[ServedRequest]], None],
     ) -> None:
         self.log: list[tuple[float, str]] = []
         self.machine = machine
@@ -66,8 +66,8 @@ class Control:
         self._order: Order | None = None
         self._tokens = 0
         self._breaches = 0
-        self._unread: dict[str, deque[Request]] = {}
-        self._was = replica.breaches, _total(replica)
+        self._unread: dict[str, deque[ServedRequest]] = {}
+        self._was = replica.breaches, replica.held.total()
         self._tick()
 
     @property
@@ -75,7 +75,7 @@ class Control:
         """Whether anybody new may come in."""
         return self._order is None or isinstance(self._order, Resize)
 
-    def admit(self, request: Request) -> bool:
+    def admit(self, request: ServedRequest) -> bool:
         """Admit a request, to profile where a place is free; False: no room now."""
         routing = self.machine.routing
         request.is_profile = routing.profile_replica == NAME and routing.profile_places > 0
@@ -88,14 +88,14 @@ class Control:
 
     def stepped(self) -> None:
         """A step is over: report now and then, and carry out what was ordered."""
-        if _total(self._replica) - self._was[1] >= REPORT_TOKENS:
+        if self._replica.held.total() - self._was[1] >= REPORT_TOKENS:
             self.report()
         self.obey()
 
     def report(self) -> None:
         """Tokens since the last report, and how things are."""
         replica = self._replica
-        breaches, tokens = replica.breaches, _total(replica)
+        breaches, tokens = replica.breaches, replica.held.total()
         if tokens > self._was[1]:
             self._handle(
                 TokensServed(
@@ -108,7 +108,7 @@ class Control:
         self._was = breaches, tokens
         self._tick()
 
-    def served(self, request: Request) -> None:
+    def served(self, request: ServedRequest) -> None:
         """A request is done."""
         if len(request.classes) > 1:  # its figures are of no one class
             if request.is_profile:
@@ -116,14 +116,11 @@ class Control:
             return
         model = request.classes[0].model
         self._unread.setdefault(model, deque(maxlen=READ_AGAIN)).append(request)
-        exits: dict[int, int] = {}
-        for layers in request.exit_layers:
-            exits[layers] = exits.get(layers, 0) + 1
         self._handle(
             RequestFinished(
                 replica=NAME,
                 depth_class=request.classes[0],
-                exit_tokens=exits,
+                exit_tokens=dict(Counter(request.exit_layers)),
                 breaches=round(sum(request.breached)),
                 nll=request.nll,
                 scored_tokens=request.num_scored,
@@ -146,7 +143,7 @@ class Control:
             try:
                 if isinstance(order, Resize):
                     load_s, ended = self._replica.resize(order.depth_class.depth)
-                    self._was = self._replica.breaches, _total(self._replica)
+                    self._was = self._replica.breaches, self._replica.held.total()
                     self._on_served(ended)
                 else:
                     load_s = self._replica.switch(order.depth_class)
@@ -191,10 +188,6 @@ class Control:
             self.log.append((now_s, _said(output)))
             if not isinstance(output, Choose | Keep):
                 self._order = output
-
-
-def _total(replica: Replica) -> int:
-    return sum(replica.held.values())
 
 
 def _said(output: Order | Choose | Keep) -> str:

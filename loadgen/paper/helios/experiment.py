@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadgen.options import number, whole
-from loadgen.paper.helios.bench import Bench, Plan
-from loadgen.paper.helios.plots import write_plots
+from loadgen.paper.helios.bench import HeliosBench, HeliosPlan
 from loadgen.paper.helios.report import (
     ALONE,
     BATCHED,
@@ -36,8 +35,9 @@ from loadgen.paper.helios.report import (
     headline,
     plain,
     print_tables,
+    write_plots,
 )
-from loadgen.paper.results import publish
+from loadgen.report.experiment import publish
 from loadgen.report.output import add_out_argument
 from quadriga.catalogue.files import require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         return _measure(plan, args.out)
 
 
-def _measure(plan: Plan, out: Path) -> int:
+def _measure(plan: HeliosPlan, out: Path) -> int:
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -114,22 +114,21 @@ def _measure(plan: Plan, out: Path) -> int:
             progress.update(bar, completed=count)
             progress.refresh()
 
-        bench = Bench(plan, lambda line: console.print(line, highlight=False), on_done)
+        bench = HeliosBench(plan, lambda line: console.print(line, highlight=False), on_done)
         each = [plan.num_requests(setting) for setting in bench.settings]
         progress.update(bar, total=plan.rounds * sum(each))
         rows = bench.measure()
-    print_tables(rows, Console(width=220))
-    out.mkdir(parents=True, exist_ok=True)
+    print_tables(rows)
     for path in write_plots(rows, out):
         console.print(f"plot: {path}")
     publish("helios", headline(rows, plan.slos[0]), [plain(row) for row in rows], out)
     return 0
 
 
-def _plan(args: argparse.Namespace, catalogue: str | None) -> Plan:
+def _plan(args: argparse.Namespace, catalogue: str | None) -> HeliosPlan:
     quick = args.quick
     memory = None if args.memory_mib is None else int(args.memory_mib * 2**20)
-    return Plan(
+    return HeliosPlan(
         pair=(args.pair[0], args.pair[1]),
         catalogue=catalogue,
         parts=[part for part in PARTS if part in (args.part or (QUICK_PARTS if quick else PARTS))],

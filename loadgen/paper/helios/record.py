@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from loadgen.load.task_suite import Prompt
+from loadgen.load.task_suite import TaskPrompt
 from quadriga.catalogue.records import EnergySource
 from quadriga.core.replica import DepthClass
 
 
 @dataclass(slots=True)
-class Request:
+class ServedRequest:
     """A prompt and what was served for it.
 
     Attributes:
@@ -25,7 +27,7 @@ class Request:
     """
 
     index: int
-    prompt: Prompt
+    prompt: TaskPrompt
     arrived_s: float
     is_scored: bool = False
     is_profile: bool = False
@@ -54,7 +56,43 @@ class Request:
 
 
 @dataclass(slots=True)
-class Memory:
+class Shadow:
+    """Tokens after the first ones that full depth read again, apart by how they left.
+
+    Attributes:
+        sure, sure_same: Left early above their threshold; of these, full depth says the same.
+        breached, breached_same: Left the deepest loaded exit below it.
+    """
+
+    sure: int = 0
+    sure_same: int = 0
+    breached: int = 0
+    breached_same: int = 0
+
+    @property
+    def sure_share(self) -> float | None:
+        return self.sure_same / self.sure if self.sure else None
+
+    @property
+    def breached_share(self) -> float | None:
+        return self.breached_same / self.breached if self.breached else None
+
+    def add(self, request: ServedRequest, said: Sequence[int], num_layers: int) -> None:
+        """Compare a request's tokens with what full depth says in their places."""
+        rows = zip(request.token_ids, request.exit_layers, request.breached, said, strict=True)
+        for token_id, layers, breached, full in list(rows)[1:]:
+            if layers >= num_layers:
+                continue
+            if breached > 0.5:
+                self.breached += 1
+                self.breached_same += token_id == full
+            else:
+                self.sure += 1
+                self.sure_same += token_id == full
+
+
+@dataclass(slots=True)
+class HeldMemory:
     """What was held over time.
 
     Attributes:
@@ -85,29 +123,44 @@ class Memory:
 
 
 @dataclass(slots=True)
-class Run:
+class StreamRun:
     """One contestant over the stream.
 
     Attributes:
+        right: Per request, whether the task's checker accepts the answer.
         decoded: (model, layers run) → tokens after the first ones.
         held: Class → tokens decoded while it was loaded.
         peak_running: Most sequences in the batch.
-        right: Per request, whether the task's checker accepts the answer.
         log: (seconds, what) of every decision.
     """
 
-    requests: list[Request]
+    requests: list[ServedRequest]
     right: list[bool]
     seconds: float
     joules: float
     energy_source: EnergySource
-    decoded: dict[tuple[str, int], int]
-    held: dict[DepthClass, int]
+    decoded: Counter[tuple[str, int]]
+    held: Counter[DepthClass]
     breaches: int
     peak_running: int
-    memory: Memory
+    memory: HeldMemory
     switches: int = 0
     resizes: int = 0
     trips: int = 0
     profiles: int = 0
     log: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens, the first ones included."""
+        return sum(len(q.token_ids) for q in self.requests)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between two tokens of a request, over all of them."""
+        seconds = sum(q.decode_s for q in self.requests)
+        return seconds / max(1, sum(q.num_decoded for q in self.requests))

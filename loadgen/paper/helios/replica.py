@@ -7,36 +7,95 @@ Only the layers that are loaded are read, computed and held; memory that weights
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
-from loadgen.paper.helios.engine import VALUE_BYTES, Room, ServedModel, load_engine, weight_bytes
-from loadgen.paper.helios.record import Request
+from loadgen.paper.clocks import TurnClock
+from loadgen.paper.helios.record import ServedRequest
+from loadgen.paper.native import VALUE_BYTES, load_native, sequence
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
+from quadriga.checkpoint.folder import Checkpoint
+from quadriga.clock import Clock
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SamplingParams, SequenceState, TokenLogprob
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, InvariantViolation
+from quadriga.policies.drex import SegmentCosts
 from quadriga.policies.rebatchers import make_rebatcher
+from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.colocated import ColocatedLoop
 
 MAX_TOKENS = 400
 _LOAD_TIMEOUT_S = 120.0
 
 
-class PausedClock(Protocol):
-    """A clock that can be made to stand still."""
+@dataclass(frozen=True, slots=True)
+class ReplicaLimits:
+    """What one replica has, and how it uses its exits.
 
-    def now_s(self) -> float: ...
+    Attributes:
+        num_rows: Sequences in a batch, at most.
+        memory_bytes: For weights and KV together; None where nothing limits.
+        is_adaptive: DREX leaves exits out that do not pay; else every token is tested at every
+            exit and leaves where it passes, whatever the load.
+    """
 
-    def unix_s(self) -> float: ...
+    num_rows: int
+    memory_bytes: int | None = None
+    is_adaptive: bool = False
 
-    def stopped(self) -> AbstractContextManager[None]: ...
+
+@dataclass(frozen=True, slots=True)
+class TimedModel:
+    """A model of the pair, and what its passes cost here.
+
+    Attributes:
+        threshold: That requests ask for.
+    """
+
+    checkpoint: Checkpoint
+    costs: SegmentCosts
+    threshold: float
+
+    @property
+    def full(self) -> DepthClass:
+        return DepthClass(self.checkpoint.id, self.checkpoint.num_layers)
+
+    @classmethod
+    def measure(
+        cls, checkpoint: Checkpoint, *, num_rows: int, threads: int, clock: Clock
+    ) -> TimedModel:
+        """Time the passes once at full depth, before anything is served."""
+        native = load_native(checkpoint, num_rows=num_rows, threads=threads)
+        costs = calibrate(native, clock, max_rows=num_rows)
+        return cls(checkpoint, costs, checkpoint.exits.threshold)
 
 
-class Replica:
-    """Holds one engine at a time.
+def weight_bytes(native: NativeRunner) -> int:
+    """Bytes of all tensors that a runner's weights are made of, each counted once."""
+    return sum({t.data_ptr(): t.nbytes for t in _tensors(native.weights)}.values())
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if hasattr(value, "data_ptr"):
+        yield value
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    elif is_dataclass(value):
+        items = (getattr(value, f.name) for f in fields(value))
+    for item in items:
+        yield from _tensors(item)
+
+
+class LocalReplica:
+    """A decode replica in this process: it holds one engine at a time.
 
     Attributes:
         decoded: (model, layers run) → tokens after the first ones.
@@ -47,26 +106,29 @@ class Replica:
     """
 
     def __init__(
-        self, models: Iterable[ServedModel], first: DepthClass, room: Room, clock: PausedClock,
-        threads: int,
+        self, models: Iterable[TimedModel], first: DepthClass, limits: ReplicaLimits,
+        clock: TurnClock, threads: int,
     ) -> None:  # fmt: skip
         self._models = {m.checkpoint.id: m for m in models}
-        self._room = room
+        self._limits = limits
         self._clock = clock
         self._threads = threads
-        self.decoded: dict[tuple[str, int], int] = {}
-        self.held: dict[DepthClass, int] = {}
+        self.decoded: Counter[tuple[str, int]] = Counter()
+        self.held: Counter[DepthClass] = Counter()
         self.breaches = 0
         self.peak_running = 0
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, ServedRequest] = {}
         self._open(first)
 
     def _open(self, depth_class: DepthClass) -> None:
         """Load an engine; there is none. Raises: ConfigError: The memory is too small for it."""
         model = self._models[depth_class.model]
         checkpoint = model.checkpoint
-        native = load_engine(
-            checkpoint, depth_class.depth, num_rows=self._room.num_rows, threads=self._threads
+        native = load_native(
+            checkpoint,
+            depth=depth_class.depth,
+            num_rows=self._limits.num_rows,
+            threads=self._threads,
         )
         full_ends = (*checkpoint.exits.layers, checkpoint.num_layers)
         self._model, self._native = model, native
@@ -76,13 +138,13 @@ class Replica:
             native,
             native.spec,
             clock=self._clock,
-            max_slots=self._room.num_rows,
+            max_slots=self._limits.num_rows,
             kv_capacity_tokens=self._capacity_tokens(),
             rebatcher=make_rebatcher(
                 "drex",
                 model.costs.resized(full_ends, native.segment_ends),
                 self._counters,
-                deterministic=not self._room.is_adaptive,
+                deterministic=not self._limits.is_adaptive,
             ),
             counters=self._counters,
             is_partial=depth_class.depth < checkpoint.num_layers,
@@ -124,27 +186,27 @@ class Replica:
         if not slots.num_held:
             return None
         each = slots.reserved_tokens / slots.num_held
-        return min(self._room.num_rows, int(slots.kv_capacity_tokens / each))
+        return min(self._limits.num_rows, int(slots.kv_capacity_tokens / each))
 
     def _capacity_tokens(self) -> int:
         """Tokens of KV that fit beside the weights. Raises: ConfigError."""
-        checkpoint, rows = self._model.checkpoint, self._room.num_rows
+        checkpoint, rows = self._model.checkpoint, self._limits.num_rows
         longest = rows * self._native.row_capacity_tokens
-        if self._room.memory_bytes is None:
+        if self._limits.memory_bytes is None:
             return longest
-        left = self._room.memory_bytes - self.weight_bytes
+        left = self._limits.memory_bytes - self.weight_bytes
         per_token = checkpoint.kv_bytes_per_token(self._native.num_layers, VALUE_BYTES)
         if left < per_token * self._native.row_capacity_tokens:
             needed = self.weight_bytes + per_token * self._native.row_capacity_tokens
             raise ConfigError(
                 f"--memory-mib: {self.depth_class} and one sequence take {needed / 2**20:.1f} MiB, "
-                f"there are {self._room.memory_bytes / 2**20:.1f}; give it more"
+                f"there are {self._limits.memory_bytes / 2**20:.1f}; give it more"
             )
         return int(min(longest, left // per_token))
 
     # Serving
 
-    def admit(self, request: Request) -> bool:
+    def admit(self, request: ServedRequest) -> bool:
         """Compute the prompt and let it take part from the next step on; False: no room now."""
         state = self._state(
             request,
@@ -167,7 +229,7 @@ class Replica:
             self.peak_running = max(self.peak_running, self.num_running)
         return True
 
-    def read_again(self, request: Request) -> list[int] | None:
+    def read_again(self, request: ServedRequest) -> list[int] | None:
         """What it says now in the place of each token of an answer; None: no room to ask."""
         prompt_ids = request.prompt.token_ids
         asked = SamplingParams(0, temperature=0.0, num_prompt_logprobs=1)
@@ -178,19 +240,10 @@ class Replica:
         return [said.top[0][0] for said in read.prompt_logprobs[len(prompt_ids) :]]
 
     def _state(
-        self, request: Request, prompt_ids: list[int], sampling: SamplingParams
+        self, request: ServedRequest, prompt_ids: list[int], sampling: SamplingParams
     ) -> SequenceState:
-        return SequenceState(
-            sequence_id=str(request.index),
-            request_id=str(request.index),
-            model=self._model.checkpoint.id,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            ingress_id="",
-            arrival_unix_s=0.0,
-            deadline_unix_s=float("inf"),
-            exits=ExitParams(self._model.threshold, "bounded"),
-        )
+        exits = ExitParams(self._model.threshold, "bounded")
+        return sequence(str(request.index), prompt_ids, sampling, exits=exits)
 
     def _compute(self, state: SequenceState) -> EngineOutput | None:
         """Compute a prompt; returns what it says, or None where there is no room for it now."""
@@ -202,16 +255,18 @@ class Replica:
             raise said.error
         return said
 
-    def is_over(self, request: Request) -> bool:
+    def is_over(self, request: ServedRequest) -> bool:
         """Whether an admitted request is served."""
         return str(request.index) not in self._running
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[ServedRequest]:
         """Run one step; return who is done."""
         before, running = self._counters.breaches, self.num_running
         return self._take(self._loop.step(), self._counters.breaches - before, running)
 
-    def _take(self, emissions: list[EngineOutput], breaches: int, running: int) -> list[Request]:
+    def _take(
+        self, emissions: list[EngineOutput], breaches: int, running: int
+    ) -> list[ServedRequest]:
         now_s, ended, here = self._clock.now_s(), [], self.depth_class
         deepest = sum(e.exit_layers[0] == here.depth for e in emissions if e.exit_layers)
         share = breaches / deepest if deepest else 0.0
@@ -227,9 +282,8 @@ class Replica:
             ):
                 is_deepest = layers == here.depth
                 _append(request, token_id, layers, share if is_deepest else 0.0, logprob)
-                key = (here.model, layers)
-                self.decoded[key] = self.decoded.get(key, 0) + 1
-                self.held[here] = self.held.get(here, 0) + 1
+                self.decoded[here.model, layers] += 1
+                self.held[here] += 1
             request.batch_sum += running
             request.last_s = now_s
             if emission.finish is not None:
@@ -238,7 +292,7 @@ class Replica:
 
     # Changing
 
-    def resize(self, depth: int) -> tuple[float, list[Request]]:
+    def resize(self, depth: int) -> tuple[float, list[ServedRequest]]:
         """Load more layers, or let some go, with everybody in flight.
 
         Returns:
@@ -247,7 +301,7 @@ class Replica:
         Raises:
             ConfigError: It cannot be done; nothing has changed.
         """
-        ended: list[Request] = []
+        ended: list[ServedRequest] = []
         load_s = 0.0
         if depth > self._native.num_layers:
             with self._native.prepare_depth(depth, timeout_s=_LOAD_TIMEOUT_S) as prepared:
@@ -294,7 +348,11 @@ class Replica:
 
 
 def _append(
-    request: Request, token_id: int, layers: int, breached: float, logprob: TokenLogprob | None
+    request: ServedRequest,
+    token_id: int,
+    layers: int,
+    breached: float,
+    logprob: TokenLogprob | None,
 ) -> None:
     request.token_ids.append(token_id)
     request.exit_layers.append(layers)

@@ -1,29 +1,34 @@
-"""The figures of `paper helios`: rows, tables, headline."""
+"""The figures of `paper helios`: rows, tables, headline, plots."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from loadgen.paper.helios.record import Run
-from loadgen.paper.helios.shadow import Shadow
+from loadgen.paper.helios.record import Shadow, StreamRun
+from loadgen.report.experiment import drawn, least, rounded, show, stacked_bars
 
 ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS = "alone", "batched", "fixed", "tau", "ri"
 LIMITS = "changed"
 HELIOS = "helios-"
 MIB = 2.0**20
-
-K = TypeVar("K")
+TITLES = {
+    ALONE: "One request at a time",
+    BATCHED: "Batched",
+    FIXED: "Batched, in a fixed memory for weights and KV",
+    THRESHOLDS: "Thresholds (figure 10), one request at a time",
+    INTERVALS: "Requests between two assessments (figure 11), one at a time",
+    LIMITS: "Tokens that a partial depth may change, one request at a time",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class HeliosSetting:
     """A row before it is measured.
 
     Attributes:
@@ -45,7 +50,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Row:
+class HeliosRow:
     """Medians over the rounds; shares over all of them together.
 
     Attributes:
@@ -55,10 +60,10 @@ class Row:
         early_share: Of these tokens: left before their model's last layer, at or above the
             threshold.
         breach_share: Of these tokens: left the deepest loaded exit below it.
-        shadow: See `helios_shadow`; of the first round.
+        shadow: Of the first round.
     """
 
-    setting: Setting
+    setting: HeliosSetting
     tokens_per_s: float
     requests_per_s: float
     ttft_s: float
@@ -85,224 +90,185 @@ class Row:
     log: list[tuple[float, str]] = field(default_factory=list)
 
 
-def summarise(setting: Setting, runs: Sequence[Run], num_layers: dict[str, int]) -> Row:
+MEDIANS: dict[str, Callable[[StreamRun], float]] = {
+    "tokens_per_s": lambda r: r.tokens_per_s,
+    "requests_per_s": lambda r: len(r.requests) / r.seconds,
+    "ttft_s": lambda r: statistics.fmean(q.ttft_s for q in r.requests),
+    "tpot_s": lambda r: r.tpot_s,
+    "exact_match": lambda r: sum(r.right) / len(r.right),
+    "weight_bytes": lambda r: r.memory.mean_weight_bytes,
+    "peak_weight_bytes": lambda r: r.memory.peak_weight_bytes,
+    "kv_bytes": lambda r: r.memory.mean_kv_bytes,
+    "peak_kv_bytes": lambda r: r.memory.peak_kv_bytes,
+    "joules_per_token": lambda r: r.joules / r.num_tokens,
+    "switches": lambda r: r.switches,
+    "resizes": lambda r: r.resizes,
+    "trips": lambda r: r.trips,
+    "profiles": lambda r: r.profiles,
+}
+
+
+def summarise(
+    setting: HeliosSetting, runs: Sequence[StreamRun], num_layers: dict[str, int]
+) -> HeliosRow:
     """Make a row of a setting's rounds.
 
     Args:
         num_layers: Of each model.
     """
-
-    def median(figure: Callable[[Run], float]) -> float:
-        return statistics.median(figure(run) for run in runs)
-
-    decoded = _pooled(run.decoded for run in runs)
-    held = _pooled(run.held for run in runs)
-    total = max(1, sum(decoded.values()))
+    decoded = sum((run.decoded for run in runs), Counter[tuple[str, int]]())
+    held = sum((Counter({str(c): n for c, n in run.held.items()}) for run in runs), Counter[str]())
+    total = max(1, decoded.total())
     early = sum(n for (model, layers), n in decoded.items() if layers < num_layers[model])
     breaches = sum(run.breaches for run in runs)
-    return Row(
+    requests = [q for run in runs for q in run.requests]
+    scored = sum(q.num_scored for q in requests)
+    medians: dict[str, Any] = {
+        name: statistics.median(map(figure, runs)) for name, figure in MEDIANS.items()
+    }
+    return HeliosRow(
         setting=setting,
-        tokens_per_s=median(lambda r: num_tokens(r) / r.seconds),
-        requests_per_s=median(lambda r: len(r.requests) / r.seconds),
-        ttft_s=median(lambda r: statistics.fmean(q.ttft_s for q in r.requests)),
-        tpot_s=median(tpot_s),
-        perplexity=perplexity(runs),
-        exact_match=median(lambda r: sum(r.right) / len(r.right)),
+        perplexity=math.exp(sum(q.nll for q in requests) / scored) if scored else None,
         exits={f"{m}@{k}": n / total for (m, k), n in sorted(decoded.items())},
-        held={str(c): n / total for c, n in sorted(held.items(), key=lambda i: str(i[0]))},
+        held={name: n / total for name, n in sorted(held.items())},
         early_share=(early - breaches) / total,
         breach_share=breaches / total,
-        weight_bytes=median(lambda r: r.memory.mean_weight_bytes),
-        peak_weight_bytes=median(lambda r: r.memory.peak_weight_bytes),
-        kv_bytes=median(lambda r: r.memory.mean_kv_bytes),
-        peak_kv_bytes=median(lambda r: r.memory.peak_kv_bytes),
         peak_running=max(run.peak_running for run in runs),
-        joules_per_token=median(lambda r: r.joules / num_tokens(r)),
         energy_source=runs[0].energy_source,
-        switches=median(lambda r: r.switches),
-        resizes=median(lambda r: r.resizes),
-        trips=median(lambda r: r.trips),
-        profiles=median(lambda r: r.profiles),
-        rounds=[num_tokens(r) / r.seconds for r in runs],
+        rounds=[run.tokens_per_s for run in runs],
         log=runs[0].log,
+        **medians,
     )
-
-
-def num_tokens(run: Run) -> int:
-    """Output tokens, the first ones included."""
-    return sum(len(q.token_ids) for q in run.requests)
-
-
-def tpot_s(run: Run) -> float:
-    """Mean time between two tokens of a request, over all of them."""
-    seconds = sum(q.decode_s for q in run.requests)
-    return seconds / max(1, sum(q.num_decoded for q in run.requests))
-
-
-def perplexity(runs: Sequence[Run]) -> float | None:
-    """Of the scored tokens, by the probabilities they were served with."""
-    nll = sum(q.nll for run in runs for q in run.requests)
-    scored = sum(q.num_scored for run in runs for q in run.requests)
-    return math.exp(nll / scored) if scored else None
-
-
-def _pooled(counts: Iterable[dict[K, int]]) -> dict[K, int]:
-    pooled: dict[K, int] = {}
-    for some in counts:
-        for key, n in some.items():
-            pooled[key] = pooled.get(key, 0) + n
-    return pooled
 
 
 # The headline
 
 
-def best_of(rows: Sequence[Row], part: str, contestant: str) -> Row | None:
+def best_of(rows: Sequence[HeliosRow], part: str, contestant: str) -> HeliosRow | None:
     """A contestant's row; of one that may leave exits out or not, the faster of both."""
     names = {contestant, f"{contestant}-adaptive"}
     found = [r for r in rows if r.setting.part == part and r.setting.contestant in names]
     return max(found, key=lambda r: r.tokens_per_s, default=None)
 
 
-def headline(rows: Sequence[Row], slo: str = "throughput") -> dict[str, Any]:
+def headline(rows: Sequence[HeliosRow], slo: str = "throughput") -> dict[str, Any]:
     """The figures that the experiment stands for, one request at a time unless they say otherwise.
 
     Ratios over 1, and positive savings, are in favour of HELIOS.
     """
-    ours = best_of(rows, ALONE, HELIOS + slo)
-    s, large = best_of(rows, ALONE, "only-s"), best_of(rows, ALONE, "only-l")
-    tight = best_of(rows, FIXED, HELIOS + slo)
-    tight_s, tight_l = best_of(rows, FIXED, "only-s"), best_of(rows, FIXED, "only-l")
-    single = [r for r in (s, large) if r is not None]
-    tight_single = [r for r in (tight_s, tight_l) if r is not None]
-    accuracy = max((r.exact_match for r in single), default=None)
+    ours, s, large = (best_of(rows, ALONE, c) for c in (HELIOS + slo, "only-s", "only-l"))
+    tight, *tight_single = (best_of(rows, FIXED, c) for c in (HELIOS + slo, "only-s", "only-l"))
+    accuracy = max((r.exact_match for r in (s, large) if r is not None), default=None)
     shadow = ours.shadow if ours is not None else None
+    delta = 100 * (ours.exact_match - accuracy) if ours and accuracy is not None else None
     return {
         "throughput_ratio_vs_s": _ratio(ours, s, "tokens_per_s"),
         "throughput_ratio_vs_l": _ratio(ours, large, "tokens_per_s"),
-        "throughput_ratio_fixed_memory": _least(
+        "throughput_ratio_fixed_memory": least(
             _ratio(tight, r, "tokens_per_s") for r in tight_single
         ),
         "tpot_reduction_vs_l": _saving(ours, large, "tpot_s"),
         "tpot_reduction_vs_s": _saving(ours, s, "tpot_s"),
         "ttft_ratio_vs_s": _ratio(s, ours, "ttft_s"),
         "ttft_ratio_vs_l": _ratio(large, ours, "ttft_s"),
-        "early_token_share": _rounded(ours.early_share if ours else None),
-        "breach_share": _rounded(ours.breach_share if ours else None),
-        "unchanged_share": _rounded(shadow.sure_share if shadow else None),
-        "exact_match_delta_points": _rounded(
-            100 * (ours.exact_match - accuracy) if ours and accuracy is not None else None
-        ),
+        "early_token_share": rounded(ours.early_share if ours else None),
+        "breach_share": rounded(ours.breach_share if ours else None),
+        "unchanged_share": rounded(shadow.sure_share if shadow else None),
+        "exact_match_delta_points": rounded(delta),
         "weight_memory_saving": _saving(ours, large, "weight_bytes"),
         "weight_memory_saving_vs_s": _saving(ours, s, "weight_bytes"),
         "energy_saving_vs_s": _saving(ours, s, "joules_per_token"),
         "energy_saving_vs_l": _saving(ours, large, "joules_per_token"),
         "energy_source": ours.energy_source if ours else None,
-        "batch_ratio": _least(_ratio(tight, r, "peak_running") for r in tight_single),
+        "batch_ratio": least(_ratio(tight, r, "peak_running") for r in tight_single),
         "switches": ours.switches if ours else None,
         "resizes": ours.resizes if ours else None,
     }
 
 
-def _ratio(above: Row | None, below: Row | None, figure: str) -> float | None:
+def _ratio(above: HeliosRow | None, below: HeliosRow | None, figure: str) -> float | None:
     if above is None or below is None:
         return None
-    ratio: float = getattr(above, figure) / getattr(below, figure)
-    return round(ratio, 4)
+    return rounded(getattr(above, figure) / getattr(below, figure))
 
 
-def _saving(ours: Row | None, other: Row | None, figure: str) -> float | None:
+def _saving(ours: HeliosRow | None, other: HeliosRow | None, figure: str) -> float | None:
     ratio = _ratio(ours, other, figure)
-    return None if ratio is None else round(1.0 - ratio, 4)
-
-
-def _least(values: Iterable[float | None]) -> float | None:
-    return min((v for v in values if v is not None), default=None)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return None if ratio is None else rounded(1.0 - ratio)
 
 
 # For people and for files
 
 
-def plain(row: Row) -> dict[str, Any]:
+def plain(row: HeliosRow) -> dict[str, Any]:
     """A row for JSON."""
     shown = asdict(row)
     return {**shown.pop("setting"), **shown}
 
 
-def print_tables(rows: Sequence[Row], console: Console) -> None:
+def print_tables(rows: Sequence[HeliosRow]) -> None:
     """Print what was measured, part by part, and where the tokens left."""
     for part, title in TITLES.items():
         mine = [r for r in rows if r.setting.part == part]
         if mine:
-            console.print(_speed_table(title, mine))
-            console.print(_memory_table(mine))
+            show(mine, SPEED, title=title)
+            show(mine, MEMORY, title="Memory, MiB, and what was loaded", left=(LOADED,))
     alone = [r for r in rows if r.setting.part == ALONE]
+    names = sorted({n for r in alone for n in r.exits}, key=_by_layer)
     if alone:
-        console.print(_exit_table(alone))
+        columns: dict[str, Callable[[HeliosRow], object]] = {
+            "contestant": lambda r: r.setting.contestant
+        }
+        columns |= {
+            n: lambda r, n=n: f"{r.exits[n]:.1%}" if n in r.exits else None  # type: ignore[misc]
+            for n in names
+        }
+        show(alone, columns, title="Where the tokens left (Table 4)")
 
 
-TITLES = {
-    ALONE: "One request at a time",
-    BATCHED: "Batched",
-    FIXED: "Batched, in a fixed memory for weights and KV",
-    THRESHOLDS: "Thresholds (figure 10), one request at a time",
-    INTERVALS: "Requests between two assessments (figure 11), one at a time",
-    LIMITS: "Tokens that a partial depth may change, one request at a time",
+LOADED = "loaded (share of the tokens)"
+SPEED: dict[str, Callable[[HeliosRow], object]] = {
+    "contestant": lambda r: r.setting.contestant,
+    "τ": lambda r: "own" if r.setting.threshold is None else f"{r.setting.threshold:g}",
+    "RI": lambda r: r.setting.interval if r.setting.contestant.startswith(HELIOS) else None,
+    "changed": lambda r: _limit(r.setting, "≤ "),
+    "at a time": lambda r: r.setting.clients,
+    "tokens/s": lambda r: f"{r.tokens_per_s:,.0f}",
+    "TTFT ms": lambda r: f"{1e3 * r.ttft_s:.2f}",
+    "TPOT ms": lambda r: f"{1e3 * r.tpot_s:.3f}",
+    "perplexity": lambda r: None if r.perplexity is None else f"{r.perplexity:.4f}",
+    "exact": lambda r: f"{r.exact_match:.3f}",
+    "early": lambda r: f"{r.early_share:.3f}",
+    "breaches": lambda r: f"{r.breach_share:.3f}",
+    "unchanged": lambda r: _share(r.shadow and r.shadow.sure_share),
+    "of breaches": lambda r: _share(r.shadow and r.shadow.breached_share),
+    "mJ/token": lambda r: f"{_mark(r)}{1e3 * r.joules_per_token:.2f}",
+    "switches": lambda r: f"{r.switches:g}",
+    "resizes": lambda r: f"{r.resizes:g}",
+    "trips": lambda r: f"{r.trips:g}",
+}
+MEMORY: dict[str, Callable[[HeliosRow], object]] = {
+    "contestant": lambda r: r.setting.contestant,
+    "weights": lambda r: f"{r.weight_bytes / MIB:.1f}",
+    "most weights": lambda r: f"{r.peak_weight_bytes / MIB:.1f}",
+    "KV": lambda r: f"{r.kv_bytes / MIB:.2f}",
+    "most KV": lambda r: f"{r.peak_kv_bytes / MIB:.2f}",
+    "largest batch": lambda r: r.peak_running,
+    LOADED: lambda r: ", ".join(f"{name} {share:.2f}" for name, share in r.held.items()),
 }
 
 
-def _speed_table(title: str, rows: Sequence[Row]) -> Table:
-    table = _table(
-        title, "contestant", "τ", "RI", "changed", "at a time", "tokens/s", "TTFT ms", "TPOT ms",
-        "perplexity", "exact", "early", "breaches", "unchanged", "of breaches",
-        "mJ/token", "switches", "resizes", "trips",
-    )  # fmt: skip
-    for row in rows:
-        s, shadow = row.setting, row.shadow
-        mark = "~" if row.energy_source == "estimate" else ""
-        table.add_row(
-            s.contestant, "own" if s.threshold is None else f"{s.threshold:g}",
-            str(s.interval) if s.contestant.startswith(HELIOS) else "",
-            "" if s.max_changed_share is None else f"≤ {s.max_changed_share:g}", str(s.clients),
-            f"{row.tokens_per_s:,.0f}", f"{1e3 * row.ttft_s:.2f}", f"{1e3 * row.tpot_s:.3f}",
-            "" if row.perplexity is None else f"{row.perplexity:.4f}", f"{row.exact_match:.3f}",
-            f"{row.early_share:.3f}", f"{row.breach_share:.3f}",
-            _share(shadow.sure_share if shadow else None),
-            _share(shadow.breached_share if shadow else None),
-            f"{mark}{1e3 * row.joules_per_token:.2f}", f"{row.switches:g}", f"{row.resizes:g}",
-            f"{row.trips:g}",
-        )  # fmt: skip
-    return table
+def _limit(setting: HeliosSetting, before: str) -> str | None:
+    limit = setting.max_changed_share
+    return None if limit is None else f"{before}{limit:g}"
 
 
-def _memory_table(rows: Sequence[Row]) -> Table:
-    table = _table(
-        "Memory, MiB, and what was loaded", "contestant", "weights", "most", "KV", "most",
-        "largest batch", "loaded (share of the tokens)",
-    )  # fmt: skip
-    for row in rows:
-        table.add_row(
-            row.setting.contestant, f"{row.weight_bytes / MIB:.1f}",
-            f"{row.peak_weight_bytes / MIB:.1f}", f"{row.kv_bytes / MIB:.2f}",
-            f"{row.peak_kv_bytes / MIB:.2f}", str(row.peak_running),
-            ", ".join(f"{name} {share:.2f}" for name, share in row.held.items()),
-        )  # fmt: skip
-    return table
+def _mark(row: HeliosRow) -> str:
+    return "~" if row.energy_source == "estimate" else ""
 
 
-def _exit_table(rows: Sequence[Row]) -> Table:
-    names = sorted({name for row in rows for name in row.exits}, key=_by_layer)
-    table = _table("Where the tokens left (Table 4)", "contestant", *names)
-    for row in rows:
-        shares = (row.exits.get(name) for name in names)
-        table.add_row(
-            row.setting.contestant, *("" if s is None else f"{s:.1%}" for s in shares)
-        )  # fmt: skip
-    return table
+def _share(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
 
 
 def _by_layer(name: str) -> tuple[str, int]:
@@ -310,13 +276,85 @@ def _by_layer(name: str) -> tuple[str, int]:
     return model, int(layers)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for name in columns:
-        is_text = name == "contestant" or name.startswith("loaded")
-        table.add_column(name, justify="left" if is_text else "right")
-    return table
+# Plots: contestants, memory, thresholds (figure 10), intervals (figure 11), changed tokens
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def write_plots(rows: Sequence[HeliosRow], folder: Path) -> list[Path]:
+    """Draw what was measured; returns the files."""
+    written = []
+    for part, draw in _DRAWINGS.items():
+        mine = [r for r in rows if r.setting.part == part]
+        if mine:
+            written.append(folder / f"helios-{part}.png")
+            with drawn(written[-1], 3, size=(4.5, 4.0)) as axes:
+                draw(axes[0], mine)
+    return written
+
+
+def _contestants(axes: Any, rows: Sequence[HeliosRow]) -> None:
+    names = [r.setting.contestant for r in rows]
+    axes[0].barh(names, [r.tokens_per_s for r in rows])
+    axes[0].set(xlabel="tokens/s")
+    if rows[0].setting.part == ALONE:
+        axes[1].barh(names, [100 * r.exact_match for r in rows])
+        axes[1].set(xlabel="% exact match")
+        stacked_bars(axes[2], names, [r.exits for r in rows])
+        axes[2].set(xlabel="where tokens left, %")
+    else:
+        axes[1].barh(names, [r.peak_running for r in rows])
+        axes[1].set(xlabel="largest batch, sequences")
+        weights = [r.weight_bytes / MIB for r in rows]
+        axes[2].barh(names, weights, label="weights")
+        axes[2].barh(names, [r.peak_kv_bytes / MIB for r in rows], left=weights, label="most KV")
+        axes[2].set(xlabel="memory, MiB")
+        axes[2].legend(fontsize=6)
+    for axis in axes:
+        axis.invert_yaxis()
+        axis.tick_params(labelsize=7)
+
+
+def _limits(axes: Any, rows: Sequence[HeliosRow]) -> None:
+    """Speed against right answers, a point for each limit; and what was loaded."""
+    for row in rows:
+        name = _limit(row.setting, "HELIOS, at most ") or row.setting.contestant
+        axes[0].plot(row.tokens_per_s, 100 * row.exact_match, "o", label=name)
+    axes[0].set(xlabel="tokens/s", ylabel="% exact match")
+    axes[0].legend(fontsize=6)
+    ours = [r for r in rows if r.setting.max_changed_share is not None]
+    names = [f"{r.setting.max_changed_share:g}" for r in ours]
+    axes[1].barh(names, [100 * r.breach_share for r in ours])
+    axes[1].set(xlabel="breaches, % of tokens", ylabel="changed tokens allowed")
+    stacked_bars(axes[2], names, [r.held for r in ours])
+    axes[2].set(xlabel="loaded, % of tokens", ylabel="changed tokens allowed")
+
+
+def _over(x: Callable[[HeliosRow], Any], label: str) -> Callable[[Any, Sequence[HeliosRow]], None]:
+    """Speed, right answers, and early and breached tokens over a setting."""
+
+    def draw(axes: Any, rows: Sequence[HeliosRow]) -> None:
+        figures: tuple[tuple[str, Callable[[HeliosRow], float]], ...] = (
+            ("tokens/s", lambda r: r.tokens_per_s),
+            ("% exact match", lambda r: 100 * r.exact_match),
+            ("% of tokens early (–), breaches (:)", lambda r: 100 * r.early_share),
+        )
+        for name in dict.fromkeys(r.setting.contestant for r in rows):
+            mine = [r for r in rows if r.setting.contestant == name]
+            at = [x(r) for r in mine]
+            for axis, (_, figure) in zip(axes, figures, strict=True):
+                axis.plot(at, [figure(r) for r in mine], "-o", ms=4, label=name)
+            axes[2].plot(at, [100 * r.breach_share for r in mine], ":s", ms=4)
+        for axis, (ylabel, _) in zip(axes, figures, strict=True):
+            axis.set(xlabel=label, ylabel=ylabel)
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=6)
+
+    return draw
+
+
+_DRAWINGS = {
+    ALONE: _contestants,
+    FIXED: _contestants,
+    THRESHOLDS: _over(lambda r: r.setting.threshold, "threshold"),
+    INTERVALS: _over(lambda r: r.setting.interval, "requests between two assessments"),
+    LIMITS: _limits,
+}

@@ -8,18 +8,15 @@ in the others' turns.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from loadgen.load.task_suite import TaskSuite
-from loadgen.paper.helios.control import Control
-from loadgen.paper.helios.engine import Room, ServedModel
-from loadgen.paper.helios.record import Memory, Request, Run
-from loadgen.paper.helios.replica import Replica
+from loadgen.paper.clocks import TurnClock
+from loadgen.paper.helios.control import LocalController
+from loadgen.paper.helios.record import HeldMemory, ServedRequest, StreamRun
+from loadgen.paper.helios.replica import LocalReplica, ReplicaLimits, TimedModel
 from quadriga.catalogue.energy import EnergyMeter
-from quadriga.clock import Clock
 from quadriga.core.replica import DepthClass
 from quadriga.errors import InvariantViolation
 from quadriga.policies.helios import Helios
@@ -27,57 +24,12 @@ from quadriga.policies.helios import Helios
 SCORED_EVERY = 4
 """One request in so many is scored, as in the service."""
 TURN_S = 0.25
+COUNTED = ("switches", "resizes", "trips", "profiles")
 _LOOK_EVERY = 16  # steps between two looks at the memory held
 
 
-class ProcessClock:
-    """Processor time of this process, all threads together: as if there were one core."""
-
-    def now_s(self) -> float:
-        return time.process_time()
-
-    def unix_s(self) -> float:
-        return time.time()
-
-
-class TurnClock:
-    """A contestant's own clock: it runs in its turns only."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._spent_s = 0.0
-        self._since_s: float | None = None
-
-    def now_s(self) -> float:
-        if self._since_s is None:
-            return self._spent_s
-        return self._spent_s + self._clock.now_s() - self._since_s
-
-    def unix_s(self) -> float:
-        return self._clock.unix_s()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Let time pass inside."""
-        self._since_s = self._clock.now_s()
-        try:
-            yield
-        finally:
-            self._spent_s, self._since_s = self.now_s(), None
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Let no time pass inside, in a turn or not."""
-        was_running = self._since_s is not None
-        self._spent_s, self._since_s = self.now_s(), None
-        try:
-            yield
-        finally:
-            self._since_s = self._clock.now_s() if was_running else None
-
-
-class Service:
-    """One contestant: a replica, its clients and their queue, and who is done.
+class Contestant:
+    """A replica, its clients and their queue, and who is done.
 
     Args:
         machine: Chooses what the replica holds; None leaves it as it is.
@@ -86,17 +38,17 @@ class Service:
     def __init__(
         self,
         suite: TaskSuite,
-        replica: Replica,
+        replica: LocalReplica,
         clock: TurnClock,
         *,
         clients: int,
         machine: Helios | None = None,
     ) -> None:
-        self.done: list[Request] = []
+        self.done: list[ServedRequest] = []
         self._suite = suite
-        self._memory = Memory()
+        self._memory = HeldMemory()
         self._to_come = deque(enumerate(suite.prompts))
-        self._queue: deque[Request] = deque()
+        self._queue: deque[ServedRequest] = deque()
         self._replica = replica
         self._clock = clock
         self._clients = clients
@@ -106,7 +58,7 @@ class Service:
         self._meter = EnergyMeter("cpu", clock.now_s)
         self._joules = 0.0
         self._control = (
-            Control(machine, replica, clock, self._ended) if machine is not None else None
+            LocalController(machine, replica, clock, self._ended) if machine is not None else None
         )
 
     @property
@@ -123,27 +75,24 @@ class Service:
             self._look()
         self._joules += self._meter.read().joules - before
 
-    def result(self) -> Run:
+    def result(self) -> StreamRun:
         """What came of it; all is served. Raises: InvariantViolation: The books are wrong."""
         replica = self._replica
         replica.check()
         requests = sorted(self.done, key=lambda r: r.index)
         counters = self._machine.counters if self._machine is not None else None
-        return Run(
+        return StreamRun(
             requests=requests,
             right=self._suite.right({r.index: r.token_ids for r in requests}),
             seconds=self._clock.now_s(),
             joules=self._joules,
             energy_source=self._meter.read().source,
-            decoded=dict(replica.decoded),
-            held=dict(replica.held),
+            decoded=replica.decoded.copy(),
+            held=replica.held.copy(),
             breaches=replica.breaches,
             peak_running=replica.peak_running,
             memory=self._memory,
-            switches=counters.switches if counters else 0,
-            resizes=counters.resizes if counters else 0,
-            trips=counters.trips if counters else 0,
-            profiles=counters.profiles if counters else 0,
+            **{name: getattr(counters, name, 0) for name in COUNTED},
             log=self._control.log if self._control is not None else [],
         )
 
@@ -168,7 +117,7 @@ class Service:
         now_s = self._clock.now_s()
         while self._to_come and self._replica.num_running + len(self._queue) < self._clients:
             index, prompt = self._to_come.popleft()
-            self._queue.append(Request(index, prompt, now_s, index % SCORED_EVERY == 0))
+            self._queue.append(ServedRequest(index, prompt, now_s, index % SCORED_EVERY == 0))
 
     def _admit(self) -> None:
         replica, control = self._replica, self._control
@@ -184,7 +133,7 @@ class Service:
             if control is not None and not control.is_open:
                 return
 
-    def _ended(self, requests: list[Request]) -> None:
+    def _ended(self, requests: list[ServedRequest]) -> None:
         self.done += requests
         if self._control is not None:
             for request in requests:
@@ -198,7 +147,7 @@ class Service:
 
 
 def serve_in_turns(
-    services: Sequence[Service], *, turn_s: float = TURN_S, on_done: Callable[[int], None]
+    services: Sequence[Contestant], *, turn_s: float = TURN_S, on_done: Callable[[int], None]
 ) -> None:
     """Let every service serve all of its stream.
 
@@ -213,8 +162,12 @@ def serve_in_turns(
 
 
 def open_replica(
-    models: Sequence[ServedModel], first: DepthClass, room: Room, clock: TurnClock, threads: int
-) -> Replica:
+    models: Sequence[TimedModel],
+    first: DepthClass,
+    limits: ReplicaLimits,
+    clock: TurnClock,
+    threads: int,
+) -> LocalReplica:
     """Load a replica, at nobody's cost."""
     with clock.stopped():
-        return Replica(models, first, room, clock, threads)
+        return LocalReplica(models, first, limits, clock, threads)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from loadgen.load.task_suite import Prompt, TaskSuite
+from loadgen.load.task_suite import TaskPrompt, TaskSuite
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.text.tokenizer import load_tokenizer
 from quadriga.training.tasks import DEFAULT_MIX, make_example
@@ -45,7 +45,7 @@ def drifting_suite(checkpoint: Checkpoint, count: int, *, seed: int) -> TaskSuit
         task = choices.choices(list(mix), list(mix.values()))[0]
         example = make_example(task, seed=seed, index=index)
         ids = tokenizer.encode(example.text, add_special_tokens=False)
-        prompts.append(Prompt(example, ids))
+        prompts.append(TaskPrompt(example, ids))
     return TaskSuite(tuple(prompts), tokenizer, frozenset(checkpoint.eos_token_ids))
 
 

@@ -15,7 +15,7 @@ from loadgen.paper.baton.check import count_ties
 from loadgen.paper.baton.contestants import CONTESTANTS, rows_needed
 from loadgen.paper.baton.inline import InlineRelay
 from loadgen.paper.baton.queries import Query, brief_queries, mixed_queries, step_ceiling
-from loadgen.paper.baton.record import Record
+from loadgen.paper.baton.record import QueryRecord
 from loadgen.paper.baton.relay import Relay
 from quadriga.clock import ManualClock
 from quadriga.engine.baton.runner import BatonRunner
@@ -58,7 +58,7 @@ def test_every_contestant_says_what_generate_says(
     contestant: str, runner: BatonRunner, model: PreTrainedModel
 ) -> None:
     queries = queries_of(*SHAPES)
-    record = Record(ManualClock().now_s)
+    record = QueryRecord(ManualClock().now_s)
     CONTESTANTS[contestant](runner, record, queries, BATCH)
     for query in queries:
         assert record.outputs[query.index] == generate(
@@ -75,11 +75,11 @@ def test_idle_rows_are_counted(runner: BatonRunner) -> None:
     The first token comes from the prompt, so the rows need 1, 4 and 2 steps.
     """
     queries = queries_of((4, 2), (2, 5), (6, 3))
-    record = Record(ManualClock().now_s)
+    record = QueryRecord(ManualClock().now_s)
     CONTESTANTS["run_to_completion"](runner, record, queries, BATCH)
     assert (record.steps, record.computed, record.useful) == (4, 3 * 6 + 4 * 3, 12 + 1 + 4 + 2)
     assert record.idle_share == pytest.approx(1 - 19 / 30)
-    relay = Record(ManualClock().now_s)
+    relay = QueryRecord(ManualClock().now_s)
     CONTESTANTS["inline"](runner, relay, queries, BATCH)
     # The prompt of 4 shares a pass with that of 6; that of 2 is too short for it.
     assert (relay.steps, relay.computed, relay.useful) == (4, 2 * 6 + 2 + 7, 19)
@@ -87,7 +87,7 @@ def test_idle_rows_are_counted(runner: BatonRunner) -> None:
 
 def test_a_prompt_that_joins_pads_all_rows(runner: BatonRunner) -> None:
     """By hand: two rows; the second ends after two tokens, and a prompt of 9 takes its place."""
-    record = Record(ManualClock().now_s)
+    record = QueryRecord(ManualClock().now_s)
     relay = InlineRelay(runner, record, 2)
     queries = queries_of((5, 5), (3, 2), (9, 2))
     relay.step(queries[:2])
@@ -102,7 +102,7 @@ def test_a_prompt_that_joins_pads_all_rows(runner: BatonRunner) -> None:
 
 
 def test_memory_is_looked_at(runner: BatonRunner) -> None:
-    record = Record(ManualClock().now_s)
+    record = QueryRecord(ManualClock().now_s)
     relay = Relay(runner, record)
     lives = [relay.start(query) for query in queries_of((6, 40), (12, 40))]
     relay.compute(lives)

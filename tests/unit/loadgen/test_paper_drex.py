@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from loadgen.paper.drex.bench import CPU, Measured, Setting
-from loadgen.paper.drex.closed_loop import Outcome, StopWatch
+from loadgen.paper.drex.bench import CPU, DrexRow, DrexSetting
+from loadgen.paper.drex.closed_loop import ClosedLoopRun
 from loadgen.paper.drex.judged import Decisions
 from loadgen.paper.drex.quality import Quality, _parted_at, choose
 from loadgen.paper.drex.report import headline, plain, read_rows
-from quadriga.clock import ManualClock
 
 HEADLINE = {
     "vs_best_grouped", "share_of_ceiling", "vs_no_exit_equal_memory", "worst_vs_no_exit",
@@ -22,13 +21,13 @@ HEADLINE = {
 }  # fmt: skip
 
 
-def measured(policy: str, tokens_per_s: float, batch: int = 8, **fields: Any) -> Measured:
+def measured(policy: str, tokens_per_s: float, batch: int = 8, **fields: Any) -> DrexRow:
     values: dict[str, Any] = {
         "gap_mean_s": 0.01, "gap_p99_s": 0.02, "request_s": 1.0, "exact_match": 0.9,
         "early_share": 0.0, "involuntary_exits": 0, "involuntary_stays": 0, "peak_bytes": 1000,
     } | fields  # fmt: skip
     device = values.pop("device", CPU)
-    return Measured(Setting("m", batch, 0.9, policy, device), batch, tokens_per_s, **values)
+    return DrexRow(DrexSetting("m", batch, 0.9, policy, device), batch, tokens_per_s, **values)
 
 
 def test_the_headline_and_the_rows_on_disk(tmp_path: Path) -> None:
@@ -80,18 +79,8 @@ def test_the_choice_keeps_the_answers_and_then_leaves_most() -> None:
 
 
 def test_who_is_to_blame_is_who_said_something_else_first() -> None:
-    full = Outcome(outputs={0: [1, 2, 3], 1: [4, 5], 2: [6]})
-    ours = Outcome(
+    full = ClosedLoopRun(outputs={0: [1, 2, 3], 1: [4, 5], 2: [6]})
+    ours = ClosedLoopRun(
         outputs={0: [1, 9, 3], 1: [4, 5], 2: [7]}, exit_layers={0: [8, 2, 2], 1: [8, 2], 2: [8]}
     )
     assert _parted_at(ours, full) == {2: 1, 8: 1}
-
-
-def test_a_stopped_watch_stands() -> None:
-    clock = ManualClock()
-    watch = StopWatch(clock)
-    clock.advance(1.0)
-    with watch.stopped():
-        clock.advance(5.0)
-    clock.advance(2.0)
-    assert watch.now_s() == pytest.approx(3.0)

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from rich.console import Console
 
-from loadgen.load.task_suite import Prompt
-from loadgen.paper.helios.bench import SINGLE, Plan
-from loadgen.paper.helios.control import NAME, READ_AGAIN, REPORT_TOKENS, Control
-from loadgen.paper.helios.plots import write_plots
-from loadgen.paper.helios.record import Memory, Request, Run
-from loadgen.paper.helios.replica import Replica
+from loadgen.load.task_suite import TaskPrompt
+from loadgen.paper.clocks import TurnClock
+from loadgen.paper.helios.bench import SINGLE, HeliosPlan
+from loadgen.paper.helios.control import NAME, READ_AGAIN, REPORT_TOKENS, LocalController
+from loadgen.paper.helios.record import HeldMemory, ServedRequest, Shadow, StreamRun
+from loadgen.paper.helios.replica import LocalReplica
 from loadgen.paper.helios.report import (
     ALONE,
     FIXED,
     INTERVALS,
     LIMITS,
-    Row,
-    Setting,
+    HeliosRow,
+    HeliosSetting,
     headline,
     plain,
     print_tables,
     summarise,
+    write_plots,
 )
-from loadgen.paper.helios.serve import TurnClock
-from loadgen.paper.helios.shadow import Shadow
 from loadgen.paper.helios.stream import LISTS, STORIES, WAYPOINTS, drifting_suite, mix_at
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
@@ -56,7 +55,7 @@ from quadriga.training.tasks import DEFAULT_MIX, TASKS, make_example
 
 S4, S8, L12 = DepthClass("s", 4), DepthClass("s", 8), DepthClass("l", 12)
 LAYERS = {"s": 8, "l": 12}
-PROMPT = Prompt(make_example("copy", seed=1, index=0), [1, 2, 3])
+PROMPT = TaskPrompt(make_example("copy", seed=1, index=0), [1, 2, 3])
 
 
 # The stream
@@ -87,16 +86,16 @@ def test_the_stream_is_a_function_of_its_seed() -> None:
 # The books
 
 
-def request(index: int = 0, *classes: DepthClass, **fields: Any) -> Request:
+def request(index: int = 0, *classes: DepthClass, **fields: Any) -> ServedRequest:
     values: dict[str, Any] = {
         "token_ids": [5, 6, 7], "exit_layers": [8, 2, 4], "breached": [0.0, 0.0, 1.0],
         "first_s": 1.0, "last_s": 2.0, "batch_sum": 2,
     } | fields  # fmt: skip
-    return Request(index, PROMPT, 0.5, classes=list(classes) or [S8], **values)
+    return ServedRequest(index, PROMPT, 0.5, classes=list(classes) or [S8], **values)
 
 
 def test_memory_is_weighed_by_time() -> None:
-    memory = Memory()
+    memory = HeldMemory()
     memory.add(100, 10, 0.0)
     assert memory.mean_weight_bytes == 100.0  # no time has passed yet
     memory.add(100, 10, 3.0)
@@ -123,26 +122,26 @@ def test_full_depth_judges_early_tokens_apart() -> None:
     assert Shadow().sure_share is None
 
 
-def run_of(seconds: float, **fields: Any) -> Run:
+def run_of(seconds: float, **fields: Any) -> StreamRun:
     values: dict[str, Any] = {
         "requests": [request(0, nll=0.4, num_scored=4), request(1)],
         "right": [True, False],
         "joules": 6.0,
         "energy_source": "estimate",
-        "decoded": {("s", 2): 2, ("s", 4): 1, ("s", 8): 1},
-        "held": {S4: 3, S8: 1},
+        "decoded": Counter({("s", 2): 2, ("s", 4): 1, ("s", 8): 1}),
+        "held": Counter({S4: 3, S8: 1}),
         "breaches": 1,
         "peak_running": 3,
-        "memory": Memory(300.0, 30.0, 2.0, 200, 20),
+        "memory": HeldMemory(300.0, 30.0, 2.0, 200, 20),
     } | fields
-    return Run(seconds=seconds, **values)
+    return StreamRun(seconds=seconds, **values)
 
 
 def row_of(
     contestant: str, tokens_per_s: float, part: str = ALONE, clients: int = 1, **fields: Any
-) -> Row:
+) -> HeliosRow:
     row = summarise(
-        Setting(part, contestant, None, 150, clients),
+        HeliosSetting(part, contestant, None, 150, clients),
         [run_of(6 / tokens_per_s)],
         LAYERS,
     )
@@ -153,7 +152,7 @@ def row_of(
 
 def test_a_row_holds_medians_and_shares() -> None:
     runs = [run_of(1.0), run_of(3.0), run_of(2.0)]
-    setting = Setting(ALONE, "helios-throughput", None, 150, 1)
+    setting = HeliosSetting(ALONE, "helios-throughput", None, 150, 1)
     row = summarise(setting, runs, LAYERS)
     assert row.tokens_per_s == pytest.approx(3.0) and row.rounds == pytest.approx([6.0, 2.0, 3.0])
     assert row.ttft_s == pytest.approx(0.5) and row.tpot_s == pytest.approx(0.5)
@@ -167,7 +166,7 @@ def test_a_row_holds_medians_and_shares() -> None:
 
 
 def test_the_headline_compares_with_the_faster_form_of_each_model(tmp_path: Path) -> None:
-    bounded = Setting(LIMITS, "helios-throughput", None, 150, 1, max_changed_share=0.01)
+    bounded = HeliosSetting(LIMITS, "helios-throughput", None, 150, 1, max_changed_share=0.01)
     rows = [
         row_of("only-s", 100.0, tpot_s=0.010, ttft_s=0.02, exact_match=0.85, weight_bytes=50.0),
         row_of("only-s-adaptive", 120.0, tpot_s=0.008, ttft_s=0.02, exact_match=0.84,
@@ -197,7 +196,7 @@ def test_the_headline_compares_with_the_faster_form_of_each_model(tmp_path: Path
     assert found["unchanged_share"] == pytest.approx(0.98)
     assert (found["switches"], found["resizes"]) == (2, 3)
     assert plain(rows[0])["contestant"] == "only-s" and "setting" not in plain(rows[0])
-    print_tables(rows, Console(width=200, quiet=True))
+    print_tables(rows)
     names = {path.name for path in write_plots(rows, tmp_path)}
     assert names == {
         "helios-alone.png", "helios-fixed.png", "helios-ri.png", "helios-changed.png",
@@ -212,7 +211,7 @@ def test_parts_that_were_not_run_leave_the_headline_open() -> None:
 
 
 def test_the_plan_gives_all_contestants_the_same_terms() -> None:
-    plan = Plan(
+    plan = HeliosPlan(
         pair=("s", "l"),
         catalogue=None,
         parts=(ALONE, FIXED, INTERVALS, LIMITS),
@@ -271,26 +270,26 @@ class FakeReplica:
     depth_class: DepthClass = S8
     has_work: bool = False
     refuses: bool = False
-    held: dict[DepthClass, int] = field(default_factory=dict)
+    held: Counter[DepthClass] = field(default_factory=Counter)
     breaches: int = 0
     num_running: int = 1
     used_tokens: int = 10
     weight_bytes: int = 1000
     max_batch: int | None = None
-    ended: list[Request] = field(default_factory=list)
+    ended: list[ServedRequest] = field(default_factory=list)
     says: list[int] | None = None
 
     @property
     def is_whole(self) -> bool:
         return self.depth_class in (S8, L12)
 
-    def read_again(self, request: Request) -> list[int] | None:
+    def read_again(self, request: ServedRequest) -> list[int] | None:
         return self.says
 
-    def admit(self, request: Request) -> bool:
+    def admit(self, request: ServedRequest) -> bool:
         return True
 
-    def resize(self, depth: int) -> tuple[float, list[Request]]:
+    def resize(self, depth: int) -> tuple[float, list[ServedRequest]]:
         self._change(DepthClass(self.depth_class.model, depth))
         return 0.5, self.ended
 
@@ -321,10 +320,14 @@ class FakeMachine:
         return [e for e in self.told if isinstance(e, kind)]
 
 
-def control_of(*orders: Order) -> tuple[FakeReplica, FakeMachine, Control, list[Request]]:
-    replica, machine, served = FakeReplica(), FakeMachine(), list[Request]()
+def control_of(
+    *orders: Order,
+) -> tuple[FakeReplica, FakeMachine, LocalController, list[ServedRequest]]:
+    replica, machine, served = FakeReplica(), FakeMachine(), list[ServedRequest]()
     machine.answers[ControllerTick] = list(orders)
-    control = Control(cast(Helios, machine), cast(Replica, replica), ManualClock(), served.extend)
+    control = LocalController(
+        cast(Helios, machine), cast(LocalReplica, replica), ManualClock(), served.extend
+    )
     return replica, machine, control, served
 
 
@@ -364,10 +367,10 @@ def test_an_order_may_bring_the_next_one() -> None:
 
 def test_tokens_are_reported_in_portions() -> None:
     replica, machine, control, _ = control_of()
-    replica.held, replica.breaches = {S8: REPORT_TOKENS - 1}, 3
+    replica.held, replica.breaches = Counter({S8: REPORT_TOKENS - 1}), 3
     control.stepped()
     assert machine.of(TokensServed) == []
-    replica.held = {S8: REPORT_TOKENS, S4: 4}
+    replica.held = Counter({S8: REPORT_TOKENS, S4: 4})
     control.stepped()
     assert machine.of(TokensServed) == [TokensServed(S8, REPORT_TOKENS + 4, 3, 1)]
     control.report()

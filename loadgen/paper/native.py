@@ -1,0 +1,82 @@
+"""The engine as the experiments load it: on the CPU, in float32, compiled before it is timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS, SkippedKV
+from quadriga.checkpoint.folder import Checkpoint
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.files import cache_folder
+
+VALUE_BYTES = DTYPE_BYTES["float32"]
+ROW_CAPACITY_TOKENS = 1024
+COMPILE_TIMEOUT_S = 300.0
+
+
+def row_tokens(checkpoint: Checkpoint) -> int:
+    """Most tokens of one sequence."""
+    return min(ROW_CAPACITY_TOKENS, checkpoint.max_model_len)
+
+
+def load_native(
+    checkpoint: Checkpoint,
+    *,
+    num_rows: int,
+    threads: int,
+    depth: int | None = None,
+    skipped_kv: SkippedKV | None = None,
+    replay_newest: int | None = None,
+) -> NativeRunner:
+    """Load a model with its exits and rows that fit at every depth.
+
+    Args:
+        depth: Layers that are loaded; None: all.
+        skipped_kv: None: the checkpoint's fitted maps, where it has any.
+        replay_newest: None: what the checkpoint says.
+    """
+    depth, capacity = depth or checkpoint.num_layers, row_tokens(checkpoint)
+    has_maps = (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file()
+    plan = checkpoint.exits
+    native = NativeRunner.load(
+        EngineSpec(
+            checkpoint=checkpoint,
+            depth=depth,
+            device="cpu",
+            dtype="float32",
+            threads=threads,
+            compile="wait",
+            cache_dir=cache_folder(),
+            num_rows=num_rows,
+            row_capacity_tokens=capacity,
+            kv_capacity_tokens=num_rows * capacity,
+            exits=plan.cut(depth),
+            exit_plan=plan,
+            skipped_kv=skipped_kv or ("linear" if has_maps else "project"),
+            replay_newest=plan.replay_newest if replay_newest is None else replay_newest,
+            kv_memory_bytes=num_rows
+            * capacity
+            * checkpoint.kv_bytes_per_token(checkpoint.num_layers, VALUE_BYTES),
+        )
+    )
+    native.wait_compiled(COMPILE_TIMEOUT_S)
+    return native
+
+
+def sequence(
+    name: str, prompt_ids: list[int], sampling: SamplingParams, **fields: Any
+) -> SequenceState:
+    """A sequence of an experiment: nobody waits for it, and it has no deadline."""
+    return SequenceState(
+        sequence_id=name,
+        request_id=name,
+        model="",
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        ingress_id="",
+        arrival_unix_s=0.0,
+        deadline_unix_s=float("inf"),
+        **fields,
+    )

@@ -1,0 +1,151 @@
+"""From the rows of an experiment to a table, a JSON file, its last line and plots: one way for all.
+
+show(rows, {"policy": lambda r: r.policy, "tokens/s": lambda r: f"{r.tokens_per_s:,.0f}"})
+publish("drex", headline, [asdict(r) for r in rows], folder)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.report import provenance
+
+R = TypeVar("R")
+Columns = Mapping[str, Callable[[R], object]]
+
+WIDTH = 220
+"""Columns of a table where standard output is no terminal."""
+DPI = 120
+
+
+def say(text: str) -> None:
+    """Write a line of progress to stderr: standard output is the experiment's."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def wide_console(width: int = WIDTH) -> Console:
+    """Return standard output: as wide as the terminal is, or `width` where it is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def table_of(
+    rows: Iterable[R],
+    columns: Columns[R],
+    *,
+    title: str | None = None,
+    caption: str | None = None,
+    left: Sequence[str] = (),
+) -> Table:
+    """Make a table with one row for each of `rows`.
+
+    Args:
+        columns: Heading → the text of a cell; None leaves it empty.
+        left: Headings of columns that stand on the left, beside the first.
+    """
+    table = Table(title=title, caption=caption)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 or name in left else "right")
+    for row in rows:
+        cells = (cell(row) for cell in columns.values())
+        table.add_row(*("" if cell is None else str(cell) for cell in cells))
+    return table
+
+
+def show(rows: Iterable[R], columns: Columns[R], *, width: int = WIDTH, **options: Any) -> None:
+    """Print `table_of` on standard output."""
+    wide_console(width).print(table_of(rows, columns, **options))
+
+
+def least(values: Iterable[float | None]) -> float | None:
+    """Return the smallest value, rounded; None where there is none."""
+    return rounded(min((v for v in values if v is not None), default=None))
+
+
+def most(values: Iterable[float | None]) -> float | None:
+    """Return the largest value, rounded; None where there is none."""
+    return rounded(max((v for v in values if v is not None), default=None))
+
+
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    """Round, where there is a value."""
+    return None if value is None else round(value, digits)
+
+
+def print_line(name: str, *, packages: Sequence[str] = (), **facts: Any) -> dict[str, Any]:
+    """Print an experiment's last line: its name, its figures, and where they come from.
+
+    Args:
+        packages: Whose versions the figures depend on.
+    """
+    line = {
+        "experiment": name,
+        **facts,
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+    }
+    if packages:
+        line["versions"] = provenance.versions(*packages)
+    print(json.dumps(line, allow_nan=False), flush=True)
+    return line
+
+
+def publish(
+    name: str, headline: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path
+) -> None:
+    """Print the headline as the last line, and write it with all rows to `<name>.json`."""
+    line = print_line(name, headline=dict(headline))
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = json.dumps(line | {"rows": list(rows)}, indent=1)
+    (folder / f"{name}.json").write_text(whole + "\n", encoding="utf-8")
+
+
+def kept_rows(path: Path, parse: Callable[[dict[str, Any]], R]) -> list[R]:
+    """Read the rows that an earlier run published; none where there is no file."""
+    if not path.is_file():
+        return []
+    return [parse(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+
+
+@contextmanager
+def drawn(
+    path: Path, columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (4.6, 3.6)
+) -> Iterator[Any]:
+    """Yield axes [rows, columns], and write their figure when the block ends.
+
+    Args:
+        size: Of one panel, inches.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False
+    )
+    try:
+        yield axes
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)
+    finally:
+        pyplot.close(figure)
+
+
+def stacked_bars(axis: Any, names: Sequence[str], shares: Sequence[Mapping[str, float]]) -> None:
+    """Draw one bar a name, from its shares of the same parts, in percent; the first on top."""
+    left = [0.0] * len(names)
+    for part in sorted({p for share in shares for p in share}):
+        widths = [100 * share.get(part, 0.0) for share in shares]
+        axis.barh(names, widths, left=left, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.legend(fontsize=6)
