@@ -29,7 +29,7 @@ MEDIAN = 1 + QUANTILES.index(0.5)
 
 
 @dataclass(slots=True)
-class Predictor:
+class LengthPredictor:
     """One line of the table.
 
     Attributes:
@@ -55,15 +55,15 @@ class Contest:
         losses: Of the encoders on validation, by size.
     """
 
-    ours: Predictor
-    alone: Predictor
-    auxiliary: Predictor
-    auxiliary_alone: Predictor
-    others: list[Predictor]
+    ours: LengthPredictor
+    alone: LengthPredictor
+    auxiliary: LengthPredictor
+    auxiliary_alone: LengthPredictor
+    others: list[LengthPredictor]
     losses: dict[str, float]
 
     @property
-    def everybody(self) -> list[Predictor]:
+    def everybody(self) -> list[LengthPredictor]:
         """Without the auxiliary twice."""
         found = [self.ours, self.alone, self.auxiliary, self.auxiliary_alone, *self.others]
         return list({p.name: p for p in found}.values())
@@ -89,17 +89,19 @@ def hold(
     said = apply(head, inputs)
     parameters = sum(t.numel() for t in head.values())
     latency_s = {n: timed(lambda n=n: apply(head, inputs[:n])) for n in BATCHES}  # type: ignore[misc]
-    ours = Predictor("head, averaged", averaged(said[test], data, test), parameters, latency_s)
-    alone = Predictor("head, each answer alone", said[test], parameters, latency_s)
+    ours = LengthPredictor(
+        "head, averaged", averaged(said[test], data, test), parameters, latency_s
+    )
+    alone = LengthPredictor("head, each answer alone", said[test], parameters, latency_s)
     size, encoder, losses = _best_encoder(data, train, validation, sizes, budget_s, seed, say)
     auxiliary, auxiliary_alone = _auxiliary(data, validation, test, size, encoder)
     total = (data.generated + data.remaining)[train].float().mean()
     left = (total - data.generated[test]).clamp(min=0.0)
     others = [
-        Predictor("head, once", _once(said, data, test), parameters),
-        Predictor("prompt length", _by_prompt(data, train, test), 0),
-        Predictor("mean", _same(left), 0),
-        Predictor("oracle", _same(data.remaining[test].float()), 0),
+        LengthPredictor("head, once", _once(said, data, test), parameters),
+        LengthPredictor("prompt length", _by_prompt(data, train, test), 0),
+        LengthPredictor("mean", _same(left), 0),
+        LengthPredictor("oracle", _same(data.remaining[test].float()), 0),
     ]
     return Contest(ours, alone, auxiliary, auxiliary_alone, others, losses)
 
@@ -134,7 +136,7 @@ def _auxiliary(
     test: torch.Tensor,
     size: EncoderSize,
     encoder: LengthEncoder,
-) -> tuple[Predictor, Predictor]:
+) -> tuple[LengthPredictor, LengthPredictor]:
     """(As it is better on validation, each answer alone) on the test part."""
     tried = predict(encoder, texts(data, validation))
     truth = data.remaining[validation].float()
@@ -145,7 +147,7 @@ def _auxiliary(
     rows = texts(data, test)
     typical = sorted(rows, key=len)[len(rows) // 2 :]
     name = f"auxiliary encoder {size.name}"
-    alone = Predictor(
+    alone = LengthPredictor(
         f"{name}, each answer alone",
         predict(encoder, rows),
         encoder.num_parameters,
@@ -153,7 +155,7 @@ def _auxiliary(
     )
     if error(averaged(tried, data, validation)) >= error(tried):
         return alone, alone
-    best = Predictor(
+    best = LengthPredictor(
         f"{name}, averaged",
         averaged(alone.outputs, data, test),
         alone.parameters,

@@ -9,21 +9,26 @@ each trained as long as it gains, or until its time is up.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
-from matplotlib import pyplot as plt
 from rich.console import Console
-from rich.table import Table
 
 from loadgen.options import number, whole
-from loadgen.paper.ares.length_contest import BATCHES, MEDIAN, Predictor, averaged, hold, timed
+from loadgen.paper.ares.length_contest import (
+    BATCHES,
+    MEDIAN,
+    LengthPredictor,
+    averaged,
+    hold,
+    timed,
+)
 from loadgen.paper.ares.length_encoder import EncoderSize
-from loadgen.paper.results import publish
+from loadgen.paper.native import load_native
+from loadgen.report.experiment import drawn, publish, table_of
+from loadgen.report.figures import shown
 from loadgen.report.output import add_out_argument
 from loadgen.report.progress import Steps
 from quadriga.checkpoint.folder import read_checkpoint
@@ -78,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
         "latency_ratio": round(ours["latency_ms"]["10"] / auxiliary["latency_ms"]["10"], 4),
         "step_overhead": _step_overhead(args.checkpoint, ours["latency_ms"]["10"] / 1e3),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     _plot(rows, intervals, args.out / "ares-predictor.png")
     publish("ares-predictor", headline, [*rows, {"intervals": intervals}], args.out)
     return 0
@@ -94,7 +98,9 @@ def _collect(checkpoint: Path, requests: int) -> LengthData:
         )
 
 
-def _by_interval(alone: Predictor, data: LengthData, test: torch.Tensor) -> list[dict[str, Any]]:
+def _by_interval(
+    alone: LengthPredictor, data: LengthData, test: torch.Tensor
+) -> list[dict[str, Any]]:
     """Error where the head is asked only every k tokens, answers are averaged, and counted down in
     between."""
     at = {
@@ -114,7 +120,7 @@ def _by_interval(alone: Predictor, data: LengthData, test: torch.Tensor) -> list
     return found
 
 
-def _row(predictor: Predictor, data: LengthData, test: torch.Tensor) -> dict[str, Any]:
+def _row(predictor: LengthPredictor, data: LengthData, test: torch.Tensor) -> dict[str, Any]:
     figures = measure(predictor.outputs, data.generated[test], data.remaining[test])
     latency = predictor.latency_s
     return {
@@ -132,17 +138,8 @@ def _step_overhead(checkpoint: Path, predict_s: float) -> float:
 
 def _step_s(checkpoint: Path, *, batch: int) -> float:
     """Median time of a full-depth decode step of the engine, with 100 tokens of context."""
-    from loadgen.bench.engines.offline import engine_spec
-    from quadriga.engine.model_runner import NativeRunner
-
-    spec = engine_spec(
-        read_checkpoint(str(checkpoint)),
-        threads=torch.get_num_threads(),
-        num_rows=batch,
-        row_capacity_tokens=256,
-    )
-    runner = NativeRunner.load(spec)
-    runner.wait_compiled(120.0)
+    threads = torch.get_num_threads()
+    runner = load_native(read_checkpoint(str(checkpoint)), num_rows=batch, threads=threads)
     with Dummies(runner, batch, 100) as dummies:
         return timed(dummies.decode)
 
@@ -153,48 +150,38 @@ def _print(
     intervals: list[dict[str, Any]],
     console: Console,
 ) -> None:
-    table = Table(title="Remaining tokens, on requests nobody was trained on")
-    for name in ("predictor", "MAE", "parameters", "ms, batch 1", "ms, batch 10", "below q90"):
-        table.add_column(name, justify="left" if name == "predictor" else "right")
-    for row in rows:
-        latency = row["latency_ms"]
-        table.add_row(
-            row["name"],
-            f"{row['mae']:.2f}",
-            f"{row['parameters']:,}",
-            *(f"{latency[str(n)]:.3f}" if latency else "–" for n in BATCHES),
-            f"{row['calibration'][-1][1]:.2f}",
-        )
-    console.print(table)
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "predictor": lambda r: r["name"],
+        "MAE": lambda r: f"{r['mae']:.2f}",
+        "parameters": lambda r: f"{r['parameters']:,}",
+    }
+    columns |= {
+        f"ms, batch {n}": lambda r, n=n: shown(r["latency_ms"].get(str(n)), ".3f")  # type: ignore[misc]
+        for n in BATCHES
+    }
+    columns["below q90"] = lambda r: f"{r['calibration'][-1][1]:.2f}"
+    title = "Remaining tokens, on requests nobody was trained on"
+    console.print(table_of(rows, columns, title=title))
     sweep = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
     console.print(f"auxiliary encoders, loss on validation: {sweep}")
     console.print("asked every k tokens: " + ", ".join(f"{i['k']}: {i['mae']}" for i in intervals))
 
 
 def _plot(rows: list[dict[str, Any]], intervals: list[dict[str, Any]], file: Path) -> None:
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2))
-    for row in rows:
-        if row["name"] == "oracle":
-            continue
-        bins = row["mae_by_generated"]
-        left.plot(
-            range(len(bins)),
-            [mae for *_, mae in bins],
-            marker="o",
-            label=row["name"],
-            linewidth=1.5,
-        )
-    labels = [f"{a}–{b}" for a, b, *_ in rows[0]["mae_by_generated"]]
-    left.set_xticks(range(len(labels)), labels, rotation=30)
-    left.set(xlabel="tokens generated", ylabel="mean absolute error, tokens", yscale="log")
-    left.legend(fontsize=7)
-    middle.plot([i["k"] for i in intervals], [i["mae"] for i in intervals], marker="o")
-    middle.set(xlabel="asked every k tokens", ylabel="mean absolute error, tokens")
-    ours = rows[0]["calibration"]
-    right.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-    right.plot([level for level, _ in ours], [share for _, share in ours], marker="o")
-    right.set(xlabel="quantile predicted", ylabel="share of truths at or below it")
-    figure.suptitle("Remaining length: error by tokens generated, by interval; calibration")
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    """Error by tokens generated and by interval, and our head's calibration."""
+    with drawn(file, 3, size=(5.0, 4.2)) as axes:
+        left, middle, right = axes[0]
+        for row in rows:
+            if row["name"] != "oracle":
+                bins = [mae for *_, mae in row["mae_by_generated"]]
+                left.plot(range(len(bins)), bins, marker="o", label=row["name"], linewidth=1.5)
+        labels = [f"{a}–{b}" for a, b, *_ in rows[0]["mae_by_generated"]]
+        left.set_xticks(range(len(labels)), labels, rotation=30)
+        left.set(xlabel="tokens generated", ylabel="mean absolute error, tokens", yscale="log")
+        left.legend(fontsize=7)
+        middle.plot([i["k"] for i in intervals], [i["mae"] for i in intervals], marker="o")
+        middle.set(xlabel="asked every k tokens", ylabel="mean absolute error, tokens")
+        ours = rows[0]["calibration"]
+        right.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        right.plot([level for level, _ in ours], [share for _, share in ours], marker="o")
+        right.set(xlabel="quantile predicted", ylabel="share of truths at or below it")

@@ -20,6 +20,7 @@ from loadgen.bench.scheduler import random_snapshots
 from loadgen.load.lengths import ALPACA, SHAREGPT, find_workload
 from loadgen.load.traces import read_trace
 from loadgen.paper.ares import experiment as ares
+from loadgen.paper.ares import points as ares_points
 from loadgen.paper.ares import report as ares_report
 from loadgen.simulation import report as sim_report
 from loadgen.simulation.capacity import (
@@ -353,16 +354,18 @@ def test_a_fit_finds_what_was_put_in_and_nothing_negative() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[ares.Outcome]:
+def outcomes() -> list[ares_points.PointResult]:
     """Short runs of two rates under three policies, with the standard SLO and one more."""
     config = SimConfig(replace(RTX_4090D, kv_capacity_tokens=60_000), num_decode=3, num_prefill=1)
-    grid = (ares.Slo(5.0, 1.1 * config.profile.half_memory_step_s),)
+    grid = (ares_points.Slo(5.0, 1.1 * config.profile.half_memory_step_s),)
     points = [
-        ares.Point("sharegpt", rate, "sharegpt", rate, policy, config, 400.0, 50.0, grid=grid)
+        ares_points.SimPoint(
+            "sharegpt", rate, "sharegpt", rate, policy, config, 400.0, 50.0, grid=grid
+        )
         for rate in (0.1, 0.3)
         for policy in ("current_load", "ares", "oracle")
     ]
-    return [ares.run_point(point) for point in points]
+    return [ares_points.run_point(point) for point in points]
 
 
 def test_a_point_that_fails_leaves_the_others_results(
@@ -386,7 +389,7 @@ def test_a_point_that_fails_leaves_the_others_results(
     assert sorted("fault" in one for one in lines) == [False, False, True, True]
 
 
-def test_the_headline_has_its_keys(outcomes: list[ares.Outcome]) -> None:
+def test_the_headline_has_its_keys(outcomes: list[ares_points.PointResult]) -> None:
     headline = ares_report.headline(outcomes)
     assert {
         "goodput_ratio", "p99_tpot_reduction", "oom_ares", "oom_baseline", "variance_vs_oracle",
@@ -397,7 +400,7 @@ def test_the_headline_has_its_keys(outcomes: list[ares.Outcome]) -> None:
     assert ares_report.headline([o for o in outcomes if o.point.policy != "ares"]) == {}
 
 
-def test_tables_and_plots_are_made(outcomes: list[ares.Outcome], tmp_path: Path) -> None:
+def test_tables_and_plots_are_made(outcomes: list[ares_points.PointResult], tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     ares_report.print_tables(outcomes, console)
     text = console.export_text()
@@ -420,7 +423,7 @@ def test_every_part_has_points_and_quick_has_fewer() -> None:
     ares.add_arguments(parser)
     full, quick = parser.parse_args([]), parser.parse_args(["--quick"])
     for part in ("rates", "bandwidth", "sizes", "settings"):
-        points = ares._POINTS[part]
+        points = ares_points.POINTS[part]
         assert 0 < len(points(quick)) < len(points(full))
         assert len({p.policy for p in points(full)}) >= 1
 
@@ -429,14 +432,15 @@ def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
     parser = argparse.ArgumentParser()
     ares.add_arguments(parser)
     args = parser.parse_args(["--trace", str(trace), "--duration-s", "30", "--warm-up-s", "0"])
-    points = ares._POINTS["traces"](args)
+    points = ares_points.POINTS["traces"](args)
     assert [p.policy for p in points] == list(ares.POLICY_NAMES)
-    outcome = ares.run_point(points[1])
+    outcome = ares_points.run_point(points[1])
     assert outcome.summary.num_requests > 0
     assert math.isfinite(outcome.summary.window.good)
     load = synthetic_load("sharegpt", rate=1.0, duration_s=20.0, seed=0)
     config = SimConfig(RTX_4090D, 3, 1)
     rates = [
-        ares.fitting_rate(config, load.input_tokens, load.output_tokens, s) for s in (0.3, 0.6)
+        ares_points.fitting_rate(config, load.input_tokens, load.output_tokens, s)
+        for s in (0.3, 0.6)
     ]
     assert 0 < rates[0] < rates[1]

@@ -1,0 +1,251 @@
+"""The simulations of `paper ares`: what varies in each figure, and how one is run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadgen.load.traces import read_trace
+from loadgen.simulation.loads import (
+    SimLoad,
+    make_simulation,
+    standard_slo,
+    summary_of,
+    synthetic_load,
+    trace_load,
+)
+from quadriga.errors import ConfigError
+from quadriga.policies.ares import AresSettings
+from quadriga.sim.config import SimConfig
+from quadriga.sim.profiles import find_profile
+from quadriga.sim.results import Slo, Summary
+
+PARTS = ("rates", "bandwidth", "sizes", "hardware", "settings", "traces")
+SHAREGPT_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23, 0.26)
+ALPACA_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23)
+PAPER_RATE = 0.17
+"""ShareGPT, as printed. Alpaca's 1.7/s would be 14,600 output tokens/s, ten times what three such
+devices can make; 0.17 is taken."""
+SIZE_RATE = 0.3 / 8
+"""Requests/s for each simulated replica, of which 3 in 4 decode (§6.4)."""
+SIZES = (8, 16, 32, 64, 128, 256)
+BANDWIDTHS_GBIT = (1.0, 5.0, 10.0, 25.0, 100.0)
+TTFT_GRID_S = (1.0, 5.0, 10.0)
+TPOT_GRID = (1.1, 1.2, 1.35, 1.5, 2.0)
+_GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class SimPoint:
+    """One simulation: what varies, before it is run.
+
+    Attributes:
+        part: Figure it belongs to.
+        x: Value on that figure's axis.
+        grid: SLOs to judge the run by, besides the standard one.
+    """
+
+    part: str
+    x: float | str
+    workload: str
+    rate: float
+    policy: str
+    config: SimConfig
+    duration_s: float
+    warm_up_s: float
+    settings: AresSettings = field(default_factory=AresSettings)
+    trace: Path | None = None
+    grid: tuple[Slo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PointResult:
+    """A point and its figures; `series` is (times, variance in ms²)."""
+
+    point: SimPoint
+    summary: Summary
+    grid_goodput: tuple[float, ...]
+    series: tuple[list[float], list[float]]
+    wall_s: float
+
+
+def run_point(point: SimPoint) -> PointResult:
+    """Simulate one point."""
+    started_s = time.perf_counter()
+    load = _load(point)
+    result = make_simulation(point.policy, load, point.config, settings=point.settings).run()
+    window = {"from_s": point.warm_up_s, "to_s": point.duration_s}
+    samples = [s for s in result.samples if s.at_s <= point.duration_s]
+    return PointResult(
+        point=point,
+        summary=summary_of(result, load, standard_slo(point.config), **window),
+        grid_goodput=tuple(summary_of(result, load, s, **window).window.good for s in point.grid),
+        series=([s.at_s for s in samples], [round(s.variance_ms2, 4) for s in samples]),
+        wall_s=time.perf_counter() - started_s,
+    )
+
+
+def _load(point: SimPoint) -> SimLoad:
+    seed = point.config.seed
+    if point.trace is None:
+        return synthetic_load(
+            point.workload, rate=point.rate, duration_s=point.duration_s, seed=seed
+        )
+    trace = read_trace(point.trace)
+    if trace.arrivals_s is None:
+        return trace_load(trace, arrivals=f"poisson:{point.rate!r}", scale=1.0, seed=seed)
+    load = trace_load(trace, arrivals="trace", scale=1.0, seed=seed)
+    if not load.rate > 0.0:
+        raise ConfigError(
+            f"--trace: {load.name}: all rows arrive at once, so there is no rate to change",
+            param="trace",
+        )
+    load = load.faster(point.rate / load.rate)
+    mine = load.arrivals_s <= point.duration_s
+    return SimLoad(
+        load.name, load.arrivals_s[mine], load.input_tokens[mine], load.output_tokens[mine]
+    )
+
+
+# The points of each figure
+
+
+def _base(args: argparse.Namespace) -> SimConfig:
+    return SimConfig(find_profile(args.profile), num_decode=3, num_prefill=1)
+
+
+def _duration_s(args: argparse.Namespace) -> float:
+    return float(args.duration_s or (2000.0 if args.quick else 4000.0))
+
+
+def _seeds(args: argparse.Namespace) -> int:
+    return args.seeds or (1 if args.quick else 3)
+
+
+def _point(args: argparse.Namespace, part: str, x: float | str, **fields: Any) -> SimPoint:
+    values: dict[str, Any] = {
+        "workload": "sharegpt",
+        "rate": PAPER_RATE,
+        "config": _base(args),
+        "duration_s": _duration_s(args),
+        "warm_up_s": args.warm_up_s,
+    }
+    return SimPoint(part, x, **{**values, **fields})
+
+
+def _rates(args: argparse.Namespace) -> list[SimPoint]:
+    base = _base(args)
+    step_s = base.profile.half_memory_step_s
+    grid = tuple(Slo(ttft, f * step_s) for ttft in TTFT_GRID_S for f in TPOT_GRID)
+    quick = (0.10, 0.17, 0.21, 0.23)
+    return [
+        _point(
+            args, workload, rate, workload=workload, rate=rate, policy=policy,
+            config=replace(base, seed=seed), grid=grid,
+        )
+        for workload, rates in (("sharegpt", SHAREGPT_RATES), ("alpaca", ALPACA_RATES))
+        for rate in rates
+        if not args.quick or rate in quick
+        for seed in range(_seeds(args))
+        for policy in args.policy
+    ]  # fmt: skip
+
+
+def _bandwidth(args: argparse.Namespace) -> list[SimPoint]:
+    policies = [p for p in args.policy if p in ("reschedule", "ares", "oracle")]
+    bandwidths = BANDWIDTHS_GBIT[::2] if args.quick else BANDWIDTHS_GBIT
+    return [
+        _point(
+            args, "bandwidth" if precopy else "bandwidth, stop and copy", gbit, policy=policy,
+            config=replace(
+                _base(args), seed=seed, bandwidth_bytes_per_s=gbit * _GBIT, precopy=precopy
+            ),
+        )
+        for gbit in bandwidths
+        for precopy in (True, False)
+        for policy in policies
+        for seed in range(_seeds(args))
+    ]  # fmt: skip
+
+
+def _sizes(args: argparse.Namespace) -> list[SimPoint]:
+    sizes = (8, 32, 256) if args.quick else SIZES
+    policies = [p for p in args.policy if not (args.quick and p == "round_robin")]
+    return [
+        _point(
+            args, "sizes", size, rate=SIZE_RATE * size, policy=policy, duration_s=2000.0,
+            config=SimConfig(
+                find_profile(args.profile), num_decode=3 * size // 4, num_prefill=size // 4
+            ),
+        )
+        for size in sizes
+        for policy in policies
+        if not (args.quick and size == 256 and policy in ("reschedule", "oracle"))
+    ]  # fmt: skip
+
+
+def _settings(args: argparse.Namespace) -> list[SimPoint]:
+    """The sweep of what the paper leaves open: θ, and how β falls."""
+    thetas, decays = (0.05, 0.15, 0.3), (0.6, 0.8, 0.95)
+    chosen = [(t, d) for t in thetas for d in decays]
+    if args.quick:
+        chosen = [(0.05, 0.8), (0.15, 0.8), (0.3, 0.8)]
+    return [
+        _point(
+            args, "settings", f"θ {theta:g}, decay {decay:g}", policy="ares",
+            config=replace(_base(args), seed=seed),
+            settings=AresSettings(theta=theta, decay=decay),
+        )
+        for theta, decay in chosen
+        for seed in range(_seeds(args))
+    ]  # fmt: skip
+
+
+def _traces(args: argparse.Namespace) -> list[SimPoint]:
+    """Real traces, at the rate at which their decode work fills 3 replicas to two thirds."""
+    points = []
+    for path in args.trace:
+        trace = read_trace(path)
+        rate = fitting_rate(_base(args), trace.input_tokens, trace.output_tokens)
+        points += [
+            _point(args, "traces", trace.name, rate=rate, policy=policy, trace=path,
+                   workload=trace.name)
+            for policy in args.policy
+        ]  # fmt: skip
+    return points
+
+
+def fitting_rate(
+    config: SimConfig, input_tokens: np.ndarray, output_tokens: np.ndarray, share: float = 2 / 3
+) -> float:
+    """Requests/s at which the decode replicas' memory is filled to a share, on average.
+
+    A request holds its input plus half of its output, on average, for as long as its steps take.
+    """
+    profile = config.profile
+    tokens = share * profile.kv_capacity_tokens
+    held = (input_tokens + output_tokens / 2.0) * output_tokens  # token-steps of a request
+    sequences = tokens / (held.mean() / output_tokens.mean())
+    step_s = profile.step.step_s(int(sequences), int(tokens))
+    return float(config.num_decode * tokens / (held.mean() * step_s))
+
+
+def _hardware(args: argparse.Namespace) -> list[SimPoint]:
+    """Figure 11 is arithmetic; the report makes it from the profiles."""
+    return []
+
+
+POINTS: dict[str, Callable[[argparse.Namespace], list[SimPoint]]] = {
+    "rates": _rates,
+    "bandwidth": _bandwidth,
+    "sizes": _sizes,
+    "hardware": _hardware,
+    "settings": _settings,
+    "traces": _traces,
+}
