@@ -18,7 +18,6 @@ from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.migrations import Migrations
 from actors.metrics.spans import SequenceSpans
 from actors.replica.decode import DecodeReplica
-from actors.replica.output_dispatcher import OutputDispatcher
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.checkpoint.exits import ExitPolicy
 from quadriga.clock import ManualClock
@@ -30,6 +29,7 @@ from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import ReplicaError
 from quadriga.scheduling.cutover_delay import StepPhase
+from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from tests.equivalence.early_exit_reference import LAYERS, build_deep, save_with_exits
 from tests.equivalence.test_depth import EXITS, MODELS, Bench, check, reference, states
 
