@@ -7,7 +7,7 @@ import numpy as np
 from actors.replica.forecasting import Forecasting
 from quadriga.core.forecast import LoadForecast
 from quadriga.observability.metrics import Registry
-from quadriga.policies.ares.amend import seconds_to_full
+from quadriga.policies.ares.forecast import seconds_to_full
 
 AHEAD_POINTS = (0, 1, 5, 10)
 """Points of the horizon that are exported; all of them would be many series."""

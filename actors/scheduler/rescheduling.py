@@ -20,8 +20,7 @@ from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.policies.ares.governor import Governor
-from quadriga.policies.ares.recording import RecordedTick, write_tick
-from quadriga.policies.ares.view import replica_view
+from quadriga.policies.ares.recording import RecordedTick, replica_view, write_tick
 
 logger = logging.getLogger(__name__)
 
