@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from actors.metrics.scheduler_metrics import SchedulerMetrics
+from actors.metrics.control_metrics import SchedulerMetrics
 from actors.rpc.ray_rpc import call
 from actors.rpc.tasks import background
 from quadriga.clock import Clock
