@@ -22,7 +22,7 @@ PURE = [
     "quadriga.sim.cluster",
     "quadriga.sim.recorder",
     "quadriga.text",
-    "quadriga.training.tasks",
+    "quadriga.tasks",
 ]
 
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from quadriga.training.tasks import (
+from quadriga.tasks import (
     DEFAULT_MIX,
     LONG_LENGTHS,
     TASKS,
@@ -148,7 +148,7 @@ def test_sizes_are_public() -> None:
 
 def test_importing_the_tasks_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, quadriga.training.tasks; "
+        "import sys, quadriga.tasks; "
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
