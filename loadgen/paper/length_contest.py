@@ -20,7 +20,7 @@ from loadgen.paper.length_encoder import (
     texts,
     train_encoder,
 )
-from quadriga.scheduling.lengths import NEW_SHARE
+from quadriga.scheduling.forecasts import NEW_SHARE
 from quadriga.training.length import QUANTILES, SAMPLE_EVERY, LengthData, apply, train_head_at
 from quadriga.training.tokenizer import build_tokenizer
 
@@ -165,7 +165,7 @@ def _auxiliary(
 def averaged(
     outputs: torch.Tensor, data: LengthData, samples: torch.Tensor, every: int = SAMPLE_EVERY
 ) -> torch.Tensor:
-    """Average answers with those before, counted down, as `quadriga.scheduling.lengths` does.
+    """Average answers with those before, counted down, as `quadriga.scheduling.forecasts` does.
 
     Args:
         outputs: Of each sample, [n, 1 + quantiles].

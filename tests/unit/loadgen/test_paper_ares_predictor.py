@@ -8,7 +8,7 @@ import torch
 from loadgen.paper.length_contest import averaged
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.scheduling.lengths import believed
+from quadriga.scheduling.forecasts import believed
 from quadriga.training.length import QUANTILES, LengthData
 
 TOTALS = (95, 7, 61)

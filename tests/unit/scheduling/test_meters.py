@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quadriga.scheduling.step_totals import StepMeter, StepTotals
+from quadriga.scheduling.meters import StepMeter, StepTotals
 from tests.unit.scheduling.test_loops import Harness, decode_loop, hand_off, sequence
 
 

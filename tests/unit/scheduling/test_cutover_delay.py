@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.scheduling.cutover_delay import (
+from quadriga.scheduling.precopy import (
     MARGIN_SHARE,
     MAX_HOLD_SHARE,
     MAX_HOLDS,
