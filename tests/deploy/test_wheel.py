@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 from tests.architecture.tree import ROOT
 from tests.deploy.wheel import (
+    PROJECT,
     failed_imports,
     link_distributions,
     required_by,
@@ -60,6 +61,7 @@ def modules_of(extra: str, names: list[str]) -> list[str]:
     ]
 
 
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("extra", OF_EXTRA)
 def test_every_module_of_an_extra_imports_with_what_the_extra_installs(
     extra: str, tmp_path: Path
@@ -72,6 +74,11 @@ def test_every_module_of_an_extra_imports_with_what_the_extra_installs(
     link_distributions(site, extra)
 
     assert failed_imports(wheel, names, site) == []
+
+
+def test_the_base_package_requires_nothing_and_is_typed() -> None:
+    assert PROJECT["project"]["dependencies"] == []
+    assert (ROOT / "quadriga/py.typed").is_file()
 
 
 def test_imports_inside_functions_are_of_shipped_modules_and_installed_distributions() -> None:

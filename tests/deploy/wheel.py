@@ -132,7 +132,7 @@ def failed_imports(folder: Path, names: list[str], site: Path) -> list[str]:
     """
     run = subprocess.run(
         [sys.executable, "-S", "-c", _IMPORT_ALL, str(folder), str(site), *names],
-        cwd=folder, capture_output=True, text=True, timeout=150, env={"HOME": str(folder)},
+        cwd=folder, capture_output=True, text=True, timeout=400, env={"HOME": str(folder)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
