@@ -45,7 +45,7 @@ def test_pure_packages_load_neither_torch_nor_ray(module: str) -> None:
         "loadgen.load.traces",
         "loadgen.checker",
         "loadgen.simulate",
-        "loadgen.paper.ares",
+        "loadgen.paper.ares.experiment",
         "loadgen.plan",
     ],
 )

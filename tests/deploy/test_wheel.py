@@ -37,8 +37,7 @@ OF_EXTRA: dict[str, tuple[str, ...]] = {
 """The packages that each extra is for."""
 NOT_OF_EXTRA = {
     "client": (),
-    # These import benchmarks and experiments, which the wheel leaves out.
-    "loadgen": ("loadgen.profile", "loadgen.profile_depth", "loadgen.profile_exits"),
+    "loadgen": (),
     "engine": _SDK + _SERVICE_METRICS + _GPU_ONLY,
     "serve": _GPU_ONLY,
 }
