@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from loadgen.runner import now_s
 from loadgen.target import find_target
 from tests.reliability.chaos.fault_matrix import Stage
-from tests.reliability.cluster.agent_client import OrderFailed
-from tests.reliability.cluster.stages import started_rig
+from tests.reliability.cluster.agent_client import AgentError
+from tests.reliability.cluster.stages import started_stage
 from tests.reliability.load.mixed_load import MixedLoad, Tally
 from tests.reliability.load.streams import clients_of, make_streams
 
 if TYPE_CHECKING:
-    from tests.reliability.cluster.stages import Process, Rig
+    from tests.reliability.cluster.stages import Process, ServiceUnderTest
 
 GRACE_S = 10.0
 """From SIGTERM to SIGKILL, as of a machine that is shut down."""
@@ -62,24 +62,28 @@ async def remove_nodes(
     specs = make_streams(num_specs, max_tokens=max_tokens, seed=seed)
     with tempfile.TemporaryDirectory(prefix="quadriga-nodes-") as folder:
         async with (
-            started_rig(Stage.NODES, model, settings, Path(folder)) as rig,
-            clients_of(rig.service) as clients,
+            started_stage(Stage.NODES, model, settings, Path(folder)) as under_test,
+            clients_of(under_test.service) as clients,
         ):
             reference = await clients.reference(specs)
             target = await find_target(clients.http, None)
             load = MixedLoad(
-                rig.service, clients, target, specs, reference, places=places, seed=seed
+                under_test.service, clients, target, specs, reference, places=places, seed=seed
             )
             running = asyncio.create_task(load.run())
             try:
-                assert rig.nodes is not None
-                names = [n.name for n in rig.nodes.cluster.nodes if n.role in ("decode", "prefill")]
+                assert under_test.nodes is not None
+                names = [
+                    n.name
+                    for n in under_test.nodes.cluster.nodes
+                    if n.role in ("decode", "prefill")
+                ]
                 for index in range(rounds):
                     if not may_begin():
                         break
                     await asyncio.sleep(SETTLE_S)
                     began_s = now_s()
-                    trouble = await _away_and_back(rig, names[-1 - index % len(names)])
+                    trouble = await _away_and_back(under_test, names[-1 - index % len(names)])
                     done(began_s, now_s() - began_s, trouble, load.tally)
             finally:
                 load.stop()
@@ -87,24 +91,24 @@ async def remove_nodes(
             return load.tally
 
 
-async def _away_and_back(rig: Rig, node: str) -> str:
+async def _away_and_back(under_test: ServiceUnderTest, node: str) -> str:
     """Drain, shut down and start one node again. Returns what is wrong in the end."""
-    trouble = await _drain(rig, node)
+    trouble = await _drain(under_test, node)
     if trouble:
         return trouble
-    pids: list[int] = await rig.on_nodes("processes", node)
+    pids: list[int] = await under_test.on_nodes("processes", node)
     _signal(pids, signal.SIGTERM)
     give_up_s = now_s() + GRACE_S
-    while left := [p for p in await rig.on_nodes("processes", node) if p in pids]:
+    while left := [p for p in await under_test.on_nodes("processes", node) if p in pids]:
         if now_s() > give_up_s:
             _signal(left, signal.SIGKILL)
         await asyncio.sleep(LOOK_EVERY_S)
-    await rig.on_nodes("start_node", node)
+    await under_test.on_nodes("start_node", node)
     give_up_s = now_s() + READY_TIMEOUT_S
     while True:
         status: dict[str, Any] = {}
-        with contextlib.suppress(OrderFailed):
-            status = await rig.orders.order("status")
+        with contextlib.suppress(AgentError):
+            status = await under_test.agent.call("status")
         if status.get("is_ready"):
             return ""
         if now_s() > give_up_s:
@@ -112,13 +116,13 @@ async def _away_and_back(rig: Rig, node: str) -> str:
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _drain(rig: Rig, node: str) -> str:
+async def _drain(under_test: ServiceUnderTest, node: str) -> str:
     """Tell Ray that a node goes, and wait until nobody whom clients need is there.
 
     Returns what is wrong.
     """
-    assert rig.nodes is not None
-    cluster = rig.nodes.cluster
+    assert under_test.nodes is not None
+    cluster = under_test.nodes.cluster
     status = await asyncio.to_thread(cluster.status)
     node_id = next(r["node_id"] for r in status["replicas"] if r["node"] == node)
     (address,) = (n.address for n in cluster.nodes if n.name == node)
@@ -143,7 +147,7 @@ async def _drain(rig: Rig, node: str) -> str:
     if process.returncode:
         return f"{node} is not drained: {said.decode(errors='replace')[-300:]}"
     give_up_s = now_s() + DRAIN_S
-    while staying := [p.name for p in await rig.all_processes() if _is_on(p, address)]:
+    while staying := [p.name for p in await under_test.all_processes() if _is_on(p, address)]:
         if now_s() > give_up_s:
             return f"{', '.join(staying)} on {node}, which is drained"
         await asyncio.sleep(LOOK_EVERY_S)

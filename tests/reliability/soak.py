@@ -26,11 +26,11 @@ from loadgen.report import provenance
 from loadgen.report.output import add_out_argument
 from loadgen.runner import now_s
 from loadgen.target import find_target
-from tests.reliability.cluster.baseline import BaseLine, take, trouble_with
-from tests.reliability.cluster.driver import ClusterHand, hand_on
-from tests.reliability.cluster.process_resources import Series, Slope, holding
+from tests.reliability.cluster.baseline import ResourceBaseline, take, trouble_with
+from tests.reliability.cluster.control import ClusterControl, cluster_control
+from tests.reliability.cluster.process_resources import Series, Slope, process_resources
 from tests.reliability.load.mixed_load import MixedLoad
-from tests.reliability.load.random_faults import MOVES, Harm
+from tests.reliability.load.random_faults import MOVES, RandomFaults
 from tests.reliability.load.streams import clients_of, make_streams
 
 WIDTH = 120
@@ -109,13 +109,13 @@ class Soak:
         self._slopes: dict[int, Slope] = {}
         self._troubles: list[str] = []
         self._load: MixedLoad | None = None
-        self._harm: Harm | None = None
+        self._harm: RandomFaults | None = None
 
     async def run(self) -> None:
         """Warm up, take the base line, soak, compare."""
         args = self._args
         specs = make_streams(NUM_SPECS, max_tokens=args.max_tokens, seed=args.seed)
-        async with clients_of(self._service) as clients, hand_on(self._service) as hand:
+        async with clients_of(self._service) as clients, cluster_control(self._service) as control:
             target = await find_target(clients.http, None)
             reference = await clients.reference(specs)
 
@@ -124,19 +124,19 @@ class Soak:
                     self._service, clients, target, specs, reference, places=args.places, seed=seed
                 )
 
-            await self._warm_up(hand, load(args.seed))
-            trouble = await hand.until_ready(READY_TIMEOUT_S)
+            await self._warm_up(control, load(args.seed))
+            trouble = await control.until_ready(READY_TIMEOUT_S)
             await asyncio.sleep(CALM_S)
-            before = await take(hand, clients.http)
+            before = await take(control, clients.http)
             if trouble or before.held:
                 self._troubles.append(f"no base line: {trouble or before.held}")
                 return
             self._say(f"base line: {before}")
             self._load = load(args.seed + 1)
-            self._harm = Harm(
-                hand, self._load, random.Random(args.seed), every_s=args.every_s, note=self._note
+            self._harm = RandomFaults(
+                control, self._load, random.Random(args.seed), every_s=args.every_s, note=self._note
             )
-            sampling = asyncio.create_task(self._sample(hand))
+            sampling = asyncio.create_task(self._sample(control))
             harming = asyncio.create_task(self._harm.run())
             try:
                 await self._drive(self._load, 60.0 * args.minutes)
@@ -148,13 +148,13 @@ class Soak:
                 await self._harm.settle()
                 sampling.cancel()
                 await asyncio.gather(sampling, return_exceptions=True)
-            await self._compare(hand, before, clients.http)
+            await self._compare(control, before, clients.http)
 
-    async def _warm_up(self, hand: ClusterHand, load: MixedLoad) -> None:
+    async def _warm_up(self, control: ClusterControl, load: MixedLoad) -> None:
         """Load and moves, so that what is made once is there: kernels, buffers, channels."""
         rng = random.Random(self._args.seed)
         moving = asyncio.create_task(
-            Harm(hand, load, rng, every_s=WARM_UP_EVERY_S, weights=MOVES).run()
+            RandomFaults(control, load, rng, every_s=WARM_UP_EVERY_S, weights=MOVES).run()
         )
         try:
             await self._drive(load, self._args.warm_up_s)
@@ -168,23 +168,25 @@ class Soak:
         load.stop()
         await running
 
-    async def _sample(self, hand: ClusterHand) -> None:
+    async def _sample(self, control: ClusterControl) -> None:
         """Note every process's memory, for ever."""
         pause_s = max(0.25, min(5.0, self._args.minutes / 4))
         while True:
-            for pid, kind in hand.pids(
+            for pid, kind in control.pids(
                 "prefill", "decode", "ingress", "scheduler", "controller"
             ).items():
-                if (held := holding(pid)) is not None:
+                if (held := process_resources(pid)) is not None:
                     self._series.setdefault(pid, Series(kind)).add(now_s(), held)
             await asyncio.sleep(pause_s)
 
-    async def _compare(self, hand: ClusterHand, before: BaseLine, http: object) -> None:
+    async def _compare(
+        self, control: ClusterControl, before: ResourceBaseline, http: object
+    ) -> None:
         """Wait until everything is as it was, and fit the lines."""
         give_up_s = now_s() + READY_TIMEOUT_S
         while True:
             await asyncio.sleep(CALM_S)
-            after = await take(hand, http)  # type: ignore[arg-type]
+            after = await take(control, http)  # type: ignore[arg-type]
             troubles = trouble_with(before, after)
             if not troubles or now_s() > give_up_s:
                 break

@@ -32,14 +32,14 @@ from rich.console import Console
 
 from loadgen.bench.cluster.service import Service, started_service
 from loadgen.load.workload import RequestSpec
-from loadgen.options import API_KEY_VARIABLE, add_setting_argument, check_service, number, whole
+from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report import provenance
 from loadgen.runner import now_s
 from loadgen.target import find_target
-from quadriga.errors import QuadrigaError
-from tests.reliability.cluster.driver import ClusterHand, hand_on
+from tests.reliability.cluster.agent_client import AgentError
+from tests.reliability.cluster.control import ClusterControl, cluster_control
 from tests.reliability.load.mixed_load import MixedLoad, Tally
-from tests.reliability.load.streams import Answer, Clients, clients_of, make_streams
+from tests.reliability.load.streams import StreamAnswer, StreamClients, clients_of, make_streams
 from tests.reliability.upgrade_report import KINDS, NODE, Found, Round, figures, judge, table
 
 WIDTH = 120
@@ -161,16 +161,14 @@ class Upgrade:
                 seed=args.seed,
                 manners=MANNERS,
             )
-            # A deployment is built in a process of the cluster, which has the key from here.
-            os.environ[API_KEY_VARIABLE] = self._service.api_key or ""
-            async with hand_on(self._service) as hand:
+            async with cluster_control(self._service) as control:
                 running = asyncio.create_task(load.run())
                 try:
                     for index in range(args.rounds):
                         if is_spent(args, began_s):
                             break
                         await asyncio.sleep(SETTLE_S)
-                        found.rounds.append(await self._round(hand, kinds[index % len(kinds)]))
+                        found.rounds.append(await self._round(control, kinds[index % len(kinds)]))
                         tell(self._console, found.rounds[-1], load.tally)
                 finally:
                     load.stop()
@@ -179,59 +177,65 @@ class Upgrade:
             await self._farewell(clients, specs, reference, found)
         return found
 
-    async def _round(self, hand: ClusterHand, kind: str) -> Round:
+    async def _round(self, control: ClusterControl, kind: str) -> Round:
         began_s = now_s()
         try:
-            trouble = await getattr(self, f"_{kind}")(hand)
-        except (QuadrigaError, TimeoutError) as exc:
+            trouble = await getattr(self, f"_{kind}")(control)
+        except (AgentError, TimeoutError) as exc:
             trouble = f"{type(exc).__name__}: {exc}"
         return Round(kind, now_s() - began_s, trouble, began_s)
 
-    async def _sigterm(self, hand: ClusterHand) -> str:
+    async def _sigterm(self, control: ClusterControl) -> str:
         """A replica is asked to end; another one takes its place first."""
-        pid, kind = self._rng.choice(sorted(hand.pids("decode", "prefill").items()))
+        pid, kind = self._rng.choice(sorted(control.pids("decode", "prefill").items()))
         os.kill(pid, signal.SIGTERM)
         return await self._until(
-            lambda: pid not in hand.pids(kind), hand, f"the {kind} process does not end"
+            lambda: pid not in control.pids(kind), control, f"the {kind} process does not end"
         )
 
-    async def _front(self, hand: ClusterHand) -> str:
-        before = set(hand.pids("ingress"))
+    async def _front(self, control: ClusterControl) -> str:
+        before = set(control.pids("ingress"))
         self._state.max_choices = 33 - self._state.max_choices
-        await hand.deploy([*self._settings, *self._state.settings()])
+        await control.deploy([*self._settings, *self._state.settings()])
         return await self._until(
-            lambda: not before & set(hand.pids("ingress")), hand, "an old ingress is still there"
+            lambda: not before & set(control.pids("ingress")),
+            control,
+            "an old ingress is still there",
         )
 
-    async def _replace(self, hand: ClusterHand) -> str:
-        before = set(hand.pids("decode", "ingress"))
+    async def _replace(self, control: ClusterControl) -> str:
+        before = set(control.pids("decode", "ingress"))
         self._state.max_slots = 63 - self._state.max_slots
-        await hand.deploy([*self._settings, *self._state.settings()])
+        await control.deploy([*self._settings, *self._state.settings()])
         return await self._until(
-            lambda: not before & set(hand.pids("decode", "ingress")),
-            hand,
+            lambda: not before & set(control.pids("decode", "ingress")),
+            control,
             "an old process is still there",
         )
 
-    async def _scale(self, hand: ClusterHand) -> str:
+    async def _scale(self, control: ClusterControl) -> str:
         self._state.decode_replicas = wanted = 5 - self._state.decode_replicas
-        await hand.deploy([*self._settings, *self._state.settings()])
+        await control.deploy([*self._settings, *self._state.settings()])
         return await self._until(
-            lambda: len(hand.pids("decode")) == wanted, hand, f"there are not {wanted} replicas"
+            lambda: len(control.pids("decode")) == wanted,
+            control,
+            f"there are not {wanted} replicas",
         )
 
-    async def _until(self, is_done: Callable[[], bool], hand: ClusterHand, trouble: str) -> str:
+    async def _until(
+        self, is_done: Callable[[], bool], control: ClusterControl, trouble: str
+    ) -> str:
         """Wait for the exchange and for all that is desired. Returns what is wrong."""
         give_up_s = now_s() + DRAIN_S + SUCCESSOR_S
         while not is_done():
             if now_s() > give_up_s:
                 return trouble
             await asyncio.sleep(LOOK_EVERY_S)
-        return await hand.until_ready(max(1.0, give_up_s - now_s()))
+        return await control.until_ready(max(1.0, give_up_s - now_s()))
 
     async def _farewell(
         self,
-        clients: Clients,
+        clients: StreamClients,
         specs: Sequence[RequestSpec],
         reference: Sequence[list[int]],
         found: Found,
@@ -246,7 +250,7 @@ class Upgrade:
         await asyncio.sleep(FAREWELL_AFTER_S)
         began_s = now_s()
         os.kill(pid, signal.SIGTERM)
-        answers: list[Answer] = await asyncio.gather(*sending)
+        answers: list[StreamAnswer] = await asyncio.gather(*sending)
         for answer in answers:
             found.farewell.note(answer, reference[answer.spec.index])
         give_up_s = began_s + DRAIN_S + SUCCESSOR_S

@@ -9,7 +9,7 @@ import numpy as np
 
 from loadgen.checker.verdict import FaultKind
 from tests.reliability.chaos.fault_matrix import Cell
-from tests.reliability.load.streams import Answer
+from tests.reliability.load.streams import StreamAnswer
 
 
 @dataclass(slots=True)
@@ -57,13 +57,13 @@ class CellResult:
         return [f"not struck: {reason}" for reason in self.not_struck] + self.not_restored
 
     def add(
-        self, answers: Sequence[Answer], reference: Sequence[list[int]], *, struck_s: float
+        self, answers: Sequence[StreamAnswer], reference: Sequence[list[int]], *, injected_s: float
     ) -> None:
         """Judge the streams of one run against those of an undisturbed one."""
         self.runs += 1
         for answer in answers:
             self.streams += 1
-            self.waiting += answer.first_token_s > struck_s
+            self.waiting += answer.first_token_s > injected_s
             kinds = {fault.kind for fault in answer.verdict.faults}
             if not answer.is_ok:
                 self.faults += [str(f) for f in answer.verdict.faults[:2]]
@@ -78,14 +78,14 @@ class CellResult:
                 self.faults.append(_difference(answer, reference[answer.spec.index]))
             if answer.num_rebuilds:
                 self.rebuilt += 1
-                self.recovery_s.append(answer.longest_silence_s(struck_s))
+                self.recovery_s.append(answer.longest_silence_s(injected_s))
 
     def percentile_s(self, share: float) -> float | None:
         """Of the recovery times; None where nothing was begun anew."""
         return float(np.percentile(self.recovery_s, 100 * share)) if self.recovery_s else None
 
 
-def _difference(answer: Answer, wanted: list[int]) -> str:
+def _difference(answer: StreamAnswer, wanted: list[int]) -> str:
     got = answer.token_ids
     pairs = zip(got, wanted, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(wanted)))

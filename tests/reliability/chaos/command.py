@@ -31,9 +31,9 @@ from tests.reliability.chaos.fault_matrix import (
     Victim,
 )
 from tests.reliability.chaos.report import not_run, summary, table
-from tests.reliability.chaos.results_file import Ledger
+from tests.reliability.chaos.results_file import ResultsFile
 from tests.reliability.chaos.trials import Trials
-from tests.reliability.cluster.stages import Rig, started_rig
+from tests.reliability.cluster.stages import ServiceUnderTest, started_stage
 from tests.reliability.load.streams import clients_of, make_streams
 
 logger = logging.getLogger(__name__)
@@ -101,13 +101,13 @@ def run(args: argparse.Namespace) -> int:
         results = _possible_here(results, console)
     check_service(args.model, args.set)
     args.runs = args.runs or (1 if args.quick else 3)
-    ledger = _ledger(args, cells)
-    if ledger is not None and args.resume:
-        ledger.resume(results)
+    results_file = _results_file(args, cells)
+    if results_file is not None and args.resume:
+        results_file.resume(results)
 
     def keep() -> None:
-        if ledger is not None:
-            ledger.write(results, seconds=time.monotonic() - began_s)
+        if results_file is not None:
+            results_file.write(results, seconds=time.monotonic() - began_s)
 
     keep()
     with tempfile.TemporaryDirectory(prefix="quadriga-chaos-") as scratch:
@@ -124,14 +124,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(r.is_ok for r in results) else 1
 
 
-def _ledger(args: argparse.Namespace, cells: Sequence[Cell]) -> Ledger | None:
+def _results_file(args: argparse.Namespace, cells: Sequence[Cell]) -> ResultsFile | None:
     """Raises: ConfigError."""
     if args.json is None:
         if args.resume:
             raise ConfigError("--resume: needs the file of --json", param="resume")
         return None
     alike = ("model", "streams", "max_tokens", "seed", "set")
-    return Ledger(args.json, {name: getattr(args, name) for name in alike}, cells)
+    return ResultsFile(args.json, {name: getattr(args, name) for name in alike}, cells)
 
 
 def choose(
@@ -229,10 +229,10 @@ class Campaign:
             if self._is_late():
                 continue
             try:
-                async with started_rig(
+                async with started_stage(
                     stage, self._args.model, self._args.set, self._folder
-                ) as rig:
-                    await self._run_on(rig, mine)
+                ) as under_test:
+                    await self._run_on(under_test, mine)
             except ConfigError as exc:
                 self._console.print(f"{stage}: {exc.message}")
                 for result in mine:
@@ -242,19 +242,19 @@ class Campaign:
             if result.done < self._args.runs and not result.troubles:
                 result.not_struck.append(f"no time was left after {result.done} runs")
 
-    async def _run_on(self, rig: Rig, results: Sequence[CellResult]) -> None:
-        depth = LIMITED_DEPTH if rig.is_choosing else None
+    async def _run_on(self, under_test: ServiceUnderTest, results: Sequence[CellResult]) -> None:
+        depth = LIMITED_DEPTH if under_test.is_choosing else None
         specs = make_streams(
             self._args.streams,
             max_tokens=self._args.max_tokens,
             seed=self._args.seed,
             max_depth=depth,
         )
-        async with clients_of(rig.service, self._args.model) as clients:
+        async with clients_of(under_test.service, self._args.model) as clients:
             if depth not in self._references:
                 self._references[depth] = await clients.reference(specs)
             wanted = self._references[depth]
-            trials = Trials(rig, clients, specs, wanted, self._rng, rig.census())
+            trials = Trials(under_test, clients, specs, wanted, self._rng, under_test.census())
             for result in results:
                 for _ in range(self._args.runs - result.done):
                     if self._is_late():

@@ -14,8 +14,8 @@ from pathlib import Path
 from loadgen.runner import now_s
 from tests.reliability.chaos.fault_matrix import IN_TRANSIT, MIGRATION, Cell, Moment, Victim
 from tests.reliability.cluster.actor_patches import GO, HELD
-from tests.reliability.cluster.agent_client import OrderFailed
-from tests.reliability.cluster.stages import Process, Rig
+from tests.reliability.cluster.agent_client import AgentError
+from tests.reliability.cluster.stages import Process, ServiceUnderTest
 
 FIRST_TOKEN_S = 0.15
 """About when the streams get their first tokens."""
@@ -34,7 +34,7 @@ class NotReached(Exception):
 
 
 @dataclass(slots=True)
-class Scene:
+class InjectionPoint:
     """What is there when it is struck.
 
     Attributes:
@@ -54,7 +54,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def reached(rig: Rig, cell: Cell, rng: random.Random, number: int) -> AsyncIterator[Scene]:
+async def at_injection_point(
+    under_test: ServiceUnderTest, cell: Cell, rng: random.Random, number: int
+) -> AsyncIterator[InjectionPoint]:
     """Wait for the cell's moment; the streams have just been sent.
 
     Args:
@@ -63,7 +65,7 @@ async def reached(rig: Rig, cell: Cell, rng: random.Random, number: int) -> Asyn
     Raises:
         NotReached: It did not come.
     """
-    scene = Scene()
+    injection = InjectionPoint()
     folder = Path(tempfile.mkdtemp(prefix="quadriga-hold-"))
     try:
         if cell.moment is Moment.BEFORE_FIRST_TOKEN:
@@ -71,60 +73,69 @@ async def reached(rig: Rig, cell: Cell, rng: random.Random, number: int) -> Asyn
         elif cell.moment is Moment.MID_STREAM:
             await asyncio.sleep(rng.uniform(0.4, 1.2))
         elif cell.moment in MIGRATION:
-            await _begin_migration(rig, cell, scene, rng, folder, number)
+            await _begin_migration(under_test, cell, injection, rng, folder, number)
         elif cell.moment is Moment.RESIZE:
-            await _begin_resize(rig, cell, scene, rng, folder)
+            await _begin_resize(under_test, cell, injection, rng, folder)
         else:
-            await _begin_switch(rig, cell, scene)
-        yield scene
-    except OrderFailed as exc:
+            await _begin_switch(under_test, cell, injection)
+        yield injection
+    except AgentError as exc:
         raise NotReached(str(exc)) from exc
     finally:
-        scene.let_go()
-        for task in scene.tasks:
-            with suppress(OrderFailed, TimeoutError):
+        injection.let_go()
+        for task in injection.tasks:
+            with suppress(AgentError, TimeoutError):
                 await asyncio.wait_for(task, HOLD_LIMIT_S)
         if cell.moment is Moment.SWITCH:
-            await _restore(rig, "switch", "decode", 0, None, 0)
+            await _restore(under_test, "switch", "decode", 0, None, 0)
         await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
-async def make_deep(rig: Rig) -> str:
+async def make_deep(under_test: ServiceUnderTest) -> str:
     """Give all replicas that serve their layers back. Returns what is wrong; empty: nothing."""
     give_up_s = now_s() + RESTORE_TIMEOUT_S
     while True:
         try:
             names = [
-                n for role in ("prefill", "decode") for n in await rig.orders.order("serving", role)
+                n
+                for role in ("prefill", "decode")
+                for n in await under_test.agent.call("serving", role)
             ]
-            shallow = [n for n in names if await rig.orders.order("depth", n) != DEEP]
+            shallow = [
+                n for n in names if (await under_test.agent.call("depth_class", n))[1] != DEEP
+            ]
             for name in shallow:
-                await rig.orders.order("resize", name, DEEP)
+                await under_test.agent.call("resize", name, DEEP)
             if not shallow:
                 return ""
             trouble = f"still shallow: {shallow}"
-        except OrderFailed as exc:
+        except AgentError as exc:
             trouble = str(exc)
         if now_s() > give_up_s:
             return trouble
         await asyncio.sleep(0.5)
 
 
-async def candidates(rig: Rig) -> dict[str, list[str]]:
+async def candidates(under_test: ServiceUnderTest) -> dict[str, list[str]]:
     """Decode replicas, each with its sequences that could move now."""
     found: dict[str, list[str]] = {}
-    for replica in await rig.orders.order("serving", "decode"):
-        running = await rig.orders.order("running", replica)
+    for replica in await under_test.agent.call("serving", "decode"):
+        running = await under_test.agent.call("running", replica)
         found[replica] = [s for s, n in running if MIN_TOKENS <= n <= MAX_TOKENS]
     return found
 
 
 async def _begin_migration(
-    rig: Rig, cell: Cell, scene: Scene, rng: random.Random, folder: Path, number: int
+    under_test: ServiceUnderTest,
+    cell: Cell,
+    injection: InjectionPoint,
+    rng: random.Random,
+    folder: Path,
+    number: int,
 ) -> None:
     give_up_s = now_s() + REACHED_TIMEOUT_S
     while True:
-        here = await candidates(rig)
+        here = await candidates(under_test)
         if len(here) > 1 and any(here.values()):
             break
         if now_s() > give_up_s:
@@ -132,7 +143,7 @@ async def _begin_migration(
         await asyncio.sleep(LOOK_EVERY_S)
     source = max(here, key=lambda name: len(here[name]))
     destination = rng.choice([name for name in here if name != source])
-    scene.parts |= {Victim.SOURCE: source, Victim.DESTINATION: destination}
+    injection.parts |= {Victim.SOURCE: source, Victim.DESTINATION: destination}
     if cell.fault in IN_TRANSIT:
         return  # the transport is harmed first, then things move
     point = {
@@ -141,38 +152,46 @@ async def _begin_migration(
         Moment.COMMIT: ("commit", "committed")[number % 2],
     }[cell.moment]
     at = source if point == "copy" else destination
-    await rig.orders.order("do", at, "hold", point, str(folder), HOLD_LIMIT_S)
-    scene.held = folder
-    move = rig.orders.order("migrate", rng.choice(here[source]), source, destination)
-    scene.tasks.append(asyncio.create_task(move))
-    await _until_held(scene, folder)
+    await under_test.agent.call("do", at, "hold", point, str(folder), HOLD_LIMIT_S)
+    injection.held = folder
+    move = under_test.agent.call("migrate", rng.choice(here[source]), source, destination)
+    injection.tasks.append(asyncio.create_task(move))
+    await _until_held(injection, folder)
 
 
 async def _begin_resize(
-    rig: Rig, cell: Cell, scene: Scene, rng: random.Random, folder: Path
+    under_test: ServiceUnderTest,
+    cell: Cell,
+    injection: InjectionPoint,
+    rng: random.Random,
+    folder: Path,
 ) -> None:
     is_prefill = cell.victim is Victim.PREFILL and not cell.is_struck_first
     role = "prefill" if is_prefill else "decode"
     await asyncio.sleep(rng.uniform(0.3, 0.8))
     is_busy = role == "decode" and not cell.is_struck_first
     replica = (
-        await _busy(rig, rng) if is_busy else rng.choice(await rig.orders.order("serving", role))
+        await _busy(under_test, rng)
+        if is_busy
+        else rng.choice(await under_test.agent.call("serving", role))
     )
-    scene.parts[Victim(role)] = replica
-    await rig.orders.order("do", replica, "hold", "change", str(folder), HOLD_LIMIT_S)
-    scene.held = folder
-    scene.tasks.append(asyncio.create_task(rig.orders.order("resize", replica, SHALLOW)))
-    await _until_held(scene, folder)
+    injection.parts[Victim(role)] = replica
+    await under_test.agent.call("do", replica, "hold", "change", str(folder), HOLD_LIMIT_S)
+    injection.held = folder
+    injection.tasks.append(asyncio.create_task(under_test.agent.call("resize", replica, SHALLOW)))
+    await _until_held(injection, folder)
 
 
-async def _begin_switch(rig: Rig, cell: Cell, scene: Scene) -> None:
+async def _begin_switch(
+    under_test: ServiceUnderTest, cell: Cell, injection: InjectionPoint
+) -> None:
     """A place of decode is given to the other model; its new process is loading when struck."""
-    old = next(n for n in await rig.orders.order("serving", "decode") if ":decode:0:" in n)
-    scene.parts[Victim.DECODE] = old
-    await rig.orders.order("switch", "decode", 0, OTHER_MODEL, OTHER_DEPTH)
+    old = next(n for n in await under_test.agent.call("serving", "decode") if ":decode:0:" in n)
+    injection.parts[Victim.DECODE] = old
+    await under_test.agent.call("switch", "decode", 0, OTHER_MODEL, OTHER_DEPTH)
     give_up_s = now_s() + REACHED_TIMEOUT_S
     while now_s() < give_up_s:
-        status = await rig.orders.order("status")
+        status = await under_test.agent.call("status")
         here = [r for r in status["replicas"] if ":decode:0:" in r["name"] and r["name"] != old]
         if here:
             return
@@ -180,52 +199,54 @@ async def _begin_switch(rig: Rig, cell: Cell, scene: Scene) -> None:
     raise NotReached("no process of the other model was started")
 
 
-async def _restore(rig: Rig, verb: str, *args: object) -> None:
+async def _restore(under_test: ServiceUnderTest, verb: str, *args: object) -> None:
     """Give an order that must not be lost; the controller may be away for a while."""
     give_up_s = now_s() + RESTORE_TIMEOUT_S
     while True:
         try:
-            await rig.orders.order(verb, *args)
+            await under_test.agent.call(verb, *args)
             return
-        except OrderFailed:
+        except AgentError:
             if now_s() > give_up_s:
                 raise
         await asyncio.sleep(0.5)
 
 
-async def _until_held(scene: Scene, folder: Path) -> None:
+async def _until_held(injection: InjectionPoint, folder: Path) -> None:
     give_up_s = now_s() + REACHED_TIMEOUT_S
     while not (folder / HELD).exists():
-        if scene.tasks[-1].done():
-            raise NotReached(f"it ended before: {scene.tasks[-1].result()}")
+        if injection.tasks[-1].done():
+            raise NotReached(f"it ended before: {injection.tasks[-1].result()}")
         if now_s() > give_up_s:
             raise NotReached("the protocol did not come to the step")
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _busy(rig: Rig, rng: random.Random) -> str:
+async def _busy(under_test: ServiceUnderTest, rng: random.Random) -> str:
     """A decode replica that has streams. Raises: OrderFailed: None has any."""
     give_up_s = now_s() + REACHED_TIMEOUT_S
     while now_s() < give_up_s:
-        names = await rig.orders.order("serving", "decode")
-        busy: list[str] = [name for name in names if await rig.orders.order("running", name)]
+        names = await under_test.agent.call("serving", "decode")
+        busy: list[str] = [name for name in names if await under_test.agent.call("running", name)]
         if busy:
             return rng.choice(busy)
         await asyncio.sleep(LOOK_EVERY_S)
-    raise OrderFailed("no decode replica has a stream")
+    raise AgentError("no decode replica has a stream")
 
 
-async def victim(rig: Rig, cell: Cell, scene: Scene, rng: random.Random) -> Process:
+async def victim(
+    under_test: ServiceUnderTest, cell: Cell, injection: InjectionPoint, rng: random.Random
+) -> Process:
     """Who is struck. Raises: OrderFailed."""
     part = cell.victim
     if part is Victim.NODE:
         part = Victim.SOURCE if cell.moment in MIGRATION else Victim.DECODE
-    if part in scene.parts:
-        return await rig.process(scene.parts[part])
+    if part in injection.parts:
+        return await under_test.process(injection.parts[part])
     kind = "decode" if part in (Victim.SOURCE, Victim.DESTINATION) else part.value
     if kind == "decode" and cell.moment is Moment.MID_STREAM:
-        return await rig.process(await _busy(rig, rng))
+        return await under_test.process(await _busy(under_test, rng))
     if kind in ("prefill", "decode"):
-        return await rig.process(rng.choice(await rig.orders.order("serving", kind)))
-    head = rig.nodes.cluster.nodes[0].address if rig.nodes is not None else None
-    return rng.choice([p for p in await rig.processes(kind) if p.node != head])
+        return await under_test.process(rng.choice(await under_test.agent.call("serving", kind)))
+    head = under_test.nodes.cluster.nodes[0].address if under_test.nodes is not None else None
+    return rng.choice([p for p in await under_test.processes(kind) if p.node != head])

@@ -17,7 +17,7 @@ from tests.reliability.chaos.fault_matrix import Cell
 FIELDS = [f.name for f in fields(CellResult) if f.name != "cell"]
 
 
-class Ledger:
+class ResultsFile:
     """All cells that were ever run with the same settings.
 
     Args:

@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from quadriga.observability.metrics import parse_exposition
-from tests.reliability.chaos import fault_injector as blows
+from tests.reliability.chaos import fault_injector
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.fault_matrix import Cell, Moment, Victim
-from tests.reliability.chaos.injection_points import NotReached, Scene, make_deep, reached, victim
-from tests.reliability.cluster.agent_client import OrderFailed
-from tests.reliability.cluster.stages import Rig
-from tests.reliability.load.streams import Answer, Clients
+from tests.reliability.chaos.injection_points import (
+    InjectionPoint,
+    NotReached,
+    at_injection_point,
+    make_deep,
+    victim,
+)
+from tests.reliability.cluster.agent_client import AgentError
+from tests.reliability.cluster.stages import ServiceUnderTest
+from tests.reliability.load.streams import StreamAnswer, StreamClients
 
 RESTORED_TIMEOUT_S = 90.0
 HELD = (
@@ -44,8 +50,8 @@ class Trials:
         whole: Processes of each kind that the service has.
     """
 
-    rig: Rig
-    clients: Clients
+    under_test: ServiceUnderTest
+    clients: StreamClients
     specs: Sequence[RequestSpec]
     reference: Sequence[list[int]]
     rng: random.Random
@@ -74,53 +80,58 @@ class Trials:
             result.not_struck.append(trouble)
             return
         try:
-            await self._struck(result)
-        except (NotReached, OrderFailed) as exc:
+            await self._inject(result)
+        except (NotReached, AgentError) as exc:
             result.not_struck.append(str(exc))
         trouble = await self._until_whole()
         if not trouble and result.cell.moment is Moment.RESIZE:
-            trouble = await make_deep(self.rig)
+            trouble = await make_deep(self.under_test)
         if trouble:
             result.not_restored.append(trouble)
 
-    async def _struck(self, result: CellResult) -> None:
-        rig, cell = self.rig, result.cell
-        sending: asyncio.Task[list[Answer]] | None = None
-        blow: blows.Blow | None = None
+    async def _inject(self, result: CellResult) -> None:
+        under_test, cell = self.under_test, result.cell
+        sending: asyncio.Task[list[StreamAnswer]] | None = None
+        injected: fault_injector.InjectedFault | None = None
         try:
-            if rig.nodes is not None and cell.victim in MOVABLE:
+            if under_test.nodes is not None and cell.victim in MOVABLE:
                 # The loss of the head is the loss of the cluster.
-                other = rig.nodes.cluster.nodes[0].address
-                await rig.orders.order("scatter", cell.victim.value, other)
+                other = under_test.nodes.cluster.nodes[0].address
+                await under_test.agent.call("scatter", cell.victim.value, other)
                 await self._until_whole()
-            early = await blows.prepare(rig, cell, self.rng)
+            early = await fault_injector.prepare(under_test, cell, self.rng)
             if cell.moment is Moment.BEFORE_FIRST_TOKEN:  # no time is to be lost by looking then
-                early = early or await victim(rig, cell, Scene(), self.rng)
+                early = early or await victim(under_test, cell, InjectionPoint(), self.rng)
             if not cell.is_struck_first:
                 sending = self._send(cell)
-            async with reached(rig, cell, self.rng, result.runs) as scene:
-                struck = early or await victim(rig, cell, scene, self.rng)
-                blow = await blows.strike(rig, cell, struck, scene, self.rng)
+            async with at_injection_point(under_test, cell, self.rng, result.runs) as injection:
+                struck = early or await victim(under_test, cell, injection, self.rng)
+                injected = await fault_injector.inject(
+                    under_test, cell, struck, injection, self.rng
+                )
                 sending = sending or self._send(cell)
-                scene.let_go()
+                injection.let_go()
                 answers = await sending
                 most = MAX_WAVES * len(self.specs)
-                while await blows.has_met_nothing(rig, blow) and len(answers) < most:
+                while (
+                    await fault_injector.has_met_nothing(under_test, injected)
+                    and len(answers) < most
+                ):
                     sending = self._send(cell)
-                    await blows.again(rig, blow, scene)
+                    await fault_injector.again(under_test, injected, injection)
                     answers += await sending
-                result.add(answers, self.reference, struck_s=blow.struck_s)
-                await blows.until_it_may_wake(rig, blow)
-        except (NotReached, OrderFailed):
+                result.add(answers, self.reference, injected_s=injected.injected_s)
+                await fault_injector.until_it_may_wake(under_test, injected)
+        except (NotReached, AgentError):
             if sending is not None:
                 await sending
             raise
         finally:
-            if blow is not None:
-                await _undo(rig, blow, result)
+            if injected is not None:
+                await _undo(under_test, injected, result)
 
-    def _send(self, cell: Cell) -> asyncio.Task[list[Answer]]:
-        is_resumed = cell.victim is Victim.INGRESS or self.rig.nodes is not None
+    def _send(self, cell: Cell) -> asyncio.Task[list[StreamAnswer]]:
+        is_resumed = cell.victim is Victim.INGRESS or self.under_test.nodes is not None
         return asyncio.create_task(self.clients.send_all(self.specs, is_resumed=is_resumed))
 
     async def _until_whole(self) -> str:
@@ -137,7 +148,7 @@ class Trials:
             await asyncio.sleep(0.25)
 
     async def _trouble(self) -> str:
-        now = self.rig.census()
+        now = self.under_test.census()
         if now != self.whole:
             return f"processes are {dict(now)}, were {dict(self.whole)}"
         http = self.clients.http
@@ -158,16 +169,18 @@ class Trials:
         if held:
             return f"still held: {held}"
         try:
-            state = await self.rig.orders.order("status")
-        except OrderFailed as exc:
+            state = await self.under_test.agent.call("status")
+        except AgentError as exc:
             return f"the controller does not answer: {exc}"
         return "" if state["is_ready"] else f"the controller says: {state['replicas']}"
 
 
-async def _undo(rig: Rig, blow: blows.Blow, result: CellResult) -> None:
+async def _undo(
+    under_test: ServiceUnderTest, injected: fault_injector.InjectedFault, result: CellResult
+) -> None:
     try:
-        missed = await blows.undo(rig, blow)
-    except (OrderFailed, RuntimeError) as exc:
+        missed = await fault_injector.undo(under_test, injected)
+    except (AgentError, RuntimeError) as exc:
         result.not_restored.append(f"not undone: {exc}")
         return
     if missed:

@@ -1,4 +1,4 @@
-"""Gives orders to a hand inside the cluster, and waits for its answers."""
+"""Gives orders to the fault agent inside a cluster, and waits for its answers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ END_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
 
 
-class OrderFailed(Exception):
-    """What a hand could not do, in its words."""
+class AgentError(Exception):
+    """What the agent could not do, in its words."""
 
 
-class Orders:
-    """See `tests.reliability.cluster.fault_agent.Hand` for the orders there are."""
+class AgentClient:
+    """See `tests.reliability.cluster.fault_agent.FaultAgent` for the orders there are."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -37,20 +37,20 @@ class Orders:
         self._reading = asyncio.create_task(self._read())
 
     async def until_ready(self, log: Path) -> None:
-        """Wait until the hand has joined the cluster. Raises: ConfigError: It did not."""
+        """Wait until the agent has joined the cluster. Raises: ConfigError: It did not."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await asyncio.shield(self._ready)
-        except (TimeoutError, OrderFailed) as exc:
+        except (TimeoutError, AgentError) as exc:
             said = await asyncio.to_thread(log.read_text, errors="replace")
             raise ConfigError(
-                f"the hand in the cluster did not come up: {exc}\n{said[-2000:]}"
+                f"the agent in the cluster did not come up: {exc}\n{said[-2000:]}"
             ) from exc
 
-    async def order(self, verb: str, *args: Any) -> Any:
+    async def call(self, verb: str, *args: Any) -> Any:
         """Have something done and return what came of it. Raises: OrderFailed."""
         if self._reading.done():
-            raise OrderFailed("the hand in the cluster has ended")
+            raise AgentError("the agent in the cluster has ended")
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -61,12 +61,12 @@ class Orders:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await future
         except (TimeoutError, OSError) as exc:
-            raise OrderFailed(f"{verb}: no answer from the hand: {exc!r}") from exc
+            raise AgentError(f"{verb}: no answer from the agent: {exc!r}") from exc
         finally:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """End the hand."""
+        """End the agent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -88,23 +88,23 @@ class Orders:
             if future is None or future.done():
                 continue
             if "error" in reply:
-                future.set_exception(OrderFailed(reply["error"]))
+                future.set_exception(AgentError(reply["error"]))
             else:
                 future.set_result(reply["value"])
         for future in list(self._waiting.values()):
             if not future.done():
-                future.set_exception(OrderFailed("the hand in the cluster has ended"))
+                future.set_exception(AgentError("the agent in the cluster has ended"))
 
 
 @asynccontextmanager
-async def hand_in(
+async def started_agent(
     address: str,
     *,
     log: Path,
     prefix: Sequence[str] = (),
     environment: Mapping[str, str],
-) -> AsyncIterator[Orders]:
-    """Start a hand in the cluster at an address, and end it with the block.
+) -> AsyncIterator[AgentClient]:
+    """Start an agent in the cluster at an address, and end it with the block.
 
     Args:
         prefix: Command that runs another one where the cluster is.
@@ -122,7 +122,7 @@ async def hand_in(
             limit=MAX_LINE_BYTES,
             start_new_session=True,
         )
-    orders = Orders(process)
+    orders = AgentClient(process)
     try:
         await orders.until_ready(log)
         yield orders

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from loadgen.wire.client_http import HttpClient
-from quadriga.errors import QuadrigaError
 from quadriga.observability.metrics import parse_exposition
-from tests.reliability.cluster.driver import ClusterHand
-from tests.reliability.cluster.process_resources import Holding, holding
+from tests.reliability.cluster.agent_client import AgentError
+from tests.reliability.cluster.control import ClusterControl
+from tests.reliability.cluster.process_resources import ProcessResources, process_resources
 
 HELD = (
     "quadriga_running_sequences",
@@ -25,21 +25,21 @@ MEMORY_SLACK_BYTES = 24 << 20
 
 
 @dataclass(slots=True)
-class BaseLine:
+class ResourceBaseline:
     """One look at all a service holds.
 
     Attributes:
         held: Blocks, slots and requests that are not 0, by metric.
-        open_books: Leases and moves under way.
+        open_transfers: Leases and moves under way.
         processes: By kind.
         by_pid: Memory and descriptors of each process.
     """
 
     held: dict[str, float] = field(default_factory=dict)
-    open_books: int = 0
+    open_transfers: int = 0
     num_actors: int = 0
     processes: Counter[str] = field(default_factory=Counter)
-    by_pid: dict[int, tuple[str, Holding]] = field(default_factory=dict)
+    by_pid: dict[int, tuple[str, ProcessResources]] = field(default_factory=dict)
     is_ready: bool = False
 
     def __str__(self) -> str:
@@ -50,45 +50,44 @@ class BaseLine:
         kinds = ", ".join(
             f"{self.processes[kind]} {kind} ({fds[kind]} files, {own[kind]} MiB)" for kind in fds
         )
-        return f"{self.num_actors} actors, {kinds}, {self.open_books} leases, held {self.held}"
+        return f"{self.num_actors} actors, {kinds}, {self.open_transfers} leases, held {self.held}"
 
 
-async def take(hand: ClusterHand, http: HttpClient) -> BaseLine:
+async def take(control: ClusterControl, http: HttpClient) -> ResourceBaseline:
     """Look at everything; what does not answer is left out, and differs therefore."""
-    found = BaseLine(processes=hand.census())
+    found = ResourceBaseline(processes=control.census())
     try:
-        found.num_actors = await hand.num_actors()
-        found.is_ready = bool((await hand.status())["is_ready"])
-        books = (await hand.books()).values()
-        found.open_books = sum(book.transfers + book.moves for book in books)
+        found.num_actors = await control.agent.call("num_actors")
+        found.is_ready = bool((await control.agent.call("status"))["is_ready"])
+        found.open_transfers = await control.agent.call("num_open_transfers")
         status, page = await http.fetch_text("/metrics")
         if status == 200:
             values = parse_exposition(page)
             found.held = {k: v for k, v in values.items() if v and k.split("{")[0] in HELD}
         else:
             found.held = {f"/metrics answers {status}": 1.0}
-    except (QuadrigaError, ConnectionError, TimeoutError) as exc:
+    except (AgentError, ConnectionError, TimeoutError) as exc:
         found.held = {str(exc): 1.0}
-    for pid, kind in hand.pids(*found.processes).items():
-        if (one := holding(pid)) is not None:
+    for pid, kind in control.pids(*found.processes).items():
+        if (one := process_resources(pid)) is not None:
             found.by_pid[pid] = (kind, one)
     return found
 
 
-def trouble_with(before: BaseLine, after: BaseLine) -> list[str]:
+def trouble_with(before: ResourceBaseline, after: ResourceBaseline) -> list[str]:
     """What is not as it was; empty: everything is."""
     found = []
     if not after.is_ready:
         found.append("not all replicas are ready")
     if after.held:
         found.append(f"still held: {after.held}")
-    if after.open_books:
-        found.append(f"{after.open_books} leases or moves are open")
+    if after.open_transfers:
+        found.append(f"{after.open_transfers} leases or moves are open")
     if after.num_actors != before.num_actors:
         found.append(f"{after.num_actors} actors live, were {before.num_actors}")
     if after.processes != before.processes:
         found.append(f"processes: {dict(after.processes)}, were {dict(before.processes)}")
-    most_fds: dict[str, Holding] = {}
+    most_fds: dict[str, ProcessResources] = {}
     most_bytes = Counter[str]()
     for kind, one in before.by_pid.values():
         most_fds[kind] = max(most_fds.get(kind, one), one, key=lambda h: h.num_fds)

@@ -20,11 +20,17 @@ from typing import Any
 
 from actors.rpc.lifecycle import controller_name, parse_replica_name, scheduler_name
 from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor, get_actor, remember_handle
-from quadriga.core.replica import DepthClass, Role
-from tests.reliability.cluster import actor_patches as inside
-from tests.reliability.cluster.driver import APP, ClusterHand
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
+from quadriga.core.replica import DepthClass, ReplicaInfo, ResizeReport, Role
+from quadriga.errors import QuadrigaError
+from tests.reliability.cluster import actor_patches
+from tests.reliability.cluster.control import ready_replicas
 
+APP = str(QuadrigaConfig.model_fields["name"].default)
+DEPLOYED = "serve_app.app:build"
 CALL_TIMEOUT_S = 5.0
+LONG_CALL_TIMEOUT_S = 40.0
 ORDER_TIMEOUT_S = 60.0
 INGRESS_PREFIX = "SERVE_REPLICA::"
 INGRESS_NAMESPACE = "serve"
@@ -32,11 +38,8 @@ MOVE_TRIES = 12
 MOVE_TIMEOUT_S = 15.0
 
 
-class Hand:
+class FaultAgent:
     """The orders, by the names of the methods; see the module."""
-
-    def __init__(self) -> None:
-        self._cluster = ClusterHand(os.getpid())
 
     async def actors(self) -> list[dict[str, Any]]:
         """Processes that can be victims: kind, name, pid (here), address of the node."""
@@ -77,7 +80,7 @@ class Hand:
 
     async def do(self, actor: str, what: str, *args: Any) -> Any:
         """Call a function of `inside` in an actor's process."""
-        function: Callable[..., Any] = getattr(inside, what)
+        function: Callable[..., Any] = getattr(actor_patches, what)
         handle = await self._handle(actor)
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await handle.__ray_call__.remote(function, *args)
@@ -90,37 +93,87 @@ class Hand:
 
     async def running(self, replica: str) -> list[tuple[str, int]]:
         """Sequences that a decode replica runs, with their output tokens."""
-        handle = await self._handle(replica)
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            found: list[tuple[str, int]] = await handle.on_engine.remote(_running)
+        forget_actor(replica)  # it may be another one by now
+        found: list[tuple[str, int]] = await call(
+            replica, "on_engine", _running, timeout_s=CALL_TIMEOUT_S
+        )
         return found
 
     async def serving(self, role: str) -> list[str]:
         """Names of the ready replicas of a role that are no scouts, by their places."""
-        status = await self._cluster.status()
+        names = ready_replicas(await self.status(), role)
         scouts = await self._scouts()
-        names = [
-            r["name"] for r in status["replicas"] if r["role"] == role and r["phase"] == "ready"
-        ]
         return sorted(n for n in names if _place(n) not in scouts)
 
     async def status(self) -> dict[str, Any]:
         """Desired and actual replicas, from the controller."""
-        return await self._cluster.status()
+        name = controller_name(APP)
+        try:
+            found: dict[str, Any] = await call(name, "status", timeout_s=CALL_TIMEOUT_S)
+        except QuadrigaError:
+            forget_actor(name)  # it may be another one by now
+            raise
+        return found
 
     async def migrate(self, sequence_id: str, source: str, destination: str) -> str:
         """Move a sequence; returns what came of it."""
-        report = await self._cluster.migrate(sequence_id, source, destination)
+        info: ReplicaInfo = await call(source, "info", timeout_s=CALL_TIMEOUT_S)
+        order = MigrationOrder(
+            sequence_id=sequence_id,
+            depth_class=info.depth_class,
+            source=source,
+            destination=destination,
+            cause=MigrationCause.BALANCE,
+            gain=0.1,
+            num_tokens=0,
+            remaining_tokens=0.0,
+        )
+        report: MigrationReport = await call(
+            source, "migrate", order, timeout_s=LONG_CALL_TIMEOUT_S
+        )
         return f"{report.outcome} {report.reason}".strip()
 
-    async def depth(self, replica: str) -> int:
-        """Layers that a replica holds."""
-        return (await self._cluster.depth_class(replica)).depth
+    async def depth_class(self, replica: str) -> tuple[str, int]:
+        """Model and layers that a replica holds."""
+        info: ReplicaInfo = await call(replica, "info", timeout_s=CALL_TIMEOUT_S)
+        return info.depth_class.model, info.depth_class.depth
 
     async def resize(self, replica: str, depth: int) -> str:
         """Change a replica's depth; returns what came of it."""
-        report = await self._cluster.resize(replica, depth)
+        report: ResizeReport = await call(
+            replica, "resize", depth, CALL_TIMEOUT_S, timeout_s=LONG_CALL_TIMEOUT_S
+        )
         return f"{report.outcome} {report.reason}".strip()
+
+    async def num_open_transfers(self) -> int:
+        """Leases of transfers that come to ready decode replicas, and moves that leave them."""
+        names = ready_replicas(await self.status(), "decode")
+        counts = [await call(n, "__ray_call__", _num_open, timeout_s=CALL_TIMEOUT_S) for n in names]
+        return sum(counts)
+
+    async def num_actors(self) -> int:
+        """Actors that live in the cluster, whosever they are."""
+        import ray._private.state as state
+
+        actors = await asyncio.to_thread(state.actors)
+        return sum(actor["State"] == "ALIVE" for actor in actors.values())
+
+    async def deploy(self, settings: list[str]) -> None:
+        """Give Serve another configuration, as `serve deploy` does; returns once it is accepted."""
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        assert serve  # the schema's own modules need it
+        application = {
+            "name": APP,
+            "route_prefix": "/",
+            "import_path": DEPLOYED,
+            "args": dict(setting.split("=", 1) for setting in settings),
+        }
+        wanted = ServeDeploySchema.model_validate({"applications": [application]})
+        client: Any = _get_global_client()
+        await asyncio.to_thread(client.deploy_apps, wanted)
 
     async def switch(self, role: str, ordinal: int, model: str | None, depth: int) -> None:
         """Let a place of the fleet hold another model; None: what it held at first."""
@@ -192,6 +245,11 @@ def _running(core: Any) -> list[tuple[str, int]]:
     return [(state.sequence_id, len(state.output_ids)) for state in core.loop.running]
 
 
+def _num_open(replica: Any) -> int:
+    """In a decode replica."""
+    return int(replica.receiver.num_open) + len(replica.migrations.under_way)
+
+
 def _switch(controller: Any, role: str, ordinal: int, model: str | None, depth: int) -> None:
     """In the controller: what HELIOS does where it orders a switch."""
     key = (Role(role), ordinal)
@@ -211,13 +269,13 @@ async def serve(address: str) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    hand = Hand()
+    agent = FaultAgent()
     tasks: set[asyncio.Task[None]] = set()
     answer(0, "value", "ready")
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
-        task = loop.create_task(_carry_out(hand, order))
+        task = loop.create_task(_carry_out(agent, order))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     for task in tasks:
@@ -225,11 +283,11 @@ async def serve(address: str) -> None:
     await asyncio.to_thread(ray.shutdown)
 
 
-async def _carry_out(hand: Hand, order: dict[str, Any]) -> None:
+async def _carry_out(agent: FaultAgent, order: dict[str, Any]) -> None:
     number = order["number"]
     try:
         async with asyncio.timeout(ORDER_TIMEOUT_S):
-            value = await getattr(hand, order["verb"])(*order["args"])
+            value = await getattr(agent, order["verb"])(*order["args"])
     except Exception as exc:  # the border: whoever gave the order decides what it means
         answer(number, "error", f"{order['verb']}: {type(exc).__name__} {str(exc)[:500]}")
     else:

@@ -22,7 +22,7 @@ S_PER_H = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ProcessResources:
     """One process at one moment.
 
     Attributes:
@@ -38,11 +38,11 @@ class Holding:
         return sum(self.fds.values())
 
 
-def holding(pid: int) -> Holding | None:
+def process_resources(pid: int) -> ProcessResources | None:
     """What a process holds; None when it is gone."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        return Holding((resident - shared) * PAGE_BYTES, _fds(pid))
+        return ProcessResources((resident - shared) * PAGE_BYTES, _fds(pid))
     except OSError:
         return None
 
@@ -72,7 +72,7 @@ class Series:
     own_bytes: list[int] = field(default_factory=list)
     num_fds: list[int] = field(default_factory=list)
 
-    def add(self, now_s: float, held: Holding) -> None:
+    def add(self, now_s: float, held: ProcessResources) -> None:
         self.times_s.append(now_s)
         self.own_bytes.append(held.own_bytes)
         self.num_fds.append(held.num_fds)

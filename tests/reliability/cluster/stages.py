@@ -1,4 +1,4 @@
-"""The services that are broken, each with a hand inside its cluster."""
+"""The services that are broken, each with an agent inside its cluster."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from loadgen.bench.cluster.process_cpu import service_processes
 from loadgen.bench.cluster.service import Service, started_service
 from quadriga.errors import ConfigError
 from tests.reliability.chaos.fault_matrix import Stage, Victim
-from tests.reliability.cluster.agent_client import OrderFailed, Orders, hand_in
-from tests.reliability.cluster.driver import gcs_address
+from tests.reliability.cluster.agent_client import AgentClient, AgentError, started_agent
+from tests.reliability.cluster.control import LOCAL, gcs_address
 
 if TYPE_CHECKING:
     from deploy.node_faults import NodeFaults
@@ -40,7 +40,6 @@ CHOOSING = {
 }
 NODES = {"engine.resources_cpus": "1", "transport.kind": "gloo"}
 NODE_DISK_BYTES = 256 << 20
-LOCAL = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 # A node that is cut off is found in seconds, not in a minute.
 WATCHFUL = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -56,7 +55,7 @@ class Process:
     """One that can be a victim.
 
     Attributes:
-        pid: As the hand sees it.
+        pid: As the agent sees it.
         node: Address of where it runs.
     """
 
@@ -67,7 +66,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Rig:
+class ServiceUnderTest:
     """A service under test.
 
     Attributes:
@@ -76,7 +75,7 @@ class Rig:
 
     stage: Stage
     service: Service
-    orders: Orders
+    agent: AgentClient
     nodes: NodeFaults | None = None
 
     @property
@@ -91,7 +90,7 @@ class Rig:
 
     async def all_processes(self) -> list[Process]:
         """Those that can be victims and Ray knows. Raises: OrderFailed."""
-        return [Process(**actor) for actor in await self.orders.order("actors")]
+        return [Process(**actor) for actor in await self.agent.call("actors")]
 
     async def processes(self, kind: str) -> list[Process]:
         """Those of a kind. Raises: OrderFailed."""
@@ -100,10 +99,10 @@ class Rig:
 
     async def process(self, name: str) -> Process:
         """Raises: OrderFailed: There is none of this name."""
-        for actor in await self.orders.order("actors"):
+        for actor in await self.agent.call("actors"):
             if actor["name"] == name:
                 return Process(**actor)
-        raise OrderFailed(f"there is no {name}")
+        raise AgentError(f"there is no {name}")
 
     def node_of(self, address: str) -> str:
         """Name of the node with an address."""
@@ -117,9 +116,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def started_rig(
+async def started_stage(
     stage: Stage, model: str, settings: Sequence[str], folder: Path
-) -> AsyncIterator[Rig]:
+) -> AsyncIterator[ServiceUnderTest]:
     """Start the service of a stage, and end it with the block.
 
     Raises:
@@ -130,33 +129,35 @@ async def started_rig(
     if stage in (Stage.CHOOSING, Stage.CHOOSING_NODES):
         merged |= CHOOSING
     log = folder / f"{stage.name.lower()}.log"
-    hand_log = folder / f"{stage.name.lower()}-hand.log"
+    agent_log = folder / f"{stage.name.lower()}-agent.log"
     if stage in (Stage.NODES, Stage.CHOOSING_NODES):
-        rig = _on_nodes(stage, merged | NODES | given, hand_log)
+        under_test = _on_nodes(stage, merged | NODES | given, agent_log)
     else:
-        rig = _local(stage, merged | given, log, hand_log)
-    async with rig as found:
+        under_test = _local(stage, merged | given, log, agent_log)
+    async with under_test as found:
         yield found
 
 
 @asynccontextmanager
 async def _local(
-    stage: Stage, settings: dict[str, str], log: Path, hand_log: Path
-) -> AsyncIterator[Rig]:
+    stage: Stage, settings: dict[str, str], log: Path, agent_log: Path
+) -> AsyncIterator[ServiceUnderTest]:
     words = [f"{key}={value}" for key, value in settings.items()]
     context = started_service(words, log=log)
     service = await asyncio.to_thread(context.__enter__)
     try:
         assert service.pid is not None
         address = await asyncio.to_thread(gcs_address, service.pid)
-        async with hand_in(address, log=hand_log, environment=LOCAL) as orders:
-            yield Rig(stage, service, orders)
+        async with started_agent(address, log=agent_log, environment=LOCAL) as agent:
+            yield ServiceUnderTest(stage, service, agent)
     finally:
         await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 @asynccontextmanager
-async def _on_nodes(stage: Stage, settings: dict[str, str], hand_log: Path) -> AsyncIterator[Rig]:
+async def _on_nodes(
+    stage: Stage, settings: dict[str, str], agent_log: Path
+) -> AsyncIterator[ServiceUnderTest]:
     from deploy.multinode import MultiNode
     from deploy.node_faults import NodeFaults
 
@@ -174,12 +175,12 @@ async def _on_nodes(stage: Stage, settings: dict[str, str], hand_log: Path) -> A
         except RuntimeError as exc:
             raise ConfigError(f"nodes in namespaces: {exc}") from exc
         service = Service(cluster.url, cluster.grpc, cluster.api_key, cluster.pid)
-        async with hand_in(
+        async with started_agent(
             cluster.gcs_address,
-            log=hand_log,
+            log=agent_log,
             prefix=cluster.on_head(),
             environment=cluster.environment,
-        ) as orders:
-            yield Rig(stage, service, orders, NodeFaults(cluster))
+        ) as agent:
+            yield ServiceUnderTest(stage, service, agent, NodeFaults(cluster))
     finally:
         await asyncio.to_thread(cluster.stop)

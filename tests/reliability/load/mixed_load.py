@@ -18,7 +18,7 @@ from loadgen.runner import now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_http import HttpClient, parse_url
-from tests.reliability.load.streams import TIMEOUT_S, Answer, Clients
+from tests.reliability.load.streams import TIMEOUT_S, StreamAnswer, StreamClients
 
 MANNERS = {"patient": 0.75, "impatient": 0.17, "slow": 0.08}
 IMPATIENT_S = 1.5
@@ -82,7 +82,7 @@ class Silence:
         return self.ended_s - self.began_s
 
 
-def silences_of(answer: Answer) -> list[Silence]:
+def silences_of(answer: StreamAnswer) -> list[Silence]:
     """A stream's wait for its first token, and its longest pause thereafter."""
     times = [answer.capture.sent_s, *(w.time_s for w in answer.verdict.choices[0].writes)]
     pauses = [Silence(a, b, is_first=index == 0) for index, (a, b) in enumerate(pairwise(times))]
@@ -120,7 +120,7 @@ class Tally:
         """Of any stream."""
         return max((silence.seconds for silence in self.silences), default=0.0)
 
-    def note(self, answer: Answer, wanted: list[int] | None) -> None:
+    def note(self, answer: StreamAnswer, wanted: list[int] | None) -> None:
         """Count an answer; `wanted` None where it need not equal the undisturbed run's."""
         verdict = answer.verdict
         if verdict.outcome is Outcome.REFUSED:
@@ -150,7 +150,7 @@ class MixedLoad:
     def __init__(
         self,
         service: Service,
-        clients: Clients,
+        clients: StreamClients,
         target: Target,
         specs: Sequence[RequestSpec],
         reference: Sequence[list[int]],
@@ -228,8 +228,8 @@ class MixedLoad:
         is_excused = began_s < self._excused_until_s
         tally.note(answer, None if is_excused else self._reference[spec.index])
 
-    async def _read_slowly(self, spec: RequestSpec) -> Answer:
+    async def _read_slowly(self, spec: RequestSpec) -> StreamAnswer:
         spec = replace(spec, stream=True)
         request_id = f"slow-{self._rng.getrandbits(64):016x}"
         capture = await self._slow.prepare(spec, self._model, request_id)()
-        return Answer(spec, False, capture, self._judge(capture, spec, request_id))
+        return StreamAnswer(spec, False, capture, self._judge(capture, spec, request_id))

@@ -10,8 +10,8 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from quadriga.errors import QuadrigaError
-from tests.reliability.cluster.driver import REPLICAS, ClusterHand
+from tests.reliability.cluster.agent_client import AgentError
+from tests.reliability.cluster.control import REPLICAS, ClusterControl
 from tests.reliability.load.mixed_load import MixedLoad
 
 WEIGHTS = {"migrate": 16.0, "resize": 1.5, "kill": 1.0}
@@ -24,7 +24,7 @@ REBUILD_S = 15.0
 RESIZE_KEEPS_S = 0.5
 
 
-class Harm:
+class RandomFaults:
     """Harms one thing after the other, until it is cancelled; then call `settle`.
 
     Of each kind of replica the first is never killed, so that one process of each lives through
@@ -42,7 +42,7 @@ class Harm:
 
     def __init__(
         self,
-        hand: ClusterHand,
+        control: ClusterControl,
         load: MixedLoad,
         rng: random.Random,
         *,
@@ -50,7 +50,7 @@ class Harm:
         note: Callable[[str], None] = lambda what: None,
         weights: Mapping[str, float] = WEIGHTS,
     ) -> None:
-        self._hand = hand
+        self._control = control
         self._load = load
         self._rng = rng
         self._every_s = every_s
@@ -65,7 +65,7 @@ class Harm:
     async def run(self) -> None:
         """Harm, for ever."""
         for kind in REPLICAS:
-            self._spared.add(min(self._hand.pids(kind)))
+            self._spared.add(min(self._control.pids(kind)))
         while True:
             await asyncio.sleep(self._rng.expovariate(1.0 / self._every_s))
             what = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
@@ -74,18 +74,18 @@ class Harm:
                 if await getattr(self, f"_{what}")():
                     self.done[what] += 1
                     self._note(what)
-            except (QuadrigaError, TimeoutError):
+            except (AgentError, TimeoutError):
                 pass  # whom it was about died meanwhile; the next is another's
 
     async def settle(self) -> None:
         """Give the last replica its layers back, and wait until all desired ones are ready."""
-        trouble = await self._hand.until_ready(READY_TIMEOUT_S)
+        trouble = await self._control.until_ready(READY_TIMEOUT_S)
         if trouble:
             self.failures.append(f"the service is not whole again: {trouble}")
         if self._restore is not None:
             replica, depth = self._restore
-            with contextlib.suppress(QuadrigaError):  # it died: its successor has all layers
-                await self._hand.resize(replica, depth)
+            with contextlib.suppress(AgentError):  # it died: its successor has all layers
+                await self._control.agent.call("resize", replica, depth)
             self._restore = None
 
     def never_done(self) -> list[str]:
@@ -93,50 +93,56 @@ class Harm:
         return [what for what, count in self.tried.items() if count > 3 and not self.done[what]]
 
     async def _migrate(self) -> bool:
-        replicas = await self._hand.replicas("decode")
+        replicas = await self._control.replicas("decode")
         if not replicas:
             return False
-        classes = {name: await self._hand.depth_class(name) for name in replicas}
+        agent = self._control.agent
+        classes = {name: await agent.call("depth_class", name) for name in replicas}
         source = self._rng.choice(replicas)
         others = [n for n in replicas if n != source and classes[n] == classes[source]]
-        running = await self._hand.running(source)
+        running = [name for name, _ in await agent.call("running", source)]
         if not others or not running:
             return False
-        report = await self._hand.migrate(
-            self._rng.choice(running), source, self._rng.choice(others)
-        )
-        self.done[f"move {report.outcome}"] += 1
-        return report.outcome == "moved"
+        destination = self._rng.choice(others)
+        said = await agent.call("migrate", self._rng.choice(running), source, destination)
+        outcome = said.split()[0]
+        self.done[f"move {outcome}"] += 1
+        return bool(outcome == "moved")
 
     async def _resize(self) -> bool:
         """Take layers from a decode replica, and give them back a little later."""
-        replicas = await self._hand.replicas("decode")
+        replicas = await self._control.replicas("decode")
         if not replicas:
             return False
         replica = self._rng.choice(replicas)
-        full = (await self._hand.depth_class(replica)).depth
+        full = await self._depth(replica)
         self._load.excuse(READY_TIMEOUT_S)
         self._restore = (replica, full)
         try:
-            dropped = await self._hand.resize(replica, max(1, full // 2))
+            await self._control.agent.call("resize", replica, max(1, full // 2))
+            dropped = await self._depth(replica)
             await asyncio.sleep(self._rng.uniform(0.0, RESIZE_KEEPS_S))
-            back = await self._hand.resize(replica, full)
-            if back.depth != full:
-                self.failures.append(f"a replica did not get its layers back: {back}")
-            return dropped.depth != full
+            said = await self._control.agent.call("resize", replica, full)
+            if await self._depth(replica) != full:
+                self.failures.append(f"a replica did not get its layers back: {said}")
+            return dropped != full
         finally:
             self._restore = None
             self._load.excuse_until_now()
 
+    async def _depth(self, replica: str) -> int:
+        _, depth = await self._control.agent.call("depth_class", replica)
+        return int(depth)
+
     async def _kill(self) -> bool:
         kind = self._rng.choice(VICTIMS)
-        pids = [pid for pid in self._hand.pids(kind) if pid not in self._spared]
+        pids = [pid for pid in self._control.pids(kind) if pid not in self._spared]
         if not pids:
             return False
         os.kill(self._rng.choice(pids), signal.SIGKILL)
         self.done[f"kill {kind}"] += 1
         await asyncio.sleep(AFTER_KILL_S)
-        trouble = await self._hand.until_ready(READY_TIMEOUT_S)
+        trouble = await self._control.until_ready(READY_TIMEOUT_S)
         if trouble:
             self.failures.append(f"no successor of a {kind} that was killed: {trouble}")
         await asyncio.sleep(self._rng.uniform(0.0, REBUILD_S))

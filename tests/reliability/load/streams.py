@@ -36,7 +36,7 @@ THRESHOLDS = (1.0, 0.9, 0.98)
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamAnswer:
     """One stream and its judgement.
 
     Attributes:
@@ -99,7 +99,7 @@ def make_streams(
     ]
 
 
-class Clients:
+class StreamClients:
     """Sends streams through both doors of a service."""
 
     def __init__(
@@ -111,25 +111,25 @@ class Clients:
         self._judge = Judgement(target)
         self.http = http
 
-    async def send(self, spec: RequestSpec, *, is_grpc: bool) -> Answer:
+    async def send(self, spec: RequestSpec, *, is_grpc: bool) -> StreamAnswer:
         """One stream, from its request to its judgement."""
         request_id = f"chaos-{uuid.uuid4().hex}"
         call = self._doors[is_grpc].prepare(spec, self._target.model, request_id)
         capture = await call()
-        return Answer(spec, is_grpc, capture, self._judge(capture, spec, request_id))
+        return StreamAnswer(spec, is_grpc, capture, self._judge(capture, spec, request_id))
 
-    async def send_resumed(self, spec: RequestSpec, *, is_grpc: bool) -> Answer:
+    async def send_resumed(self, spec: RequestSpec, *, is_grpc: bool) -> StreamAnswer:
         """As `send`, and where the connection breaks it is taken up again."""
         model = self._target.model
         if is_grpc:
             found = over_grpc(self._sdk, spec, model, now_s=now_s, timeout_s=TIMEOUT_S)
         else:
             found = over_http(self.http, self._judge, spec, model)
-        return Answer(spec, is_grpc, *await found)
+        return StreamAnswer(spec, is_grpc, *await found)
 
     async def send_all(
         self, specs: Sequence[RequestSpec], *, is_resumed: bool = False
-    ) -> list[Answer]:
+    ) -> list[StreamAnswer]:
         """All at once, every second pair over gRPC."""
         send = self.send_resumed if is_resumed else self.send
         sends = [send(spec, is_grpc=spec.index // 2 % 2 == 1) for spec in specs]
@@ -152,14 +152,14 @@ class Clients:
 
 
 @asynccontextmanager
-async def clients_of(service: Service, model: str | None = None) -> AsyncIterator[Clients]:
+async def clients_of(service: Service, model: str | None = None) -> AsyncIterator[StreamClients]:
     """Clients of both doors, closed on every path. Raises: ConfigError: No model is served."""
     options = {"now_s": now_s, "timeout_s": TIMEOUT_S, "api_key": service.api_key}
     http = HttpClient(parse_url(service.url), **options)  # type: ignore[arg-type]
     grpc = GrpcClient(service.grpc, **options)  # type: ignore[arg-type]
     sdk = AsyncClient(service.grpc, api_key=service.api_key)
     try:
-        yield Clients(http, grpc, sdk, await find_target(http, model))
+        yield StreamClients(http, grpc, sdk, await find_target(http, model))
     finally:
         await grpc.close()
         await sdk.close()

@@ -19,33 +19,31 @@ from loadgen.bench.cluster.process_cpu import service_processes
 from loadgen.checker import Verdict
 from loadgen.checker.verdict import Choice, FaultKind, Write
 from loadgen.wire.capture import Capture, Transport
-from tests.reliability.chaos import fault_injector as blows
-from tests.reliability.chaos import injection_points as moments
-from tests.reliability.chaos import trials as strike
+from tests.reliability.chaos import fault_injector, injection_points, trials
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.fault_matrix import QUICK, Cell, Fault, Moment, Victim
 from tests.reliability.chaos.report import summary
 from tests.reliability.cluster.stages import Process
-from tests.reliability.load.streams import Answer, make_streams
+from tests.reliability.load.streams import StreamAnswer, make_streams
 
 CELL = Cell(Fault.KILL, Moment.MID_STREAM, Victim.DECODE)
 EARLY = Cell(Fault.STOP, Moment.BEFORE_FIRST_TOKEN, Victim.PREFILL)
 WANTED = [5, 6, 7, 8]
 
 
-def answer(*faults: FaultKind, tokens: list[int] | None = None, **extension: Any) -> Answer:
+def answer(*faults: FaultKind, tokens: list[int] | None = None, **extension: Any) -> StreamAnswer:
     verdict = Verdict(choices=[Choice(token_ids=WANTED if tokens is None else tokens)])
     verdict.choices[0].writes = [Write(t, 1) for t in (1.0, 1.1, 3.1, 3.2)]
     verdict.extension = extension
     for kind in faults:
         verdict.add(kind, "…")
     spec = make_streams(1, max_tokens=4, seed=0)[0]
-    return Answer(spec, False, Capture(Transport.HTTP, sent_s=0.5), verdict)
+    return StreamAnswer(spec, False, Capture(Transport.HTTP, sent_s=0.5), verdict)
 
 
-def judged(*answers: Answer) -> CellResult:
+def judged(*answers: StreamAnswer) -> CellResult:
     result = CellResult(CELL)
-    result.add(answers, [WANTED], struck_s=1.05)
+    result.add(answers, [WANTED], injected_s=1.05)
     return result
 
 
@@ -65,7 +63,7 @@ def test_all_cells_are_different() -> None:
         (answer(tokens=[5, 6, 7]), "differing"),
     ],
 )
-def test_every_fault_has_its_column(one: Answer, column: str) -> None:
+def test_every_fault_has_its_column(one: StreamAnswer, column: str) -> None:
     result = judged(one, answer())
     counts = {c: getattr(result, c) for c in ("lost", "duplicated", "differing", "hung")}
     assert counts == dict.fromkeys(counts, 0) | {column: 1}
@@ -85,7 +83,7 @@ def test_who_waited_for_a_first_token_is_counted() -> None:
     ("waiting", "cell", "runs", "is_ok"),
     [
         ([0, 0, 3], EARLY, 3, True),
-        ([0] * strike.MAX_ATTEMPTS, EARLY, strike.MAX_ATTEMPTS, False),
+        ([0] * trials.MAX_ATTEMPTS, EARLY, trials.MAX_ATTEMPTS, False),
         ([0], CELL, 1, True),
     ],
 )
@@ -98,9 +96,9 @@ def test_a_blow_that_came_too_late_is_struck_again(
         result.waiting += waiting[result.runs]
         result.runs += 1
 
-    monkeypatch.setattr(strike.Trials, "_run_once", run_once)
-    trials = strike.Trials(None, None, [], [], random.Random(0), Counter())  # type: ignore[arg-type]
-    asyncio.run(trials.run(result))
+    monkeypatch.setattr(trials.Trials, "_run_once", run_once)
+    made = trials.Trials(None, None, [], [], random.Random(0), Counter())  # type: ignore[arg-type]
+    asyncio.run(made.run(result))
     assert (result.runs, result.done, result.is_ok) == (runs, int(is_ok), is_ok)
     assert bool(result.not_struck) is not is_ok
 
@@ -109,13 +107,16 @@ def test_a_blow_that_came_too_late_is_struck_again(
 def test_things_move_until_the_fault_meets_one(
     missed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, scene = CellResult(Cell(Fault.CORRUPTION, Moment.COPY, Victim.SOURCE)), moments.Scene()
+    result, injection = (
+        CellResult(Cell(Fault.CORRUPTION, Moment.COPY, Victim.SOURCE)),
+        injection_points.InjectionPoint(),
+    )
     meets = [True, True, False]
-    again: list[moments.Scene] = []
+    again: list[injection_points.InjectionPoint] = []
 
     @asynccontextmanager
-    async def reached(*_: Any) -> AsyncIterator[moments.Scene]:
-        yield scene
+    async def at_injection_point(*_: Any) -> AsyncIterator[injection_points.InjectionPoint]:
+        yield injection
 
     def gives(value: Any) -> Any:
         async def call(*_: Any, **__: Any) -> Any:
@@ -126,28 +127,28 @@ def test_things_move_until_the_fault_meets_one(
     async def has_met_nothing(*_: Any) -> bool:
         return meets.pop(0)
 
-    async def move(_: Any, __: Any, where: moments.Scene) -> None:
+    async def move(_: Any, __: Any, where: injection_points.InjectionPoint) -> None:
         again.append(where)
 
-    blow = blows.Blow(result.cell, Process("decode", "d", 1, "n"))
+    injected = fault_injector.InjectedFault(result.cell, Process("decode", "d", 1, "n"))
     for name, part in {
         "prepare": gives(None),
-        "strike": gives(blow),
+        "inject": gives(injected),
         "has_met_nothing": has_met_nothing,
         "again": move,
         "until_it_may_wake": gives(None),
         "undo": gives(missed),
     }.items():
-        monkeypatch.setattr(blows, name, part)
-    monkeypatch.setattr(strike, "reached", reached)
-    monkeypatch.setattr(strike, "victim", gives(None))
-    monkeypatch.setattr(strike.Trials, "_until_whole", gives(""))
+        monkeypatch.setattr(fault_injector, name, part)
+    monkeypatch.setattr(trials, "at_injection_point", at_injection_point)
+    monkeypatch.setattr(trials, "victim", gives(None))
+    monkeypatch.setattr(trials.Trials, "_until_whole", gives(""))
     clients: Any = SimpleNamespace(send_all=lambda *_, **__: gives([answer()])())
-    rig: Any = SimpleNamespace(nodes=None)
+    under_test: Any = SimpleNamespace(nodes=None)
     one = answer().spec
-    trials = strike.Trials(rig, clients, [one], [WANTED], random.Random(0), Counter())
-    asyncio.run(trials.run(result))
-    assert again == [scene, scene]
+    made = trials.Trials(under_test, clients, [one], [WANTED], random.Random(0), Counter())
+    asyncio.run(made.run(result))
+    assert again == [injection, injection]
     assert (result.streams, result.not_restored) == (3, [])
     assert result.not_struck == ([missed] if missed else [])
     assert (result.done, result.is_ok) == (int(not missed), not missed)

@@ -28,7 +28,7 @@ from tests.reliability.chaos.fault_matrix import (
     Victim,
 )
 from tests.reliability.chaos.report import not_run, table
-from tests.reliability.cluster import actor_patches as inside
+from tests.reliability.cluster import actor_patches
 
 
 def test_the_matrix_is_the_whole_product() -> None:
@@ -105,26 +105,26 @@ class Part:
 async def test_one_part_in_twenty_loses_a_bit() -> None:
     replica, kv = Replica(), torch.randn(4, 2, 3)
     intact = kv.clone()
-    inside.harm_sending(replica, "corrupt", 5, 9.0)
+    actor_patches.harm_sending(replica, "corrupt", 5, 9.0)
     for _ in range(200):
         await replica.send("peer", Part(), kv, deadline_s=1.0)
     assert sum(checksum(sent) != checksum(kv) for sent in replica.sent) == 10
     assert torch.equal(kv, intact), "what the sender keeps is as it was"
-    assert inside.num_hits(replica) == inside.be_well(replica) == 10
+    assert actor_patches.num_hits(replica) == actor_patches.be_well(replica) == 10
     await replica.send("peer", Part(), kv, deadline_s=1.0)
     assert checksum(replica.sent[-1]) == checksum(kv)
 
 
 async def test_a_stalled_part_is_late_and_later_ones_are_not() -> None:
     replica, kv = Replica(), torch.zeros(2)
-    inside.harm_sending(replica, "stall", 0, 0.15)
+    actor_patches.harm_sending(replica, "stall", 0, 0.15)
     with pytest.raises(KVTransportError) as caught:
         await replica.send("peer", Part(), kv, deadline_s=0.02)
     assert caught.value.code == "timeout"
     assert replica.sent == []
     await replica.send("peer", Part(), kv, deadline_s=1.0)
     assert len(replica.sent) == 1, "it waited"
-    assert inside.be_well(replica) == 2
+    assert actor_patches.be_well(replica) == 2
 
 
 class Offer:
@@ -134,27 +134,27 @@ class Offer:
 
 async def test_a_step_is_held_once_and_for_migrations_only(tmp_path: Path) -> None:
     replica = Replica()
-    inside.hold(replica, "reserve", str(tmp_path), 5.0)
+    actor_patches.hold(replica, "reserve", str(tmp_path), 5.0)
     assert await replica.reserve(Offer(is_live=False)) == "row"
     held = asyncio.ensure_future(replica.reserve(Offer(is_live=True)))
     async with asyncio.timeout(5.0):
-        while not (tmp_path / inside.HELD).exists():  # noqa: ASYNC110
+        while not (tmp_path / actor_patches.HELD).exists():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert len(replica.reserved) == 1, "it has not gone on"
-    (tmp_path / inside.GO).touch()
+    (tmp_path / actor_patches.GO).touch()
     assert await held == "row"
     assert await replica.reserve(Offer(is_live=True)) == "row"
 
 
 async def test_what_nobody_lets_go_goes_on_by_itself(tmp_path: Path) -> None:
     replica = Replica()
-    inside.hold(replica, "reserve", str(tmp_path), 0.02)
+    actor_patches.hold(replica, "reserve", str(tmp_path), 0.02)
     async with asyncio.timeout(5.0):
         assert await replica.reserve(Offer(is_live=True)) == "row"
 
 
 def test_the_same_seed_hits_the_same_parts() -> None:
-    hits = [inside._stratified(random.Random(3)) for _ in range(2)]
+    hits = [actor_patches._stratified(random.Random(3)) for _ in range(2)]
     drawn = [[hit() for _ in range(100)] for hit in hits]
     assert drawn[0] == drawn[1]
     assert all(sum(drawn[0][i : i + 20]) == 1 for i in range(0, 100, 20))

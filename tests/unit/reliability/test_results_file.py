@@ -15,7 +15,7 @@ from loadgen.__main__ import main
 from tests.reliability.chaos import command
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.fault_matrix import MATRIX
-from tests.reliability.chaos.results_file import Ledger
+from tests.reliability.chaos.results_file import ResultsFile
 
 CELL = "SIGKILL decode, mid-stream"
 OTHER = "SIGKILL prefill, mid-stream"
@@ -36,7 +36,7 @@ class Service:
         self.path: Path | None = None
         self.kept: list[int] = []
         self.service, self.is_choosing = None, False
-        monkeypatch.setattr(command, "started_rig", self._started)
+        monkeypatch.setattr(command, "started_stage", self._started)
         monkeypatch.setattr(command, "clients_of", self._started)
         monkeypatch.setattr(command, "check_service", lambda *_: None)
         monkeypatch.setattr(command.Trials, "run", lambda _, result: self._run(result))
@@ -161,10 +161,10 @@ def test_each_run_is_in_the_file_before_the_next(service: Service, tmp_path: Pat
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
     result = CellResult(MATRIX[0], runs=1, done=1)
-    ledger = Ledger(path, {"seed": 0}, MATRIX)
-    ledger.write([result, CellResult(MATRIX[1])], seconds=2.0)
+    results_file = ResultsFile(path, {"seed": 0}, MATRIX)
+    results_file.write([result, CellResult(MATRIX[1])], seconds=2.0)
     assert list(rows(path)) == [str(MATRIX[0])]
-    again, fresh = Ledger(path, {"seed": 0}, MATRIX), CellResult(MATRIX[0])
+    again, fresh = ResultsFile(path, {"seed": 0}, MATRIX), CellResult(MATRIX[0])
     again.resume([fresh])
     assert fresh == result
     again.write([fresh], seconds=3.0)

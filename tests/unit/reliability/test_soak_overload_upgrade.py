@@ -22,10 +22,15 @@ from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_http import parse_url
 from tests.reliability import overload_report as overload
 from tests.reliability import upgrade_report as upgrade
-from tests.reliability.cluster.baseline import BaseLine, trouble_with
-from tests.reliability.cluster.process_resources import Holding, Series, holding, slope
+from tests.reliability.cluster.baseline import ResourceBaseline, trouble_with
+from tests.reliability.cluster.process_resources import (
+    ProcessResources,
+    Series,
+    process_resources,
+    slope,
+)
 from tests.reliability.load.mixed_load import Silence, SlowHttpClient, Tally, silences_of
-from tests.reliability.load.streams import Answer, make_streams
+from tests.reliability.load.streams import StreamAnswer, make_streams
 from tests.reliability.overload_report import Found, Phase, Returns, recovered_after_s
 from tests.unit.loadgen.conftest import make_spec
 
@@ -65,9 +70,9 @@ def test_a_new_process_may_fill_up_first() -> None:
     """Seven minutes old, it grew for four of them and stands still since."""
     young, old = Series("prefill"), Series("prefill")
     for t in range(0, 430, 5):
-        young.add(float(t), Holding((200 + min(t, 240) // 6) * MIB, {}))
+        young.add(float(t), ProcessResources((200 + min(t, 240) // 6) * MIB, {}))
     for t in range(0, 3600, 5):
-        old.add(float(t), Holding((200 + t // 30) * MIB, {}))
+        old.add(float(t), ProcessResources((200 + t // 30) * MIB, {}))
     settled = young.memory_slope(0.5, 300.0)
     assert settled is not None and not settled.is_leak(20.0 * MIB)
     grows = old.memory_slope(0.5, 300.0)
@@ -77,35 +82,35 @@ def test_a_new_process_may_fill_up_first() -> None:
 
 def test_what_a_process_holds() -> None:
     read_end, write_end = os.pipe()
-    mine = holding(os.getpid())
+    mine = process_resources(os.getpid())
     os.close(read_end)
     os.close(write_end)
     assert mine is not None
     assert mine.own_bytes > MIB
     assert mine.fds["pipe"] >= 2 and mine.num_fds >= 3
-    assert holding(2**22 + 1) is None
+    assert process_resources(2**22 + 1) is None
 
 
-def base() -> BaseLine:
-    return BaseLine(
+def base() -> ResourceBaseline:
+    return ResourceBaseline(
         num_actors=9,
         processes=Counter(decode=2),
         by_pid={
-            1: ("decode", Holding(100 * MIB, {"socket": 40})),
-            2: ("decode", Holding(120 * MIB, {"socket": 42})),
+            1: ("decode", ProcessResources(100 * MIB, {"socket": 40})),
+            2: ("decode", ProcessResources(120 * MIB, {"socket": 42})),
         },
         is_ready=True,
     )
 
 
-def changed(**fields: Any) -> BaseLine:
+def changed(**fields: Any) -> ResourceBaseline:
     return replace(base(), **fields)
 
 
 def test_as_before_is_no_trouble() -> None:
     assert trouble_with(base(), base()) == []
     successor = changed(
-        by_pid={1: base().by_pid[1], 7: ("decode", Holding(121 * MIB, {"socket": 44}))}
+        by_pid={1: base().by_pid[1], 7: ("decode", ProcessResources(121 * MIB, {"socket": 44}))}
     )
     assert trouble_with(base(), successor) == []
 
@@ -115,28 +120,28 @@ def test_as_before_is_no_trouble() -> None:
     [
         (changed(is_ready=False), "not all replicas"),
         (changed(held={"quadriga_kv_used_tokens": 3.0}), "still held"),
-        (changed(open_books=1), "leases"),
+        (changed(open_transfers=1), "leases"),
         (changed(num_actors=10), "actors"),
         (changed(processes=Counter(decode=3)), "processes"),
         (
-            changed(by_pid={1: ("decode", Holding(100 * MIB, {"socket": 45, "pipe": 2}))}),
+            changed(by_pid={1: ("decode", ProcessResources(100 * MIB, {"socket": 45, "pipe": 2}))}),
             "47 files open, decodes had 42 (pipe +2, socket +3)",
         ),
-        (changed(by_pid={1: ("decode", Holding(200 * MIB, {"socket": 40}))}), "MiB"),
+        (changed(by_pid={1: ("decode", ProcessResources(200 * MIB, {"socket": 40}))}), "MiB"),
     ],
 )
-def test_each_thing_left_behind_is_named(after: BaseLine, said: str) -> None:
+def test_each_thing_left_behind_is_named(after: ResourceBaseline, said: str) -> None:
     (trouble,) = trouble_with(base(), after)
     assert said in trouble
 
 
-def answer(*faults: FaultKind, tokens: list[int] | None = None) -> Answer:
+def answer(*faults: FaultKind, tokens: list[int] | None = None) -> StreamAnswer:
     verdict = Verdict(choices=[Choice(token_ids=tokens or [1, 2])])
     verdict.choices[0].writes = [Write(1.0, 1), Write(1.5, 1)]
     for kind in faults:
         verdict.add(kind, "…")
     spec = make_streams(1, max_tokens=2, seed=0)[0]
-    return Answer(spec, False, Capture(Transport.HTTP, sent_s=0.9), verdict)
+    return StreamAnswer(spec, False, Capture(Transport.HTTP, sent_s=0.9), verdict)
 
 
 def test_tallies() -> None:
