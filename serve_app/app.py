@@ -43,7 +43,7 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
     options: dict[str, Any] = {
         "name": INGRESS,
         "num_replicas": config.ingress.replicas,
-        # The desk refuses with 429 at its limit; Serve must not make anyone wait before that.
+        # EngineClient refuses with 429 at its limit; Serve must make no call wait before that.
         "max_ongoing_requests": config.ingress.max_ongoing_requests + SERVE_SLACK,
         "ray_actor_options": {"num_cpus": 0},
         # Requests are counted by door and result; a line for each costs as much as a few tokens.
