@@ -17,7 +17,7 @@ from quadriga.observability.load_history import VALUES
 from quadriga.observability.metrics import MetricsHub
 from serve_app.http.dashboard_pages import FILES, FOLDER
 from serve_app.ops.admin import AdminServer
-from serve_app.request.cluster import RayCluster
+from serve_app.request.cluster_client import RayCluster
 from tests.unit.serve_app.conftest import MakeStand, Stand
 from tests.unit.serve_app.dashboard_views import NAMES, busy_view, counted, crowded_view
 
