@@ -23,9 +23,9 @@ from quadriga.core.replica import DepthClass, ReplicaInfo
 from quadriga.core.request import SequenceState
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.interfaces import KVTransport
-from quadriga.scheduling.cutover_delay import StepPhase
+from quadriga.scheduling.forecasts import remaining_of
 from quadriga.scheduling.handoff import LeaseState
-from quadriga.scheduling.lengths import remaining_of
+from quadriga.scheduling.precopy import StepPhase
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.clock import Clock
 from quadriga.errors import MigrationFailed
-from quadriga.scheduling.cutover_delay import MAX_HOLDS, StepPhase, hold_s
-from quadriga.scheduling.precopy import MAX_REMAINDER_TOKENS, PreCopy
+from quadriga.scheduling.precopy import MAX_HOLDS, MAX_REMAINDER_TOKENS, PreCopy, StepPhase, hold_s
 from quadriga.scheduling.sequence_export import SequenceReading, SequenceRemainder
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from quadriga.errors import (
     Unavailable,
 )
 from quadriga.observability import tracing
+from quadriga.scheduling.forecasts import remaining_of
 from quadriga.scheduling.handoff import LeaseState
-from quadriga.scheduling.lengths import remaining_of
 from quadriga.scheduling.prefill_queue import STARVING_S
 
 if TYPE_CHECKING:

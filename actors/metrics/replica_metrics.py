@@ -20,7 +20,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaInfo, ResizeReport
 from quadriga.errors import QuadrigaError
 from quadriga.observability.metrics import SIZE_BUCKETS_BYTES, Registry
-from quadriga.scheduling.step_totals import StepTotals
+from quadriga.scheduling.meters import StepTotals
 
 if TYPE_CHECKING:
     from actors.kv_transfer.transports.counts import TransportCounts

@@ -23,9 +23,9 @@ from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
 from quadriga.errors import MigrationFailed, TakenOver
 from quadriga.interfaces import KVSink, ModelRunner
-from quadriga.scheduling.cutover_delay import StepPhase
 from quadriga.scheduling.handoff import LeaseState
 from quadriga.scheduling.paced_runner import PacedRunner
+from quadriga.scheduling.precopy import StepPhase
 
 
 class DecodeReplica(Replica[DecodeEngine]):

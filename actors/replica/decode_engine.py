@@ -17,9 +17,9 @@ from quadriga.errors import ConfigError
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.calibration import calibrate
-from quadriga.scheduling.cutover_delay import StepPhase
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.rates import Ewma
+from quadriga.scheduling.meters import Ewma
+from quadriga.scheduling.precopy import StepPhase
 from quadriga.scheduling.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quadriga.engine.baton.runner import BatonRunner
     from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
     from quadriga.engine.model_runner import NativeRunner
-    from quadriga.scheduling.lengths import LengthModel
+    from quadriga.scheduling.forecasts import LengthModel
 
 LOOK_EVERY_S = 0.5
 """Between two looks at what takes more than a few additions."""

@@ -13,14 +13,21 @@ from quadriga.core.forecast import LengthOutcome, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
 from quadriga.policies.ares.settings import horizon_s
-from quadriga.scheduling.forecasts import SequenceLengths, StepShape, StepTimes, forecast, hold
-from quadriga.scheduling.lengths import Asking, Outcomes
-from quadriga.scheduling.step_shape import assumed_shape, measure_shape
+from quadriga.scheduling.calibration import assumed_shape, measure_shape
+from quadriga.scheduling.forecasts import (
+    Asking,
+    Outcomes,
+    SequenceLengths,
+    StepShape,
+    StepTimes,
+    forecast,
+    hold,
+)
 
 if TYPE_CHECKING:
     from quadriga.interfaces import ModelRunner
     from quadriga.scheduling.decode_loop import DecodeLoop
-    from quadriga.scheduling.lengths import LengthModel
+    from quadriga.scheduling.forecasts import LengthModel
 
 LOOK_EVERY_S = 0.25
 """Between two looks at who is held."""

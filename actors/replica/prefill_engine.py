@@ -21,7 +21,7 @@ from quadriga.scheduling.slots import SlotTable
 if TYPE_CHECKING:
     from actors.replica.prefill import PrefillReplica
     from quadriga.engine.model_runner import NativeRunner
-    from quadriga.scheduling.lengths import LengthModel
+    from quadriga.scheduling.forecasts import LengthModel
 
 
 class PrefillEngine(PrefillEvents):

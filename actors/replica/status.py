@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
 from quadriga.core.replica import RelayMemory, ReplicaInfo
 from quadriga.errors import QuadrigaError
-from quadriga.scheduling.step_totals import StepTotals
+from quadriga.scheduling.meters import StepTotals
 
 
 @dataclass(frozen=True, slots=True)

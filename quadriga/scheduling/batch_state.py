@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quadriga.core.request import SequenceState
 from quadriga.errors import InvariantViolation
 from quadriga.policies.rebatching import Waiting
-from quadriga.scheduling.finish import FinishRule
+from quadriga.scheduling.sequence import FinishRule
 from quadriga.scheduling.slots import SlotTable
 
 

@@ -1,4 +1,4 @@
-"""Measure what segments and exit heads cost, once, before the first sequence arrives."""
+"""Measures what segments, exit heads and decode steps cost before the first sequence arrives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from quadriga.clock import Clock
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.policies.drex.costs import SegmentCosts
+from quadriga.scheduling.forecasts import StepShape
 
 _REPEATS = 3
 _SHORT, _LONG = 2, 512  # tokens of context
@@ -151,3 +152,47 @@ class Dummies:
     def prefill(self) -> None:
         """Compute the first one's prompt."""
         self._runner.prefill([PrefillChunk(0, self.states[0].prompt_ids, 0, True)])
+
+
+_STEP_REPEATS = 5
+_FEW_TOKENS, _MANY_TOKENS = 2, 512  # tokens of context
+_LEAST_SHARE = 1e-4  # of a step, that a sequence or a long context is taken to add at least
+
+
+def assumed_shape(kv_capacity_tokens: int) -> StepShape:
+    """For runners that cannot be timed without sequences: a step over half of the KV memory takes
+    half as long again as an empty one; the scale is found while serving."""
+    return StepShape(base_s=1e-3, per_sequence_s=0.0, per_token_s=1e-3 / kv_capacity_tokens)
+
+
+def measure_shape(runner: ModelRunner, clock: Clock, *, max_rows: int) -> StepShape:
+    """Time full-depth steps: one row, all rows, all rows with long contexts.
+
+    Uses the runner's rows 0..max_rows − 1, which must be free, and leaves them free. What is
+    computed is garbage; only the time counts.
+    """
+    long = min(_MANY_TOKENS, runner.row_capacity_tokens - 1)
+    one_s = _step_s(runner, clock, 1, _FEW_TOKENS)
+    all_s = _step_s(runner, clock, max_rows, _FEW_TOKENS)
+    long_s = _step_s(runner, clock, max_rows, long)
+    more_tokens = max(1, max_rows * (long - _FEW_TOKENS))
+    per_token_s = max(long_s - all_s, _LEAST_SHARE * all_s) / more_tokens
+    per_sequence_s = max(all_s - one_s, _LEAST_SHARE * one_s) / max(1, max_rows - 1)
+    per_sequence_s = max(0.0, per_sequence_s - _FEW_TOKENS * per_token_s)
+    return StepShape(max(one_s - per_sequence_s, _LEAST_SHARE), per_sequence_s, per_token_s)
+
+
+def _step_s(runner: ModelRunner, clock: Clock, count: int, num_tokens: int) -> float:
+    rows = list(range(count))
+    num_segments = len(runner.segment_ends)
+    times = []
+    with Dummies(runner, count, num_tokens):
+        for _ in range(_STEP_REPEATS):
+            started_s = clock.now_s()
+            if num_segments == 1:
+                runner.decode(rows)
+            else:
+                runner.advance(rows, 0, num_segments)
+                runner.emit(rows)
+            times.append(clock.now_s() - started_s)
+    return median(times)

@@ -26,12 +26,11 @@ from quadriga.policies.slot_reservation import AnswerLengths
 from quadriga.scheduling.batch_state import BatchState, Place, RunningRow, summary
 from quadriga.scheduling.depth import DepthChanges
 from quadriga.scheduling.exit_gate import ExitGate
-from quadriga.scheduling.finish import FinishRule
+from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
-from quadriga.scheduling.rates import Ewma, RateMeter
+from quadriga.scheduling.sequence import FinishRule
 from quadriga.scheduling.sequence_export import SequenceExport
 from quadriga.scheduling.slots import Slot, SlotTable
-from quadriga.scheduling.step_totals import StepMeter
 
 RATE_WINDOW_S = 10.0
 

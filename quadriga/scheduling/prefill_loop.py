@@ -16,12 +16,11 @@ from quadriga.errors import (
     QuadrigaError,
 )
 from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.scheduling.finish import append_token, finish_reason
+from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.prefill_queue import PrefillQueue
-from quadriga.scheduling.rates import Ewma, RateMeter
 from quadriga.scheduling.rebuild import check_record, chunk_of, num_prefill_tokens
+from quadriga.scheduling.sequence import append_token, finish_reason
 from quadriga.scheduling.slots import Slot, SlotTable
-from quadriga.scheduling.step_totals import StepMeter
 
 RATE_WINDOW_S = 10.0
 MAX_SHALLOW = 256

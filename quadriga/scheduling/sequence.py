@@ -1,11 +1,15 @@
-"""One sequence on one replica: where it is in its life there, and what it holds."""
+"""One sequence on one replica: where it is in its life there, what it holds, when it is over."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from quadriga.core.request import SequenceState
+from quadriga.core.request import FinishReason, SampledToken, SequenceState
+
+NO_ROW = -1
 
 
 class SequenceStatus(StrEnum):
@@ -22,16 +26,105 @@ class SequenceStatus(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class FinishRule:
+    """When one sequence is over; worked out once, because it is checked after every token.
+
+    The end token, or the stop id, that ended the sequence stays in `output_ids`: it was
+    generated and is counted; the ingress does not render it.
+
+    Attributes:
+        ends: Tokens that end it, from `min_tokens` output tokens on.
+        max_tokens: Output tokens at which it is over in any case.
+    """
+
+    ends: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    max_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls, state: SequenceState, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int
+    ) -> FinishRule:
+        params = state.sampling
+        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+        most = min(params.max_tokens, row_capacity_tokens - len(state.prompt_ids))
+        return cls(frozenset(ends), params.min_tokens, most)
+
+    def reason(self, output_ids: list[int]) -> FinishReason | None:
+        """Why the sequence is over with its last output token, or None while it goes on."""
+        count = len(output_ids)
+        if count and output_ids[-1] in self.ends and count >= self.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= self.max_tokens else None
+
+
+@dataclass(slots=True, eq=False)
 class RunningSequence:
     """A sequence that a replica holds; each replica has one table of them by sequence id.
 
     Attributes:
-        state: What travels with the sequence.
+        state: What travels with the sequence; an empty one while a decode replica receives it.
         status: Where it is in its life here.
-        row: KV row that it occupies; None while it has none.
+        row: KV row that it occupies; `NO_ROW` while it has none.
+        since_s: When it came to its status, or to the exit where its token waits.
+
+    Attributes of a sequence on a decode replica:
+        num_tokens: Tokens it has; while it is received, those that it comes with.
+        waits_at: Exit at which its token waits; None where its next pass begins a new token.
+        is_parked: Its token may neither leave that exit nor go on: for want of deeper layers, or
+            until the row's KV has the layers behind.
+        finish: When it is over.
+        threshold: What its request asks of a token that leaves early.
+        min_confidence: Confidence from which its token may leave early; infinite for never.
+        last_segment: The segment behind which its token leaves whatever its confidence.
+        is_strict: Its token leaves at the end of its depth with a sufficient confidence only.
+        lacks_layers: Its KV lacks layers that were loaded later, and ends at `last_segment`.
+        needs_layers: One of its tokens was not confident enough there: its KV is to be completed.
+        kv_depth: Layers of the KV that is being received.
+        gap_s: Longest time between two tokens to plan for; 0 is the policy's default.
+        deadline_s: When its next token should be out.
+        room_tokens: Tokens it may become before it must ask for more room; infinite where all it
+            may become is reserved.
+        num_pauses: How often it was moved to host memory here.
+        stays_until: Tokens that it may become before a more important newcomer may displace it.
+        suspended: What the runner gave when it was moved to host memory: a `Suspended`.
     """
 
     state: SequenceState
     status: SequenceStatus = SequenceStatus.QUEUED
-    row: int | None = None
+    row: int = NO_ROW
+    since_s: float = 0.0
+    num_tokens: int = 0
+    waits_at: int | None = None
+    is_parked: bool = False
+    finish: FinishRule = FinishRule()
+    threshold: float = 0.0
+    min_confidence: float = 0.0
+    last_segment: int = 0
+    is_strict: bool = False
+    lacks_layers: bool = False
+    needs_layers: bool = False
+    kv_depth: int = 0
+    gap_s: float = 0.0
+    deadline_s: float = math.inf
+    room_tokens: float = math.inf
+    num_pauses: int = 0
+    stays_until: int = 0
+    suspended: Any = None
+
+
+def append_token(state: SequenceState, token: SampledToken) -> None:
+    """Record a sampled token in its sequence's state."""
+    state.output_ids.append(token.token_id)
+    state.exit_layers.append(token.exit_layer)
+
+
+def finish_reason(
+    state: SequenceState, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int
+) -> FinishReason | None:
+    """Why the sequence is over with its last output token, or None while it goes on."""
+    rule = FinishRule.of(
+        state, eos_token_ids=eos_token_ids, row_capacity_tokens=row_capacity_tokens
+    )
+    return rule.reason(state.output_ids)

@@ -24,7 +24,7 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SequenceState
 from quadriga.engine.early_exit.exited_tokens import ExitedTokens
 from quadriga.errors import ConfigError
-from quadriga.scheduling.lengths import Answer
+from quadriga.scheduling.forecasts import Answer
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -122,7 +122,7 @@ class Leaver(Protocol):
 
 
 class RunnerLengths:
-    """`quadriga.scheduling.lengths.LengthModel` over a runner and its heads."""
+    """`quadriga.scheduling.forecasts.LengthModel` over a runner and its heads."""
 
     def __init__(self, runner: Leaver, heads: LengthHeads) -> None:
         self._runner = runner

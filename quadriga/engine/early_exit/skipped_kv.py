@@ -24,7 +24,7 @@ states than `keep_tokens` came together), the row *owes* its first positions: th
 by `quadriga.engine.depth`, before its first deep pass.
 
 Source: mechanisms of DREX and of LayerSkip-like systems differ here and the DREX text names only
-"a linear projection"; see EXPERIMENTS.md for what each costs and does to the answers.
+"a linear projection"; see docs/experiments/drex.md for what each costs and does to the answers.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
-from quadriga.scheduling.cutover_delay import StepPhase
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.precopy import StepPhase
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, FakeSuspended, next_token
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadgen.paper.length_contest import averaged
+from loadgen.paper.ares.length_contest import averaged
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.scheduling.lengths import believed
+from quadriga.scheduling.forecasts import believed
 from quadriga.training.length import QUANTILES, LengthData
 
 TOTALS = (95, 7, 61)

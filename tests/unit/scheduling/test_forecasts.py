@@ -25,8 +25,8 @@ from quadriga.policies.ares.forecast import (
     check_forecast,
 )
 from quadriga.policies.ares.settings import horizon_s
+from quadriga.scheduling.calibration import assumed_shape, measure_shape
 from quadriga.scheduling.forecasts import StepShape, StepTimes, forecast, hold
-from quadriga.scheduling.step_shape import assumed_shape, measure_shape
 from tests.fake_runner import FakeRunner
 from tests.unit.scheduling.test_lengths import state
 

@@ -8,7 +8,7 @@ import pytest
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
-from quadriga.scheduling.lengths import Answer, Asking, Outcomes, believed, remaining_of
+from quadriga.scheduling.forecasts import Answer, Asking, Outcomes, believed, remaining_of
 
 
 def state(name: str = "s", *, produced: int = 5, **sampling: object) -> SequenceState:

@@ -387,7 +387,7 @@ def test_joining_without_a_reservation_is_a_bug() -> None:
 def test_finish_reason(
     params: SamplingParams, output: list[int], reason: FinishReason | None
 ) -> None:
-    from quadriga.scheduling.finish import finish_reason
+    from quadriga.scheduling.sequence import finish_reason
 
     state = sequence("a", [1])
     state.sampling, state.output_ids = params, output
