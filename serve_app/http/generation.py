@@ -90,7 +90,7 @@ class HttpGeneration:
                 chat,
                 models.find(chat.model),
                 self._limits,
-                models.encode,
+                models.tokenize,
                 request_id=name,
                 now_unix_s=now_unix_s,
             )
@@ -99,7 +99,7 @@ class HttpGeneration:
             body,
             models.find(body.model),
             self._limits,
-            models.encode,
+            models.tokenize,
             request_id=name,
             now_unix_s=now_unix_s,
         )
@@ -177,8 +177,8 @@ def _resume_cursors(call: Call, request: Request) -> list[int]:
         is_awaited = sequence.is_unknown and cursor <= sequence.state.sampling.max_tokens
         if cursor > len(sequence.state.output_ids) and not is_awaited:
             raise InvalidRequest(
-                f"x-resume-index: choice {sequence.index} has {len(sequence.state.output_ids)} tokens "
-                f"so far, not {cursor}",
+                f"x-resume-index: choice {sequence.index} has "
+                f"{len(sequence.state.output_ids)} tokens so far, not {cursor}",
                 param="x-resume-index",
             )
     return cursors

@@ -142,7 +142,7 @@ class HttpServer:
         else:
             field, text = "prompt", body.prompt or ""
             special = body.add_special_tokens is not False
-        tokens = await self._engine_client.models.encode(
+        tokens = await self._engine_client.models.tokenize(
             model, text, special, field=field, max_tokens=TOKENIZE_CONTEXTS * model.max_model_len
         )
         answer: dict[str, Any] = {
@@ -159,7 +159,7 @@ class HttpServer:
         body = parse_body(DetokenizeBody, parse_json(await call.read_body(self._engine_client)))
         model = self._engine_client.models.find(body.model)
         await check_token_ids(body.tokens, "tokens", model)
-        text = await self._engine_client.models.decode(model, body.tokens)
+        text = await self._engine_client.models.detokenize(model, body.tokens)
         await call.answer_json({"prompt": text})
 
     def _check_caller(self, call: Call, *, admin: bool = False) -> None:

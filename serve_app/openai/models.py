@@ -133,7 +133,7 @@ class ModelDirectory:
             )
         return found
 
-    async def encode(
+    async def tokenize(
         self,
         model: ServedModel,
         text: str,
@@ -164,7 +164,7 @@ class ModelDirectory:
 
         return await self._off_loop(len(text), work)
 
-    async def decode(self, model: ServedModel, token_ids: list[int]) -> str:
+    async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str:
         """Token ids to text, special tokens shown; many of them in a thread."""
         return await self._off_loop(
             len(token_ids), lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False)

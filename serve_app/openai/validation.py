@@ -34,8 +34,8 @@ OPENAI_DEFAULTS = SamplingDefaults()
 EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms")
 
 
-class Encode(Protocol):
-    """`ModelDirectory.encode`."""
+class Tokenize(Protocol):
+    """`ModelDirectory.tokenize`."""
 
     async def __call__(
         self, model: ServedModel, text: str, add_special_tokens: bool, *, field: str
@@ -46,7 +46,7 @@ async def completion_request(
     body: CompletionBody,
     model: ServedModel,
     limits: IngressConfig,
-    encode: Encode,
+    tokenize: Tokenize,
     *,
     request_id: str,
     now_unix_s: float,
@@ -62,7 +62,7 @@ async def completion_request(
             param="best_of",
         )
     echo = bool(body.echo)
-    prompts, texts = await _read_prompts(body.prompt, model, limits, encode, n=n, echo=echo)
+    prompts, texts = await _read_prompts(body.prompt, model, limits, tokenize, n=n, echo=echo)
     longest = max(len(prompt_ids) for prompt_ids in prompts)
     wanted = body.max_tokens
     if wanted is None:
@@ -86,7 +86,7 @@ async def chat_request(
     body: ChatBody,
     model: ServedModel,
     limits: IngressConfig,
-    encode: Encode,
+    tokenize: Tokenize,
     *,
     request_id: str,
     now_unix_s: float,
@@ -102,7 +102,7 @@ async def chat_request(
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
     text = model.tokenizer.render_chat(plain_messages(body.messages))
-    token_ids = await encode(model, text, False, field="messages")
+    token_ids = await tokenize(model, text, False, field="messages")
     if not token_ids:
         raise InvalidRequest("messages: the conversation is empty", param="messages")
     _check_vocabulary(token_ids, model, "messages")
@@ -234,7 +234,13 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 async def _read_prompts(
-    value: object, model: ServedModel, limits: IngressConfig, encode: Encode, *, n: int, echo: bool
+    value: object,
+    model: ServedModel,
+    limits: IngressConfig,
+    tokenize: Tokenize,
+    *,
+    n: int,
+    echo: bool,
 ) -> tuple[list[list[int]], list[str]]:
     """Read the four forms of `prompt`; returns token ids and texts."""
     items: list[Any]
@@ -262,7 +268,7 @@ async def _read_prompts(
     for name, item in zip(names, items, strict=True):
         if type(item) is not type(items[0]):
             raise InvalidRequest(f"{name}: prompts must all be of one kind", param=name)
-        token_ids, text = await _one_prompt(item, name, model, encode, echo=echo)
+        token_ids, text = await _one_prompt(item, name, model, tokenize, echo=echo)
         prompts.append(token_ids)
         texts.append(text)
         if len(prompts) % PROMPTS_AT_ONCE == 0:
@@ -271,12 +277,12 @@ async def _read_prompts(
 
 
 async def _one_prompt(
-    item: object, name: str, model: ServedModel, encode: Encode, *, echo: bool
+    item: object, name: str, model: ServedModel, tokenize: Tokenize, *, echo: bool
 ) -> tuple[list[int], str]:
     if isinstance(item, str):
         if not item:
             raise InvalidRequest(f"{name}: is empty", param=name)
-        token_ids = await encode(model, item, True, field=name)
+        token_ids = await tokenize(model, item, True, field=name)
         if not token_ids:
             raise InvalidRequest(f"{name}: has no tokens", param=name)
         _check_vocabulary(token_ids, model, name)

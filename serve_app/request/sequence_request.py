@@ -134,7 +134,7 @@ class SequenceRequest:
         self.is_ours = False
 
     def take_gap(self) -> ResumableSequence | None:
-        """The owner that goes on after tokens that were lost with its predecessor; returned once."""
+        """The owner that goes on after tokens lost with its predecessor; returned once."""
         if self.replica is not None or not self._early or self._has_asked or self.done:
             return None
         self._has_asked = True
