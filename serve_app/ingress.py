@@ -76,8 +76,8 @@ class Ingress:
     async def drain(self, within_s: float) -> int:
         """Refuse new requests and end the open ones, in an error after `within_s` seconds.
 
-        Whoever stops the service calls it before Serve does anything: once Serve stops an
-        application, its proxy answers 404.
+        The command that stops the service calls it before Serve does anything: once Serve stops
+        an application, its proxy answers 404.
 
         Returns:
             The number of requests that are open or still being answered.

@@ -151,7 +151,7 @@ async def _stream(
 
 
 def _is_resumption(call: Call) -> bool:
-    """Whether the client says that it has tokens already."""
+    """Whether the request states that the client has tokens already."""
     return any(part.strip(" 0") for part in call.headers.get("x-resume-index", "").split(","))
 
 

@@ -1,4 +1,4 @@
-"""The admin port: what operators look at, on a socket of its own.
+"""The admin port: pages and data for operators, on a socket of its own.
 
 Every ingress replica tries to open it; one on each node succeeds, and if it dies another takes
 over. Any of them answers for the whole cluster.
@@ -35,7 +35,7 @@ MAX_CONNECTIONS = 64
 
 
 def check_admin(config: AdminConfig, keys: ApiKeys) -> None:
-    """Raises: ConfigError when the port would be open to everybody."""
+    """Raises: ConfigError when the port would be open without a key."""
     if config.port is None or is_loopback(config.host):
         return
     if keys.file is None and not any(key.is_admin for key in keys.all):
@@ -142,7 +142,7 @@ async def serve_admin(engine_client: EngineClient) -> None:
 
 
 def _open(host: str, port: int) -> socket.socket | None:
-    """The listening socket, or None while somebody else has the port."""
+    """The listening socket, or None while another process has the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -156,7 +156,7 @@ def _open(host: str, port: int) -> socket.socket | None:
 
 
 class _Server(uvicorn.Server):
-    """Without hands on the process's signals, which are Ray's."""
+    """Leaves the process's signals to Ray."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What an ingress tells of requests whose model was chosen for them, once a second."""
+"""Reports to the controller about requests whose model the cluster chose, once a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.request.cluster_client import Cluster
 from serve_app.request.sequence_request import SequenceRequest
 
 SAMPLED_EVERY = 8
-"""One of so many greedy answers is sent along, to be read again at full depth."""
+"""One of so many greedy answers is sent along, to be scored again at full depth."""
 MAX_SAMPLED_TOKENS = 1024
 MAX_WAITING = 4096
 """Reports that a controller which is away does not get; the oldest are dropped."""
@@ -27,14 +27,14 @@ class AutoReports:
         self._num_greedy = 0
 
     def admitted(self, sequence: SequenceRequest, profile: str | None) -> None:
-        """A sequence was let in, perhaps as a part of a replica's profile."""
+        """Report an admitted sequence that is part of a replica's profile."""
         self._lost(sequence)
         sequence.profile = profile
         if profile is not None:
             self._waiting.append(AutoReport("started", profile))
 
     def ended(self, sequence: SequenceRequest, arrived_s: float) -> None:
-        """A sequence is over, well or not; told once."""
+        """Report a sequence that is over, well or not; once."""
         spans, first_s = sequence.spans, sequence.first_token_s
         if sequence.finish is None or first_s is None or not spans or sequence.replica is None:
             self._lost(sequence)
@@ -82,7 +82,7 @@ class AutoReports:
         return self._num_greedy % SAMPLED_EVERY == 1
 
     async def send(self) -> None:
-        """Tell the controller what is new; what cannot be told now is told later."""
+        """Send new reports to the controller; those that cannot be sent now are sent later."""
         if not self._waiting:
             return
         reports, self._waiting = self._waiting[-MAX_WAITING:], []

@@ -1,4 +1,4 @@
-"""What one ingress counts of its clients, and what it shows of the replicas' present."""
+"""Metrics of one ingress: what its clients experience, and the replicas' load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECOVERY_RESULTS = ("recovered", "adopted", "failed")
 
 
 class IngressMetrics:
-    """What one ingress counts, end to end as its clients see it."""
+    """Counters of one ingress, end to end as its clients see it."""
 
     def __init__(self, source: str) -> None:
         r = self.registry = Registry(source)
@@ -160,16 +160,16 @@ VIEW_GAUGES = {
 
 
 def view_gauges(view: ClusterView) -> bytes:
-    """Return what routers read of each replica's present, under the names they know.
+    """Return the gauges of each replica that routers read, under the names they know.
 
-    Whoever answers a scrape renders them from its view, so each series exists once.
+    The ingress that answers a scrape renders them from its view, so each series exists once.
     """
     families = {name: Family("gauge", text, {}) for name, text in VIEW_GAUGES.items()}
     for snapshot in view.snapshots:
         info = snapshot.info
         depth_class = info.depth_class
-        said = (str(depth_class.depth), depth_class.model, info.name, info.role.value)
-        labels = tuple(zip(VIEW_LABELS, said, strict=True))
+        given = (str(depth_class.depth), depth_class.model, info.name, info.role.value)
+        labels = tuple(zip(VIEW_LABELS, given, strict=True))
         values = (
             snapshot.num_running,
             snapshot.num_waiting,

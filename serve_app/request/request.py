@@ -65,7 +65,7 @@ class Request:
         prompt_texts: The prompts as text; decoded from the ids where the client sent ids and wants
             echo, else empty for those.
         n: Sequences per prompt; number `k` of prompt `p` has index `p · n + k`.
-        sampling: Shared by all sequences; a sequence's index tells their random keys apart.
+        sampling: Shared by all sequences; their random keys differ by index.
         stop: Stop strings.
         echo: The answer begins with the prompt.
         is_auto: `model` is only the first choice: the cluster may take another.
@@ -81,7 +81,7 @@ class Request:
         arrived_s: When it was opened, monotonic.
         ended_s: When the last sequence ended, monotonic; None while it runs.
         num_kept_tokens: Of prompts and answers, once it ended.
-        abandoned_s: Since when nobody reads, monotonic; None while somebody does.
+        abandoned_s: Since when it has no reader, monotonic; None while it has one.
         deadline_timer: Ends the request at its deadline.
         span: Of its trace; None where it is not traced.
     """

@@ -45,7 +45,7 @@ class SequenceRequest:
         is_ours: Its replica knows it as this ingress's; not while it is being adopted.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
         may_begin: Whether it may be begun from its prompt. False where the client has a part of it
-            already, and could not tell another answer from the same.
+            already, and could not notice that the answer is another one.
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
