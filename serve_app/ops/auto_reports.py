@@ -8,7 +8,7 @@ from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError
-from serve_app.request.cluster_client import Cluster
+from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.sequence_request import SequenceRequest
 
 SAMPLED_EVERY = 8
@@ -21,7 +21,7 @@ MAX_WAITING = 4096
 class AutoReports:
     """The reports of one ingress."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterClient) -> None:
         self._cluster = cluster
         self._waiting: list[AutoReport] = []
         self._num_greedy = 0

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from quadriga.clock import Clock
 from quadriga.core.output import PollReply
@@ -37,50 +37,8 @@ UNREACHABLE = "unreachable"
 ENDED_PAUSE_S = 0.25
 
 
-class Cluster(Protocol):
-    """The actors, by name. Raises: QuadrigaError only."""
-
-    async def admit(self, request: AdmitRequest) -> Admission: ...
-
-    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None: ...
-
-    async def directory(self) -> ClusterView: ...
-
-    async def submit(self, replica: str, state: SequenceState) -> None: ...
-
-    async def cancel(
-        self, replica: str, sequence_ids: Sequence[str], ingress_id: str | None
-    ) -> None:
-        """Have sequences freed that belong to this ingress; None: to any."""
-
-    async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
-        """Those of the sequences that the replica has."""
-
-    async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
-        """Those of the sequences that still run, with their replicas."""
-
-    async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
-        """Have a sequence's tokens sent here, from the first on; False where it is not there."""
-
-    async def poll(
-        self, replica: str, ingress_id: str, ack: int, timeout_s: float
-    ) -> PollReply: ...
-
-    async def heartbeat(self, ingress_id: str, replicas: Sequence[str]) -> None: ...
-
-    async def push_metrics(self, source: str, families: bytes) -> None: ...
-
-    async def metrics(self) -> bytes: ...
-
-    async def operators_view(self) -> dict[str, Any]: ...
-
-    async def auto_reports(self, reports: Sequence[AutoReport]) -> None: ...
-
-    async def history(self) -> dict[str, Any] | None: ...
-
-
-class RayCluster:
-    """The actors of one application as named Ray actors.
+class ClusterClient:
+    """The named Ray actors of one application. Every method raises QuadrigaError only.
 
     Args:
         app_name: `QuadrigaConfig.name`; scheduler and controller are called after it.
@@ -117,21 +75,25 @@ class RayCluster:
     async def cancel(
         self, replica: str, sequence_ids: Sequence[str], ingress_id: str | None
     ) -> None:
+        """Have sequences freed that belong to this ingress; None: to any."""
         await self._call(replica, "cancel", list(sequence_ids), ingress_id)
 
     async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
+        """Those of the sequences that the replica has."""
         held: list[str] = await self._call(
             replica, "holding", list(sequence_ids), deadline_s=HOLDING_TIMEOUT_S
         )
         return held
 
     async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
+        """Those of the sequences that still run, with their replicas."""
         found: list[ResumableSequence] = await self._call(
             self._scheduler, "find_resumable", list(claims), deadline_s=SCHEDULER_TIMEOUT_S
         )
         return found
 
     async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
+        """Have a sequence's tokens sent here, from the first on; False where it is not there."""
         is_there: bool = await self._call(
             replica, "adopt", sequence_id, ingress_id, deadline_s=HOLDING_TIMEOUT_S
         )
@@ -232,7 +194,7 @@ class ClusterStateCache:
         max_age_s: An older view does not show that the cluster is ready.
     """
 
-    def __init__(self, cluster: Cluster, clock: Clock, *, max_age_s: float) -> None:
+    def __init__(self, cluster: ClusterClient, clock: Clock, *, max_age_s: float) -> None:
         self._cluster = cluster
         self._clock = clock
         self._max_age_s = max_age_s
@@ -302,7 +264,7 @@ class CancellationBatcher:
     Cancellations free rows and are sent at once; ended sequences are sent `ENDED_PAUSE_S` later.
     """
 
-    def __init__(self, cluster: Cluster, tasks: Tasks, ingress_id: str) -> None:
+    def __init__(self, cluster: ClusterClient, tasks: Tasks, ingress_id: str) -> None:
         self._cluster = cluster
         self._ingress_id = ingress_id
         self._tasks = tasks
@@ -375,7 +337,7 @@ def own_actor() -> str:
     return ray.get_runtime_context().get_actor_name() or ""
 
 
-async def unowned(cluster: Cluster, sequences: Sequence[SequenceRequest]) -> list[str]:
+async def unowned(cluster: ClusterClient, sequences: Sequence[SequenceRequest]) -> list[str]:
     """Ask all owners for these sequences; return the ids of those that none has any more.
 
     Where a replica does not answer, it counts as having its sequences: `silent_replicas` judges
@@ -396,7 +358,7 @@ async def unowned(cluster: Cluster, sequences: Sequence[SequenceRequest]) -> lis
     ]
 
 
-async def _held(cluster: Cluster, replica: str, sequence_ids: list[str]) -> Sequence[str]:
+async def _held(cluster: ClusterClient, replica: str, sequence_ids: list[str]) -> Sequence[str]:
     try:
         return await cluster.holding(replica, sequence_ids)
     except ReplicaDied as exc:

@@ -34,7 +34,7 @@ from serve_app.openai.models import ModelDirectory
 from serve_app.ops.auto_reports import AutoReports
 from serve_app.ops.metrics import IngressMetrics, view_gauges
 from serve_app.ops.tasks import Tasks
-from serve_app.request.cluster_client import Cluster, ClusterStateCache
+from serve_app.request.cluster_client import ClusterClient, ClusterStateCache
 from serve_app.request.request import Request, caller_fingerprints, resume_claims
 from serve_app.request.request_manager import RequestManager
 from serve_app.request.resumption import RequestStore
@@ -74,7 +74,7 @@ class EngineClient:
         config: QuadrigaConfig,
         models: ModelDirectory,
         keys: ApiKeys,
-        cluster: Cluster,
+        cluster: ClusterClient,
         *,
         ingress_id: str,
         clock: Clock | None = None,

@@ -17,7 +17,7 @@ from quadriga.core.routing import ClusterView
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.policies.liveness import is_stalled, patience_s
 from serve_app.ops.metrics import IngressMetrics
-from serve_app.request.cluster_client import UNREACHABLE, Cluster
+from serve_app.request.cluster_client import UNREACHABLE, ClusterClient
 
 logger = logging.getLogger("quadriga.ingress")
 
@@ -68,7 +68,7 @@ class OutputPoller:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         ingress_id: str,
         sink: OutputSink,
         metrics: IngressMetrics,

@@ -29,7 +29,7 @@ from serve_app.ops.metrics import IngressMetrics
 from serve_app.ops.tasks import Tasks
 from serve_app.request.cluster_client import (
     CancellationBatcher,
-    Cluster,
+    ClusterClient,
     ClusterStateCache,
     unowned,
 )
@@ -68,7 +68,7 @@ class RequestManager:
     def __init__(
         self,
         config: QuadrigaConfig,
-        cluster: Cluster,
+        cluster: ClusterClient,
         cluster_state: ClusterStateCache,
         tasks: Tasks,
         metrics: IngressMetrics,

@@ -9,10 +9,10 @@ import pytest
 
 from quadriga.errors import ReplicaDied, ReplicaError
 from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
-from serve_app.request.cluster_client import RayCluster
+from serve_app.request.cluster_client import ClusterClient
 
 
-class Beats(RayCluster):
+class Beats(ClusterClient):
     """Notes who is called; each call takes as long as it is told to, by the clock alone."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
