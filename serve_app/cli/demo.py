@@ -22,7 +22,7 @@ from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.ports import free_port
-from quadriga.training.tasks import TASKS, Example, check, make_example
+from quadriga.tasks import TASKS, Example, check, make_example
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.arguments import ServeParser
 from serve_app.cli.launch import Addresses
