@@ -89,7 +89,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
 }  # fmt: skip
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class _CommandHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the defaults that there are, what a value is, and examples as they are written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -178,7 +178,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser = _Parser(
         prog=f"python -m loadgen {' '.join(name)}",
         description=COMMANDS[name].help,
-        formatter_class=_HelpFormatter,
+        formatter_class=_CommandHelp,
     )
     module.add_arguments(parser)
     args = parser.parse_args(words[len(name) :])

@@ -15,15 +15,15 @@ from loadgen.comparison.comparable import load_differences, setting_differences
 from loadgen.comparison.plots import write_compare_plots
 from loadgen.comparison.report import Sides, print_comparison
 from loadgen.comparison.runs import (
+    ComparedFigure,
     Method,
-    Row,
     compare,
     num_figures,
     slo_of,
 )
 from loadgen.options import number, number_from, whole
 from loadgen.report import provenance
-from loadgen.report.metrics import Slo
+from loadgen.report.metrics import LoadSlo
 from loadgen.report.output import folder_to_write, output_folder
 from loadgen.report.results import read_results
 from quadriga.errors import ConfigError
@@ -156,9 +156,9 @@ def split_sides(words: Sequence[str]) -> tuple[list[Path], list[Path]]:
 def _write(
     folder: Path,
     sides: Sides,
-    rows: Sequence[Row],
+    rows: Sequence[ComparedFigure],
     reasons: Sequence[str],
-    slo: Slo,
+    slo: LoadSlo,
     method: Method,
 ) -> None:
     a, b = (

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from loadgen.load.sessions import Span
+from loadgen.load.sessions import WholeRange
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
@@ -79,13 +79,13 @@ def whole(minimum: int, maximum: int = UNLIMITED) -> Callable[[str], int]:
     return whole_number
 
 
-def span(minimum: int, maximum: int) -> Callable[[str], Span]:
+def span(minimum: int, maximum: int) -> Callable[[str], WholeRange]:
     """Return an argparse type: `N` or `LOW-HIGH`, whole numbers in range."""
     bound = whole(minimum, maximum)
 
-    def parse(text: str) -> Span:
+    def parse(text: str) -> WholeRange:
         low, dash, high = text.partition("-")
-        found = Span(bound(low), bound(high if dash else low))
+        found = WholeRange(bound(low), bound(high if dash else low))
         if found.low > found.high:
             raise argparse.ArgumentTypeError(f"{text!r}: {found.low} is above {found.high}")
         return found

@@ -42,7 +42,7 @@ ASSUMPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """One model at one depth.
 
     Attributes:
@@ -138,13 +138,13 @@ def find_sizes(name: str) -> tuple[ModelSizes, tuple[int, ...]]:
 
 def plan_row(
     name: str, sizes: ModelSizes, depth: int, *, device_bytes: float, context: int, value_bytes: int
-) -> Row:
+) -> PlanRow:
     """One row. Raises: ConfigError when the depth is outside the model."""
     room = device_bytes - sizes.weight_bytes(depth, value_bytes)
     full_room = device_bytes - sizes.weight_bytes(sizes.num_layers, value_bytes)
     kv = sizes.kv_bytes_per_token(depth, value_bytes)
     full_kv = sizes.kv_bytes_per_token(sizes.num_layers, value_bytes)
-    return Row(
+    return PlanRow(
         model=name,
         depth=depth,
         num_layers=sizes.num_layers,
@@ -190,7 +190,7 @@ def saved_gib() -> list[tuple[str, int, float, float]]:
     return found
 
 
-def _rows(name: str, args: argparse.Namespace) -> list[Row]:
+def _rows(name: str, args: argparse.Namespace) -> list[PlanRow]:
     sizes, exits = find_sizes(name)
     if args.context > sizes.max_positions:
         raise ConfigError(
@@ -211,7 +211,7 @@ def _rows(name: str, args: argparse.Namespace) -> list[Row]:
     ]  # fmt: skip
 
 
-def _print_rows(console: Console, rows: Sequence[Row], args: argparse.Namespace) -> None:
+def _print_rows(console: Console, rows: Sequence[PlanRow], args: argparse.Namespace) -> None:
     memory = f"{args.devices} × {args.device_gib:g} GiB"
     table = Table(title=f"{memory}, {args.dtype}, {args.context} tokens a sequence")
     columns = ("model", "layers", "weights GiB", "KV KiB/token", "largest batch", "over full depth")

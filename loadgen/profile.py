@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from loadgen.model_costs.depth import Job
+from loadgen.model_costs.depth import DepthJob
 from loadgen.model_costs.exits import ExitRecord
 from loadgen.model_costs.subprocesses import END_TIMEOUT_S, python_process, read_line
 from loadgen.options import number, whole
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         bar = progress.add_task("profile", total=total)
         for name, model, depths in jobs:
             with tempfile.TemporaryDirectory(prefix="quadriga-profile-") as folder:
-                base = Job(
+                base = DepthJob(
                     model=model.source,
                     depth=0,
                     batches=batches,
@@ -164,7 +164,7 @@ def _depths(model: CatalogueModel, only: Sequence[int] | None) -> list[int]:
     return sorted(set(only)) if only else list(model.exit_depths)
 
 
-def _measure(job: Job, progress: Progress, bar: Any) -> Result:
+def _measure(job: DepthJob, progress: Progress, bar: Any) -> Result:
     """Run one job in a fresh process. Raises: ConfigError when it ends or falls silent."""
     with python_process(["-m", "loadgen.model_costs.depth", json.dumps(asdict(job))]) as process:
         while True:

@@ -25,11 +25,11 @@ from loadgen.ramps.levels import Ramp, check_concurrency
 from loadgen.ramps.report import one_line, print_ramp, write_ramp_plot
 from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of
 from loadgen.report import run_report as report
-from loadgen.report.metrics import Slo, summarise
+from loadgen.report.metrics import LoadSlo, summarise
 from loadgen.report.output import output_folder
 from loadgen.report.plots import write_plots
 from loadgen.report.progress import progress_bar
-from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
 from loadgen.stage import Stage, open_stage, print_failures
 from quadriga.errors import ConfigError
 
@@ -164,7 +164,7 @@ def read_ramp(args: argparse.Namespace) -> tuple[Ramp, Arrivals, Goal]:
         settle_s=settle_s,
         users="requests" if args.sessions is None else "conversations",
     )
-    goal = Goal(Slo(args.slo_ttft_s, args.slo_tpot_s), args.slo_share)
+    goal = Goal(LoadSlo(args.slo_ttft_s, args.slo_tpot_s), args.slo_share)
     return ramp, _process(args.arrivals), goal
 
 
@@ -253,7 +253,7 @@ class _Driver:
                 stage.client,
                 stage.target.model,
                 stage.judgement,
-                RunOptions(None if is_open else len(places_s), place_opens_s=places_s),
+                LoadOptions(None if is_open else len(places_s), place_opens_s=places_s),
                 live,
                 follow=stage.load.follow,
                 observer=self.watch,

@@ -14,11 +14,11 @@ from loadgen.load.arrivals import Arrivals, parse_arrivals
 from loadgen.load.scenario import describe
 from loadgen.load_options import add_arguments
 from loadgen.report import run_report as report
-from loadgen.report.metrics import Slo, Summary, summarise
+from loadgen.report.metrics import LoadSlo, LoadSummary, summarise
 from loadgen.report.output import output_folder
 from loadgen.report.plots import write_plots
 from loadgen.report.progress import progress_bar
-from loadgen.runner import Live, RunOptions, RunResult, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, run_load
 from loadgen.stage import open_stage, print_failures
 
 __all__ = ["add_arguments", "run"]
@@ -51,14 +51,14 @@ async def _run(
     console: Console,
     folder: Path,
     earlier: EarlierAnswers | None,
-) -> tuple[RunResult, Summary]:
+) -> tuple[RunResult, LoadSummary]:
     live = Live()
     async with open_stage(args, arrivals, live) as stage:
         load = stage.load
         if earlier is not None:
             earlier.check(load.fingerprint(), stage.target.model)
         live.num_requests = load.num_requests
-        options = RunOptions(arrivals.concurrency, args.honour_retry_after)
+        options = LoadOptions(arrivals.concurrency, args.honour_retry_after)
         async with progress_bar(console, live, enabled=not args.no_progress):
             result = await run_load(
                 load.specs,
@@ -74,6 +74,6 @@ async def _run(
             num_same = earlier.compare(result.records)
             console.print(f"answers as in {earlier.path}: {num_same:,} of {len(result.records):,}")
     unsent = {} if load.dialogues is None else dict(load.dialogues.unsent)
-    summary = summarise(result, Slo(args.slo_ttft_s, args.slo_tpot_s), unsent=unsent)
+    summary = summarise(result, LoadSlo(args.slo_ttft_s, args.slo_tpot_s), unsent=unsent)
     report.write_results(folder, stage.header("run", result), result, summary)
     return result, summary

@@ -98,7 +98,7 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
+class LoadOptions:
     """How a load is driven.
 
     Attributes:
@@ -145,7 +145,7 @@ async def run_load(
     client: LoadClient,
     model: str,
     judge: Judge,
-    options: RunOptions,
+    options: LoadOptions,
     live: Live,
     *,
     follow: Follow | None = None,
@@ -165,7 +165,7 @@ async def run_load(
         stop: Once set nothing more is sent; what is in flight goes on to its end.
     """
     raise_file_limit()
-    run = _Run(client, model, judge, options, live, follow, observer, stop)
+    run = _LoadRun(client, model, judge, options, live, follow, observer, stop)
     cpu_start_s = time.process_time()
     try:
         if (places_s := options.places_s) is None:
@@ -182,13 +182,13 @@ async def run_load(
 
 
 @dataclass(slots=True)
-class _Run:
+class _LoadRun:
     """State of one run."""
 
     client: LoadClient
     model: str
     judge: Judge
-    options: RunOptions
+    options: LoadOptions
     live: Live
     follow: Follow | None
     observer: Observer | None

@@ -40,7 +40,7 @@ from loadgen.simulation.loads import (
 )
 from loadgen.simulation.loads import trace_load as load_of_trace
 from loadgen.simulation.plots import write_run_plot
-from loadgen.simulation.report import COMPLETE, Outcome
+from loadgen.simulation.report import COMPLETE, SimOutcome
 from quadriga.errors import ConfigError
 from quadriga.sim.config import Failure, SimConfig
 from quadriga.sim.policies import POLICY_NAMES, make_policy
@@ -266,7 +266,7 @@ def _simulate(
     config: SimConfig,
     slo: Slo,
     console: Console,
-) -> Outcome:
+) -> SimOutcome:
     """Run one policy; a run that is broken off has what came of it until then.
 
     Raises:
@@ -297,9 +297,11 @@ def _simulate(
     )
     started_s = time.perf_counter()
 
-    def outcome(ended: str) -> Outcome:
+    def outcome(ended: str) -> SimOutcome:
         summary = summary_of(simulation.result, load, slo, from_s=args.warm_up_s)
-        return Outcome(policy, simulation.result, summary, ended, time.perf_counter() - started_s)
+        return SimOutcome(
+            policy, simulation.result, summary, ended, time.perf_counter() - started_s
+        )
 
     try:
         with progress:
@@ -347,7 +349,7 @@ def _path(
     return Path(args.out / f"{name}-{digest}{part}.json")
 
 
-def _write(args: argparse.Namespace, outcome: Outcome, load: SimLoad, slo: Slo) -> Path:
+def _write(args: argparse.Namespace, outcome: SimOutcome, load: SimLoad, slo: Slo) -> Path:
     """Write a run's raw figures, and its plot where it is complete."""
     path = _path(args, load, slo, outcome.policy, outcome.ended)
     config = _config(args, load, slo, outcome.policy)

@@ -23,7 +23,7 @@ from loadgen.load.scenario import (
 )
 from loadgen.options import api_key
 from loadgen.report import run_report as report
-from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
 from loadgen.wire.capture import LoadClient
 from loadgen.wire.client_http import HttpClient, parse_url
@@ -108,7 +108,7 @@ async def _warm_up(stage: Stage) -> None:
     if not specs:
         return
     specs = [replace(spec, index=index, arrival_s=0.0) for index, spec in enumerate(specs)]
-    options = RunOptions(concurrency=1, honour_refusals=WARM_UP_REFUSALS)
+    options = LoadOptions(concurrency=1, honour_refusals=WARM_UP_REFUSALS)
     result = await run_load(
         specs, stage.client, stage.target.model, stage.judgement, options, Live()
     )

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from loadgen.model_costs.subprocesses import python_process, read_line
 from loadgen.options import whole
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line, show
 from quadriga.checkpoint.folder import read_checkpoint
 
 WORKER_TIMEOUT_S = 600.0
@@ -45,31 +43,27 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = read_checkpoint(args.checkpoint)
     depths = [*checkpoint.exits.layers, checkpoint.num_layers]
     rows = [_ask(args, {"depth": depth}) for depth in depths]
-    console = Console()
-    console.print(_depth_table(checkpoint.id, rows))
+    show(rows, DEPTH_COLUMNS, title=f"{checkpoint.id} by depth")
     changes: list[dict[str, Any]] = []
     if len(depths) > 1:
         changes = _ask(args, {"changes": args.changes})["changes"]
-        console.print(_change_table(changes))
+        show(changes, CHANGE_COLUMNS, title="changing it while a batch decodes")
     first, last = rows[0], rows[-1]
-    line = {
-        "experiment": "bench depth",
-        "headline": {
+    print_line(
+        "bench depth",
+        headline={
             "load_time_share": round(first["load_s"] / last["load_s"], 3),
             "memory_share": round(first["memory_bytes"] / last["memory_bytes"], 3),
             "capacity_ratio": round(first["capacity_tokens"] / last["capacity_tokens"], 3),
             "throughput_ratio": round(first["tokens_per_s"] / last["tokens_per_s"], 3),
             "longest_take_ms": max((c["take_ms"] for c in changes), default=None),
         },
-        "checkpoint": checkpoint.id,
-        "settings": {k: v for k, v in vars(args).items() if isinstance(v, int)},
-        "depths": rows,
-        "changes": changes,
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions("torch", "safetensors"),
-    }
-    print(json.dumps(line))
+        checkpoint=checkpoint.id,
+        settings={k: v for k, v in vars(args).items() if isinstance(v, int)},
+        depths=rows,
+        changes=changes,
+        packages=("torch", "safetensors"),
+    )
     return 0
 
 
@@ -85,37 +79,21 @@ def _ask(args: argparse.Namespace, task: dict[str, int]) -> dict[str, Any]:
     return answer
 
 
-def _depth_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"{name} by depth")
-    columns = ("layers", "load ms", "memory MiB", "weights MiB", "KV B/token", "room", "tokens/s")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["depth"]),
-            f"{1e3 * row['load_s']:.0f}",
-            f"{row['memory_bytes'] / 2**20:.1f}",
-            f"{row['weight_bytes'] / 2**20:.1f}",
-            str(row["kv_bytes_per_token"]),
-            str(row["capacity_tokens"]),
-            f"{row['tokens_per_s']:.0f}",
-        )
-    return table
-
-
-def _change_table(changes: list[dict[str, Any]]) -> Table:
-    table = Table(title="changing it while a batch decodes")
-    columns = ("from", "to", "load ms", "take ms", "step ms", "longest step ms", "memory MiB")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for c in changes:
-        table.add_row(
-            str(c["before"]),
-            str(c["after"]),
-            "" if c["load_s"] is None else f"{1e3 * c['load_s']:.0f}",
-            f"{c['take_ms']:.2f}",
-            f"{c['step_ms']:.2f}",
-            f"{c['longest_step_ms']:.2f}",
-            f"{c['memory_change_bytes'] / 2**20:+.1f}",
-        )
-    return table
+DEPTH_COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "layers": lambda r: r["depth"],
+    "load ms": lambda r: f"{1e3 * r['load_s']:.0f}",
+    "memory MiB": lambda r: f"{r['memory_bytes'] / 2**20:.1f}",
+    "weights MiB": lambda r: f"{r['weight_bytes'] / 2**20:.1f}",
+    "KV B/token": lambda r: r["kv_bytes_per_token"],
+    "room": lambda r: r["capacity_tokens"],
+    "tokens/s": lambda r: f"{r['tokens_per_s']:.0f}",
+}
+CHANGE_COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "from": lambda c: c["before"],
+    "to": lambda c: c["after"],
+    "load ms": lambda c: None if c["load_s"] is None else f"{1e3 * c['load_s']:.0f}",
+    "take ms": lambda c: f"{c['take_ms']:.2f}",
+    "step ms": lambda c: f"{c['step_ms']:.2f}",
+    "longest step ms": lambda c: f"{c['longest_step_ms']:.2f}",
+    "memory MiB": lambda c: f"{c['memory_change_bytes'] / 2**20:+.1f}",
+}

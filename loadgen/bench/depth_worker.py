@@ -60,7 +60,7 @@ def make_spec(order: dict[str, Any], depth: int) -> EngineSpec:
     )
 
 
-class Batch:
+class SteppedBatch:
     """Sequences that decode in step, every token through all that is loaded."""
 
     def __init__(self, runner: NativeRunner, order: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def one_depth(order: dict[str, Any]) -> dict[str, Any]:
     load_s = time.perf_counter() - started_s
     loaded = memory_bytes() - before
     weights = runner.weights
-    batch = Batch(runner, order)
+    batch = SteppedBatch(runner, order)
     for _ in range(min(4, order["steps"])):
         batch.step()
     times = [batch.step() for _ in range(order["steps"])]
@@ -136,14 +136,14 @@ def changing(order: dict[str, Any]) -> dict[str, Any]:
     shallow = runner.depths[0]
     changes = []
     for _ in range(order["changes"]):
-        batch = Batch(runner, order)
+        batch = SteppedBatch(runner, order)
         changes.append(_drop(runner, batch, shallow, order["steps"]))
         changes.append(_grow(runner, batch, full, order["steps"]))
         batch.leave()
     return {"changes": changes}
 
 
-def _drop(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[str, Any]:
+def _drop(runner: NativeRunner, batch: SteppedBatch, depth: int, steps: int) -> dict[str, Any]:
     times = [batch.step() for _ in range(steps // 2)]
     before, memory = runner.num_layers, memory_bytes()
     take_ms = _timed_ms(lambda: batch.loop.decode.depth.drop_to(depth))
@@ -159,7 +159,7 @@ def _drop(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[st
     }
 
 
-def _grow(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[str, Any]:
+def _grow(runner: NativeRunner, batch: SteppedBatch, depth: int, steps: int) -> dict[str, Any]:
     """Load on another thread while this one decodes, as a replica does."""
     quiet = [batch.step() for _ in range(steps // 2)]
     before, memory = runner.num_layers, memory_bytes()

@@ -12,17 +12,14 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
-from rich.table import Table
-
 from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.model_costs.subprocesses import python_process, read_line
 from loadgen.options import whole
-from loadgen.report import provenance
-from loadgen.runner import Live, RunOptions, now_s, run_load
+from loadgen.report.experiment import print_line, show
+from loadgen.runner import Live, LoadOptions, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.capture import LoadClient
 from loadgen.wire.client_grpc import GrpcClient
@@ -34,7 +31,7 @@ PROMPT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class TransportCapacity:
     """What one transport can take.
 
     Attributes:
@@ -62,28 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure both transports; fails when a response does."""
     capacities = [_measure(transport, args) for transport in ("http", "grpc")]
-    table = Table(title=f"generator, {args.concurrency} streams at once")
-    for column in ("transport", "tokens/s", "µs CPU/token reading", "µs CPU/token judging"):
-        table.add_column(column, justify="right")
-    for capacity in capacities:
-        table.add_row(
-            capacity.transport,
-            f"{capacity.tokens_per_s:,.0f}",
-            f"{capacity.read_us:.2f}",
-            f"{capacity.judge_us:.2f}",
-        )
-    Console().print(table)
-    line = {
-        "bench": "generator",
-        "capacities": [asdict(capacity) for capacity in capacities],
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-    }
-    print(json.dumps(line))
+    show(
+        capacities,
+        {
+            "transport": lambda c: c.transport,
+            "tokens/s": lambda c: f"{c.tokens_per_s:,.0f}",
+            "µs CPU/token reading": lambda c: f"{c.read_us:.2f}",
+            "µs CPU/token judging": lambda c: f"{c.judge_us:.2f}",
+        },
+        title=f"generator, {args.concurrency} streams at once",
+    )
+    print_line("bench generator", capacities=[asdict(capacity) for capacity in capacities])
     return 0
 
 
-def _measure(transport: str, args: argparse.Namespace) -> Capacity:
+def _measure(transport: str, args: argparse.Namespace) -> TransportCapacity:
     words = ["-m", "loadgen.bench.fake_service.server", "--grpc"]
     words += ["--tokens-per-write", str(args.tokens_per_write)]
     with python_process(words) as process:
@@ -91,7 +81,9 @@ def _measure(transport: str, args: argparse.Namespace) -> Capacity:
         return run_event_loop(lambda: _load(transport, addresses, args))
 
 
-async def _load(transport: str, addresses: dict[str, str], args: argparse.Namespace) -> Capacity:
+async def _load(
+    transport: str, addresses: dict[str, str], args: argparse.Namespace
+) -> TransportCapacity:
     specs = [
         RequestSpec(
             index=index,
@@ -112,7 +104,7 @@ async def _load(transport: str, addresses: dict[str, str], args: argparse.Namesp
         close = None
     judgement = Judgement(Target("fake", None))
     try:
-        options = RunOptions(concurrency=args.concurrency)
+        options = LoadOptions(concurrency=args.concurrency)
         start_cpu_s = time.process_time()
         result = await run_load(specs, client, "fake", judgement, options, Live())
         judge_cpu_s = time.process_time() - start_cpu_s - result.cpu_s
@@ -123,7 +115,7 @@ async def _load(transport: str, addresses: dict[str, str], args: argparse.Namesp
     if failed:
         raise RuntimeError(f"a response of the fake service failed: {failed[0].verdict.faults}")
     tokens = args.requests * args.tokens
-    return Capacity(
+    return TransportCapacity(
         transport=transport,
         tokens_per_write=args.tokens_per_write,
         tokens=tokens,

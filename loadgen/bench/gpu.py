@@ -26,7 +26,7 @@ import torch
 
 from loadgen.bench.engines.floor import model_costs
 from loadgen.bench.engines.offline import engine_spec, run_offline
-from loadgen.bench.engines.workloads import Request, Workload
+from loadgen.bench.engines.workloads import Workload, WorkloadRequest
 from loadgen.report import provenance
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.engine import load_runner
@@ -49,7 +49,7 @@ Generate = Callable[[Workload], list[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GpuOptions:
     """What is measured, on what."""
 
     device: torch.device
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --device cpu measures the CPU engine")
     dtype = args.dtype if args.device == "cuda" else "float32"
-    options = Options(
+    options = GpuOptions(
         torch.device(args.device), dtype, args.prompt_tokens, args.output_tokens, args.rounds,
         args.memory_share,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(checkpoint: Checkpoint, batches: Sequence[int], options: Options) -> None:
+def _measure(checkpoint: Checkpoint, batches: Sequence[int], options: GpuOptions) -> None:
     origin = {
         "benchmark": "gpu",
         "checkpoint": checkpoint.id,
@@ -123,7 +123,7 @@ def _contestant(
     forms: dict[str, dict[str, Any]],
     checkpoint: Checkpoint,
     num_rows: int,
-    options: Options,
+    options: GpuOptions,
 ) -> Iterator[Generate]:
     """What generates; its memory is free again afterwards."""
     if name == "transformers":
@@ -149,7 +149,7 @@ def _contestant(
         torch.cuda.empty_cache()
 
 
-def _transformers(checkpoint: Checkpoint, options: Options) -> Generate:
+def _transformers(checkpoint: Checkpoint, options: GpuOptions) -> Generate:
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -171,7 +171,7 @@ def _transformers(checkpoint: Checkpoint, options: Options) -> Generate:
 
 
 def _time(
-    generate: Generate, workload: Workload, options: Options
+    generate: Generate, workload: Workload, options: GpuOptions
 ) -> tuple[float, list[list[int]]]:
     """Median seconds of the rounds, and the tokens; tokens are on the host when it returns."""
     tokens = generate(workload)  # warm-up: the same shapes
@@ -183,13 +183,13 @@ def _time(
     return statistics.median(times), tokens
 
 
-def _workload(checkpoint: Checkpoint, batch: int, options: Options) -> Workload:
+def _workload(checkpoint: Checkpoint, batch: int, options: GpuOptions) -> Workload:
     rng = random.Random(batch)
     prompts = [
         [rng.randrange(3, checkpoint.vocab_size) for _ in range(options.prompt_tokens)]
         for _ in range(batch)
     ]
-    requests = [Request(prompt, options.output_tokens) for prompt in prompts]
+    requests = [WorkloadRequest(prompt, options.output_tokens) for prompt in prompts]
     return Workload(f"batch-{batch}", batch, requests)
 
 
@@ -202,7 +202,7 @@ def _agreement(tokens: list[list[int]], known: list[list[int]]) -> float:
     return same / sum(len(t) for t in known)
 
 
-def _floor_bytes(checkpoint: Checkpoint, batch: int, options: Options) -> float:
+def _floor_bytes(checkpoint: Checkpoint, batch: int, options: GpuOptions) -> float:
     """Bytes that decoding must read: per step the weights, and the KV of every sequence."""
     costs = model_costs(checkpoint.path)
     context = options.prompt_tokens + options.output_tokens / 2

@@ -10,17 +10,14 @@ thread counts, so that a busy machine does not spoil the fit. The numbers go int
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from loadgen.model_costs.timing import decode_step_s, prefill_s
 from loadgen.options import whole
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line, show
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (16, 128, 384)
@@ -67,20 +64,16 @@ def run(args: argparse.Namespace) -> int:
         np.array([(1.0, n, n * n) for n, _ in prefills]), np.array([s for _, s in prefills])
     )
     _print(steps, prefills, step, prefill)
-    line = {
-        "bench": "profile",
-        "model": checkpoint.id,
-        "step": dict(zip(("base_s", "per_sequence_s", "per_token_s"), step.coefficients,
-                         strict=True)),
-        "prefill": dict(zip(("base_s", "per_token_s", "per_pair_s"), prefill.coefficients,
-                            strict=True)),
-        "mean_error": {"step": step.mean_error, "prefill": prefill.mean_error},
-        "steps": steps,
-        "prefills": prefills,
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-    }  # fmt: skip
-    print(json.dumps(line))
+    names = ("base_s", "per_sequence_s", "per_token_s"), ("base_s", "per_token_s", "per_pair_s")
+    print_line(
+        "bench profile",
+        model=checkpoint.id,
+        step=dict(zip(names[0], step.coefficients, strict=True)),
+        prefill=dict(zip(names[1], prefill.coefficients, strict=True)),
+        mean_error={"step": step.mean_error, "prefill": prefill.mean_error},
+        steps=steps,
+        prefills=prefills,
+    )
     return 0
 
 
@@ -110,13 +103,15 @@ def _print(
     step: Fit,
     prefill: Fit,
 ) -> None:
-    table = Table(title="processor time of one thread, ms: measured / fitted")
-    for column in ("sequences", "context tokens", "measured", "fitted"):
-        table.add_column(column, justify="right")
-    for b, n, seconds in steps:
-        fitted = float(np.dot((1.0, b, n), step.coefficients))
-        table.add_row(str(b), str(n), f"{1e3 * seconds:.2f}", f"{1e3 * fitted:.2f}")
-    for n, seconds in prefills:
-        fitted = float(np.dot((1.0, n, n * n), prefill.coefficients))
-        table.add_row("prefill", str(n), f"{1e3 * seconds:.2f}", f"{1e3 * fitted:.2f}")
-    Console().print(table)
+    rows = [(str(b), n, s, np.dot((1.0, b, n), step.coefficients)) for b, n, s in steps]
+    rows += [("prefill", n, s, np.dot((1.0, n, n * n), prefill.coefficients)) for n, s in prefills]
+    show(
+        rows,
+        {
+            "sequences": lambda r: r[0],
+            "context tokens": lambda r: r[1],
+            "measured": lambda r: f"{1e3 * r[2]:.2f}",
+            "fitted": lambda r: f"{1e3 * r[3]:.2f}",
+        },
+        title="processor time of one thread, ms: measured / fitted",
+    )

@@ -10,7 +10,6 @@ Source: ARES §6.4 reports under 300 ms for 256 replicas.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -18,11 +17,9 @@ import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from loadgen.options import whole
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line, show
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts, horizon_s
 from quadriga.policies.ares.cluster import classify, unpack, weights
@@ -74,36 +71,28 @@ def run(args: argparse.Namespace) -> int:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # looked at when numpy is imported: by the child
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         timed = pool.starmap(_measure, [(n, args) for n in args.replicas])
-    table = Table(title=f"one rescheduling tick, {args.sequences} sequences a replica")
-    for column in (
-        "replicas",
-        "median ms",
-        "P99 ms",
-        "CPU ms",
-        "overloaded",
-        "underloaded",
-        "moves",
-    ):
-        table.add_column(column, justify="right")
-    for t in timed:
-        table.add_row(
-            str(t.replicas), f"{t.median_ms:.2f}", f"{t.p99_ms:.2f}", f"{t.median_cpu_ms:.2f}",
-            f"{t.overloaded:.0%}",
-            f"{t.underloaded:.0%}", f"{t.num_moves:.0f}",
-        )  # fmt: skip
-    Console().print(table)
+    show(
+        timed,
+        {
+            "replicas": lambda t: t.replicas,
+            "median ms": lambda t: f"{t.median_ms:.2f}",
+            "P99 ms": lambda t: f"{t.p99_ms:.2f}",
+            "CPU ms": lambda t: f"{t.median_cpu_ms:.2f}",
+            "overloaded": lambda t: f"{t.overloaded:.0%}",
+            "underloaded": lambda t: f"{t.underloaded:.0%}",
+            "moves": lambda t: f"{t.num_moves:.0f}",
+        },
+        title=f"one rescheduling tick, {args.sequences} sequences a replica",
+    )
     medians = {t.replicas: round(t.median_ms, 3) for t in timed}
     cpu = {t.replicas: round(t.median_cpu_ms, 3) for t in timed}
-    line = {
-        "experiment": "bench scheduler",
-        "headline": {"ms_256": medians.get(256), "ms_1024": medians.get(1024)},
-        "cpu": {"ms_256": cpu.get(256), "ms_1024": cpu.get(1024)},
-        "sizes": [asdict(t) for t in timed],
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions("numpy"),
-    }
-    print(json.dumps(line))
+    print_line(
+        "bench scheduler",
+        headline={"ms_256": medians.get(256), "ms_1024": medians.get(1024)},
+        cpu={"ms_256": cpu.get(256), "ms_1024": cpu.get(1024)},
+        sizes=[asdict(t) for t in timed],
+        packages=("numpy",),
+    )
     return 0
 
 

@@ -7,7 +7,7 @@ finish reason — each is a fault with its kind and the place, and one fault fai
 
 from loadgen.checker.http import judge_http
 from loadgen.checker.verdict import (
-    Choice,
+    AnswerChoice,
     Expectation,
     Fault,
     FaultKind,
@@ -17,7 +17,7 @@ from loadgen.checker.verdict import (
 )
 
 __all__ = [
-    "Choice",
+    "AnswerChoice",
     "Expectation",
     "Fault",
     "FaultKind",

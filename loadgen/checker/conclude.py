@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.checker.verdict import Choice, Expectation, FaultKind, Verdict
+from loadgen.checker.verdict import AnswerChoice, Expectation, FaultKind, Verdict
 
 
 def conclude(expect: Expectation, verdict: Verdict) -> None:
@@ -35,7 +35,7 @@ def conclude(expect: Expectation, verdict: Verdict) -> None:
             verdict.add(FaultKind.LENGTH, f"{reported} tokens of all choices, {wanted} wanted")
 
 
-def _check_length(index: int, choice: Choice, expect: Expectation, verdict: Verdict) -> None:
+def _check_length(index: int, choice: AnswerChoice, expect: Expectation, verdict: Verdict) -> None:
     num, limit, reason = choice.num_tokens, expect.max_tokens, choice.finish_reason
     if num > limit or (expect.ignore_eos and num != limit):
         wanted = "exactly" if expect.ignore_eos else "at most"

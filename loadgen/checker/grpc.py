@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 
 from loadgen.checker.conclude import conclude
 from loadgen.checker.http import TIMEOUT
-from loadgen.checker.verdict import Choice, Expectation, FaultKind, Outcome, Verdict, Write
+from loadgen.checker.verdict import AnswerChoice, Expectation, FaultKind, Outcome, Verdict, Write
 from loadgen.wire.capture import Capture
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
@@ -19,7 +19,7 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 def judge_grpc(capture: Capture, expect: Expectation) -> Verdict:
     """Judge one recorded gRPC call."""
-    verdict = Verdict(choices=[Choice() for _ in range(expect.num_choices)])
+    verdict = Verdict(choices=[AnswerChoice() for _ in range(expect.num_choices)])
     verdict.status = capture.status or ""
     if capture.fault is not None:
         timed_out = capture.fault.startswith(TIMEOUT)

@@ -16,7 +16,7 @@ from loadgen.checker.fields import (
 )
 from loadgen.checker.identity import read_identity
 from loadgen.checker.stream import StreamCheck
-from loadgen.checker.verdict import Choice, Expectation, FaultKind, Outcome, Verdict, Write
+from loadgen.checker.verdict import AnswerChoice, Expectation, FaultKind, Outcome, Verdict, Write
 from loadgen.wire.capture import Capture
 from loadgen.wire.http_wire import Response, parse_response
 from loadgen.wire.sse import split_frames
@@ -26,7 +26,7 @@ TIMEOUT = "timeout"  # `Capture.fault` begins with this where the client's limit
 
 def judge_http(capture: Capture, expect: Expectation) -> Verdict:
     """Judge one recorded HTTP exchange."""
-    verdict = Verdict(choices=[Choice() for _ in range(expect.num_choices)])
+    verdict = Verdict(choices=[AnswerChoice() for _ in range(expect.num_choices)])
     if capture.fault is not None:
         timed_out = capture.fault.startswith(TIMEOUT)
         verdict.add(FaultKind.TIMEOUT if timed_out else FaultKind.CONNECTION, capture.fault)
@@ -128,7 +128,11 @@ def _judge_single(response: Response, expect: Expectation, verdict: Verdict) -> 
 
 
 def _read_single_choice(
-    choice: Choice, found: dict[str, Any], time_s: float, expect: Expectation, verdict: Verdict
+    choice: AnswerChoice,
+    found: dict[str, Any],
+    time_s: float,
+    expect: Expectation,
+    verdict: Verdict,
 ) -> None:
     where = f"choice {found['index']}"
     if expect.endpoint == "chat":

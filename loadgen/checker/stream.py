@@ -13,7 +13,7 @@ from loadgen.checker.fields import (
     read_usage,
 )
 from loadgen.checker.identity import read_identity
-from loadgen.checker.verdict import Choice, Expectation, FaultKind, Verdict, Write
+from loadgen.checker.verdict import AnswerChoice, Expectation, FaultKind, Verdict, Write
 from loadgen.wire.sse import Frame
 
 DONE = b"[DONE]"
@@ -130,7 +130,7 @@ class StreamCheck:
         elif not text and num_tokens == 0:
             verdict.add(FaultKind.ORDER, f"{where}: brings neither text, tokens nor an end")
 
-    def _text(self, found: dict[str, Any], choice: Choice, where: str) -> str:
+    def _text(self, found: dict[str, Any], choice: AnswerChoice, where: str) -> str:
         if self.expect.endpoint == "completions":
             text = found.get("text")
             if isinstance(text, str):
@@ -156,7 +156,7 @@ class StreamCheck:
         return text
 
     def _count(
-        self, found: dict[str, Any], usage: Any, choice: Choice, text: str, where: str
+        self, found: dict[str, Any], usage: Any, choice: AnswerChoice, text: str, where: str
     ) -> int | None:
         """Tokens this chunk brings: by its ids, cross-checked with the running usage.
 

@@ -93,7 +93,7 @@ class Write:
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """What one choice brought.
 
     Attributes:
@@ -137,7 +137,7 @@ class Verdict:
     retry_after_s: float | None = None
     response_id: str | None = None
     model: str | None = None
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[AnswerChoice] = field(default_factory=list)
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     counted_by: Literal["token_ids", "usage"] | None = None

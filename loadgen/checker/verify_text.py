@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 
-from loadgen.checker import Choice, FaultKind, Outcome
+from loadgen.checker import AnswerChoice, FaultKind, Outcome
 from loadgen.runner import Record
 from loadgen.target import detokenize
 from loadgen.wire.client_http import HttpClient
@@ -62,7 +62,7 @@ class _Verifier:
                 )
         return compared
 
-    async def _expected(self, choice: Choice) -> str:
+    async def _expected(self, choice: AnswerChoice) -> str:
         # The token that ends a sequence counts, but is not shown.
         ids = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
         text = await self._text(ids)

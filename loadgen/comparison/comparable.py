@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loadgen.report.results import Results
+from loadgen.report.results import RunResults
 
 _SLO = {"slo_ttft_s", "slo_tpot_s", "slo_share"}  # in a ramp they say where it stops
 # Options that do not say what is sent, or when.
@@ -18,14 +18,14 @@ _MACHINE = ("cpu", "cores", "memory_gib", "system")
 _MISSING = object()
 
 
-def load_differences(runs: Sequence[Results]) -> list[str]:
+def load_differences(runs: Sequence[RunResults]) -> list[str]:
     """Return why the runs are not comparable; empty where they all had the same load."""
     found = [reason for other in runs[1:] for reason in _load_differences(runs[0], other)]
     found += [f"{run.path} was interrupted" for run in runs if run.summary.was_interrupted]
     return list(dict.fromkeys(found))
 
 
-def _load_differences(a: Results, b: Results) -> list[str]:
+def _load_differences(a: RunResults, b: RunResults) -> list[str]:
     one, other = a.header, b.header
     if one.kind != other.kind:
         return [f"a {one.kind} and a {other.kind}"]
@@ -46,7 +46,7 @@ def _load_differences(a: Results, b: Results) -> list[str]:
     return found
 
 
-def setting_differences(a: Results, b: Results) -> list[str]:
+def setting_differences(a: RunResults, b: RunResults) -> list[str]:
     """Return what else differs between the runs: what is compared, or what may disturb it."""
     found = [
         f"{name}: {left} → {right}"

@@ -39,7 +39,7 @@ class Finding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class MeanDifference:
     """A figure of two sides.
 
     Attributes:
@@ -102,7 +102,7 @@ def difference(
     confidence: float,
     num_draws: int,
     seed: int,
-) -> Difference:
+) -> MeanDifference:
     """Return the figure of both runs and the interval of its difference.
 
     Args:
@@ -129,12 +129,12 @@ def difference(
         tail = 100 * (1 - confidence) / 2
         low, high = (float(value) for value in np.percentile(drawn, [tail, 100 - tail]))
     margin = margin_share * abs(figure_a)
-    return Difference(figure_a, figure_b, low, high, margin, len(a), len(b), is_paired)
+    return MeanDifference(figure_a, figure_b, low, high, margin, len(a), len(b), is_paired)
 
 
 def difference_of_runs(
     a: Values, b: Values, *, margin_share: float, confidence: float, seed: int
-) -> Difference:
+) -> MeanDifference:
     """Return the mean figure of both sides and the interval of its difference, by Welch.
 
     Args:
@@ -155,7 +155,7 @@ def difference_of_runs(
         samples = np.abs(rng.standard_t(freedom, _NUM_T_SAMPLES))
         reach = float(np.percentile(samples, 100 * confidence)) * math.sqrt(total)
     gap, margin = figure_b - figure_a, margin_share * abs(figure_a)
-    return Difference(
+    return MeanDifference(
         figure_a, figure_b, gap - reach, gap + reach, margin, len(a), len(b), False, is_of_runs=True
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from loadgen.checker import Outcome
 from loadgen.comparison.report import Sides
-from loadgen.comparison.runs import Row, e2e_s, longest_stall_s
+from loadgen.comparison.runs import ComparedFigure, e2e_s, longest_stall_s
 from loadgen.report.metrics import tpot_s, ttft_s
 from loadgen.report.plots import draw_cdf
 from loadgen.runner import Record
@@ -18,7 +18,7 @@ _SIDE_COLOURS = ("tab:blue", "tab:orange")
 _COLOURS = {"better": "tab:green", "worse": "tab:red"}
 
 
-def write_compare_plots(folder: Path, sides: Sides, rows: Sequence[Row]) -> list[Path]:
+def write_compare_plots(folder: Path, sides: Sides, rows: Sequence[ComparedFigure]) -> list[Path]:
     """Write `distributions.png` and `ratios.png`; returns the paths."""
     import matplotlib
 
@@ -61,7 +61,7 @@ def _draw_distributions(pyplot: Any, sides: Sides) -> Any:
     return figure
 
 
-def _draw_ratios(pyplot: Any, rows: Sequence[Row]) -> Any:
+def _draw_ratios(pyplot: Any, rows: Sequence[ComparedFigure]) -> Any:
     shown = [row for row in rows if row.difference.a > 0][:MAX_RATIOS]
     figure, axis = pyplot.subplots(figsize=(9, 1.5 + 0.32 * len(shown)))
     for y, row in enumerate(reversed(shown)):

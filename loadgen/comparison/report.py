@@ -8,20 +8,20 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.comparison.comparable import setting_differences
-from loadgen.comparison.runs import Row
-from loadgen.report.results import CapacityLine, Results
+from loadgen.comparison.runs import ComparedFigure
+from loadgen.report.results import CapacityLine, RunResults
 
 MAX_NAMED = 12  # figures in the sentence
 _COLOURS = {"better": "green", "worse": "red"}
 
-Sides = tuple[Sequence[Results], Sequence[Results]]
+Sides = tuple[Sequence[RunResults], Sequence[RunResults]]
 """The runs of A, the runs of B."""
 
 
 def print_comparison(
     console: Console,
     sides: Sides,
-    rows: Sequence[Row],
+    rows: Sequence[ComparedFigure],
     reasons: Sequence[str],
     confidence: float,
 ) -> None:
@@ -68,7 +68,7 @@ def _level(capacity: CapacityLine) -> str:
     return f"{capacity.kept:.4g}" + ("/s" if capacity.unit == "rate" else " at a time")
 
 
-def _table(rows: Sequence[Row], confidence: float) -> Table:
+def _table(rows: Sequence[ComparedFigure], confidence: float) -> Table:
     is_grouped = any(row.group for row in rows)
     table = Table()
     if is_grouped:
@@ -86,7 +86,7 @@ def _table(rows: Sequence[Row], confidence: float) -> Table:
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ComparedFigure) -> list[str]:
     found = row.difference
     interval = "–"
     if found.low is not None and found.high is not None:
@@ -107,7 +107,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _sentence(rows: Sequence[Row]) -> str:
+def _sentence(rows: Sequence[ComparedFigure]) -> str:
     def names(verdict: str) -> str:
         found = [f"{row.name} {row.group}".strip() for row in rows if row.verdict == verdict]
         return ", ".join(found) if len(found) <= MAX_NAMED else f"{len(found)} figures"

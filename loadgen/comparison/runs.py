@@ -12,8 +12,8 @@ import numpy as np
 
 from loadgen.checker import Outcome
 from loadgen.comparison.intervals import (
-    Difference,
     Finding,
+    MeanDifference,
     Statistic,
     Values,
     difference,
@@ -21,8 +21,8 @@ from loadgen.comparison.intervals import (
     mean,
     percentile,
 )
-from loadgen.report.metrics import Slo, is_good, stalls_s, tpot_s, ttft_s
-from loadgen.report.results import Results, StepSpan
+from loadgen.report.metrics import LoadSlo, is_good, stalls_s, tpot_s, ttft_s
+from loadgen.report.results import RunResults, StepSpan
 from loadgen.runner import Record
 
 MIN_FOR_MEDIAN = 30
@@ -56,7 +56,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedFigure:
     """A line of the comparison.
 
     Attributes:
@@ -67,7 +67,7 @@ class Row:
     name: str
     unit: str
     is_lower_better: bool
-    difference: Difference
+    difference: MeanDifference
 
     @property
     def verdict(self) -> str:
@@ -97,8 +97,13 @@ class Method:
 
 
 def compare(
-    a: Sequence[Results], b: Sequence[Results], slo: Slo, method: Method, *, same_load: bool
-) -> Iterator[Row | None]:
+    a: Sequence[RunResults],
+    b: Sequence[RunResults],
+    slo: LoadSlo,
+    method: Method,
+    *,
+    same_load: bool,
+) -> Iterator[ComparedFigure | None]:
     """Yield every figure, `num_figures` in all; None for one that a run lacks.
 
     Args:
@@ -118,23 +123,23 @@ def compare(
 
 
 def _row(
-    group: str, name: str, unit: str, found: Difference | None, is_lower_better: bool
-) -> Row | None:
-    return None if found is None else Row(group, name, unit, is_lower_better, found)
+    group: str, name: str, unit: str, found: MeanDifference | None, is_lower_better: bool
+) -> ComparedFigure | None:
+    return None if found is None else ComparedFigure(group, name, unit, is_lower_better, found)
 
 
-def num_figures(a: Sequence[Results], b: Sequence[Results], slo: Slo) -> int:
+def num_figures(a: Sequence[RunResults], b: Sequence[RunResults], slo: LoadSlo) -> int:
     """Return how many figures there are to compare."""
     groups = _groups(a, b)
     return len(groups) * len(_figures(slo)) + sum(not group for group, _, _ in groups)
 
 
-def slo_of(runs: Sequence[Results], ttft_s: float | None, tpot_s: float | None) -> Slo:
+def slo_of(runs: Sequence[RunResults], ttft_s: float | None, tpot_s: float | None) -> LoadSlo:
     """Return the limits given, else those that all runs had."""
     slos = [run.summary.slo for run in runs]
     if ttft_s is None and tpot_s is None and all(slo == slos[0] for slo in slos):
-        return Slo(slos[0].ttft_s, slos[0].tpot_s)
-    return Slo(ttft_s, tpot_s)
+        return LoadSlo(slos[0].ttft_s, slos[0].tpot_s)
+    return LoadSlo(ttft_s, tpot_s)
 
 
 def longest_stall_s(record: Record) -> float | None:
@@ -147,11 +152,11 @@ def e2e_s(record: Record) -> float:
     return record.ended_s - record.sent_s
 
 
-def _is_within(record: Record, *, slo: Slo) -> bool | None:
+def _is_within(record: Record, *, slo: LoadSlo) -> bool | None:
     return is_good(record, slo) if record.spec.stream else None
 
 
-def _figures(slo: Slo) -> list[Figure]:
+def _figures(slo: LoadSlo) -> list[Figure]:
     latencies: dict[str, Callable[[Record], float | None]] = {
         "TTFT": ttft_s,
         "TPOT": tpot_s,
@@ -186,7 +191,7 @@ def _of_requests(
     method: Method,
     *,
     same_load: bool,
-) -> Difference | None:
+) -> MeanDifference | None:
     """Compare two runs by their requests."""
     of_a, of_b = _values(figure, left), _values(figure, right)
     common = sorted(of_a.keys() & of_b.keys())
@@ -216,7 +221,7 @@ def _of_runs(
     left: Sequence[Sequence[Record]],
     right: Sequence[Sequence[Record]],
     method: Method,
-) -> Difference | None:
+) -> MeanDifference | None:
     """Compare two sides by the spread between their runs."""
     sides = []
     for runs in (left, right):
@@ -248,7 +253,7 @@ def _values(figure: Figure, records: Sequence[Record]) -> dict[int, float]:
 
 def _tokens_per_s(
     left: Sequence[Sequence[Record]], right: Sequence[Sequence[Record]], method: Method
-) -> Difference | None:
+) -> MeanDifference | None:
     sides = [[_slices(records) for records in runs] for runs in (left, right)]
     a, b = ([one for one in side if one is not None] for side in sides)
     if len(a) < len(left) or len(b) < len(right):
@@ -295,7 +300,7 @@ _Side = Sequence[Sequence[Record]]
 """Records of each run of a side."""
 
 
-def _groups(a: Sequence[Results], b: Sequence[Results]) -> list[tuple[str, _Side, _Side]]:
+def _groups(a: Sequence[RunResults], b: Sequence[RunResults]) -> list[tuple[str, _Side, _Side]]:
     """Return (name, side, side): one group for runs, one for each step that all ramps finished."""
     runs = [*a, *b]
     if runs[0].header.kind == "run":

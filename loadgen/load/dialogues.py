@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loadgen.checker import Outcome
-from loadgen.load.sessions import Session, Turn
+from loadgen.load.sessions import Conversation, Turn
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import Record
 from loadgen.target import Target, count_chat
@@ -41,7 +41,11 @@ class Dialogues:
     """
 
     def __init__(
-        self, sessions: Sequence[Session], template: RequestSpec, target: Target, http: HttpClient
+        self,
+        sessions: Sequence[Conversation],
+        template: RequestSpec,
+        target: Target,
+        http: HttpClient,
     ) -> None:
         self.sessions = sessions
         self.template = template
@@ -154,7 +158,7 @@ class Dialogues:
         )
 
     async def _write(
-        self, session: Session, told: list[tuple[Turn, str | list[int]]], said: Turn
+        self, session: Conversation, told: list[tuple[Turn, str | list[int]]], said: Turn
     ) -> _Written:
         if isinstance(said.content, str):
             history: list[Message] = []

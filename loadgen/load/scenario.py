@@ -19,7 +19,7 @@ from loadgen.load.sessions import (
     DEFAULT_THINK_S,
     DEFAULT_TURN_TOKENS,
     DEFAULT_TURNS,
-    Session,
+    Conversation,
     SessionShape,
     make_sessions,
     read_sessions,
@@ -97,7 +97,7 @@ class Load:
     def fingerprint(self) -> str:
         """Return a hash of all that is sent: two runs with the same one had the same load."""
         digest = hashlib.sha256()
-        parts: list[RequestSpec | Session] = [*self.specs]
+        parts: list[RequestSpec | Conversation] = [*self.specs]
         if self.dialogues is not None:
             parts += self.dialogues.sessions
         for part in parts:

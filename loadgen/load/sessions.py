@@ -17,7 +17,7 @@ from quadriga.errors import ConfigError
 MAX_TURNS = 1000
 
 
-class Span(NamedTuple):
+class WholeRange(NamedTuple):
     """Whole numbers drawn uniformly, both ends included."""
 
     low: int
@@ -30,9 +30,9 @@ class Span(NamedTuple):
         return int(rng.integers(self.low, self.high + 1))
 
 
-DEFAULT_TURNS = Span(2, 6)
-DEFAULT_TURN_TOKENS = Span(20, 60)
-DEFAULT_ANSWER_TOKENS = Span(20, 100)
+DEFAULT_TURNS = WholeRange(2, 6)
+DEFAULT_TURN_TOKENS = WholeRange(20, 60)
+DEFAULT_ANSWER_TOKENS = WholeRange(20, 100)
 DEFAULT_THINK_S = 1.0
 
 
@@ -51,7 +51,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class Conversation:
     """One conversation, without the answers.
 
     Attributes:
@@ -81,9 +81,9 @@ class SessionShape:
         think_s: Mean of the exponentially distributed time before a further turn.
     """
 
-    turns: Span
-    turn_tokens: Span
-    answer_tokens: Span
+    turns: WholeRange
+    turn_tokens: WholeRange
+    answer_tokens: WholeRange
     think_s: float
 
 
@@ -96,7 +96,7 @@ def make_sessions(
     token_ids: Sequence[int],
     words: Sequence[str],
     seed: int,
-) -> list[Session]:
+) -> list[Conversation]:
     """Make conversations up; the same seed gives the same ones.
 
     Args:
@@ -118,7 +118,7 @@ def make_sessions(
             think_s = float(rng.exponential(shape.think_s)) if turn and shape.think_s else 0.0
             turns.append(Turn(content, shape.answer_tokens.draw(rng), think_s))
         arrival_s = float(times_s[number])
-        sessions.append(Session(arrival_s, tuple(turns), ignore_eos=True, stream=stream))
+        sessions.append(Conversation(arrival_s, tuple(turns), ignore_eos=True, stream=stream))
     return sessions
 
 
@@ -131,7 +131,7 @@ def read_sessions(
     think_s: float,
     streams: Sequence[bool],
     seed: int,
-) -> list[Session]:
+) -> list[Conversation]:
     """Read conversations from JSON lines (or gzip): `{"messages": [{"role", "content"}, …]}`.
 
     The messages of role `assistant` are left out: the service's own answers take their place.
@@ -149,7 +149,7 @@ def read_sessions(
         ]
         turns = tuple(Turn(text, max_tokens, s) for text, s in zip(texts, thinks, strict=True))
         stream = streams[number % len(streams)]
-        sessions.append(Session(float(times_s[number]), turns, system, stream=stream))
+        sessions.append(Conversation(float(times_s[number]), turns, system, stream=stream))
     return sessions
 
 

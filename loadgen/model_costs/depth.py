@@ -40,7 +40,7 @@ ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DepthJob:
     """What to measure.
 
     Attributes:
@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Answers:
+class DepthAnswers:
     """What a depth made of the prompts.
 
     Attributes:
@@ -80,14 +80,14 @@ class Answers:
 def main() -> int:
     """Measure the job on the command line."""
     raw = json.loads(sys.argv[1])
-    job = Job(**(raw | {"batches": tuple(raw["batches"])}))
+    job = DepthJob(**(raw | {"batches": tuple(raw["batches"])}))
     record, exits = measure(job, _say)
     _say({"record": asdict(record), "exits": {k: asdict(seen) for k, seen in exits.items()}})
     return 0
 
 
 def measure(
-    job: Job, say: Callable[[dict[str, Any]], None]
+    job: DepthJob, say: Callable[[dict[str, Any]], None]
 ) -> tuple[DepthRecord, dict[int, ExitRecord]]:
     """Measure one depth; at full depth also where tokens leave, and what it shares with the others.
 
@@ -152,7 +152,7 @@ def measure(
     return record, exits
 
 
-def spec_of(checkpoint: Checkpoint, job: Job) -> EngineSpec:
+def spec_of(checkpoint: Checkpoint, job: DepthJob) -> EngineSpec:
     """The engine at the job's depth: every token leaves at its last layer."""
     rows, length = max(job.batches), min(ROW_TOKENS, checkpoint.max_model_len)
     return EngineSpec(
@@ -185,9 +185,9 @@ def joules_per_token(runner: ModelRunner, meter: EnergyMeter, batch: int) -> flo
 
 def generate(
     llm: LLM, prompts: Sequence[TaskPrompt], say: Callable[[dict[str, Any]], None]
-) -> Answers:
+) -> DepthAnswers:
     """Answer every prompt greedily, each token from the deepest layer there is."""
-    answers = Answers([[] for _ in prompts])
+    answers = DepthAnswers([[] for _ in prompts])
     most = llm.loop.decode.slots.row_capacity_tokens
     asked = [
         SamplingParams(

@@ -9,7 +9,7 @@ from typing import Any
 from loadgen.checker import Outcome
 from loadgen.load.workload import RequestSpec
 from loadgen.ramps.levels import Step
-from loadgen.report.metrics import MAX_LAG_S, Distribution, Slo, is_good, tpot_s, ttft_s
+from loadgen.report.metrics import MAX_LAG_S, Distribution, LoadSlo, is_good, tpot_s, ttft_s
 from loadgen.runner import Record
 
 LAST_FRAME_S = 1.0  # between the last token and the end of an answer, usage frame and closing
@@ -25,7 +25,7 @@ class Goal:
         share: Of the requests that must be good.
     """
 
-    slo: Slo
+    slo: LoadSlo
     share: float
 
     def latest_s(self, spec: RequestSpec) -> float:
@@ -120,7 +120,7 @@ def figures_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class RampCapacity:
     """What a ramp found.
 
     Attributes:
@@ -132,15 +132,15 @@ class Capacity:
     broken: float | None
 
 
-def capacity_of(figures: Sequence[StepFigures]) -> Capacity:
+def capacity_of(figures: Sequence[StepFigures]) -> RampCapacity:
     """Return between which levels the goal breaks; steps without requests say nothing."""
     kept: float | None = None
     for one in figures:
         if one.kept is False:
-            return Capacity(kept, one.step.level)
+            return RampCapacity(kept, one.step.level)
         if one.kept:
             kept = one.step.level
-    return Capacity(kept, None)
+    return RampCapacity(kept, None)
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ def print_line(name: str, *, packages: Sequence[str] = (), **facts: Any) -> dict
     }
     if packages:
         line["versions"] = provenance.versions(*packages)
-    print(json.dumps(line, allow_nan=False), flush=True)
+    print(json.dumps(line), flush=True)
     return line
 
 

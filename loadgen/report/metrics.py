@@ -41,7 +41,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class LoadSlo:
     """Limits that a request must keep to count as good; None does not limit."""
 
     ttft_s: float | None = None
@@ -69,7 +69,7 @@ class TurnSummary:
 
 
 @dataclass(slots=True)
-class Summary:
+class LoadSummary:
     """Figures of one run.
 
     Attributes:
@@ -102,7 +102,7 @@ class Summary:
     itl: Distribution = Distribution()
     stall: Distribution = Distribution()
     e2e: Distribution = Distribution()
-    slo: Slo = Slo()
+    slo: LoadSlo = LoadSlo()
     goodput_rps: float | None = None
     good_share: float | None = None
     retry_after: Distribution = Distribution()
@@ -170,7 +170,7 @@ def stalls_s(record: Record) -> list[float]:
     ]
 
 
-def is_good(record: Record, slo: Slo) -> bool:
+def is_good(record: Record, slo: LoadSlo) -> bool:
     """Whether a request passed the checker and kept every limit that is set."""
     if record.verdict.outcome is not Outcome.OK:
         return False
@@ -180,7 +180,9 @@ def is_good(record: Record, slo: Slo) -> bool:
     return slo.tpot_s is None or per_token is None or per_token <= slo.tpot_s
 
 
-def summarise(result: RunResult, slo: Slo, *, unsent: Mapping[str, int] | None = None) -> Summary:
+def summarise(
+    result: RunResult, slo: LoadSlo, *, unsent: Mapping[str, int] | None = None
+) -> LoadSummary:
     """Compute all figures; latencies are over the requests that passed the checker only.
 
     Args:
@@ -189,7 +191,7 @@ def summarise(result: RunResult, slo: Slo, *, unsent: Mapping[str, int] | None =
     records = result.records
     good = [record for record in records if record.verdict.outcome is Outcome.OK]
     outcomes = Counter(record.verdict.outcome for record in records)
-    summary = Summary(
+    summary = LoadSummary(
         requests=len(records),
         ok=outcomes[Outcome.OK],
         refused=outcomes[Outcome.REFUSED],

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
-from loadgen.checker import Choice, Outcome, Verdict, Write
+from loadgen.checker import AnswerChoice, Outcome, Verdict, Write
 from loadgen.load.json_lines import read_objects
 from loadgen.load.workload import RequestSpec
 from loadgen.report.run_report import RESULTS_FILE
@@ -41,7 +41,7 @@ class Header(_Line):
     machine: dict[str, Any] = Field(default_factory=dict)
 
 
-class _Request(_Line):
+class _RequestLine(_Line):
     index: NonNegativeInt
     endpoint: Literal["completions", "chat"]
     stream: bool
@@ -79,7 +79,7 @@ class _Request(_Line):
             dropped_turns=self.dropped_turns,
         )
         choices = [
-            Choice(
+            AnswerChoice(
                 writes=[Write(time_s, num) for time_s, num in writes],
                 num_tokens=sum(num for _, num in writes),
             )
@@ -138,7 +138,7 @@ class CapacityLine(_Line):
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class RunResults:
     """One run, as it was written down; times are seconds from its start.
 
     Attributes:
@@ -156,7 +156,7 @@ class Results:
     answers: dict[int, list[str]]
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path) -> RunResults:
     """Read a results file, or the one in a folder.
 
     Raises:
@@ -176,7 +176,7 @@ def read_results(path: Path) -> Results:
                 case "run" | "ramp" if header is None:
                     header = Header.model_validate(row)
                 case "request" if header is not None:
-                    request = _Request.model_validate(row)
+                    request = _RequestLine.model_validate(row)
                     records.append(request.record())
                     if request.outcome is Outcome.OK and request.answers:
                         answers[request.index] = request.answers
@@ -202,4 +202,4 @@ def read_results(path: Path) -> Results:
         raise ConfigError(f"{file}: cut off: it has no summary line", param=_PARAM)
     if len({record.spec.index for record in records}) != len(records):
         raise ConfigError(f"{file}: a request index comes twice", param=_PARAM)
-    return Results(file, header, records, summary, steps, capacity, answers)
+    return RunResults(file, header, records, summary, steps, capacity, answers)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.report import provenance
-from loadgen.report.metrics import Distribution, Summary
+from loadgen.report.metrics import Distribution, LoadSummary
 from loadgen.runner import Record, RunResult
 from loadgen.wire.capture import Capture
 
@@ -89,7 +89,7 @@ def write_results(
     folder: Path,
     head: Mapping[str, Any],
     result: RunResult,
-    summary: Summary,
+    summary: LoadSummary,
     further: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write `run.jsonl` and the raw bytes of failed requests.
@@ -118,7 +118,7 @@ def _write_capture(path: Path, capture: Capture, start_s: float) -> None:
             stream.write(f"{time_s - start_s:.6f} {data!r}\n")
 
 
-def print_summary(console: Console, summary: Summary, title: str) -> None:
+def print_summary(console: Console, summary: LoadSummary, title: str) -> None:
     """Print latencies, throughput, generator and task scores as tables."""
     console.print(_latency_table(summary, title))
     console.print(_totals_table(summary))
@@ -138,7 +138,7 @@ def print_summary(console: Console, summary: Summary, title: str) -> None:
         )
 
 
-def _latency_table(summary: Summary, title: str) -> Table:
+def _latency_table(summary: LoadSummary, title: str) -> Table:
     table = Table(title=title)
     for column in ("ms", "mean", "P50", "P90", "P99", "max", "values"):
         table.add_column(column, justify="left" if column == "ms" else "right")
@@ -162,7 +162,7 @@ def _cells(values: Distribution) -> list[str]:
     return [*("–" if v is None else f"{v * 1e3:,.2f}" for v in parts), f"{values.count:,}"]
 
 
-def _totals_table(summary: Summary) -> Table:
+def _totals_table(summary: LoadSummary) -> Table:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -189,7 +189,7 @@ def _totals_table(summary: Summary) -> Table:
     return table
 
 
-def _turn_table(summary: Summary) -> Table:
+def _turn_table(summary: LoadSummary) -> Table:
     table = Table(title=f"turns of {summary.sessions:,} conversations")
     for column in ("turn", "passed", "prompt tokens", "shortened", "TTFT P50", "P99", "TPOT P50"):
         table.add_column(column, justify="left" if column == "turn" else "right")
@@ -205,7 +205,7 @@ def _turn_table(summary: Summary) -> Table:
     return table
 
 
-def _score_table(summary: Summary) -> Table:
+def _score_table(summary: LoadSummary) -> Table:
     table = Table(title="answers")
     table.add_column("task")
     table.add_column("right", justify="right")

@@ -37,7 +37,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class SimCapacity:
     """What the search found.
 
     Attributes:
@@ -51,7 +51,7 @@ class Capacity:
     probes: tuple[Probe, ...]
 
 
-def find_capacity(probe: Callable[[float], Probe]) -> Capacity:
+def find_capacity(probe: Callable[[float], Probe]) -> SimCapacity:
     """Double or halve the rate until the SLO is kept on one side only, then bisect.
 
     Args:
@@ -76,7 +76,7 @@ def find_capacity(probe: Callable[[float], Probe]) -> Capacity:
         look(2.0**power if broken is None else 2.0**-power)
     while kept is not None and broken is not None and broken.factor > PRECISION * kept.factor:
         look(math.sqrt(kept.factor * broken.factor))
-    return Capacity(kept, broken, tuple(probes))
+    return SimCapacity(kept, broken, tuple(probes))
 
 
 def is_hopeless(

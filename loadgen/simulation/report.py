@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.report.figures import figures, for_json, several, shown
-from loadgen.simulation.capacity import Capacity, Probe
+from loadgen.simulation.capacity import Probe, SimCapacity
 from loadgen.simulation.loads import SimLoad
 from quadriga.sim.results import Run, Slo, Spread, Summary
 
@@ -19,7 +19,7 @@ COMPLETE = "complete"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimOutcome:
     """One run.
 
     Attributes:
@@ -34,10 +34,10 @@ class Outcome:
     wall_s: float
 
 
-Cell = Callable[[Outcome], str]
+Cell = Callable[[SimOutcome], str]
 
 
-def print_outcomes(console: Console, outcomes: Sequence[Outcome], slo: Slo, title: str) -> None:
+def print_outcomes(console: Console, outcomes: Sequence[SimOutcome], slo: Slo, title: str) -> None:
     """Print the table, and what the reasons of failures mean."""
     table = Table(title=title, caption=_caption(outcomes[0].summary), caption_justify="left")
     table.add_column("")
@@ -66,7 +66,7 @@ def _caption(summary: Summary) -> str:
     )
 
 
-def _sections(outcomes: Sequence[Outcome], slo: Slo) -> list[list[tuple[str, Cell]]]:
+def _sections(outcomes: Sequence[SimOutcome], slo: Slo) -> list[list[tuple[str, Cell]]]:
     return [
         [
             ("finished while requests arrive", lambda o: _per_s(o.summary.window.finished)),
@@ -119,7 +119,7 @@ def _sections(outcomes: Sequence[Outcome], slo: Slo) -> list[list[tuple[str, Cel
     ]
 
 
-def _reasons(outcomes: Sequence[Outcome]) -> list[str]:
+def _reasons(outcomes: Sequence[SimOutcome]) -> list[str]:
     return sorted({reason for outcome in outcomes for reason in outcome.summary.failures})
 
 
@@ -143,23 +143,23 @@ def _ms(spread: Spread) -> str:
     return several(spread.p50_s, spread.p99_s, spread.max_s, form=",.1f", unit="ms", factor=1e3)
 
 
-def _room_wait(outcome: Outcome) -> str:
+def _room_wait(outcome: SimOutcome) -> str:
     return f"{outcome.summary.room_wait.count:,} requests"
 
 
-def _memory(outcome: Outcome) -> str:
+def _memory(outcome: SimOutcome) -> str:
     summary = outcome.summary
     return f"{shown(summary.mean_used, '.0%')} / {shown(summary.most_used, '.0%')}"
 
 
-def _migrations(outcome: Outcome) -> str:
+def _migrations(outcome: SimOutcome) -> str:
     cancelled = outcome.run.num_cancelled
     return f"{outcome.summary.num_migrations:,}" + (
         f", {cancelled:,} given up" if cancelled else ""
     )
 
 
-def headline(outcome: Outcome) -> dict[str, Any]:
+def headline(outcome: SimOutcome) -> dict[str, Any]:
     """Return the few figures that a run stands for."""
     summary = outcome.summary
     return {
@@ -171,7 +171,7 @@ def headline(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def raw(outcome: Outcome, load: SimLoad, config: dict[str, Any]) -> dict[str, Any]:
+def raw(outcome: SimOutcome, load: SimLoad, config: dict[str, Any]) -> dict[str, Any]:
     """Return all that a run's figures derive from: times of each request, samples, moves."""
 
     def column(values: Any) -> list[float | None]:
@@ -207,7 +207,7 @@ def probe_line(policy: str, probe: Probe) -> str:
     return f"{policy}: {probe.rate:.4g}/s ({_times(probe.factor)}): {good} good, {verdict}"
 
 
-def conclusion(policy: str, found: Capacity, share: float) -> str:
+def conclusion(policy: str, found: SimCapacity, share: float) -> str:
     """Return in a sentence the largest rate at which enough requests are good."""
     what = f"{100 * share:g} % of the requests are good"
     if found.kept is None:

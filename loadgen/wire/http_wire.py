@@ -16,7 +16,7 @@ _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
 @dataclass(slots=True)
-class Body:
+class ParsedBody:
     """Bytes with arrival times.
 
     Attributes:
@@ -39,7 +39,7 @@ class Response:
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    body: Body = field(default_factory=lambda: Body(b"", [], []))
+    body: ParsedBody = field(default_factory=lambda: ParsedBody(b"", [], []))
     complete: bool = False
     faults: list[str] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ def parse_response(reads: Sequence[tuple[float, bytes]]) -> Response:
         total += len(data)
         ends.append(total)
         times.append(time_s)
-    raw_times = Body(b"", ends, times)
+    raw_times = ParsedBody(b"", ends, times)
     if "chunked" in response.headers.get("transfer-encoding", ""):
         spans, response.complete, faults = _dechunk(raw, head_bytes)
         response.faults += faults
@@ -144,7 +144,7 @@ def _after_last_chunk(
     return spans, True, faults
 
 
-def _gather(raw: bytes, spans: list[tuple[int, int]], raw_times: Body) -> Body:
+def _gather(raw: bytes, spans: list[tuple[int, int]], raw_times: ParsedBody) -> ParsedBody:
     """Join the payload spans; a span's bytes carry the times of the reads they came in."""
     pieces: list[bytes] = []
     ends: list[int] = []
@@ -161,4 +161,4 @@ def _gather(raw: bytes, spans: list[tuple[int, int]], raw_times: Body) -> Body:
             ends.append(total)
             times.append(raw_times.times_s[read])
             start = stop
-    return Body(b"".join(pieces), ends, times)
+    return ParsedBody(b"".join(pieces), ends, times)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadgen.wire.http_wire import Body
+from loadgen.wire.http_wire import ParsedBody
 
 _PREFIX = b"data: "
 _END = b"\n\n"
@@ -23,7 +23,7 @@ class Frame:
     payload: bytes
 
 
-def split_frames(body: Body) -> tuple[list[Frame], list[str]]:
+def split_frames(body: ParsedBody) -> tuple[list[Frame], list[str]]:
     """Return the well-formed frames in order, and what was malformed.
 
     Anything but a single `data: ` line is malformed: comments, other fields, several lines, CRLF,

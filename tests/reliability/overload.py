@@ -30,7 +30,7 @@ from pathlib import Path
 from rich.console import Console
 
 from loadgen.bench.cluster.process_cpu import service_cpu_s
-from loadgen.bench.cluster.service import Service, started_service
+from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
@@ -38,7 +38,7 @@ from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report import provenance
 from loadgen.report.output import add_out_argument
-from loadgen.runner import Live, Record, RunOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
 from loadgen.wire.client_http import HttpClient, parse_url
 from tests.reliability.overload_report import (
@@ -134,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
 class Overload:
     """One run."""
 
-    def __init__(self, args: argparse.Namespace, service: Service, console: Console) -> None:
+    def __init__(
+        self, args: argparse.Namespace, service: ServiceUnderLoad, console: Console
+    ) -> None:
         self._args = args
         self._console = console
         self._rng = random.Random(args.seed)
@@ -176,7 +178,7 @@ class Overload:
         places = SLOTS * REPLICAS
         specs = self._specs(round(4 * places * max(1.0, seconds)))
         start_s = now_s()
-        sending = asyncio.create_task(self._send(specs, RunOptions(concurrency=places)))
+        sending = asyncio.create_task(self._send(specs, LoadOptions(concurrency=places)))
         await asyncio.wait([sending], timeout=seconds)
         end_s = now_s()
         sending.cancel()  # what is under way is given up, and not part of the figures
@@ -219,7 +221,7 @@ class Overload:
             )
             for spec in patient
         ]
-        result = await self._send(others, RunOptions())
+        result = await self._send(others, LoadOptions())
         records = [*result.records, *await asyncio.gather(*waiting)]
         after, lasted_s = service_cpu_s(self._pid), now_s() - begin_s
         counted_s, end_s = begin_s + min(5.0, RAMP_SHARE * seconds), begin_s + seconds
@@ -284,7 +286,7 @@ class Overload:
         returns.failed += 1
         return record
 
-    async def _send(self, specs: Sequence[RequestSpec], options: RunOptions) -> RunResult:
+    async def _send(self, specs: Sequence[RequestSpec], options: LoadOptions) -> RunResult:
         return await run_load(specs, self._client, self._target.model, self._judge, options, Live())
 
     def _specs(self, count: int) -> list[RequestSpec]:

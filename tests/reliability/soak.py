@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.bench.cluster.service import Service, started_service
+from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report import provenance
 from loadgen.report.output import add_out_argument
@@ -100,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
 class Soak:
     """One run."""
 
-    def __init__(self, args: argparse.Namespace, service: Service, console: Console) -> None:
+    def __init__(
+        self, args: argparse.Namespace, service: ServiceUnderLoad, console: Console
+    ) -> None:
         self._args = args
         self._service = service
         self._console = console

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadgen.bench.cluster.service import Service, started_service
+from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report import provenance
@@ -131,7 +131,7 @@ class Upgrade:
     def __init__(
         self,
         args: argparse.Namespace,
-        service: Service,
+        service: ServiceUnderLoad,
         settings: Sequence[str],
         console: Console,
     ) -> None:

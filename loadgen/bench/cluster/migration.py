@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import time
@@ -21,11 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from loadgen.options import check_service, whole
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line, show
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
 from quadriga.core.output import EngineOutput, PollReply
@@ -95,7 +92,7 @@ class Felt:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PaceOutcome:
     """One pace.
 
     Attributes:
@@ -153,9 +150,9 @@ def run(args: argparse.Namespace) -> int:
         ray.shutdown()
     _print(outcomes)
     paced, slow, unpaced = outcomes
-    line = {
-        "experiment": "bench migration",
-        "headline": {
+    print_line(
+        "bench migration",
+        headline={
             "migrated_longest_steps": paced.migrated.longest,
             "migrated_p95_steps": paced.migrated.p95,
             "others_longest_steps": paced.others.longest,
@@ -167,34 +164,30 @@ def run(args: argparse.Namespace) -> int:
             "unpaced_migrated_longest_steps": unpaced.migrated.longest,
             "failed": sum(o.failed for o in outcomes),
         },
-        "outcomes": [asdict(o) for o in outcomes],
-        "settings": {k: v for k, v in vars(args).items() if isinstance(v, int | str | None)},
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions("torch", "ray"),
-    }
-    print(json.dumps(line))
+        outcomes=[asdict(o) for o in outcomes],
+        settings={k: v for k, v in vars(args).items() if isinstance(v, int | str | None)},
+        packages=("torch", "ray"),
+    )
     return 0
 
 
-def _print(outcomes: Sequence[Outcome]) -> None:
-    table = Table(title="longest time between two tokens, in median steps")
-    table.add_column("pace")
-    for column in ("step ms", "moves", "at rest ms", "rounds", "KiB"):
-        table.add_column(column, justify="right")
-    for who in ("migrated", "others", "control"):
-        table.add_column(f"{who} median / P95 / longest", justify="right")
-    for o in outcomes:
-        table.add_row(
-            o.pace,
-            f"{o.step_ms:.2f}",
-            str(o.moves),
-            f"{o.rest_ms:.2f}",
-            f"{o.rounds:.1f}",
-            f"{o.kilobytes:.0f}",
-            *(str(felt) for felt in (o.migrated, o.others, o.control)),
-        )
-    Console(width=150).print(table)
+def _print(outcomes: Sequence[PaceOutcome]) -> None:
+    show(
+        outcomes,
+        {
+            "pace": lambda o: o.pace,
+            "step ms": lambda o: f"{o.step_ms:.2f}",
+            "moves": lambda o: o.moves,
+            "at rest ms": lambda o: f"{o.rest_ms:.2f}",
+            "rounds": lambda o: f"{o.rounds:.1f}",
+            "KiB": lambda o: f"{o.kilobytes:.0f}",
+            "migrated median / P95 / longest": lambda o: o.migrated,
+            "others median / P95 / longest": lambda o: o.others,
+            "control median / P95 / longest": lambda o: o.control,
+        },
+        title="longest time between two tokens, in median steps",
+        width=150,
+    )
 
 
 class _Bench:
@@ -209,7 +202,7 @@ class _Bench:
         self._flows: dict[str, Flow] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
 
-    async def run(self) -> Outcome:
+    async def run(self) -> PaceOutcome:
         from actors.rpc.lookup import controller_name, ensure_cluster
 
         await asyncio.to_thread(
@@ -235,7 +228,7 @@ class _Bench:
                 task.cancel()
             await self._call(controller_name(self._app), "stop")
 
-    async def _measure(self) -> Outcome:
+    async def _measure(self) -> PaceOutcome:
         keeping = asyncio.create_task(self._keep_busy())
         await asyncio.sleep(3.0 + SPREAD_S * self._args.sequences)
         control_begin_s = time.monotonic()
@@ -268,7 +261,7 @@ class _Bench:
         failed: int,
         control_begin_s: float,
         control_end_s: float,
-    ) -> Outcome:
+    ) -> PaceOutcome:
         flows = list(self._flows.values())
 
         def longest(some: Sequence[Flow], begin_s: float, end_s: float) -> list[float]:
@@ -285,7 +278,7 @@ class _Bench:
             control_s += longest(flows, at_s, at_s + felt_s)
             at_s += felt_s
         reports = [report for *_, report in moves]
-        return Outcome(
+        return PaceOutcome(
             pace=self._pace or "unpaced",
             step_ms=round(1e3 * step_s, 3),
             moves=len(moves),

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loadgen.bench.cluster.service import Service, started_service
+from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.checkpoint.folder import read_checkpoint
@@ -125,7 +125,7 @@ def play(
 
 async def _send(
     args: argparse.Namespace,
-    service: Service,
+    service: ServiceUnderLoad,
     admin_port: int,
     make_specs: MakeSpecs,
     counts: bool,
@@ -139,7 +139,7 @@ async def _send(
     judgement = Judgement(Target(args.model, None))
     specs = await make_specs(client)
     warm = [replace(s, index=i, arrival_s=0.0) for i, s in enumerate(specs[: 2 * args.decode])]
-    await run_load(warm, client, args.model, judgement, RunOptions(concurrency=4), Live())
+    await run_load(warm, client, args.model, judgement, LoadOptions(concurrency=4), Live())
     views: list[dict[str, Any]] = []
     pages: list[Page] = []
     watchers = [asyncio.create_task(_repeat(lambda: _view(admin), views, SAMPLE_EVERY_S))]
@@ -147,7 +147,7 @@ async def _send(
         pages.append(await _page(admin))
         watchers.append(asyncio.create_task(_repeat(lambda: _page(admin), pages, COUNT_EVERY_S)))
     try:
-        result = await run_load(specs, client, args.model, judgement, RunOptions(), Live())
+        result = await run_load(specs, client, args.model, judgement, LoadOptions(), Live())
         if counts:
             await asyncio.sleep(2.0 * COUNT_EVERY_S)  # the last push is on its way
     finally:

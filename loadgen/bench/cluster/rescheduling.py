@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from loadgen.bench.cluster.paced_cluster import (
@@ -32,7 +31,7 @@ from loadgen.bench.cluster.paced_cluster import (
     settings_of,
 )
 from loadgen.bench.cluster.rescheduling_report import (
-    Run,
+    PolicyRun,
     count_differences,
     decoding,
     figures,
@@ -45,8 +44,8 @@ from loadgen.checker import Outcome
 from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.workload import RequestSpec, from_tasks
 from loadgen.options import number, whole
-from loadgen.report import provenance
-from loadgen.report.metrics import Slo, summarise, tpot_s
+from loadgen.report.experiment import print_line, say
+from loadgen.report.metrics import LoadSlo, summarise, tpot_s
 from loadgen.report.output import add_out_argument
 from loadgen.runner import RunResult
 from loadgen.wire.client_http import HttpClient
@@ -95,20 +94,17 @@ def run(args: argparse.Namespace) -> int:
         json.dumps([raw(r) for r in runs]) + "\n", encoding="utf-8"
     )
     failed = sum(result["failed"] + result["refused"] for result in results.values())
-    line = {
-        "experiment": "bench rescheduling",
-        "headline": headline(results, args.policies) | {"different_answers": different},
-        "results": results,
-        "different_from_first_run": by_run,
-        "config": {
+    print_line(
+        "bench rescheduling",
+        headline=headline(results, args.policies) | {"different_answers": different},
+        results=results,
+        different_from_first_run=by_run,
+        config={
             "model": args.model, "rate": args.rate, "requests": len(specs), "seed": args.seed,
             "decode": args.decode, "pace": PROFILE, "kv_capacity_tokens": KV_CAPACITY_TOKENS,
             "tasks": TASKS, "interval_s": INTERVAL_S, "rounds": args.rounds,
         },
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-    }  # fmt: skip
-    print(json.dumps(line))
+    )  # fmt: skip
     return 1 if failed or different else 0
 
 
@@ -119,7 +115,9 @@ def make_specs(args: argparse.Namespace) -> list[RequestSpec]:
     return from_tasks(count, arrivals, seed=args.seed, max_tokens=MAX_TOKENS, tasks=TASKS)
 
 
-def _measure(args: argparse.Namespace, policy: str, specs: list[RequestSpec], turn: int) -> Run:
+def _measure(
+    args: argparse.Namespace, policy: str, specs: list[RequestSpec], turn: int
+) -> PolicyRun:
     """One run against a service of its own.
 
     Raises:
@@ -129,19 +127,19 @@ def _measure(args: argparse.Namespace, policy: str, specs: list[RequestSpec], tu
     async def same(client: HttpClient) -> list[RequestSpec]:
         return specs
 
-    _say(f"run {turn + 1}, {policy}: {len(specs)} requests to a service started for it")
+    say(f"run {turn + 1}, {policy}: {len(specs)} requests to a service started for it")
     played = play(args, policy, same)
     done = _run_of(policy, played.result, played.views)
-    _say(f"run {turn + 1}, {policy}: P99 TPOT {1e3 * (done.summary.tpot.p99 or 0.0):.1f} ms")
+    say(f"run {turn + 1}, {policy}: P99 TPOT {1e3 * (done.summary.tpot.p99 or 0.0):.1f} ms")
     return done
 
 
-def _run_of(policy: str, result: RunResult, samples: list[dict[str, Any]]) -> Run:
+def _run_of(policy: str, result: RunResult, samples: list[dict[str, Any]]) -> PolicyRun:
     passed = [r for r in result.records if r.verdict.outcome is Outcome.OK]
     tpots = [(r, value) for r in passed if (value := tpot_s(r)) is not None]
-    return Run(
+    return PolicyRun(
         policy=policy,
-        summary=summarise(result, Slo()),
+        summary=summarise(result, LoadSlo()),
         tpot_s=[value for _, value in tpots],
         long_tpot_s=[v for r, v in tpots if r.verdict.choices[0].num_tokens >= LONG_TOKENS],
         step_variance_ms2=step_variances(samples),
@@ -151,7 +149,3 @@ def _run_of(policy: str, result: RunResult, samples: list[dict[str, Any]]) -> Ru
             (sum(r["num_paused"] for r in decoding(sample)) for sample in samples), default=0
         ),
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from loadgen.report.metrics import Summary
+from loadgen.report.experiment import show
+from loadgen.report.metrics import LoadSummary
 
 TABLE_WIDTH = 150
 
 
 @dataclass(slots=True)
-class Run:
+class PolicyRun:
     """One policy's run.
 
     Attributes:
@@ -28,7 +27,7 @@ class Run:
     """
 
     policy: str
-    summary: Summary
+    summary: LoadSummary
     tpot_s: list[float]
     long_tpot_s: list[float]
     step_variance_ms2: list[float]
@@ -56,13 +55,13 @@ def decoding(sample: dict[str, Any]) -> list[dict[str, Any]]:
     return [r for r in sample["replicas"] if r["role"] == "decode"]
 
 
-def count_differences(runs: Sequence[Run]) -> int:
+def count_differences(runs: Sequence[PolicyRun]) -> int:
     """Requests whose answers are not the same in all runs that passed them."""
     indices = {index for r in runs for index in r.texts}
     return sum(len({r.texts[index] for r in runs if index in r.texts}) > 1 for index in indices)
 
 
-def figures(runs: Sequence[Run]) -> dict[str, Any]:
+def figures(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     """Figures of a policy over its runs, taken together; P99 also by run."""
     tpots = [t for r in runs for t in r.tpot_s]
     long = [t for r in runs for t in r.long_tpot_s]
@@ -113,26 +112,22 @@ def headline(results: dict[str, dict[str, Any]], policies: Sequence[str]) -> dic
 
 
 def print_table(results: dict[str, dict[str, Any]], different: int) -> None:
-    table = Table(title="1 prefill and paced decode replicas; all runs of a policy together")
+    """Print a line for each policy."""
+
+    def moves(policy: str) -> str:
+        counted = sorted(results[policy]["moves"].items())
+        return ", ".join(f"{n} {outcome}" for outcome, n in counted) or "–"
+
     names = ("tpot_p50_ms", "tpot_p99_ms", "long_tpot_p99_ms", "step_variance_ms2", "tokens_per_s")
-    for name in ("policy", *names, "ok", "failed", "refused", "most paused", "moves"):
-        table.add_column(name, justify="left" if name in ("policy", "moves") else "right")
-    for policy, row in results.items():
-        moves = ", ".join(f"{n} {outcome}" for outcome, n in sorted(row["moves"].items()))
-        table.add_row(
-            policy,
-            *(str(row[name]) for name in names),
-            *(str(row[name]) for name in ("ok", "failed", "refused", "most_paused")),
-            moves or "–",
-        )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
-    console.print(table)
-    console.print(f"answers that differ between runs: {different}")
+    columns: dict[str, Callable[[str], object]] = {"policy": lambda policy: policy}
+    for name in (*names, "ok", "failed", "refused", "most_paused"):
+        columns[name] = lambda policy, name=name: results[policy][name]  # type: ignore[misc]
+    title = "1 prefill and paced decode replicas; all runs of a policy together"
+    show(results, columns | {"moves": moves}, title=title, left=("moves",), width=TABLE_WIDTH)
+    print(f"answers that differ between runs: {different}")
 
 
-def raw(done: Run) -> dict[str, Any]:
+def raw(done: PolicyRun) -> dict[str, Any]:
     return {
         "policy": done.policy,
         "summary": done.summary.as_dict(),

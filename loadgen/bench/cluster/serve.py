@@ -21,16 +21,17 @@ from pathlib import Path
 
 from loadgen.bench.cluster.process_cpu import service_cpu_s
 from loadgen.bench.cluster.serve_report import Rounds, final_line, print_table
-from loadgen.bench.cluster.service import Service, started_service
+from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.bench.engines.peer_process import PeerProcess
-from loadgen.bench.engines.workloads import Request, Workload
+from loadgen.bench.engines.workloads import Workload, WorkloadRequest
 from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.options import api_key, number, whole
-from loadgen.report.metrics import Slo, Summary, summarise
-from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.report.experiment import say
+from loadgen.report.metrics import LoadSlo, LoadSummary, summarise
+from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.client_grpc import GrpcClient
 from loadgen.wire.client_http import HttpClient, parse_url
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = folder / "workload.json"
         workload.save(file)
-        _say("engine: loading, compiling, warming up")
+        say("engine: loading, compiling, warming up")
         engine = stack.enter_context(
             PeerProcess("quadriga", checkpoint.path, args.threads, sys.executable)
         )
@@ -113,7 +114,7 @@ def make_workload(args: argparse.Namespace, checkpoint: Checkpoint) -> Workload:
     rng = random.Random(args.seed)
     first = min(3, checkpoint.vocab_size - 1)  # low ids are often special tokens
     requests = [
-        Request(
+        WorkloadRequest(
             [rng.randrange(first, checkpoint.vocab_size) for _ in range(args.prompt_tokens)],
             args.output_tokens,
         )
@@ -123,9 +124,11 @@ def make_workload(args: argparse.Namespace, checkpoint: Checkpoint) -> Workload:
 
 
 @contextlib.contextmanager
-def _service(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> Iterator[Service]:
+def _service(
+    args: argparse.Namespace, checkpoint: Checkpoint, folder: Path
+) -> Iterator[ServiceUnderLoad]:
     if args.url is not None:
-        yield Service(args.url, args.grpc, api_key(args))
+        yield ServiceUnderLoad(args.url, args.grpc, api_key(args))
         return
     settings = [
         f"model={args.model}",
@@ -136,7 +139,7 @@ def _service(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> 
         f"decode.max_slots={args.concurrency}",
         *(["--haproxy"] if args.proxy == "haproxy" else []),
     ]
-    _say(f"service: starting {checkpoint.id}, 1 prefill and 1 decode replica")
+    say(f"service: starting {checkpoint.id}, 1 prefill and 1 decode replica")
     with started_service(settings, log=args.log or folder / "service.log") as service:
         yield service
 
@@ -147,11 +150,11 @@ def _measure(
     workload: Workload,
     file: Path,
     engine: PeerProcess,
-    service: Service,
+    service: ServiceUnderLoad,
 ) -> list[Rounds]:
     measured = {name: Rounds(name) for name in (ENGINE, *args.transport)}
     for transport in args.transport:
-        _say(f"{transport}: warming up")
+        say(f"{transport}: warming up")
         _serve_once(transport, service, checkpoint.id, workload.warm_up())
     for turn in range(args.rounds):
         for rounds in measured.values():
@@ -170,17 +173,17 @@ def _measure(
                     for part, cpu_s in service_cpu_s(service.pid).items():
                         us = (cpu_s - before.get(part, 0.0)) / summary.output_tokens * 1e6
                         rounds.cpu_us.setdefault(part, []).append(us)
-            _say(f"round {turn + 1}/{args.rounds} {rounds.name}: {rounds.tokens_per_s[-1]:,.0f}/s")
+            say(f"round {turn + 1}/{args.rounds} {rounds.name}: {rounds.tokens_per_s[-1]:,.0f}/s")
     return list(measured.values())
 
 
-def _engine_cpu_s(service: Service) -> float:
+def _engine_cpu_s(service: ServiceUnderLoad) -> float:
     """CPU seconds of this command's processes, the service's apart: while it runs, the engine's."""
     ours = sum(service_cpu_s(os.getpid()).values())
     return ours - (sum(service_cpu_s(service.pid).values()) if service.pid is not None else 0.0)
 
 
-def _take(rounds: Rounds, summary: Summary, result: RunResult) -> None:
+def _take(rounds: Rounds, summary: LoadSummary, result: RunResult) -> None:
     rounds.tokens_per_s.append(summary.output_tokens_per_s)
     rounds.ttft_p50_s.append(summary.ttft.p50 or 0.0)
     rounds.generator_us.append(result.cpu_s / summary.output_tokens * 1e6)
@@ -188,8 +191,8 @@ def _take(rounds: Rounds, summary: Summary, result: RunResult) -> None:
 
 
 def _serve_once(
-    transport: str, service: Service, model: str, workload: Workload
-) -> tuple[Summary, RunResult]:
+    transport: str, service: ServiceUnderLoad, model: str, workload: Workload
+) -> tuple[LoadSummary, RunResult]:
     """Send the workload once, check every answer after the clock, and return the figures.
 
     Raises:
@@ -200,10 +203,12 @@ def _serve_once(
         if record.verdict.outcome is not Outcome.OK:
             faults = "; ".join(map(str, record.verdict.faults[:3])) or "refused"
             raise ConfigError(f"{transport} request {record.spec.index}: {faults}")
-    return summarise(result, Slo()), result
+    return summarise(result, LoadSlo()), result
 
 
-async def _send(transport: str, service: Service, model: str, workload: Workload) -> RunResult:
+async def _send(
+    transport: str, service: ServiceUnderLoad, model: str, workload: Workload
+) -> RunResult:
     specs = [
         RequestSpec(
             index=index,
@@ -216,7 +221,7 @@ async def _send(transport: str, service: Service, model: str, workload: Workload
         for index, request in enumerate(workload.requests)
     ]
     judgement, live = Judgement(Target(model, None)), Live()
-    options = RunOptions(concurrency=workload.concurrency)
+    options = LoadOptions(concurrency=workload.concurrency)
     if transport == "http":
         http = HttpClient(
             parse_url(service.url),
@@ -232,7 +237,3 @@ async def _send(transport: str, service: Service, model: str, workload: Workload
         return await run_load(specs, grpc, model, judgement, options, live)
     finally:
         await grpc.close()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ SHOWN_LOG_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceUnderLoad:
     """How to reach a service.
 
     Attributes:
@@ -39,7 +39,7 @@ class Service:
 
 
 @contextmanager
-def started_service(settings: Sequence[str], *, log: Path) -> Iterator[Service]:
+def started_service(settings: Sequence[str], *, log: Path) -> Iterator[ServiceUnderLoad]:
     """Run `python -m serve_app SETTINGS` on free ports until the block ends.
 
     Args:
@@ -57,13 +57,13 @@ def started_service(settings: Sequence[str], *, log: Path) -> Iterator[Service]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_worker_niceness": "0",
     }
-    service = Service(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", key)
+    service = ServiceUnderLoad(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", key)
     with python_process([*words, *settings], env=env, log=log) as process:
         _await_health(service, process, log)
         yield replace(service, pid=process.pid)
 
 
-def _await_health(service: Service, process: subprocess.Popen[bytes], log: Path) -> None:
+def _await_health(service: ServiceUnderLoad, process: subprocess.Popen[bytes], log: Path) -> None:
     client = HttpClient(parse_url(service.url), now_s=now_s, timeout_s=PROBE_TIMEOUT_S)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not asyncio.run(_is_healthy(client)):

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from loadgen.bench.cluster.paced_cluster import (
     INTERVAL_S,
@@ -35,7 +33,7 @@ from loadgen.bench.cluster.simulator_fit import Costs, fit_costs, load_of, ttfts
 from loadgen.bench.cluster.simulator_report import (
     MUST_AGREE,
     TABLE_WIDTH,
-    Outcome,
+    LoadOutcome,
     figures,
     print_tables,
     ratios,
@@ -49,7 +47,7 @@ from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.traces import Trace
 from loadgen.load.workload import RequestSpec, from_trace
 from loadgen.options import number, whole
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line, say, wide_console
 from loadgen.report.output import add_out_argument, file_to_write
 from loadgen.simulation.loads import SimLoad
 from loadgen.target import token_pool
@@ -115,16 +113,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, check; 1 when a figure is off by more than the tolerance, or a decision is."""
-    _say(f"fitting: {args.rates[0]:g} requests/s, seed {args.seed}, ares")
+    say(f"fitting: {args.rates[0]:g} requests/s, seed {args.seed}, ares")
     settings = [*settings_of(args, "ares", 1), *SETTINGS]
     config = load_config(dict(s.split("=", 1) for s in settings))
     fitted = play(args, "ares", make_specs(args, 0), more=SETTINGS, counts=True)
     costs = fit_run(args, config, fitted)
-    outcomes: dict[str, tuple[list[Outcome], list[Outcome]]] = {p: ([], []) for p in args.policies}
+    outcomes: dict[str, tuple[list[LoadOutcome], list[LoadOutcome]]] = {
+        p: ([], []) for p in args.policies
+    }
     decisions = {"ticks": 0, "orders": 0, "different": 0}
     for turn in range(args.rounds):
         for policy in args.policies if turn % 2 == 0 else reversed(args.policies):
-            _say(f"checking, round {turn + 1}, {policy}: {args.rates[1]:g} requests/s")
+            say(f"checking, round {turn + 1}, {policy}: {args.rates[1]:g} requests/s")
             played = _recorded(args, policy, decisions)
             real, simulated = outcomes[policy]
             real.append(real_outcome(played, costs.profile.step))
@@ -223,7 +223,7 @@ def _recorded(args: argparse.Namespace, policy: str, decisions: dict[str, int]) 
 def _report(
     args: argparse.Namespace,
     costs: Costs,
-    outcomes: dict[str, tuple[list[Outcome], list[Outcome]]],
+    outcomes: dict[str, tuple[list[LoadOutcome], list[LoadOutcome]]],
     decisions: dict[str, int],
 ) -> int:
     results: dict[str, dict[str, Any]] = {}
@@ -231,8 +231,7 @@ def _report(
         pair = figures(real), figures(simulated)
         results[policy] = {"real": pair[0], "simulated": pair[1], "ratio": ratios(*pair)}
     worst = {policy: round(worst_deviation(r["ratio"]), 4) for policy, r in results.items()}
-    console = Console()
-    print_tables(console if console.is_terminal else Console(width=TABLE_WIDTH), results, costs)
+    print_tables(wide_console(TABLE_WIDTH), results, costs)
     print(
         f"{decisions['ticks']} recorded decisions with {decisions['orders']} orders; "
         f"decided again, {decisions['different']} differ"
@@ -243,9 +242,9 @@ def _report(
     )
     write_plot(args.out / "simulator.png", outcomes)
     is_within = all(value <= args.tolerance for value in worst.values())
-    line = {
-        "experiment": "bench simulator",
-        "headline": {
+    print_line(
+        "bench simulator",
+        headline={
             "is_within_tolerance": is_within,
             "worst_deviation": worst,
             "of": MUST_AGREE,
@@ -257,19 +256,12 @@ def _report(
                 for policy, (real, _) in outcomes.items()
             },
         },
-        "results": results,
-        "config": {
+        results=results,
+        config={
             "model": args.model, "rates": args.rates, "seed": args.seed, "rounds": args.rounds,
             "duration_s": args.duration_s, "decode": args.decode, "pace": PACE,
             "kv_capacity_tokens": KV_CAPACITY_TOKENS, "interval_s": INTERVAL_S,
             "policies": {p: POLICIES[p] for p in args.policies}, "tolerance": args.tolerance,
         },
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-    }  # fmt: skip
-    print(json.dumps(line))
+    )  # fmt: skip
     return 0 if is_within and not decisions["different"] else 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
 from loadgen.bench.cluster.paced_cluster import Played
 from loadgen.bench.cluster.rescheduling_report import step_variances
@@ -22,6 +21,8 @@ from loadgen.bench.cluster.simulator_fit import (
     moves_of,
     ttfts_of,
 )
+from loadgen.report.experiment import drawn, table_of
+from loadgen.report.figures import shown
 from loadgen.report.metrics import tpot_s
 from loadgen.simulation.loads import SimLoad
 from quadriga.config.pacing import PaceProfile
@@ -34,7 +35,7 @@ MUST_AGREE = ("tokens_per_s", "requests_per_s", *(f"tpot_p{p}_ms" for p in PERCE
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LoadOutcome:
     """One run of a load, real or simulated.
 
     Attributes:
@@ -58,11 +59,11 @@ class Outcome:
     fitted_step: float = 1.0
 
 
-def real_outcome(played: Played, step: PaceProfile) -> Outcome:
+def real_outcome(played: Played, step: PaceProfile) -> LoadOutcome:
     """What the cluster did. Raises: ConfigError: A response failed its check."""
     load = load_of(played)
     records = sorted(played.result.records, key=lambda r: r.sent_s)
-    return Outcome(
+    return LoadOutcome(
         duration_s=max(r.ended_s for r in records) - records[0].sent_s,
         output_tokens=load.output_tokens,
         ttft_s=ttfts_of(played),
@@ -74,11 +75,11 @@ def real_outcome(played: Played, step: PaceProfile) -> Outcome:
     )
 
 
-def simulated_outcome(run: Run, load: SimLoad, costs: Costs) -> Outcome:
+def simulated_outcome(run: Run, load: SimLoad, costs: Costs) -> LoadOutcome:
     """What the simulator made of the same load."""
     ttft, tpot = latencies(run, load.arrivals_s, load.output_tokens)
     by_load = _mean([s.variance_ms2 for s in run.samples if s.num_running])
-    return Outcome(
+    return LoadOutcome(
         duration_s=float(np.nanmax(run.finished_s) - load.arrivals_s[0]),
         output_tokens=load.output_tokens,
         ttft_s=ttft,
@@ -89,7 +90,7 @@ def simulated_outcome(run: Run, load: SimLoad, costs: Costs) -> Outcome:
     )
 
 
-def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def figures(outcomes: Sequence[LoadOutcome]) -> dict[str, float]:
     """Figures of several runs, taken together; moves and variances are means of a run."""
     duration_s = sum(o.duration_s for o in outcomes)
     found = {
@@ -131,44 +132,37 @@ def print_tables(
         f"a move {1e3 * profile.round_trip_s:.0f} ms (of {costs.num_moves})"
     )
     for policy, result in results.items():
-        table = Table(title=f"rescheduling {policy}: another load than the one that was fitted")
-        for name in ("figure", "real", "simulated", "ratio", "must agree"):
-            table.add_column(name, justify="left" if name == "figure" else "right")
-        for name, real in result["real"].items():
-            ratio = result["ratio"][name]
-            table.add_row(
-                name,
-                f"{real:.4g}",
-                f"{result['simulated'][name]:.4g}",
-                "–" if ratio is None else f"{ratio:.3f}",
-                "yes" if name in MUST_AGREE else "",
-            )
-        console.print(table)
+        real, simulated, ratio = result["real"], result["simulated"], result["ratio"]
+        columns: dict[str, Callable[[str], object]] = {
+            "figure": lambda name: name,
+            "real": lambda name, of=real: f"{of[name]:.4g}",  # type: ignore[misc]
+            "simulated": lambda name, of=simulated: f"{of[name]:.4g}",  # type: ignore[misc]
+            "ratio": lambda name, of=ratio: shown(of[name], ".3f"),  # type: ignore[misc]
+            "must agree": lambda name: "yes" if name in MUST_AGREE else None,
+        }
+        title = f"rescheduling {policy}: another load than the one that was fitted"
+        console.print(table_of(real, columns, title=title))
 
 
-def write_plot(path: Path, outcomes: dict[str, tuple[list[Outcome], list[Outcome]]]) -> None:
+def write_plot(
+    path: Path, outcomes: dict[str, tuple[list[LoadOutcome], list[LoadOutcome]]]
+) -> None:
     """Draw TTFT and TPOT of each policy: share of requests at or below, real and simulated."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(outcomes), 2, figsize=(11, 4 * len(outcomes)), squeeze=False)
-    for row, (policy, (real, simulated)) in zip(axes, outcomes.items(), strict=True):
-        for axis, name in zip(row, ("ttft", "tpot"), strict=True):
-            for label, runs in (("real", real), ("simulated", simulated)):
-                values = np.concatenate([getattr(o, f"{name}_s") for o in runs])
-                values = np.sort(1e3 * values[~np.isnan(values)])
-                axis.plot(values, np.arange(1, len(values) + 1) / len(values), label=label)
-            axis.set(xlabel=f"{name.upper()}, ms", ylabel="share of requests", title=policy)
-            axis.grid(alpha=0.3)
-            axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with drawn(path, 2, len(outcomes), size=(5.5, 4.0)) as axes:
+        for row, (policy, (real, simulated)) in zip(axes, outcomes.items(), strict=True):
+            for axis, name in zip(row, ("ttft", "tpot"), strict=True):
+                for label, runs in (("real", real), ("simulated", simulated)):
+                    values = np.concatenate([getattr(o, f"{name}_s") for o in runs])
+                    values = np.sort(1e3 * values[~np.isnan(values)])
+                    axis.plot(values, np.arange(1, len(values) + 1) / len(values), label=label)
+                axis.set(xlabel=f"{name.upper()}, ms", ylabel="share of requests", title=policy)
+                axis.grid(alpha=0.3)
+                axis.legend()
 
 
-def raw(costs: Costs, outcomes: dict[str, tuple[list[Outcome], list[Outcome]]]) -> dict[str, Any]:
+def raw(
+    costs: Costs, outcomes: dict[str, tuple[list[LoadOutcome], list[LoadOutcome]]]
+) -> dict[str, Any]:
     """All that the figures derive from."""
     return {
         "costs": asdict(costs),

@@ -9,7 +9,7 @@ from loadgen.bench.engines.workloads import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GeneratedTokens:
     """One run of a workload.
 
     Attributes:
@@ -34,5 +34,5 @@ class Peer(Protocol):
     def prepare(self, workloads: list[Workload]) -> None:
         """Load, convert and compile whatever the workloads need; outside the clock."""
 
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: Workload) -> GeneratedTokens:
         """Greedy tokens for every request, `max_tokens` each, end tokens ignored."""

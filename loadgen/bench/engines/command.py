@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.bench.engines.agreement import Reference
-from loadgen.bench.engines.base import Generation
+from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.floor import floor_s, measure_machine, model_costs
 from loadgen.bench.engines.peer_process import PeerProcess, interpreters, is_installed
 from loadgen.bench.engines.peers import PEERS
 from loadgen.bench.engines.workloads import Workload, WorkloadError, load_workload, make_suite
 from loadgen.options import whole
 from loadgen.report import provenance
+from loadgen.report.experiment import say
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
@@ -68,12 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(slots=True)
-class Results:
+class EngineResults:
     """Every run of every peer: `runs[peer][workload name]`, in order of rounds."""
 
-    runs: dict[str, dict[str, list[Generation]]] = field(default_factory=dict)
+    runs: dict[str, dict[str, list[GeneratedTokens]]] = field(default_factory=dict)
 
-    def add(self, peer: str, workload: str, generation: Generation) -> None:
+    def add(self, peer: str, workload: str, generation: GeneratedTokens) -> None:
         self.runs.setdefault(peer, {}).setdefault(workload, []).append(generation)
 
     def seconds(self, peer: str, workload: str) -> float:
@@ -126,20 +126,20 @@ def measure(
     pythons: dict[str, str],
     *,
     plain: Path | None = None,
-) -> Results:
+) -> EngineResults:
     """Run every workload on every peer, `rounds` times, taking turns.
 
     Args:
         plain: What all but our engine read, where that is another folder than `checkpoint`.
     """
-    results = Results()
+    results = EngineResults()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         files = [Path(folder) / f"{i}.json" for i in range(len(workloads))]
         for file, workload in zip(files, workloads, strict=True):
             workload.save(file)
         running: list[PeerProcess] = []
         for name in peers:
-            _say(f"{name}: loading, compiling, warming up")
+            say(f"{name}: loading, compiling, warming up")
             path = checkpoint if name == OURS or plain is None else plain
             process = stack.enter_context(PeerProcess(name, path, threads, pythons[name]))
             try:
@@ -147,7 +147,7 @@ def measure(
             except ConfigError as exc:
                 if name == OURS:
                     raise
-                _say(f"{name}: left out, {exc.message}")
+                say(f"{name}: left out, {exc.message}")
                 continue
             running.append(process)
         for turn in range(rounds):
@@ -156,14 +156,14 @@ def measure(
                     done = process.run(file)
                     _check_counts(process.name, workload, done)
                     results.add(process.name, workload.name, done)
-                    _say(
+                    say(
                         f"round {turn + 1}/{rounds} {workload.name:>12} {process.name:>13}: "
                         f"{workload.output_tokens / done.seconds:8.0f} tokens/s"
                     )
     return results
 
 
-def _check_counts(peer: str, workload: Workload, done: Generation) -> None:
+def _check_counts(peer: str, workload: Workload, done: GeneratedTokens) -> None:
     wanted = [r.max_tokens for r in workload.requests]
     got = [len(tokens) for tokens in done.token_ids]
     if got != wanted:
@@ -185,18 +185,18 @@ def _choose_peers(
         elif name in args.peer:
             raise ConfigError(f"--peer {name}: not installed for {pythons[name]}")
         else:
-            _say(f"{name}: not installed, left out")
+            say(f"{name}: not installed, left out")
     return peers
 
 
-def _dump(folder: Path, results: Results, workloads: Sequence[Workload]) -> None:
+def _dump(folder: Path, results: EngineResults, workloads: Sequence[Workload]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for workload in workloads:
         tokens = results.runs[OURS][workload.name][0].token_ids
         (folder / f"{workload.name}.json").write_text(json.dumps(tokens), encoding="utf-8")
 
 
-def _json_lines(results: Results, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+def _json_lines(results: EngineResults, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
     lines = []
     for workload in workloads:
         for peer, runs in results.runs.items():
@@ -224,7 +224,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _print_report(
-    results: Results, workloads: Sequence[Workload], checkpoint: Path, threads: int
+    results: EngineResults, workloads: Sequence[Workload], checkpoint: Path, threads: int
 ) -> bool:
     """Print speeds, ratios, floor and agreement; False when tokens differ."""
     rates = measure_machine(threads)
@@ -274,7 +274,3 @@ def _origin(args: argparse.Namespace, checkpoint_id: str) -> dict[str, Any]:
         "machine": provenance.machine(),
         "versions": provenance.versions("torch", "transformers"),
     }
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

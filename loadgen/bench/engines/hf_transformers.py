@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from loadgen.bench.engines.base import Generation
-from loadgen.bench.engines.workloads import Request, Workload
+from loadgen.bench.engines.base import GeneratedTokens
+from loadgen.bench.engines.workloads import Workload, WorkloadRequest
 
 
 class TransformersPeer:
@@ -27,7 +27,7 @@ class TransformersPeer:
         """Nothing to do: the model runs eagerly."""
 
     @torch.inference_mode()
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: Workload) -> GeneratedTokens:
         """See `Peer.generate`."""
         tokens: list[list[int]] = []
         ttft_s: list[float] = []
@@ -37,9 +37,9 @@ class TransformersPeer:
             first = _FirstToken()
             tokens += self._generate_batch(batch, first)
             ttft_s += [first.at_s - started_s] * len(batch)
-        return Generation(time.perf_counter() - started_s, ttft_s, tokens)
+        return GeneratedTokens(time.perf_counter() - started_s, ttft_s, tokens)
 
-    def _generate_batch(self, batch: list[Request], first: _FirstToken) -> list[list[int]]:
+    def _generate_batch(self, batch: list[WorkloadRequest], first: _FirstToken) -> list[list[int]]:
         width = max(len(r.prompt) for r in batch)
         steps = max(r.max_tokens for r in batch)
         ids = torch.zeros((len(batch), width), dtype=torch.long)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loadgen.bench.engines.base import Generation
+from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.workloads import Workload
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.engine_spec import EngineSpec
@@ -43,7 +43,7 @@ class QuadrigaPeer:
             )
         )
 
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: Workload) -> GeneratedTokens:
         """Run one workload to its end."""
         assert self._runner is not None, "prepare comes first"
         return run_offline(LLM.over(self._runner, max_slots=workload.concurrency), workload)
@@ -82,7 +82,7 @@ def _check(checkpoint: Checkpoint, workloads: list[Workload]) -> None:
             )
 
 
-def run_offline(llm: LLM, workload: Workload) -> Generation:
+def run_offline(llm: LLM, workload: Workload) -> GeneratedTokens:
     """Generate exactly `max_tokens` greedy tokens per request."""
     started_s = time.perf_counter()
     outputs = llm.generate(
@@ -93,7 +93,7 @@ def run_offline(llm: LLM, workload: Workload) -> Generation:
         ],
         progress=False,
     )
-    return Generation(
+    return GeneratedTokens(
         seconds=time.perf_counter() - started_s,
         ttft_s=[output.ttft_s for output in outputs],
         token_ids=[output.token_ids for output in outputs],

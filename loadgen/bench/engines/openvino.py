@@ -14,7 +14,7 @@ import numpy as np
 import openvino as ov  # type: ignore[import-not-found, unused-ignore]
 import openvino_genai as genai
 
-from loadgen.bench.engines.base import Generation
+from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.workloads import Workload
 from quadriga.files import cache_folder
 
@@ -42,7 +42,7 @@ class OpenVinoPeer:
             if workload.concurrency not in self._pipelines:
                 self._pipelines[workload.concurrency] = self._pipeline(workload.concurrency)
 
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: Workload) -> GeneratedTokens:
         """See `Peer.generate`."""
         pipeline = self._pipelines[workload.concurrency]
         ttft_s = [0.0] * len(workload.requests)
@@ -65,7 +65,7 @@ class OpenVinoPeer:
                         ttft_s[index] = ttft_s[index] or now_s
                 if len(tokens[index]) >= workload.requests[index].max_tokens:
                     del running[index]
-        return Generation(time.perf_counter() - started_s, ttft_s, tokens)
+        return GeneratedTokens(time.perf_counter() - started_s, ttft_s, tokens)
 
     def _pipeline(self, concurrency: int) -> Any:
         scheduler = genai.SchedulerConfig()

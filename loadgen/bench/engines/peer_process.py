@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from loadgen.bench.engines.base import Generation
+from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.peers import PROBES
 from quadriga.errors import ConfigError
 from quadriga.pipes import read_line
@@ -74,10 +74,12 @@ class PeerProcess:
         """Load, compile and warm up. Raises: ConfigError when the peer cannot."""
         self._ask({"prepare": [str(f) for f in files]}, PREPARE_TIMEOUT_S)
 
-    def run(self, file: Path) -> Generation:
+    def run(self, file: Path) -> GeneratedTokens:
         """Run one workload. Raises: ConfigError when the peer fails or does not answer."""
         answer = self._ask({"run": str(file)}, RUN_TIMEOUT_S)
-        return Generation(answer["seconds"], answer["ttft_s"], answer["token_ids"], answer["cpu_s"])
+        return GeneratedTokens(
+            answer["seconds"], answer["ttft_s"], answer["token_ids"], answer["cpu_s"]
+        )
 
     def _ask(self, command: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout

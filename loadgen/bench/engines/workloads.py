@@ -22,7 +22,7 @@ class WorkloadError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkloadRequest:
     """One prompt and the exact number of tokens to generate after it."""
 
     prompt: list[int]
@@ -35,7 +35,7 @@ class Workload:
 
     name: str
     concurrency: int
-    requests: list[Request]
+    requests: list[WorkloadRequest]
 
     @property
     def output_tokens(self) -> int:
@@ -52,7 +52,7 @@ class Workload:
         return Workload(
             f"{self.name}-warm-up",
             self.concurrency,
-            [Request(r.prompt, min(r.max_tokens, 8)) for r in head],
+            [WorkloadRequest(r.prompt, min(r.max_tokens, 8)) for r in head],
         )
 
     def save(self, path: Path) -> None:
@@ -77,7 +77,7 @@ def load_workload(path: Path) -> Workload:
     return Workload(name, concurrency, [_request(item, path, i) for i, item in enumerate(items)])
 
 
-def _request(item: object, path: Path, index: int) -> Request:
+def _request(item: object, path: Path, index: int) -> WorkloadRequest:
     where = f"{path}: requests.{index}"
     if not isinstance(item, dict):
         raise WorkloadError(f"{where} must be an object")
@@ -86,7 +86,7 @@ def _request(item: object, path: Path, index: int) -> Request:
         raise WorkloadError(f"{where}.prompt must be a list of at least one token id")
     if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in prompt):
         raise WorkloadError(f"{where}.prompt must hold whole numbers from 0 on")
-    return Request(prompt, _whole(item.get("max_tokens"), f"{where}.max_tokens"))
+    return WorkloadRequest(prompt, _whole(item.get("max_tokens"), f"{where}.max_tokens"))
 
 
 def _whole(value: object, where: str) -> int:
@@ -114,7 +114,7 @@ def make_suite(vocab_size: int, max_tokens: int, *, seed: int) -> list[Workload]
         Workload(
             f"batch-{batch}",
             batch,
-            [Request(prompt(prompt_tokens), output_tokens) for _ in range(batch)],
+            [WorkloadRequest(prompt(prompt_tokens), output_tokens) for _ in range(batch)],
         )
         for batch in SUITE_BATCHES
     ]
@@ -123,7 +123,7 @@ def make_suite(vocab_size: int, max_tokens: int, *, seed: int) -> list[Workload]
         # Medians of 48 and 64 tokens, one in twenty above 240: log-normal, as traces are.
         length = _bounded(rng.lognormvariate(3.87, 0.8), 4, max_tokens // 2)
         output = _bounded(rng.lognormvariate(4.16, 0.9), 4, min(512, max_tokens - length))
-        mixed.append(Request(prompt(length), output))
+        mixed.append(WorkloadRequest(prompt(length), output))
     suite += [Workload(f"mixed-{c}", c, mixed) for c in SUITE_MIXED_CONCURRENCIES]
     return suite
 

@@ -41,7 +41,7 @@ class FakeOptions:
 
 
 @dataclass(slots=True)
-class Generation:
+class FakeGeneration:
     """One answer of the fake model, as documents of the OpenAI API."""
 
     body: Document

@@ -24,7 +24,7 @@ from loadgen.bench.fake_service.faults import (
     Part,
     encode,
 )
-from loadgen.bench.fake_service.generation import FakeOptions, Generation
+from loadgen.bench.fake_service.generation import FakeGeneration, FakeOptions
 from loadgen.bench.fake_service.model import chat_text, detokenize, tokenize
 from loadgen.event_loop import run_event_loop
 
@@ -33,7 +33,7 @@ RETRY_AFTER_S = 1
 
 
 @dataclass(slots=True)
-class _Request:
+class _FakeRequest:
     method: str
     path: str
     headers: dict[str, str]
@@ -99,7 +99,7 @@ class FakeServer:
             self._streams.discard(task)
             writer.close()
 
-    async def _answer(self, request: _Request, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, request: _FakeRequest, writer: asyncio.StreamWriter) -> None:
         match request.path:
             case "/health":
                 self._respond(writer, request, 200, {})
@@ -123,7 +123,7 @@ class FakeServer:
             case _:
                 self._respond(writer, request, 404, _error("unknown route", "not_found"))
 
-    async def _generate(self, request: _Request, writer: asyncio.StreamWriter) -> None:
+    async def _generate(self, request: _FakeRequest, writer: asyncio.StreamWriter) -> None:
         self.num_requests += 1
         self.bodies.append(request.body)
         fault = self.options.fault
@@ -138,14 +138,14 @@ class FakeServer:
         elif fault == "reset":
             writer.transport.abort()
         else:
-            generation = Generation(request.body, request.path, self.options)
+            generation = FakeGeneration(request.body, request.path, self.options)
             if request.body.get("stream"):
                 await self._stream(request, writer, generation)
             else:
                 self._respond(writer, request, 200, generation.single())
 
     async def _stream(
-        self, request: _Request, writer: asyncio.StreamWriter, generation: Generation
+        self, request: _FakeRequest, writer: asyncio.StreamWriter, generation: FakeGeneration
     ) -> None:
         documents = generation.documents()
         fault, step_s = self.options.fault, self.options.step_s
@@ -172,7 +172,7 @@ class FakeServer:
     def _respond(
         self,
         writer: asyncio.StreamWriter,
-        request: _Request,
+        request: _FakeRequest,
         status: int,
         body: Any,
         headers: dict[str, Any] | None = None,
@@ -183,7 +183,7 @@ class FakeServer:
         is_cut = self.options.fault == "truncated_body" and request.path.startswith("/v1/c")
         writer.write(self._head(request, status, lines) + (data[:-1] if is_cut else data))
 
-    def _head(self, request: _Request, status: int, headers: dict[str, Any]) -> bytes:
+    def _head(self, request: _FakeRequest, status: int, headers: dict[str, Any]) -> bytes:
         request_id = request.headers.get("x-request-id", "made-here")
         if self.options.fault == "wrong_request_id":
             request_id = "someone-elses"
@@ -192,14 +192,14 @@ class FakeServer:
         return f"HTTP/1.1 {status} X\r\n{text}\r\n".encode()
 
 
-async def _read_request(reader: asyncio.StreamReader) -> _Request:
+async def _read_request(reader: asyncio.StreamReader) -> _FakeRequest:
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, path, _ = head[0].split(" ")
     pairs = (line.partition(":") for line in head[1:] if line)
     headers = {name.lower(): value.strip() for name, _, value in pairs}
     length = int(headers.get("content-length", 0))
     body = json.loads(await reader.readexactly(length)) if length else None
-    return _Request(method, path, headers, body)
+    return _FakeRequest(method, path, headers, body)
 
 
 def _error(message: str, code: str) -> Document:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.bench.cluster.process_cpu import service_processes
-from loadgen.bench.cluster.service import Service
+from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.options import API_KEY_VARIABLE
 from loadgen.runner import now_s
 from quadriga.errors import ConfigError
@@ -74,7 +74,7 @@ def ready_replicas(status: dict[str, Any], role: str) -> list[str]:
 
 
 @asynccontextmanager
-async def cluster_control(service: Service) -> AsyncIterator[ClusterControl]:
+async def cluster_control(service: ServiceUnderLoad) -> AsyncIterator[ClusterControl]:
     """Have an agent in the cluster of a service that was started here, until the block ends.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadgen.bench.cluster.process_cpu import service_processes
-from loadgen.bench.cluster.service import Service, started_service
+from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from quadriga.errors import ConfigError
 from tests.reliability.chaos.fault_matrix import Stage, Victim
 from tests.reliability.cluster.agent_client import AgentClient, AgentError, started_agent
@@ -74,7 +74,7 @@ class ServiceUnderTest:
     """
 
     stage: Stage
-    service: Service
+    service: ServiceUnderLoad
     agent: AgentClient
     nodes: NodeFaults | None = None
 
@@ -174,7 +174,7 @@ async def _on_nodes(
             await asyncio.to_thread(cluster.__enter__)
         except RuntimeError as exc:
             raise ConfigError(f"nodes in namespaces: {exc}") from exc
-        service = Service(cluster.url, cluster.grpc, cluster.api_key, cluster.pid)
+        service = ServiceUnderLoad(cluster.url, cluster.grpc, cluster.api_key, cluster.pid)
         async with started_agent(
             cluster.gcs_address,
             log=agent_log,

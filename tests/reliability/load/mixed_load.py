@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from loadgen.bench.cluster.service import Service
+from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
@@ -149,7 +149,7 @@ class MixedLoad:
 
     def __init__(
         self,
-        service: Service,
+        service: ServiceUnderLoad,
         clients: StreamClients,
         target: Target,
         specs: Sequence[RequestSpec],

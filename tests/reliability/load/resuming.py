@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 
 from loadgen.checker import Verdict
-from loadgen.checker.verdict import Choice, FaultKind, Write
+from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
 from loadgen.load.workload import RequestSpec
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_http import HttpClient
@@ -114,7 +114,7 @@ async def over_grpc(
 
 
 def _whole(spec: RequestSpec, tokens: list[int], writes: list[Write], rebuilds: int) -> Verdict:
-    choice = Choice(token_ids=tokens, writes=writes, num_tokens=len(tokens))
+    choice = AnswerChoice(token_ids=tokens, writes=writes, num_tokens=len(tokens))
     verdict = Verdict(choices=[choice], extension={"rebuilds": rebuilds})
     if len(tokens) != spec.max_tokens:
         verdict.add(FaultKind.LENGTH, f"{len(tokens)} tokens, exactly {spec.max_tokens} wanted")

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from loadgen.bench.cluster.service import Service
+from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
@@ -152,7 +152,9 @@ class StreamClients:
 
 
 @asynccontextmanager
-async def clients_of(service: Service, model: str | None = None) -> AsyncIterator[StreamClients]:
+async def clients_of(
+    service: ServiceUnderLoad, model: str | None = None
+) -> AsyncIterator[StreamClients]:
     """Clients of both doors, closed on every path. Raises: ConfigError: No model is served."""
     options = {"now_s": now_s, "timeout_s": TIMEOUT_S, "api_key": service.api_key}
     http = HttpClient(parse_url(service.url), **options)  # type: ignore[arg-type]

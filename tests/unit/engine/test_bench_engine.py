@@ -17,9 +17,9 @@ from loadgen.bench.engines.hf_transformers import TransformersPeer
 from loadgen.bench.engines.offline import run_offline
 from loadgen.bench.engines.peer_process import PeerProcess, interpreters
 from loadgen.bench.engines.workloads import (
-    Request,
     Workload,
     WorkloadError,
+    WorkloadRequest,
     load_workload,
     make_suite,
 )
@@ -39,7 +39,10 @@ def mixed(num_requests: int = 7, concurrency: int = 3) -> Workload:
     return Workload(
         "mixed",
         concurrency,
-        [Request([5 + i, 9, 11][: 1 + i % 3], 2 + (5 * i) % 9) for i in range(num_requests)],
+        [
+            WorkloadRequest([5 + i, 9, 11][: 1 + i % 3], 2 + (5 * i) % 9)
+            for i in range(num_requests)
+        ],
     )
 
 
@@ -109,7 +112,7 @@ def test_a_difference_is_not_taken_for_a_tie(checkpoint: Path) -> None:
 
 def test_floor_counts_bytes_and_operations() -> None:
     costs = ModelCosts(weights=1000, kv_values=10, attention_flops=40)
-    workload = Workload("w", 2, [Request([1] * 4, 3), Request([1] * 4, 3)])
+    workload = Workload("w", 2, [WorkloadRequest([1] * 4, 3), WorkloadRequest([1] * 4, 3)])
     context = 2 * (5 + 6)
     by_bytes = floor_s(workload, costs, MachineRates(bytes_per_s=1.0, flops_per_s=1e30))
     assert by_bytes == 4 * (1000 * 3 + 10 * context)
@@ -121,7 +124,7 @@ def test_from_end_to_end(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = []
-    for workload in (mixed(), Workload("one", 1, [Request([3, 4, 5], 6)])):
+    for workload in (mixed(), Workload("one", 1, [WorkloadRequest([3, 4, 5], 6)])):
         files.append(str(tmp_path / f"{workload.name}-in.json"))
         workload.save(Path(files[-1]))
     status = main(
@@ -148,8 +151,8 @@ def test_from_end_to_end(
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
-        (Workload("w", 1, [Request([130], 2)]), "token id 130 is beyond the 130"),
-        (Workload("w", 1, [Request([1] * 90, 7)]), "97 tokens are beyond the 96"),
+        (Workload("w", 1, [WorkloadRequest([130], 2)]), "token id 130 is beyond the 130"),
+        (Workload("w", 1, [WorkloadRequest([1] * 90, 7)]), "97 tokens are beyond the 96"),
     ],
 )
 def test_what_the_model_cannot_take(

@@ -15,7 +15,7 @@ import pytest
 from loadgen.bench.cluster import simulator, simulator_fit, simulator_report
 from loadgen.bench.cluster.paced_cluster import KV_CAPACITY_TOKENS, Page, Played
 from loadgen.checker import Outcome
-from loadgen.checker.verdict import Choice, Verdict, Write
+from loadgen.checker.verdict import AnswerChoice, Verdict, Write
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import Record, RunResult
 from quadriga.config.pacing import PaceProfile
@@ -104,7 +104,9 @@ def cluster(rate: float, seed: int, *, policy: str = "current_load", slower: flo
         tokens = int(trace.output_tokens[i])
         spec = RequestSpec(i, float(arrivals[i]), [1], tokens, ignore_eos=True)
         first_s, last_s = float(run.first_token_s[i]), float(run.finished_s[i])
-        choice = Choice(writes=[Write(first_s, 1), Write(last_s, tokens - 1)], num_tokens=tokens)
+        choice = AnswerChoice(
+            writes=[Write(first_s, 1), Write(last_s, tokens - 1)], num_tokens=tokens
+        )
         verdict = Verdict(choices=[choice], prompt_tokens=int(trace.input_tokens[i]))
         sent_s = float(arrivals[i])
         result.records.append(Record(spec, "", sent_s, sent_s, last_s, 1, 0, verdict))

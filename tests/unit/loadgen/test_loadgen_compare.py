@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.checker import Choice, Outcome, Verdict, Write
+from loadgen.checker import AnswerChoice, Outcome, Verdict, Write
 from loadgen.comparison.intervals import Finding, difference, difference_of_runs, mean, percentile
 from loadgen.report import run_report as report
-from loadgen.report.metrics import Slo, summarise, tpot_s, ttft_s
+from loadgen.report.metrics import LoadSlo, summarise, tpot_s, ttft_s
 from loadgen.report.results import read_results
 from loadgen.runner import Record, RunResult
 from quadriga.errors import ConfigError
@@ -143,7 +143,7 @@ def make_records(
         first_s = base[index] * noise[index] * slow
         step_s = 0.01 * noise[index] * slow
         times = [sent_s + first_s + token * step_s for token in range(5)]
-        choice = Choice(writes=[Write(time_s, 1) for time_s in times], num_tokens=5)
+        choice = AnswerChoice(writes=[Write(time_s, 1) for time_s in times], num_tokens=5)
         verdict = Verdict(choices=[choice], prompt_tokens=9, completion_tokens=5)
         verdict.outcome = Outcome.FAILED if index < failed else Outcome.OK
         spec = make_spec(index=index, max_tokens=5)
@@ -165,7 +165,9 @@ def write(folder: Path, records: list[Record], kind: str = "run", **header: Any)
         "machine": {"cpu": "x", "cores": 2},
         **header,
     }
-    report.write_results(folder, head, result, summarise(result, Slo()), header.get("steps", []))
+    report.write_results(
+        folder, head, result, summarise(result, LoadSlo()), header.get("steps", [])
+    )
     return folder
 
 

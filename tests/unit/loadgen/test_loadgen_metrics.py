@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.checker import Choice, FaultKind, Outcome, Verdict, Write
+from loadgen.checker import AnswerChoice, FaultKind, Outcome, Verdict, Write
 from loadgen.report.metrics import (
-    Slo,
+    LoadSlo,
     inter_token_gaps_s,
     is_good,
     stalls_s,
@@ -27,7 +27,7 @@ def record(
     scheduled_s: float | None = None,
     **spec: object,
 ) -> Record:
-    choice = Choice(
+    choice = AnswerChoice(
         writes=[Write(time_s, num) for time_s, num in writes],
         num_tokens=sum(num for _, num in writes),
     )
@@ -72,19 +72,21 @@ def test_single_token_has_no_tpot() -> None:
 
 def test_slowest_choice_counts() -> None:
     found = record((11.0, 1), (12.0, 1))
-    found.verdict.choices.append(Choice(writes=[Write(10.5, 1), Write(13.5, 1)], num_tokens=2))
+    found.verdict.choices.append(
+        AnswerChoice(writes=[Write(10.5, 1), Write(13.5, 1)], num_tokens=2)
+    )
     assert ttft_s(found) == 0.5
     assert tpot_s(found) == 3.0
 
 
 def test_good_keeps_every_limit_that_is_set() -> None:
     found = record((11.0, 1), (12.0, 1))
-    assert is_good(found, Slo(1.0, 1.0))
-    assert not is_good(found, Slo(0.9, None))
-    assert not is_good(found, Slo(None, 0.9))
-    assert is_good(record((11.0, 1)), Slo(1.0, 0.1))
-    assert not is_good(record((11.0, 1), outcome=Outcome.FAILED), Slo(1.0, 1.0))
-    assert not is_good(record(), Slo(ttft_s=1.0))
+    assert is_good(found, LoadSlo(1.0, 1.0))
+    assert not is_good(found, LoadSlo(0.9, None))
+    assert not is_good(found, LoadSlo(None, 0.9))
+    assert is_good(record((11.0, 1)), LoadSlo(1.0, 0.1))
+    assert not is_good(record((11.0, 1), outcome=Outcome.FAILED), LoadSlo(1.0, 1.0))
+    assert not is_good(record(), LoadSlo(ttft_s=1.0))
 
 
 def test_summary() -> None:
@@ -95,7 +97,7 @@ def test_summary() -> None:
     refused.verdict.retry_after_s = 2.0
     good = record((11.0, 1), (11.1, 1), ended_s=12.0, scheduled_s=9.5)
     slow = record((15.0, 1), (15.1, 1))
-    summary = summarise(result(failed, refused, good, slow), Slo(ttft_s=2.0))
+    summary = summarise(result(failed, refused, good, slow), LoadSlo(ttft_s=2.0))
     assert (summary.requests, summary.ok, summary.refused, summary.failed) == (4, 2, 1, 1)
     assert summary.faults == {"done": 1}
     assert summary.duration_s == 20.0
@@ -112,17 +114,17 @@ def test_summary() -> None:
 
 
 def test_nothing_passed_gives_no_figures() -> None:
-    summary = summarise(result(record(outcome=Outcome.REFUSED)), Slo())
+    summary = summarise(result(record(outcome=Outcome.REFUSED)), LoadSlo())
     assert summary.ttft.p50 is None and summary.goodput_rps is None
     assert summary.output_tokens_per_s == 0.0
-    assert summarise(result(), Slo()).requests == 0
+    assert summarise(result(), LoadSlo()).requests == 0
 
 
 def test_scores_are_per_task() -> None:
     records = [record((11.0, 1), task=task) for task in ("sort", "sort", "copy")]
     for one, score in zip(records, (True, False, True), strict=True):
         one.score = score
-    assert summarise(result(*records), Slo()).scores == {"copy": (1, 1), "sort": (1, 2)}
+    assert summarise(result(*records), LoadSlo()).scores == {"copy": (1, 1), "sort": (1, 2)}
 
 
 def test_requests_of_conversations_are_summed_up_by_turn() -> None:
@@ -132,7 +134,7 @@ def test_requests_of_conversations_are_summed_up_by_turn() -> None:
         for turn in range(12)
     ]
     records[1].verdict.outcome = Outcome.FAILED
-    summary = summarise(result(*records), Slo(), unsent={"a request before failed": 3})
+    summary = summarise(result(*records), LoadSlo(), unsent={"a request before failed": 3})
     assert summary.sessions == 2 and summary.unsent == {"a request before failed": 3}
     assert [(turn.first, turn.last) for turn in summary.turns] == [
         *((turn, turn) for turn in range(9)),
@@ -142,7 +144,7 @@ def test_requests_of_conversations_are_summed_up_by_turn() -> None:
     assert (second.requests, second.ok, second.shortened) == (2, 1, 0)
     assert second.ttft.p50 == 2.0 and second.prompt_tokens == 7.0
     assert (late.requests, late.ok, late.shortened) == (6, 6, 2)
-    assert summarise(result(record((11.0, 1))), Slo()).turns == []
+    assert summarise(result(record((11.0, 1))), LoadSlo()).turns == []
 
 
 def test_running_requests_return_to_none() -> None:

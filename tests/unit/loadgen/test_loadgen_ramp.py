@@ -18,19 +18,19 @@ from loadgen import ramp
 from loadgen.__main__ import main
 from loadgen.bench.fake_service.generation import FakeOptions
 from loadgen.bench.fake_service.server import FakeServer
-from loadgen.checker import Choice, Outcome, Verdict, Write
+from loadgen.checker import AnswerChoice, Outcome, Verdict, Write
 from loadgen.comparison.comparable import load_differences
 from loadgen.load.arrivals import parse_arrivals
 from loadgen.ramps.levels import Ramp, Rise, Step
 from loadgen.ramps.report import conclusion, write_ramp_plot
 from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of, figures_of
-from loadgen.report.metrics import Slo
+from loadgen.report.metrics import LoadSlo
 from loadgen.report.results import read_results
 from loadgen.runner import Record, RunResult, now_s
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service, make_spec
 
-GOAL = Goal(Slo(ttft_s=1.0, tpot_s=0.1), share=0.9)
+GOAL = Goal(LoadSlo(ttft_s=1.0, tpot_s=0.1), share=0.9)
 
 
 def rate_ramp(low: float, high: float, *, rise: Rise = "even", steps: int = 4) -> Ramp:
@@ -91,7 +91,7 @@ def record(
 ) -> Record:
     """A request of 3 tokens."""
     times = [sent_s + ttft_s + token * tpot_s for token in range(3)]
-    choice = Choice(writes=[Write(time_s, 1) for time_s in times], num_tokens=3)
+    choice = AnswerChoice(writes=[Write(time_s, 1) for time_s in times], num_tokens=3)
     verdict = Verdict(outcome=outcome, choices=[choice])
     spec = make_spec(index=index, max_tokens=3)
     return Record(spec, "id", sent_s, sent_s, times[-1], 1, 10, verdict)

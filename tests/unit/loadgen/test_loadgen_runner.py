@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
-from loadgen.checker import Choice, FaultKind, Outcome, Verdict
+from loadgen.checker import AnswerChoice, FaultKind, Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verify_text import verify_texts
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import Live, Record, RunOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.capture import Call, Capture, Transport
 from loadgen.wire.client_http import HttpClient, parse_url
@@ -27,7 +27,7 @@ def specs(num: int, gap_s: float = 0.0, **changes: Any) -> list[RequestSpec]:
 
 
 def load(
-    requests: list[RequestSpec], options: RunOptions, fake: FakeOptions | None = None
+    requests: list[RequestSpec], options: LoadOptions, fake: FakeOptions | None = None
 ) -> tuple[RunResult, FakeServer]:
     async def run() -> tuple[RunResult, FakeServer]:
         async with FakeServer(fake or FakeOptions()) as server:
@@ -40,7 +40,7 @@ def load(
 
 
 def test_closed_loop_keeps_its_concurrency() -> None:
-    result, server = load(specs(12), RunOptions(concurrency=3), FakeOptions(step_s=0.001))
+    result, server = load(specs(12), LoadOptions(concurrency=3), FakeOptions(step_s=0.001))
     assert [record.verdict.outcome for record in result.records] == [Outcome.OK] * 12
     assert server.num_requests == 12
     assert server.max_in_flight == 3
@@ -48,7 +48,7 @@ def test_closed_loop_keeps_its_concurrency() -> None:
 
 def test_open_loop_does_not_wait_for_answers() -> None:
     # Every answer takes at least 1.2 s; all requests are to be sent within 0.05 s.
-    result, server = load(specs(6, gap_s=0.01), RunOptions(), FakeOptions(step_s=0.03))
+    result, server = load(specs(6, gap_s=0.01), LoadOptions(), FakeOptions(step_s=0.03))
     assert server.max_in_flight == 6
     for record in result.records:
         assert record.sent_s >= record.scheduled_s
@@ -56,14 +56,14 @@ def test_open_loop_does_not_wait_for_answers() -> None:
 
 
 def test_refusals_are_counted_and_sent_once_by_default() -> None:
-    result, server = load(specs(3), RunOptions(concurrency=1), FakeOptions(refuse_first=2))
+    result, server = load(specs(3), LoadOptions(concurrency=1), FakeOptions(refuse_first=2))
     outcomes = [record.verdict.outcome for record in result.records]
     assert outcomes == [Outcome.REFUSED, Outcome.REFUSED, Outcome.OK]
     assert server.num_requests == 3
 
 
 def test_retry_after_is_honoured_when_asked() -> None:
-    options = RunOptions(concurrency=1, honour_refusals=1)
+    options = LoadOptions(concurrency=1, honour_refusals=1)
     result, server = load(specs(1), options, FakeOptions(refuse_first=1))
     (record,) = result.records
     assert record.verdict.outcome is Outcome.OK
@@ -73,13 +73,13 @@ def test_retry_after_is_honoured_when_asked() -> None:
 
 
 def test_text_that_is_not_its_tokens_fails() -> None:
-    result, _ = load(specs(1), RunOptions(), FakeOptions(fault="wrong_text"))
+    result, _ = load(specs(1), LoadOptions(), FakeOptions(fault="wrong_text"))
     assert [fault.kind for fault in result.records[0].verdict.faults] == [FaultKind.TEXT]
     assert result.records[0].verdict.outcome is Outcome.FAILED
 
 
 def test_failed_captures_are_kept() -> None:
-    options = RunOptions(concurrency=2, keep_failed=2)
+    options = LoadOptions(concurrency=2, keep_failed=2)
     result, _ = load(specs(4), options, FakeOptions(fault="no_done"))
     assert len(result.failed_captures) == 2
 
@@ -92,7 +92,7 @@ def test_interruption_keeps_what_has_ended() -> None:
                 parse_url(server.url), now_s=now_s, timeout_s=20.0, on_data=lambda _: begun.set()
             )
             task = asyncio.create_task(
-                run_load(specs(2), client, MODEL, Judgement(TARGET), RunOptions(), Live())
+                run_load(specs(2), client, MODEL, Judgement(TARGET), LoadOptions(), Live())
             )
             await asyncio.wait_for(begun.wait(), 20)
             task.cancel()
@@ -118,7 +118,7 @@ def test_lag_of_a_slow_generator_is_seen() -> None:
 
     async def run() -> RunResult:
         judgement = Judgement(TARGET)
-        return await run_load(specs(3), Blocking(), MODEL, judgement, RunOptions(), Live())
+        return await run_load(specs(3), Blocking(), MODEL, judgement, LoadOptions(), Live())
 
     lags = [record.lag_s for record in asyncio.run(run()).records]
     assert lags[2] > 0.09
@@ -133,7 +133,7 @@ def test_bad_urls_are_refused() -> None:
 
 
 def test_request_ids_differ_between_requests() -> None:
-    result, _ = load(specs(3), RunOptions())
+    result, _ = load(specs(3), LoadOptions())
     assert len({record.request_id for record in result.records}) == 3
 
 
@@ -145,7 +145,7 @@ def test_special_tokens_are_not_expected_in_the_text() -> None:
             return 200, {"prompt": texts[tuple(body["tokens"])]}
 
     def record(text: str) -> Record:
-        choice = Choice(texts=[text], token_ids=[1, 7], num_tokens=2, finish_reason="length")
+        choice = AnswerChoice(texts=[text], token_ids=[1, 7], num_tokens=2, finish_reason="length")
         verdict = Verdict(choices=[choice])
         return Record(make_spec(), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
 
@@ -162,7 +162,7 @@ def test_stop_string_may_cut_the_text() -> None:
             return 200, {"prompt": "one two thr"}
 
     def record(text: str, **extra: Any) -> Record:
-        choice = Choice(texts=[text], token_ids=[1, 2], num_tokens=2, finish_reason="stop")
+        choice = AnswerChoice(texts=[text], token_ids=[1, 2], num_tokens=2, finish_reason="stop")
         verdict = Verdict(choices=[choice])
         return Record(make_spec(extra=extra), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
 

@@ -20,9 +20,9 @@ from loadgen.checker.judge import Judgement
 from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.dialogues import Dialogues
 from loadgen.load.scenario import Load
-from loadgen.load.sessions import Session, SessionShape, Span, Turn, make_sessions
+from loadgen.load.sessions import Conversation, SessionShape, Turn, WholeRange, make_sessions
 from loadgen.load.workload import RequestSpec, forms
-from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.client_grpc import encode_request
 from loadgen.wire.client_http import HttpClient, parse_url
@@ -36,19 +36,19 @@ def tokens_session(num_turns: int, *, said: int = 5, answer: int = 7, think_s: f
     turns = [
         Turn([300 + turn] * said, answer, think_s if turn else 0.0) for turn in range(num_turns)
     ]
-    return Session(0.0, tuple(turns), ignore_eos=True)
+    return Conversation(0.0, tuple(turns), ignore_eos=True)
 
 
-def chat_session(*texts: str, answer: int = 7, system: str | None = None) -> Session:
+def chat_session(*texts: str, answer: int = 7, system: str | None = None) -> Conversation:
     turns = tuple(Turn(text, answer, 0.0) for text in texts)
-    return Session(0.0, turns, system, ignore_eos=True)
+    return Conversation(0.0, turns, system, ignore_eos=True)
 
 
 def talk(
-    sessions: list[Session],
+    sessions: list[Conversation],
     *,
     context: int | None = 4096,
-    options: RunOptions | None = None,
+    options: LoadOptions | None = None,
     **fake: Any,
 ) -> tuple[RunResult, list[Any], Dialogues]:
     """Run conversations; returns the result, the bodies sent and the dialogues."""
@@ -59,7 +59,7 @@ def talk(
             target = Target(MODEL, context)
             dialogues = Dialogues(sessions, TEMPLATE, target, http)
             load = Load(await dialogues.openings(), dialogues)
-            how = options or RunOptions(concurrency=len(sessions))
+            how = options or LoadOptions(concurrency=len(sessions))
             result = await run_load(
                 load.specs, http, MODEL, Judgement(target), how, Live(), follow=load.follow
             )
@@ -121,7 +121,7 @@ def test_the_next_turn_waits_for_the_answer_and_the_thinking() -> None:
 
 def test_a_closed_loop_has_so_many_conversations_at_a_time() -> None:
     sessions = [tokens_session(3) for _ in range(4)]
-    result, _, _ = talk(sessions, options=RunOptions(concurrency=1))
+    result, _, _ = talk(sessions, options=LoadOptions(concurrency=1))
     spans = [
         (min(r.sent_s for r in of), max(r.ended_s for r in of))
         for session in range(4)
@@ -156,7 +156,7 @@ def test_a_turn_that_cannot_fit_is_named_before_anything_is_sent() -> None:
 
 def test_a_later_turn_that_cannot_fit_ends_its_conversation() -> None:
     turns = tuple(Turn([300] * size, 5, 0.0) for size in (5, 90, 5))
-    sessions = [Session(0.0, turns, ignore_eos=True)] * 2
+    sessions = [Conversation(0.0, turns, ignore_eos=True)] * 2
     result, _, dialogues = talk(sessions, context=60)
     assert [record.spec.turn for record in result.records] == [0, 0]
     assert dialogues.unsent == {"a turn and its answer exceed the context even alone": 4}
@@ -172,7 +172,7 @@ def test_a_conversation_without_an_answer_is_broken_off() -> None:
 
 
 def test_a_refusal_that_is_honoured_breaks_nothing_off() -> None:
-    options = RunOptions(concurrency=1, honour_refusals=1)
+    options = LoadOptions(concurrency=1, honour_refusals=1)
     result, _, dialogues = talk([tokens_session(2)], options=options, refuse_first=1)
     assert [record.attempts for record in result.records] == [2, 1]
     assert dialogues.unsent == {}
@@ -187,9 +187,9 @@ def test_the_end_token_is_no_part_of_what_was_said() -> None:
 
 
 def test_made_up_conversations_follow_the_seed_and_the_ranges() -> None:
-    shape = SessionShape(Span(2, 4), Span(3, 9), Span(5, 6), 0.5)
+    shape = SessionShape(WholeRange(2, 4), WholeRange(3, 9), WholeRange(5, 6), 0.5)
 
-    def make(seed: int, endpoint: str = "both") -> list[Session]:
+    def make(seed: int, endpoint: str = "both") -> list[Conversation]:
         return make_sessions(
             40,
             parse_arrivals("poisson:10"),
@@ -225,7 +225,7 @@ def test_sessions_can_be_used_again_as_others() -> None:
             dialogues = Dialogues(sessions, TEMPLATE, target, http)
             load = Load(await dialogues.openings(), dialogues)
             specs = list(itertools.islice(load.cycled(), 5))
-            options = RunOptions(concurrency=2)
+            options = LoadOptions(concurrency=2)
             judgement = Judgement(target)
             return load, await run_load(
                 specs, http, MODEL, judgement, options, Live(), follow=load.follow
@@ -239,7 +239,7 @@ def test_sessions_can_be_used_again_as_others() -> None:
 
 
 def test_the_fingerprint_tells_loads_apart() -> None:
-    def of(*sessions: Session) -> str:
+    def of(*sessions: Conversation) -> str:
         async def run() -> Load:
             async with FakeServer() as server:
                 http = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)

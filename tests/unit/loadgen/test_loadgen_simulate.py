@@ -26,8 +26,8 @@ from loadgen.simulation import report as sim_report
 from loadgen.simulation.capacity import (
     MAX_DOUBLINGS,
     PRECISION,
-    Capacity,
     Probe,
+    SimCapacity,
     find_capacity,
     is_hopeless,
 )
@@ -252,7 +252,7 @@ def test_the_largest_rate_that_keeps_the_slo_is_found(tmp_path: Path, capsys: An
     assert json.loads(path.read_text())["probes"] == found["probes"]
 
 
-def probes_at(limit: float) -> tuple[list[float], Capacity]:
+def probes_at(limit: float) -> tuple[list[float], SimCapacity]:
     """Search for a limit that is known."""
     looked: list[float] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.wire.http_wire import Body, parse_response
+from loadgen.wire.http_wire import ParsedBody, parse_response
 from loadgen.wire.sse import split_frames
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -45,7 +45,7 @@ def test_broken_framing_is_reported(raw: bytes, fault: str) -> None:
 
 
 def test_frame_is_there_with_its_last_byte() -> None:
-    body = Body(b"data: a\n\ndata: b\n\n", [8, 9, 18], [1.0, 2.0, 3.0])
+    body = ParsedBody(b"data: a\n\ndata: b\n\n", [8, 9, 18], [1.0, 2.0, 3.0])
     frames, faults = split_frames(body)
     assert faults == []
     assert [(frame.time_s, frame.payload) for frame in frames] == [(2.0, b"a"), (3.0, b"b")]
@@ -53,7 +53,7 @@ def test_frame_is_there_with_its_last_byte() -> None:
 
 def test_frames_of_one_read_share_its_time() -> None:
     data = b"data: a\n\ndata: b\n\n"
-    frames, _ = split_frames(Body(data, [len(data)], [7.0]))
+    frames, _ = split_frames(ParsedBody(data, [len(data)], [7.0]))
     assert [frame.time_s for frame in frames] == [7.0, 7.0]
 
 
@@ -62,6 +62,6 @@ def test_frames_of_one_read_share_its_time() -> None:
 )
 def test_anything_but_one_data_line_is_malformed(bad: bytes) -> None:
     data = bad + b"data: ok\n\n"
-    frames, faults = split_frames(Body(data, [len(data)], [0.0]))
+    frames, faults = split_frames(ParsedBody(data, [len(data)], [0.0]))
     assert len(faults) == 1
     assert frames[-1:] == [] or frames[-1].payload.endswith(b"ok")

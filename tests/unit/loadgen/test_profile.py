@@ -9,7 +9,7 @@ import pytest
 
 from loadgen.__main__ import EXIT_USAGE, main
 from loadgen.load.task_suite import TaskSuite
-from loadgen.model_costs.depth import Job, generate, spec_of, unchanged_share
+from loadgen.model_costs.depth import DepthJob, generate, spec_of, unchanged_share
 from quadriga.catalogue.files import read_catalogue
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.engine import load_runner
@@ -49,7 +49,7 @@ def test_two_depths_are_measured_and_read_back(
 def test_a_depth_says_its_own_answers_again() -> None:
     """Read teacher-forced, full depth agrees with itself, and not with altered answers."""
     checkpoint = read_checkpoint("quadriga-s")
-    job = Job(checkpoint.id, 8, (4,), 8, 1, 1, 1.0, 1, "")
+    job = DepthJob(checkpoint.id, 8, (4,), 8, 1, 1, 1.0, 1, "")
     llm = LLM.over(load_runner(spec_of(checkpoint, job)))
     suite = TaskSuite.make(checkpoint, 8, seed=1)
     said: list[dict[str, int]] = []

@@ -13,13 +13,13 @@ from rich.console import Console
 from loadgen import watch
 from loadgen.bench.cluster import rescheduling
 from loadgen.bench.cluster.rescheduling_report import (
-    Run,
+    PolicyRun,
     count_differences,
     figures,
     headline,
     step_variances,
 )
-from loadgen.report.metrics import Distribution, Summary
+from loadgen.report.metrics import Distribution, LoadSummary
 from quadriga.config.loader import load_config
 from quadriga.core.migration import MigrationReport
 from quadriga.errors import ConfigError
@@ -154,11 +154,11 @@ def test_without_an_admin_port_it_says_what_to_do() -> None:
         watch.run(parser.parse_args(["--once", "--url", "http://127.0.0.1:9"]))
 
 
-def run(policy: str, tpots_ms: list[float], *, texts: dict[int, str], moved: int = 0) -> Run:
+def run(policy: str, tpots_ms: list[float], *, texts: dict[int, str], moved: int = 0) -> PolicyRun:
     tpots = [t / 1e3 for t in tpots_ms]
-    summary = Summary(requests=len(tpots), ok=len(tpots), tpot=Distribution.of(tpots))
+    summary = LoadSummary(requests=len(tpots), ok=len(tpots), tpot=Distribution.of(tpots))
     report = asdict(MigrationReport("s", "moved", stall_s=0.03))
-    return Run(
+    return PolicyRun(
         policy, summary, tpots, tpots, [1.0 if moved else 4.0], texts,
         {"outcomes": {"moved": moved} if moved else {}, "recent": [{"report": report}] * moved}, 0,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 
 from loadgen.bench.cluster.process_cpu import service_processes
 from loadgen.checker import Verdict
-from loadgen.checker.verdict import Choice, FaultKind, Write
+from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
 from loadgen.wire.capture import Capture, Transport
 from tests.reliability.chaos import fault_injector, injection_points, trials
 from tests.reliability.chaos.cell_results import CellResult
@@ -32,7 +32,7 @@ WANTED = [5, 6, 7, 8]
 
 
 def answer(*faults: FaultKind, tokens: list[int] | None = None, **extension: Any) -> StreamAnswer:
-    verdict = Verdict(choices=[Choice(token_ids=WANTED if tokens is None else tokens)])
+    verdict = Verdict(choices=[AnswerChoice(token_ids=WANTED if tokens is None else tokens)])
     verdict.choices[0].writes = [Write(t, 1) for t in (1.0, 1.1, 3.1, 3.2)]
     verdict.extension = extension
     for kind in faults:
@@ -75,7 +75,7 @@ def test_who_waited_for_a_first_token_is_counted() -> None:
     late = answer()
     late.verdict.choices[0].writes = [Write(2.0, 1)]
     silent = answer(FaultKind.LENGTH)
-    silent.verdict.choices = [Choice()]
+    silent.verdict.choices = [AnswerChoice()]
     assert judged(answer(), late, silent).waiting == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import tests.reliability.load.resuming
 from loadgen.checker import Verdict
-from loadgen.checker.verdict import Choice, FaultKind, Outcome, Write
+from loadgen.checker.verdict import AnswerChoice, FaultKind, Outcome, Write
 from loadgen.load.workload import RequestSpec
 from loadgen.wire.capture import Capture, Transport
 from tests.reliability.load.resuming import over_http
@@ -19,7 +19,7 @@ SPEC = make_streams(1, max_tokens=6, seed=0)[0]
 
 
 def part(tokens: list[int], *faults: FaultKind, status: int = 200, ends: bool = False) -> Verdict:
-    choice = Choice(token_ids=tokens, writes=[Write(1.0, len(tokens))] if tokens else [])
+    choice = AnswerChoice(token_ids=tokens, writes=[Write(1.0, len(tokens))] if tokens else [])
     choice.finish_reason = "length" if ends else None
     verdict = Verdict(choices=[choice], status=status)
     for fault in faults:

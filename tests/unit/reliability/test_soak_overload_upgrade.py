@@ -15,7 +15,7 @@ import pytest
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
-from loadgen.checker.verdict import Choice, FaultKind, Write
+from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
 from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
@@ -136,7 +136,7 @@ def test_each_thing_left_behind_is_named(after: ResourceBaseline, said: str) -> 
 
 
 def answer(*faults: FaultKind, tokens: list[int] | None = None) -> StreamAnswer:
-    verdict = Verdict(choices=[Choice(token_ids=tokens or [1, 2])])
+    verdict = Verdict(choices=[AnswerChoice(token_ids=tokens or [1, 2])])
     verdict.choices[0].writes = [Write(1.0, 1), Write(1.5, 1)]
     for kind in faults:
         verdict.add(kind, "…")
@@ -191,7 +191,7 @@ def record(index: int, outcome: Outcome, *, ttft_s: float = 0.05, tpot_s: float 
     if outcome is Outcome.OK:
         first_s = sent_s + ttft_s
         writes = [Write(first_s, 1), Write(first_s + tpot_s, 1)]
-        verdict.choices = [Choice(token_ids=[1, 2], writes=writes, num_tokens=2)]
+        verdict.choices = [AnswerChoice(token_ids=[1, 2], writes=writes, num_tokens=2)]
     if outcome is Outcome.FAILED:
         verdict.add(FaultKind.GAP, "…")
     spec = make_spec(index=index, extra={"priority": index % 3})
