@@ -75,7 +75,7 @@ class Migration:
         """Move it, or leave everything as it was; never raises for what is none of our bugs."""
         sequence_id = self.order.sequence_id
         try:
-            held = await self._engine(lambda core: core.loop.departures.held(sequence_id))
+            held = await self._engine(lambda core: core.loop.export.held(sequence_id))
             if held is None:
                 self._conclude("refused", "not_running: it is not here")
                 return
@@ -165,8 +165,8 @@ class Migration:
         sequence_id = self.order.sequence_id
 
         def thaw(core: DecodeEngine) -> bool:
-            core.loop.departures.thaw(sequence_id, epoch)
-            return core.loop.departures.state(sequence_id) is not None
+            core.loop.export.abort_cutover(sequence_id, epoch)
+            return core.loop.export.state(sequence_id) is not None
 
         try:
             is_here = await self._engine(thaw)

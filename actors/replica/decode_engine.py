@@ -140,7 +140,7 @@ class DecodeEngine:
         """See `ResizableEngine`. Raises: EngineBroken: It failed when tokens had been taken."""
         if prepared is None:
             try:
-                shrunk = self.loop.depth.drop_to(depth)
+                shrunk = self.loop.drop_to(depth)
             except ConfigError:  # nothing has changed
                 raise
             except Exception as exc:
@@ -150,7 +150,7 @@ class DecodeEngine:
             if shrunk.blocked_by:
                 return shrunk.blocked_by
         else:
-            self.loop.depth.take(prepared)
+            self.loop.take_depth(prepared)
         assert self.resizable is not None
         spec = self.resizable.spec
         self._bytes_per_token = _kv_bytes(spec)
@@ -202,9 +202,9 @@ class DecodeEngine:
                 exit_uses=self._exit_uses,
                 num_paused=loop.num_paused,
                 paused_bytes=loop.paused_tokens * self._bytes_per_token,
-                num_pauses=loop.num_pauses,
-                num_resumes=loop.num_resumes,
-                least_priority=loop.least_priority,
+                num_pauses=loop.preemption.num_pauses,
+                num_resumes=loop.preemption.num_resumes,
+                least_priority=loop.preemption.least_priority,
                 upper_tokens=loop.answers.upper_tokens,
                 relay=self._relay_figures(),
                 strict_depth=self._strict_depth,

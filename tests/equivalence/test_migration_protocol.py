@@ -243,7 +243,7 @@ async def test_a_commit_whose_answer_is_lost_is_made_once(network: Network) -> N
 async def test_paused_sequences(network: Network) -> None:
     one, other = build(network, LAYERS, LAYERS)
     got = start(one)
-    preemption = one.bench.loop._preemption
+    preemption = one.bench.loop.preemption
     preemption._resume_one = lambda: False  # type: ignore[method-assign]
     assert one.bench.loop.pause(got[2].sequence_id)
     assert (await migrate(one, other, got[2].sequence_id)).outcome == "moved"

@@ -66,7 +66,7 @@ def pause(replica: str, sequence_id: str) -> bool:
         actor.has_paused = None
 
         def fill(core: Any) -> None:
-            core.loop._preemption._resume_one = lambda: False
+            core.loop.preemption._resume_one = lambda: False
             actor.has_paused = core.loop.pause(sequence_id)
 
         actor.engine._inbox.put(fill)
@@ -87,7 +87,7 @@ def free_memory(replica: str) -> None:
     """Let the paused come back again."""
 
     def free(actor: Any) -> None:
-        del actor.engine.core.loop._preemption._resume_one
+        del actor.engine.core.loop.preemption._resume_one
 
     actor: Any = get_actor(replica)
     ray.get(actor.__ray_call__.remote(free), timeout=10)
