@@ -15,7 +15,7 @@ import torch
 from actors.kv_transfer import handoff_sender, migration_copy
 from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
-from actors.kv_transfer.migrations import Migrations
+from actors.kv_transfer.migration import Migrations
 from actors.metrics.spans import SequenceSpans
 from actors.replica.decode import DecodeReplica
 from actors.replica.output_dispatcher import OutputDispatcher

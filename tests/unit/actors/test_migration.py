@@ -12,8 +12,7 @@ import torch
 
 from actors.kv_transfer import migration_copy
 from actors.kv_transfer import migrations as migrations_module
-from actors.kv_transfer.migration import Migration
-from actors.kv_transfer.migrations import MAX_OUTGOING, Migrations
+from actors.kv_transfer.migration import MAX_OUTGOING, Migration, Migrations
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import ManualClock
 from quadriga.core.kv import ResumePoint, TransferOffer

@@ -102,7 +102,9 @@ def decode_host() -> tuple[Host, NativeRunner]:
     host = Host(Role.DECODE)
     runner = NativeRunner.load(host.spec.engine)
     fake: Any = host
-    host.core = DecodeEngine(fake, runner, runner.skipped, None, None, runner)
+    host.core = DecodeEngine(
+        fake, runner, receiver=fake.receiver, leaving=fake.leaving, resizable=runner
+    )
     return host, runner
 
 
