@@ -95,7 +95,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     async def renew(self, transfer_id: str) -> bool:
         """Keep a lease alive; False when there is none."""
-        return self.receiver.renew(transfer_id)
+        return self.receiver.leases.renew(transfer_id, now_s=self.clock.now_s())
 
     async def commit(
         self,
@@ -179,7 +179,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     def resized(self, engine: EngineSpec) -> None:
         super().resized(engine)
-        self.receiver.follow(engine.depth_class)
+        self.receiver.leases.follow(engine.depth_class)
 
     # RowHost
 
@@ -272,7 +272,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     async def _own(self) -> Container[str]:
         def ids(core: DecodeEngine) -> set[str]:
             running = {state.sequence_id for state in core.loop.running}
-            return running | (set(core.loop.slots.holders) - self.receiver.sequences())
+            return running | (set(core.loop.slots.holders) - self.receiver.leases.sequences())
 
         return await self.engine.call(ids)
 

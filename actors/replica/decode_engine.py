@@ -97,7 +97,7 @@ class DecodeEngine:
             spec,
             replica.config,
             replica.clock,
-            offers=receiver.offers,
+            offers=receiver.leases.offers,
             leaving=leaving,
         )
         self._bytes_per_token = _kv_bytes(spec)
@@ -119,7 +119,7 @@ class DecodeEngine:
         """Verify the books; a slot must belong to a running sequence or to a transfer."""
         loop = self.loop
         loop.check()
-        claimed = self._receiver.sequences()
+        claimed = self._receiver.leases.sequences()
         claimed.update(state.sequence_id for state in loop.running)
         return self._leaks.check(loop.slots.holders, claimed, now_s=self._replica.clock.now_s())
 

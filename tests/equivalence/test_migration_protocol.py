@@ -149,7 +149,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     monkeypatch.setattr(handoff_sender, "call", network.call)
     yield network
     for side in network.sides.values():
-        assert side.receiver.num_open == side.bench.loop.slots.num_held == 0
+        assert side.receiver.leases.num_open == side.bench.loop.slots.num_held == 0
         assert not side.migrations.under_way
 
 

@@ -48,7 +48,7 @@ def open_books(replica: str) -> tuple[int, int]:
     """(transfers that come, migrations that go) of a replica."""
 
     def look(actor: Any) -> tuple[int, int]:
-        return actor.receiver.num_open, len(actor.migrations.under_way)
+        return actor.receiver.leases.num_open, len(actor.migrations.under_way)
 
     actor: Any = get_actor(replica)
     found: tuple[int, int] = ray.get(actor.__ray_call__.remote(look), timeout=10)

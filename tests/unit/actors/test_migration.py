@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from actors.kv_transfer import migration as migrations_module
 from actors.kv_transfer import migration_copy
-from actors.kv_transfer import migrations as migrations_module
 from actors.kv_transfer.migration import MAX_OUTGOING, Migration, Migrations
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import ManualClock

@@ -45,7 +45,7 @@ class Host:
         specs = resolve(self.config, Hardware(4)).replicas
         self.spec = next(s for s in specs if s.role is role)
         self.clock = SystemClock()
-        self.receiver = SimpleNamespace(offers=list, sequences=set)
+        self.receiver = SimpleNamespace(leases=SimpleNamespace(offers=list, sequences=set))
         self.report_options = SimpleNamespace(forecast=False)
         self.staging = StagingBudget()
         self.placed: set[str] = set()
