@@ -62,6 +62,11 @@ class Module:
         return ast.parse(self.source)
 
     @property
+    def is_reliability_run(self) -> bool:
+        """Whether it belongs to the runs of hours that `python -m loadgen chaos` … start."""
+        return self.file.parts[:2] == (TESTS, "reliability")
+
+    @property
     def is_generated(self) -> bool:
         return self.file.stem.endswith(("_pb2", "_pb2_grpc"))
 
@@ -90,7 +95,10 @@ class Tree:
     @cached_property
     def imports(self) -> dict[str, set[Import]]:
         """What each product module imports of the project, whenever the import runs."""
-        return {m.name: set(self._imports_of(m.syntax, False)) for m in self.product}
+        return {m.name: self.imports_of(m) for m in self.product}
+
+    def imports_of(self, module: Module) -> set[Import]:
+        return set(self._imports_in(module.syntax, False))
 
     def lines(self, names: Iterable[str]) -> int:
         return sum(self.modules[name].num_lines for name in names if name in self.modules)
@@ -152,7 +160,7 @@ class Tree:
                 if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     yield Named(node.name, f"{module.file}:{node.lineno}")
 
-    def _imports_of(self, node: ast.AST, is_deferred: bool) -> Iterator[Import]:
+    def _imports_in(self, node: ast.AST, is_deferred: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
                 names = [alias.name for alias in child.names]
@@ -162,7 +170,7 @@ class Tree:
             else:
                 within = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 never = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-                yield from self._imports_of(child, is_deferred or within or never)
+                yield from self._imports_in(child, is_deferred or within or never)
                 continue
             for name in names:
                 if name in self.modules:

@@ -18,11 +18,12 @@ from actors.rpc.lookup import controller_name, forget_actor, get_actor
 from quadriga.config.loader import load_config
 from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
-from quadriga.policies.helios import HistoryTable, RequestFinished, history_file
+from quadriga.policies.helios import HistoryTable, RequestFinished
+from quadriga.policies.helios.history import save_table
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.http.server import HttpServer
 from serve_app.openai.models import ModelDirectory
-from serve_app.request.cluster import RayCluster
+from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.engine_client import EngineClient
 from tests.ray.apps import App
 from tests.ray.ingress import call
@@ -42,7 +43,7 @@ class Door:
             config,
             ModelDirectory.load(config),
             ApiKeys(),
-            RayCluster(app.name),
+            ClusterClient(app.name),
             ingress_id="test-ingress",
         )
         self.http = httpx.AsyncClient(
@@ -199,4 +200,4 @@ def write_history(path: Path, *tpots: tuple[DepthClass, float]) -> None:
         )
         for _ in range(NUM_KNOWN):
             table.add(request)
-    history_file.save(path, table)
+    save_table(path, table)
