@@ -247,7 +247,7 @@ def _running(core: Any) -> list[tuple[str, int]]:
 
 def _num_open(replica: Any) -> int:
     """In a decode replica."""
-    return int(replica.receiver.num_open) + len(replica.migrations.under_way)
+    return int(replica.receiver.leases.num_open) + len(replica.migrations.under_way)
 
 
 def _switch(controller: Any, role: str, ordinal: int, model: str | None, depth: int) -> None:
