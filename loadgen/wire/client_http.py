@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from loadgen.load.workload import RequestSpec
 from loadgen.wire.capture import Call, Capture, OnData, Transport
-from loadgen.wire.http_wire import Response, head_length, is_over, parse_head, parse_response
+from loadgen.wire.http_wire import Response, ResponseReader, parse_response
 from quadriga.errors import ConfigError
 
 MAX_RESPONSE_BYTES = 256 << 20
@@ -205,8 +205,7 @@ class _Connection(asyncio.Protocol):
         self.on_data = on_data
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport | None = None
-        self.head: Response | None = None
-        self.head_bytes = 0
+        self.head = ResponseReader()
         self.num_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -215,31 +214,27 @@ class _Connection(asyncio.Protocol):
         self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        self.capture.reads.append((self.now_s(), data))
+        now_s = self.now_s()
+        self.capture.reads.append((now_s, data))
         self.num_bytes += len(data)
         if self.on_data is not None:
             self.on_data(data)
-        if self.head is None:
-            self._read_head()
-        if self.head is not None and self._may_be_over(data):
-            raw = b"".join([part for _, part in self.capture.reads])
-            if is_over(self.head, raw, self.head_bytes):
-                self._finish(None)
+        if not self.head.has_headers:
+            self.head.feed(now_s, data)
+        if self._may_be_over(data) and parse_response(self.capture.reads).complete:
+            self._finish(None)
         if self.num_bytes > MAX_RESPONSE_BYTES:
             self._finish(f"response over {MAX_RESPONSE_BYTES} bytes")
 
-    def _read_head(self) -> None:
-        raw = b"".join([part for _, part in self.capture.reads])
-        if (length := head_length(raw)) is not None:
-            self.head, self.head_bytes = parse_head(raw[:length]), length
-
     def _may_be_over(self, data: bytes) -> bool:
-        """Cheap test that is true at the true end; `is_over` decides."""
-        assert self.head is not None
-        length = self.head.headers.get("content-length")
-        if length is not None and length.isdecimal():
-            return self.num_bytes - self.head_bytes >= int(length)
-        return data.endswith(b"\r\n\r\n") or len(data) < 4
+        """Cheap test that is true at the true end; the parser decides."""
+        headers = self.head.response.headers
+        if not self.head.has_headers:
+            return False
+        if (length := headers.get("content-length", "")).isdecimal():
+            return self.num_bytes >= int(length)
+        is_chunked = "chunked" in headers.get("transfer-encoding", "")
+        return is_chunked and (data.endswith(b"\r\n\r\n") or len(data) < 4)
 
     def connection_lost(self, exc: Exception | None) -> None:
         # A clean close may be the end or a cut: the parser can tell, from the framing.

@@ -28,15 +28,15 @@ def test_chunk_extensions_and_trailers_are_read() -> None:
     [
         (b"", "no response"),
         (HEAD[:-2], "inside the headers"),
-        (HEAD, "between two chunks"),
-        (HEAD + b"5\r\nab", "inside a chunk"),
-        (HEAD + b"2\r\nabc\r\n0\r\n\r\n", "longer than its size"),
-        (HEAD + b"zz\r\n", "chunk size"),
-        (HEAD + b"0\r\n", "after the last chunk"),
+        (HEAD, "cut off inside the chunked body"),
+        (HEAD + b"5\r\nab", "cut off inside the chunked body"),
+        (HEAD + b"2\r\nabc\r\n0\r\n\r\n", "Expected LF after chunk data"),
+        (HEAD + b"zz\r\n", "Invalid character in chunk size"),
+        (HEAD + b"0\r\n", "cut off inside the chunked body"),
         (HEAD + b"0\r\n\r\nHTTP/1.1", "bytes after the end"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab", "content-length"),
-        (b"SSH-2.0\r\n\r\n", "status line"),
-        (b"HTTP/1.1 200 OK\r\nbroken header\r\nContent-Length: 0\r\n\r\n", "header line"),
+        (b"SSH-2.0\r\n\r\n", "Expected HTTP/"),
+        (b"HTTP/1.1 200 OK\r\nbroken header\r\nContent-Length: 0\r\n\r\n", "Invalid header token"),
     ],
 )
 def test_broken_framing_is_reported(raw: bytes, fault: str) -> None:
