@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quadriga.engine.cuda.attention import PagedAttention, Runs
 from quadriga.engine.cuda.graphs import DecodeGraphs
+from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.transfers import to_device
 from quadriga.engine.models.config import ModelConfig

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from quadriga.engine.memory import ALIGNMENT, HUGE_PAGE_BYTES, Arena
+from quadriga.files import file_lock
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,6 @@ LAYOUT_VERSION = 2
 """Raise it when the order or the form of the tensors inside a part changes."""
 LOCK_TIMEOUT_S = 120.0
 """Longest wait for another process that is filling the part that is wanted here."""
-LOCK_PAUSE_S = 0.01
 FORGET_AFTER_S = 86_400.0
 """Registry files that nobody used for so long, and whose holders are gone, are deleted."""
 _SLACK_BYTES = 1 << 20
@@ -315,23 +315,8 @@ class SharedParts:
         """The registry file of a part, locked for this process. Raises: OSError."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         digest = hashlib.sha256(f"{self._identity}\n{name}".encode()).hexdigest()[:32]
-        path = self._folder / f"{digest}.json"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            give_up_s = time.monotonic() + LOCK_TIMEOUT_S
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > give_up_s:
-                        raise TimeoutError(
-                            f"another process has been loading it for {LOCK_TIMEOUT_S:.0f} s"
-                        ) from None
-                    time.sleep(LOCK_PAUSE_S)
-            yield descriptor
-        finally:
-            os.close(descriptor)  # which unlocks it
+        with file_lock(self._folder / f"{digest}.json", LOCK_TIMEOUT_S) as registry:
+            yield registry
 
 
 def _forget_old(folder: Path) -> None:
@@ -340,13 +325,9 @@ def _forget_old(folder: Path) -> None:
     for path in folder.glob("*.json"):
         if path.stat().st_mtime > oldest_s:
             continue
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = _Record.read(descriptor).open()
+        with file_lock(path, 0.0) as registry:
+            held = _Record.read(registry).open()
             if held is None:
                 path.unlink()
             else:
                 os.close(held)
-        finally:
-            os.close(descriptor)
