@@ -1,4 +1,4 @@
-"""The interface of attention over paged KV, and the runs of queries that a prefill pass gives it."""
+"""The interface of attention over paged KV, and the runs of queries that a pass gives it."""
 
 from __future__ import annotations
 
