@@ -236,7 +236,7 @@ class StreamProgress:
             index, first = delta.index, delta.first_token_index
             if not 0 <= index < self.num_choices:
                 raise InvariantViolation(
-                    f"the server tells of choice {index}, there are {self.num_choices}"
+                    f"the server names choice {index}, there are {self.num_choices}"
                 )
             if first > self.received[index]:
                 raise InvariantViolation(

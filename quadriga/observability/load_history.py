@@ -2,7 +2,7 @@
 
 Whoever owns the hub samples it every `INTERVAL_S`; a point describes what was counted between two
 samples. The history has a fixed number of points, and goes through `dump` and `restore` to a
-successor of the process. A time at which nobody sampled is a gap, and stays one.
+successor of the process. A time without a sample is a gap, and stays one.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Span:
     """A span that is open.
 
     Attributes:
-        traceparent: What its children are told.
+        traceparent: Context of its children.
     """
 
     traceparent: str

@@ -178,8 +178,8 @@ class Board:
         mean = lower = upper = np.zeros(len(requests))
         if predictor is not None:
             remaining = self.final_tokens[requests] - tokens
-            said = predictor.predict(requests, tokens - self.input_tokens[requests], remaining)
-            mean, lower, upper = said.mean, said.lower, said.upper
+            predicted = predictor.predict(requests, tokens - self.input_tokens[requests], remaining)
+            mean, lower, upper = predicted.mean, predicted.lower, predicted.upper
         rows = forecast_rows(
             tokens=tokens,
             remaining=mean,

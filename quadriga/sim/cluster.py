@@ -1,4 +1,4 @@
-"""The simulated cluster: an event queue, and the road of a request through it.
+"""The simulated cluster: an event queue, and the path of a request through it.
 
     arrival → admission → prefill queue → prefill pass → placement → KV transfer → decode batch
                                   ↑                          ↑ no room: waits         │ ↑

@@ -48,7 +48,7 @@ class Moving:
     """All migrations under way.
 
     Args:
-        changed: Tell the cluster that a replica's state changed.
+        changed: Notify the cluster that a replica's state changed.
         at: Have the cluster call something at a time.
 
     Attributes:

@@ -116,7 +116,7 @@ class Placing:
         return chosen, promised
 
     def reported(self, now_s: float, replica: int) -> None:
-        """A replica tells what it holds, what is on its way to it included."""
+        """A replica reports what it holds, what is on its way to it included."""
         board = self._board
         new_steps = board.new_steps(now_s)
         self._reported_tokens[replica] = board.used_tokens(new_steps)[replica]

@@ -1,6 +1,6 @@
 """What came of a simulated run: its records, and the figures computed from them.
 
-Rates are given over two spans, because neither tells the whole. The arrival window is the time in
+Rates are given over two spans, because neither is enough. The arrival window is the time in
 which the counted requests arrive; what ends after it does not count there, so that a queue that
 only the end of the load empties is not mistaken for throughput. The makespan lasts until the last
 counted request finished; everything that finished counts.
@@ -84,7 +84,7 @@ class Run:
         prefill_wait_s: In the prefill queue, the first time; NaN where it was never prefilled.
         room_wait_s: Prefilled, without a decode replica that has room; summed.
         failures: Reason by request.
-        examples: Reason → what the first request that failed for it was told.
+        examples: Reason → the message of the first request that failed for it.
         produced: Output tokens.
         preempted, rebuilt: Times.
         full_s: When a sequence was preempted because a memory was full ("out of memory").

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quadriga.training",
-        description="Train, measure and export the bundled models; docs/training.md tells how.",
+        description="Train, measure and export the bundled models; see docs/training.md.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -24,7 +24,7 @@ from quadriga.config.kv_memory import (
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Deployment, Hardware, resolve
 from quadriga.core.replica import Role
-from quadriga.engine.baton.fitting import fit
+from quadriga.engine.baton.loading import fit
 from quadriga.errors import ConfigError
 from tests.equivalence.models import make_spec
 from tests.own_models import LLAMA_1B, LLAMA_8B, sparse_checkpoint

@@ -136,7 +136,7 @@ def bytes_per_token(spec: EngineSpec, config: ModelConfig) -> int:
 def tokens_that_fit(
     available_bytes: int, token_bytes: int, num_rows: int, row_capacity_tokens: int
 ) -> int:
-    """The most tokens over all rows whose pages, one of which is nobody's, fit into memory."""
+    """The most tokens over all rows whose pages fit into memory; one page is for padding."""
     num_pages = available_bytes // (token_bytes * PAGE_TOKENS) - 1
     if num_pages >= num_rows * -(-row_capacity_tokens // PAGE_TOKENS):
         return num_rows * row_capacity_tokens

@@ -246,7 +246,7 @@ class SkippedKVStore:
         if self.mode == "alias" and not decoder.reads_depths:
             self._unalias(row)
         wants_states = len(self._ends) > 1 or self.keeps_last
-        if not wants_states:  # nobody would ask for them here
+        if not wants_states:  # no pass here would read them
             self._base[row] = max(suspended.base, num_tokens - 1)
         elif suspended.states is not None:
             slots = np.arange(suspended.states.shape[0], dtype=np.int64)

@@ -42,7 +42,7 @@ LAYOUT_VERSION = 2
 LOCK_TIMEOUT_S = 120.0
 """Longest wait for another process that is filling the part that is wanted here."""
 FORGET_AFTER_S = 86_400.0
-"""Registry files that nobody used for so long, and whose holders are gone, are deleted."""
+"""Registry files that were not used for so long, and whose holders are gone, are deleted."""
 _SLACK_BYTES = 1 << 20
 _MADV_COLLAPSE = 25
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -191,7 +191,7 @@ class SharedArena:
 
 @dataclass(slots=True)
 class _Record:
-    """What the registry file of a part says.
+    """Content of the registry file of a part.
 
     Attributes:
         label: The memory file's name; random, so that it cannot be taken for another one.
@@ -207,22 +207,22 @@ class _Record:
     def read(cls, descriptor: int) -> _Record:
         """Read the file; an empty record where it is new or not readable."""
         try:
-            said: dict[str, Any] = json.loads(os.pread(descriptor, 1 << 20, 0) or b"{}")
-            layout = [(int(start), tuple(map(int, shape))) for start, shape in said["layout"]]
-            holders = [(int(pid), int(held)) for pid, held in said["holders"]]
-            return cls(str(said["label"]), int(said["num_bytes"]), layout, holders)
+            content: dict[str, Any] = json.loads(os.pread(descriptor, 1 << 20, 0) or b"{}")
+            layout = [(int(start), tuple(map(int, shape))) for start, shape in content["layout"]]
+            holders = [(int(pid), int(held)) for pid, held in content["holders"]]
+            return cls(str(content["label"]), int(content["num_bytes"]), layout, holders)
         except (KeyError, TypeError, ValueError):
             return cls()
 
     def write(self, descriptor: int) -> None:
-        said = {
+        content = {
             "label": self.label,
             "num_bytes": self.num_bytes,
             "layout": self.layout,
             "holders": self.holders,
         }
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(said).encode(), 0)
+        os.pwrite(descriptor, json.dumps(content).encode(), 0)
 
     def open(self) -> int | None:
         """Open the memory file through one of its holders; forget those that are gone."""
@@ -284,7 +284,7 @@ class SharedParts:
                 self._publish(arena, record, registry)
 
     def _join(self, record: _Record) -> SharedArena | None:
-        """The part as another process holds it; None where nobody does. Raises: OSError."""
+        """The part as another process holds it; None where none does. Raises: OSError."""
         descriptor = record.open()
         if descriptor is None:
             return None
@@ -293,7 +293,7 @@ class SharedParts:
         return SharedArena(mapping, record.layout)
 
     def _create(self, record: _Record, num_bytes: int) -> SharedArena:
-        """Memory for a part that nobody holds. Raises: OSError."""
+        """Memory for a part that no process holds. Raises: OSError."""
         size = -(-(num_bytes + num_bytes // 16 + _SLACK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
         label = f"quadriga-{secrets.token_hex(12)}"
         descriptor = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -320,7 +320,7 @@ class SharedParts:
 
 
 def _forget_old(folder: Path) -> None:
-    """Delete registry files of parts that nobody holds any more. Raises: OSError."""
+    """Delete registry files of parts that no process holds any more. Raises: OSError."""
     oldest_s = time.time() - FORGET_AFTER_S
     for path in folder.glob("*.json"):
         if path.stat().st_mtime > oldest_s:

@@ -154,7 +154,7 @@ class Trainer:
 
 
 def budget_name(options: RunOptions) -> str:
-    """Return what tells one budget from another."""
+    """Return what distinguishes one budget from another."""
     return f"steps={options.steps} deadline={options.deadline_s}"
 
 
