@@ -31,7 +31,7 @@ class MemoryRules:
 
     @property
     def reservation(self) -> Reservation:
-        """As the cluster has it: where sequences can be paused, memory is promised as it is used."""
+        """As on a cluster: where sequences can be paused, memory is promised as it is used."""
         return "used" if self.on_full == "pause" else "longest"
 
 
