@@ -9,7 +9,7 @@ import pytest
 
 PURE = [
     "quadriga.scheduling.decode_loop",
-    "quadriga.scheduling.output_buffer",
+    "quadriga.scheduling.output_dispatcher",
     "quadriga.scheduling.prefill_loop",
     "quadriga.policies.admission",
     "quadriga.policies.ares",
