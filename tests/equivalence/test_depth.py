@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quadriga.catalogue.headers import SINGLE_FILE
 from quadriga.checkpoint.exits import ExitCounters, ExitParams, ExitPolicy, ExitSpec, SkippedKV
 from quadriga.clock import ManualClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.engine.weights.tensor_files import SINGLE_FILE
 from quadriga.errors import ConfigError, DeadlineExceeded, KVCacheExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop

@@ -20,10 +20,10 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from quadriga.catalogue.headers import INDEX_FILE, SINGLE_FILE
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.kv_memory import fitting_length, least_length
 from quadriga.engine.baton.dense import RELEASE_COLUMNS
-from quadriga.engine.weights.tensor_files import INDEX_FILE, SINGLE_FILE
 from quadriga.errors import ConfigError
 
 ATTENTION = ("sdpa", "eager")
