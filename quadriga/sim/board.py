@@ -25,7 +25,7 @@ from quadriga.policies.ares.forecast import (
     tokens_ahead,
 )
 from quadriga.sim.decode import SimulatedDecodeReplica
-from quadriga.sim.prediction import Predictor
+from quadriga.sim.prediction import RemainingPredictor
 from quadriga.sim.profiles import CostProfile
 
 NOWHERE = -1
@@ -165,7 +165,7 @@ class Board:
         now_s: float,
         grid_s: NDArray[np.float64],
         capacity_tokens: float,
-        predictor: Predictor | None,
+        predictor: RemainingPredictor | None,
     ) -> ClusterForecast:
         """What the packed snapshots of all living replicas would say at this moment."""
         new_steps = self.new_steps(now_s)
