@@ -11,14 +11,14 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.server import HttpServer
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_front import until
-from tests.unit.serve_app.test_grpc_door import Context, wants
+from tests.unit.serve_app.test_engine_client import until
+from tests.unit.serve_app.test_grpc_server import Context, wants
 
 KEYS = ApiKeys.of(["secret"], is_http_open=True)
 
 
 async def counted(stand: Stand, door: str) -> dict[str, float]:
-    series = parse_exposition((await stand.desk.metrics_page()).decode())
+    series = parse_exposition((await stand.engine.metrics_page()).decode())
     begin = "quadriga_requests_total{"
     return {
         key.split('code="')[1].split('"')[0]: value
@@ -30,7 +30,7 @@ async def counted(stand: Stand, door: str) -> dict[str, float]:
 async def test_grpc_calls_whose_client_left(make_stand: MakeStand) -> None:
     gate = asyncio.Event()
     stand = await make_stand(keys=KEYS, gate=gate)
-    door = GrpcServer(stand.desk)
+    door = GrpcServer(stand.engine)
     stream = door.generate(wants(), Context())
     await anext(stream)
     await stream.aclose()
@@ -49,7 +49,7 @@ async def test_grpc_calls_whose_client_left(make_stand: MakeStand) -> None:
 async def test_an_http_call_that_is_cancelled_before_its_answer(make_stand: MakeStand) -> None:
     """As Serve does with a request whose client is gone."""
     stand = await make_stand(gate=asyncio.Event())
-    app: Any = HttpServer(stand.desk).application()
+    app: Any = HttpServer(stand.engine).application()
     body = json.dumps({"model": "quadriga-s", "prompt": "hi"}).encode()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -18,7 +18,7 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from tests.hostile import VALUES, broken, tried
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_grpc_door import Context
+from tests.unit.serve_app.test_grpc_server import Context
 
 COMPLETION = {
     "model": "quadriga-s",
@@ -61,7 +61,7 @@ KEYS = ApiKeys.of(["secret"], is_http_open=True)
 async def expect_rest(stand: Stand) -> None:
     """Whatever was asked has ended, and the cluster holds nothing of it."""
     for _ in range(200):
-        if stand.desk._num_open_sequences == 0 and stand.cluster.num_held == 0:
+        if stand.engine._num_open_sequences == 0 and stand.cluster.num_held == 0:
             return
         await asyncio.sleep(0)
     raise AssertionError("a request was left behind")
@@ -153,7 +153,7 @@ async def test_a_model_is_a_name_and_no_path(
         await stand.http.post(path, json=body | {"model": name}) for path, body in ROUTES.items()
     ]
     replies.append(await stand.http.get("/v1/models/" + name.replace("\r\n", "%0d%0a")))
-    door = GrpcServer(stand.desk)
+    door = GrpcServer(stand.engine)
     context = Context()
     request = pb.GenerateRequest(model=name, prompt="a").SerializeToString()
     reply = await door.generate_once(request, context)
@@ -242,8 +242,8 @@ async def test_a_line_of_the_log_is_a_line(
 @tried(80)
 @given(data=broken(MESSAGE))
 async def test_broken_messages(stand: Stand, data: bytes) -> None:
-    stand.desk.rate_limiter.keys = KEYS
-    door = GrpcServer(stand.desk)
+    stand.engine.rate_limiter.keys = KEYS
+    door = GrpcServer(stand.engine)
     once, stream = Context(), Context()
     await door.generate_once(data, once)
     async for _ in door.generate(data, stream):
@@ -257,9 +257,9 @@ async def test_broken_messages(stand: Stand, data: bytes) -> None:
 @tried(40)
 @given(value=st.text(max_size=60) | st.binary(max_size=60))
 async def test_hostile_metadata(stand: Stand, value: str | bytes) -> None:
-    stand.desk.rate_limiter.keys = KEYS
+    stand.engine.rate_limiter.keys = KEYS
     context = Context()
     context.metadata = [("authorization", value)]  # type: ignore[list-item]
-    await GrpcServer(stand.desk).list_models(b"", context)
+    await GrpcServer(stand.engine).list_models(b"", context)
     assert context.code is not None
     assert context.code.name == "UNAUTHENTICATED"

@@ -21,7 +21,7 @@ DOCUMENT = openapi_document(load_config({}).ingress)
 
 
 def application(stand: Stand) -> FastAPI:
-    return HttpServer(stand.desk).application()
+    return HttpServer(stand.engine).application()
 
 
 async def test_every_route_is_on_the_page(stand: Stand) -> None:
