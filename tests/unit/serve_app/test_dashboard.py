@@ -15,7 +15,7 @@ from quadriga.config.loader import load_config
 from quadriga.errors import ReplicaDied
 from quadriga.observability.load_history import VALUES
 from quadriga.observability.metrics import MetricsHub
-from serve_app.http.dashboard_pages import FILES, FOLDER
+from serve_app.http.pages import FILES, FOLDER
 from serve_app.ops.admin import AdminServer
 from serve_app.request.cluster_client import ClusterClient
 from tests.unit.serve_app.conftest import MakeStand, Stand
