@@ -114,7 +114,7 @@ async def test_a_reader_at_the_former_ingress_gets_an_error_and_may_resume(
 
     async with asyncio.timeout(20.0), another(first, is_alone=False) as second:
         here = follow(first)
-        while not any(s.readers for s in first.engine_client.requests._by_key.values()):  # noqa: ASYNC110
+        while not any(s.readers for s in first.engine.requests._by_key.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         there = follow(second)
         assert '"code": "taken_over"' in (await here).text
@@ -161,7 +161,7 @@ async def test_an_ingress_that_ends_leaves_alone_what_another_one_has_adopted(
         )
         async with asyncio.timeout(5.0):
             await adopted.wait()
-        await first.engine_client.close()
+        await first.engine.close()
         assert cluster.decode.cancelled == [cluster.submitted[0].sequence_id], "it tried"
         gate.set()
         text = "".join(f["choices"][0]["text"] for f in frames(await reading))
@@ -225,7 +225,7 @@ async def test_the_sdk_resumes_at_another_ingress(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
     first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
-    stream = GrpcServer(first.engine_client).generate(wants(request_id="r"), Context())
+    stream = GrpcServer(first.engine).generate(wants(request_id="r"), Context())
     gate.set()
     had: list[int] = []
     while len(had) < HAD:
@@ -274,7 +274,7 @@ async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
     first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
     headers = {"idempotency-key": "k", "authorization": "Bearer one"}
     await begin(first, headers, gate)
-    stream = GrpcServer(first.engine_client).generate(wants(request_id="r"), Context())
+    stream = GrpcServer(first.engine).generate(wants(request_id="r"), Context())
     await anext(stream)
     first.cluster.loses_orphans = True
     async with another(first, KEYS) as stand:
