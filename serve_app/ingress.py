@@ -30,7 +30,7 @@ CUT_MARGIN_S = 2.0
 
 
 class Ingress:
-    """Holds its clients' streams for their whole life.
+    """One ingress replica; it holds its clients' streams until they end.
 
     Args:
         config: `QuadrigaConfig` as a plain dict, without API keys.
@@ -59,7 +59,7 @@ class Ingress:
             ingress_id=ingress_id,
         )
         self._grpc = GrpcServer(self._engine_client, needs_tls=grpc_tls_port())
-        # Started here and not by a request: Ray cancels with a request what the request started.
+        # Started here: what a request starts, Ray cancels with the request.
         self._engine_client.start()
         self._engine_client.tasks.spawn(serve_admin(self._engine_client))
         self._engine_client.tasks.repeat(self._follow_serve, LOOK_INTERVAL_S)

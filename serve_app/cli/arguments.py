@@ -1,4 +1,4 @@
-"""How the commands of this package take their arguments, and say what is wrong with them."""
+"""The argument parser of this package's commands."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class GrpcServer:
         )
 
     async def _validated(self, message: Any) -> Request:
-        # What is far too long is refused before it is made a list of.
+        # Fields that are far too long are refused before they become lists.
         _check_counts(message, largest_n(self._limits))
         models = self._engine_client.models
         model = models.find(message.model or AUTO_MODEL)
@@ -278,7 +278,7 @@ def _check_counts(message: Any, max_n: int) -> None:
 
 
 def _is_secure(context: Any) -> bool:
-    """Whether the call came over TLS, as gRPC itself knows."""
+    """Whether gRPC marks the call as come over TLS."""
     return b"ssl" in (context.auth_context() or {}).get("transport_security_type", ())
 
 

@@ -22,7 +22,7 @@ MAX_TOKENS_LIMIT = 10_000_000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_STOPS_READ = 1024
-"""Longer lists of stop strings are not looked into; what is allowed is the server's to say."""
+"""Longer lists of stop strings are refused unread; the deployment's own limit is lower."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 _DEFAULT = "default: that of the model's generation_config.json, unless set otherwise."
@@ -51,8 +51,8 @@ def _bounded_bias(bias: Any) -> Any:
 class Body(BaseModel):
     """Strict about types, lenient about unknown fields (they are reported back as ignored).
 
-    Lists stop at their first item that is wrong: to say what is wrong with each takes far longer
-    than to read them.
+    Validation of a list stops at its first wrong item: errors about all of them would take far
+    longer than reading them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
