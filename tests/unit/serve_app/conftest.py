@@ -26,7 +26,7 @@ END_ID = 0
 
 @dataclass(slots=True)
 class Stand:
-    """A front engine over a fake cluster, and an HTTP client of its door."""
+    """An engine client over a fake cluster, and an HTTP client of its server."""
 
     engine: EngineClient
     cluster: FakeCluster

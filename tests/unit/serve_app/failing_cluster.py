@@ -19,12 +19,12 @@ CALL_TIMEOUT_S = 0.05
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """A function of the whole past: who goes on with another past says something else."""
+    """A function of all tokens before: with others before it, the next token is another one."""
     return 20 + zlib.crc32(repr(list(token_ids)).encode()) % 500
 
 
 def expected(prompt_ids: Sequence[int], count: int) -> list[int]:
-    """What an undisturbed run says."""
+    """The tokens of an undisturbed run."""
     tokens = list(prompt_ids)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -32,7 +32,7 @@ def expected(prompt_ids: Sequence[int], count: int) -> list[int]:
 
 
 class FailingReplica:
-    """A process as others see it: it answers, or is gone, or says nothing at all."""
+    """A process as others see it: it answers, is dead, or hangs."""
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
@@ -75,7 +75,7 @@ class FailingReplica:
             raise ReplicaDied(f"{self.name} died")
 
     async def poll(self, ack: int, timeout_s: float) -> PollReply:
-        await self.awake.wait()  # whoever asks has his own patience
+        await self.awake.wait()  # the caller has a deadline of its own
         self.check()
         self._log = [(seq, e) for seq, e in self._log if seq > ack]
         if not self._log:

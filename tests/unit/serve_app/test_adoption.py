@@ -1,4 +1,4 @@
-"""An ingress is gone: another one takes over what still runs, and only for who asked for it."""
+"""When an ingress is gone, another one takes over what still runs, for its owner only."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_reader_at_the_former_ingress_gets_an_error_and_may_resume(
         there = follow(second)
         assert '"code": "taken_over"' in (await here).text
         assert not there.done()
-        again = follow(first)  # it is not told again what became of it then
+        again = follow(first)  # the earlier error is not repeated
         assert '"code": "taken_over"' in (await there).text
         gate.set()
         text = "".join(f["choices"][0]["text"] for f in frames(await again))
@@ -270,7 +270,7 @@ async def test_a_sequence_is_adopted_only_by_its_owner(
 async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
-    """Over HTTP nobody can tell whether the answer is the same; over gRPC its digest can."""
+    """Over HTTP the answers cannot be compared; over gRPC a digest compares them."""
     first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
     headers = {"idempotency-key": "k", "authorization": "Bearer one"}
     await begin(first, headers, gate)

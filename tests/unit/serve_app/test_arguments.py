@@ -10,7 +10,7 @@ from serve_app.cli import demo
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is told on standard error of arguments that are refused."""
+    """The message on standard error about arguments that are refused."""
     try:
         status = main(list(words))
     except SystemExit as exc:

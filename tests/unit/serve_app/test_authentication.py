@@ -17,7 +17,7 @@ from serve_app.http.server import HttpServer
 from tests.unit.serve_app.conftest import MakeStand
 from tests.unit.serve_app.test_grpc_server import Context
 
-# What answers without a key, because it says nothing about anybody.
+# These answer without a key, because they reveal nothing.
 OPEN_ROUTES = {
     *("/health", "/ping", "/live", "/version", "/openapi.json", "/docs"),
     *("/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/favicon.png"),
@@ -52,12 +52,12 @@ async def test_every_route(make_stand: MakeStand, keys: ApiKeys) -> None:
 
 async def test_every_rpc(make_stand: MakeStand, keys: ApiKeys) -> None:
     stand = await make_stand(keys=keys)
-    door = GrpcServer(stand.engine)
+    server = GrpcServer(stand.engine)
     methods = {
-        "Generate": door.generate,
-        "GenerateOnce": door.generate_once,
-        "Cancel": door.cancel,
-        "ListModels": door.list_models,
+        "Generate": server.generate,
+        "GenerateOnce": server.generate_once,
+        "Cancel": server.cancel,
+        "ListModels": server.list_models,
     }
     assert set(methods) == {m.name for m in pb.DESCRIPTOR.services_by_name["Quadriga"].methods}
     for name, method in methods.items():

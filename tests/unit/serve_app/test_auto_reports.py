@@ -1,4 +1,4 @@
-"""What an ingress tells of requests whose model was chosen, and what its clients see of it."""
+"""Reports of requests whose model was chosen, and what their clients see of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ingress's heartbeats: who hears them, and who is taken for hung: the controller, or itself."""
+"""An ingress's heartbeats, and what it does where no actor answers them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.request.cluster_client import ClusterClient
 
 
 class Beats(ClusterClient):
-    """Notes who is called; each call takes as long as it is told to, by the clock alone."""
+    """Records the calls; each takes a given time of a fake clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0

@@ -60,18 +60,18 @@ async def test_of_too_many_health_watches_the_last_gets_the_state_once(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_door, "HEALTH_WATCH_INTERVAL_S", 0.001)
-    door = GrpcServer(stand.engine)
-    door._watches = ConcurrencyLimiter(1, "watch")
-    await until(lambda: door.health("").status == SERVING)
-    first = door.watch("")
+    server = GrpcServer(stand.engine)
+    server._watches = ConcurrencyLimiter(1, "watch")
+    await until(lambda: server.health("").status == SERVING)
+    first = server.watch("")
     assert (await anext(first)).status == SERVING
     news = asyncio.ensure_future(anext(first))
-    await until(lambda: door._watches.is_full)
-    assert [answer.status async for answer in door.watch("")] == [SERVING]
+    await until(lambda: server._watches.is_full)
+    assert [answer.status async for answer in server.watch("")] == [SERVING]
     stand.engine.drain(60.0)
     assert (await asyncio.wait_for(news, 5.0)).status == NOT_SERVING
     await first.aclose()
-    assert door._watches.num_taken == 0
+    assert server._watches.num_taken == 0
 
 
 async def test_one_request_has_so_many_readers_at_once(make_stand: MakeStand) -> None:
@@ -125,13 +125,13 @@ async def test_a_refused_caller_is_known_again_by_what_it_asks(make_stand: MakeS
         await call(name="n", priority=1),
     ]
     assert len({first, *others}) == 5
-    door = GrpcServer(stand.engine)
-    async for _ in door.generate(
+    server = GrpcServer(stand.engine)
+    async for _ in server.generate(
         wants(prompt="hi", temperature=1.0, request_id="r"), Context(f"Bearer {'a' * 32}")
     ):
         pass
     by_grpc = asked[-1]
-    async for _ in door.generate(
+    async for _ in server.generate(
         wants(prompt="hi", temperature=1.0, request_id="s"), Context(f"Bearer {'a' * 32}")
     ):
         pass

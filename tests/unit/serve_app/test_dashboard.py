@@ -228,7 +228,7 @@ def test_durations(value: float, text: str) -> None:
 
 
 def exit_view(uses: list[dict[str, str]], tokens: dict[str, float]) -> dict[str, Any]:
-    """Replicas of one class with what each says of its exits; the first one has the tokens."""
+    """Replicas of one class with their exits' state; the first one has the tokens."""
     names = [f"q:decode:{k}:x" for k in range(len(uses))]
     counters = {"breaches": 0, "involuntary_exits": 0, "involuntary_stays": 0}
     return {

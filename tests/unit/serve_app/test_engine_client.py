@@ -1,4 +1,4 @@
-"""The engine_client over a fake cluster: admission, moves, losses, cancellation, resumption."""
+"""The engine client over a fake cluster: admission, moves, losses, cancellation, resumption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> Non
 
 
 async def is_idle(stand: Stand) -> None:
-    """Nothing is on the road, nothing is held, and the scheduler was told of every end."""
+    """Nothing runs, nothing is held, and every end was reported to the scheduler."""
     await until(
         lambda: stand.cluster.num_held == 0 and not stand.engine._request_manager.open_requests()
     )
@@ -120,12 +120,12 @@ async def test_waiting_for_replicas_ends(make_stand: MakeStand) -> None:
 async def test_the_deadline_and_the_client_end_the_waiting(stand: Stand) -> None:
     asked = 0
 
-    async def nobody(request: AdmitRequest) -> Admission:
+    async def unavailable(request: AdmitRequest) -> Admission:
         nonlocal asked
         asked += 1
         raise Unavailable("no replica is ready", retry_after_s=1.0)
 
-    stand.cluster.admit = nobody  # type: ignore[method-assign]
+    stand.cluster.admit = unavailable  # type: ignore[method-assign]
     assert (await stand.complete(deadline_ms=50)).status_code == 504
     waiting = asyncio.ensure_future(stand.complete())
     await until(lambda: asked >= 2)
@@ -135,7 +135,7 @@ async def test_the_deadline_and_the_client_end_the_waiting(stand: Stand) -> None
     await until(lambda: not stand.engine._request_manager.open_requests())
     seen = asked
     await asyncio.sleep(0.5)  # longer than the next pause would be
-    assert asked == seen, "nobody asks for those who are gone"
+    assert asked == seen, "requests of clients that are gone are not admitted"
 
 
 async def test_an_unknown_model_is_refused_at_once(stand: Stand) -> None:

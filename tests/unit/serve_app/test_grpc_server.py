@@ -1,4 +1,4 @@
-"""The gRPC door over the fake cluster, without a server."""
+"""The gRPC methods over the fake cluster, without a socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = ApiKeys.of(["secret"], is_http_open=True)
 
 
 class Context:
-    """Serve's gRPC context, as far as the door uses it."""
+    """Serve's gRPC context, as far as the server uses it."""
 
     def __init__(self, authorization: str | None = "Bearer secret") -> None:
         self.metadata = [] if authorization is None else [("authorization", authorization)]
@@ -66,14 +66,14 @@ async def test_a_stream(make_stand: MakeStand) -> None:
 async def test_the_usage_lists_models_and_depths(make_stand: MakeStand) -> None:
     num_tokens = 5
     stand = await make_stand(keys=KEYS, loaded=[8, 4, 4, 12, 4])
-    door = GrpcServer(stand.engine)
+    server = GrpcServer(stand.engine)
     asked = {"max_tokens": num_tokens, "model": "quadriga-s"}
-    messages = [m async for m in door.generate(wants(**asked), Context())]
+    messages = [m async for m in server.generate(wants(**asked), Context())]
     wanted = [("quadriga-s", 8, 1), ("quadriga-s", 4, 2), ("quadriga-s", 12, 1)]
     wanted.append(("quadriga-s", 4, 1))
     assert spans(messages[-1].usage) == wanted
     assert not any(m.HasField("usage") for m in messages[:-1])
-    once = await door.generate_once(wants(n=2, **asked), Context())
+    once = await server.generate_once(wants(n=2, **asked), Context())
     assert spans(once.usage) == 2 * wanted, "choice after choice"
     assert completion(once).usage.spans == tuple(DepthSpan(*span) for span in 2 * wanted)
 
@@ -107,8 +107,8 @@ async def test_a_refusal_carries_its_retry(make_stand: MakeStand) -> None:
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong", "Basic secret"])
 async def test_keys(make_stand: MakeStand, authorization: str | None) -> None:
     stand = await make_stand(keys=KEYS)
-    door = GrpcServer(stand.engine)
-    for call in (door.generate_once, door.cancel, door.list_models):
+    server = GrpcServer(stand.engine)
+    for call in (server.generate_once, server.cancel, server.list_models):
         context = Context(authorization)
         await call(b"", context)
         assert context.code is grpc.StatusCode.UNAUTHENTICATED
@@ -124,23 +124,23 @@ async def test_without_keys_grpc_stays_closed(make_stand: MakeStand) -> None:
 async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
     gate = asyncio.Event()
     stand = await make_stand(keys=KEYS, gate=gate)
-    door = GrpcServer(stand.engine)
-    stream = door.generate(wants(request_id="r1"), Context())
+    server = GrpcServer(stand.engine)
+    stream = server.generate(wants(request_id="r1"), Context())
     first = await anext(stream)
     assert first.choices[0].text == "H"
     await stream.aclose()
     assert stand.cluster.num_held == 1
     gate.set()
-    rest = [m async for m in door.generate(wants(request_id="r1", resume_from=[1]), Context())]
+    rest = [m async for m in server.generate(wants(request_id="r1", resume_from=[1]), Context())]
     assert "".join(d.text for m in rest for d in m.choices) == ANSWER[1:]
     assert len(stand.cluster.submitted) == 1
     context = Context()
-    await door.generate_once(wants(request_id="r1", max_tokens=7), context)
+    await server.generate_once(wants(request_id="r1", max_tokens=7), context)
     assert context.trailing["quadriga-error-code"] == "idempotency_key_reused"
     gate.clear()
-    running = door.generate(wants(request_id="r2"), Context())
+    running = server.generate(wants(request_id="r2"), Context())
     await anext(running)
-    reply = await door.cancel(pb.CancelRequest(request_id="r2").SerializeToString(), Context())
+    reply = await server.cancel(pb.CancelRequest(request_id="r2").SerializeToString(), Context())
     assert reply.found
     await until(lambda: stand.cluster.num_held == 0)
 
@@ -148,13 +148,13 @@ async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
 async def test_an_ingress_that_never_held_a_request_goes_on_with_it(
     make_stand: MakeStand,
 ) -> None:
-    """Whoever held it is gone: it is begun anew, and what the client has is not sent again."""
+    """Its ingress is gone: it is begun anew, and the client's tokens are not sent again."""
     stand = await make_stand(keys=KEYS)
-    door = GrpcServer(stand.engine)
+    server = GrpcServer(stand.engine)
     had = stand.cluster.script[:4]
     fields = {"request_id": "r1", "resume_from": [4]}
     right = wants(**fields, resume_digest=[token_digest(had)])
-    rest = [m async for m in door.generate(right, Context())]
+    rest = [m async for m in server.generate(right, Context())]
     tokens = [t for m in rest for d in m.choices for t in d.token_ids]
     assert tokens == stand.cluster.script[4:]
     assert "".join(d.text for m in rest for d in m.choices) == ANSWER[4:]
@@ -162,11 +162,15 @@ async def test_an_ingress_that_never_held_a_request_goes_on_with_it(
     assert rest[-1].usage.completion_tokens == len(stand.cluster.script)
     context = Context()
     wrong = wants(request_id="r2", resume_from=[4], resume_digest=[1])
-    (message,) = [m async for m in door.generate(wrong, context)]
+    (message,) = [m async for m in server.generate(wrong, context)]
     assert (message.error.code, context.code) == ("answer_changed", grpc.StatusCode.NOT_FOUND)
     context = Context()
-    (message,) = [m async for m in door.generate(wants(request_id="r3", resume_from=[4]), context)]
-    assert context.code is grpc.StatusCode.NOT_FOUND, "who cannot tell gets no other answer"
+    (message,) = [
+        m async for m in server.generate(wants(request_id="r3", resume_from=[4]), context)
+    ]
+    assert context.code is grpc.StatusCode.NOT_FOUND, (
+        "a client that cannot compare gets no other answer"
+    )
     await until(lambda: stand.cluster.num_held == 0)
 
 
@@ -180,13 +184,13 @@ async def test_a_closed_stream_frees_everything(make_stand: MakeStand) -> None:
 
 async def test_health(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS)
-    door = GrpcServer(stand.engine)
+    server = GrpcServer(stand.engine)
     await until(lambda: bool(stand.engine._cluster_state.view.snapshots))
     kinds = health_pb2.HealthCheckResponse
-    assert door.health("").status == kinds.SERVING
-    assert door.health("other").status == kinds.SERVICE_UNKNOWN
+    assert server.health("").status == kinds.SERVING
+    assert server.health("other").status == kinds.SERVICE_UNKNOWN
     stand.engine.drain(60.0)
-    assert door.health("quadriga.v1.Quadriga").status == kinds.NOT_SERVING
+    assert server.health("quadriga.v1.Quadriga").status == kinds.NOT_SERVING
 
 
 def test_every_field_of_the_message_is_read() -> None:

@@ -1,4 +1,4 @@
-"""The HTTP door: whatever comes in, the answer has the documented form."""
+"""The HTTP server: for any input the answer has the documented form."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_the_least_that_any_replica_of_a_model_takes_counts() -> None:
     assert limits(directory) == (512, 2048, 512)
     assert directory.describe("a")["max_model_len"] == 512
     directory.follow([])
-    assert limits(directory) == (512, 2048, 512), "nobody serves: the last that was known"
+    assert limits(directory) == (512, 2048, 512), "no replica serves: the last that was known"
     directory.follow([said("a", 768), said("b", 256)])
     assert limits(directory) == (768, 256, 768)
 

@@ -147,16 +147,16 @@ async def test_a_resumed_request_is_one_request(make_stand: MakeStand) -> None:
     """An abandoned stream keeps its place; taking it up again needs no second one."""
     gate = asyncio.Event()
     stand = await make_stand(keys=keys_of(a=KeyLimits(concurrency=1)), gate=gate)
-    door = GrpcServer(stand.engine)
-    stream = door.generate(wants(request_id="r1"), Context("Bearer a"))
+    server = GrpcServer(stand.engine)
+    stream = server.generate(wants(request_id="r1"), Context("Bearer a"))
     await anext(stream)
     await stream.aclose()
     context = Context("Bearer a")
-    await door.generate_once(wants(request_id="r2"), context)
+    await server.generate_once(wants(request_id="r2"), context)
     assert context.trailing["quadriga-error-code"] == "rate_limit_exceeded"
     gate.set()
     context = Context("Bearer a")
-    await door.generate_once(wants(request_id="r1"), context)
+    await server.generate_once(wants(request_id="r1"), context)
     assert context.code is None
 
 
@@ -185,7 +185,7 @@ async def test_the_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     errors = [r for r in caplog.records if r.levelname == "ERROR"]
     assert len(errors) == 2
     gate.http_caller("Bearer c")
-    write()  # nobody any more, which does not open the door
+    write()  # no key is left, which does not open the API
     await gate.reload()
     for caller in (gate.http_caller, gate.grpc_caller):
         with pytest.raises(Unauthenticated):

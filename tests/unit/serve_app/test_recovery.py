@@ -199,7 +199,7 @@ class HastyCluster(FailingCluster):
 
 @pytest.mark.parametrize("num_logprobs", [None, 0])
 async def test_the_prefill_replica_dies_with_the_first_token(num_logprobs: int | None) -> None:
-    """Nobody waits for the rest of the answer to hear its beginning."""
+    """The beginning is fetched from the next owner before the answer ends."""
     cluster = HastyCluster()
     async with client_over(cluster) as client:
         request = ask(client, 0, 60, num_logprobs=num_logprobs)
@@ -207,7 +207,7 @@ async def test_the_prefill_replica_dies_with_the_first_token(num_logprobs: int |
         await until(lambda: len(sequence.state.output_ids) > 5)
         cluster.may_end.set()
         await all_well(client, cluster, [request])
-        # Log-probabilities are kept by nobody: they are computed again.
+        # Replicas keep no log-probabilities: they are computed again.
         assert sequence.num_rebuilds == (0 if num_logprobs is None else 1)
         if num_logprobs is not None:
             assert cluster.peer is not None
@@ -301,7 +301,7 @@ async def test_an_error_of_the_replica_does_not_end_the_sequence(error: Quadriga
 async def test_a_poll_that_fails_is_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A poll that fails as none should leaves nobody's stream without its replica's line."""
+    """A poll that fails with an unexpected error does not end the polling of its replica."""
     cluster = FailingCluster()
     num_failed = 0
     poll = cluster.poll
@@ -324,7 +324,7 @@ async def test_a_poll_that_fails_is_repeated(
 
 
 class LateVerdict(FailingCluster):
-    """The first replica that is asked dies; what it said to it comes when `may_come` is set."""
+    """The first replica dies; its error about the submission comes when `may_come` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ async def test_a_late_error_of_a_former_submission_is_ignored() -> None:
 
 
 def contradict(cluster: FailingCluster, request: Request) -> FailingReplica:
-    """Have a sequence moved to a replica that goes on from other tokens than were said."""
+    """Have a sequence moved to a replica that goes on from other tokens than the client has."""
     state, source = request.sequences[0].state, owner(cluster, request)
     peer = next(r for r in cluster.of(Role.DECODE) if r is not source)
     source.own.discard(state.sequence_id)
@@ -461,7 +461,7 @@ async def _strike(
 
 
 async def test_rebuilding_ends() -> None:
-    """A request that kills whoever takes it must not go round for ever."""
+    """A request that kills every replica that takes it is not rebuilt for ever."""
     cluster = FailingCluster(gap=20)
 
     def strike(at: str, source: FailingReplica, peer: FailingReplica) -> None:

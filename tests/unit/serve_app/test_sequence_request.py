@@ -1,4 +1,4 @@
-"""A sequence takes emissions in any order that a cluster can deliver them."""
+"""A sequence takes output in any order that a cluster can deliver them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_contradicting_output_is_not_mixed_into_the_answer(
     assert sequence.accept("d" if said.epoch else "p", said) == 0
     assert isinstance(sequence.failure, ReplicaError)
     assert sequence.failure.code == "contradicted"
-    assert sequence.accept("d", tokens(3, 43, epoch=1)) == 0, "nor is what it says after"
+    assert sequence.accept("d", tokens(3, 43, epoch=1)) == 0, "nor is its later output taken"
     assert sequence.state.output_ids == [40, 41, 42]
     assert len(sequence.pieces) == 3
     assert not sequence.done, "it can be begun anew from there"
@@ -112,7 +112,7 @@ def test_former_owners_are_ignored(sequence: SequenceRequest) -> None:
 
 
 def test_an_epoch_has_one_sender(sequence: SequenceRequest) -> None:
-    """Who died may have taken over and spoken before the hand-off was made to another."""
+    """A dead replica may have taken over and sent tokens before the hand-off to another."""
     sequence.accept("p", EngineOutput("s", 0, moved_to="dead"))
     sequence.accept("p", tokens(0, 40))
     sequence.accept("dead", tokens(1, 41, epoch=1))

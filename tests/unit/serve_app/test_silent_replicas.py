@@ -10,7 +10,7 @@ NOW = 1000.0
 
 
 def view(**ages_s: float) -> ClusterView:
-    """What the scheduler told: how old each replica's last report was."""
+    """The scheduler's view with the age of each replica's last report."""
     return ClusterView(
         NOW,
         [
@@ -22,8 +22,8 @@ def view(**ages_s: float) -> ClusterView:
     )
 
 
-def given_up(told: ClusterView, **silences_s: float) -> list[str]:
-    return silent_replicas(silences_s, told, limit_s=10.0, doubt_s=3.0, max_age_s=5.0)
+def given_up(known: ClusterView, **silences_s: float) -> list[str]:
+    return silent_replicas(silences_s, known, limit_s=10.0, doubt_s=3.0, max_age_s=5.0)
 
 
 def test_a_replica_that_answers_is_kept() -> None:

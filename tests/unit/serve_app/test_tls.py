@@ -182,7 +182,7 @@ def haproxy(script: Path, folder: Path) -> Iterator[None]:
         process = subprocess.Popen(command, stderr=subprocess.PIPE)
         try:
             yield
-            assert old.wait(10) == -signal.SIGUSR1  # as HAProxy tells the one before to finish
+            assert old.wait(10) == -signal.SIGUSR1  # as HAProxy ends its predecessor
         finally:
             old.kill()
             process.kill()
@@ -289,7 +289,7 @@ def test_half_a_configuration_is_refused() -> None:
 
 
 def test_serves_own_proxy_cannot_ask_http_clients_for_certificates(ca: Authority) -> None:
-    """So nobody may believe that it does."""
+    """So the command refuses options that would promise it."""
     pair = ca.server()
     tls = Tls(pair.cert, pair.key, ca.cert)
     with pytest.raises(ConfigError, match="asks HTTP clients for no certificate"):
