@@ -172,7 +172,7 @@ class GrpcServer:
         yield answer
         if self._watches.is_full:
             return
-        with self._watches.taken():
+        with self._watches.slot():
             while not self._engine_client.is_draining:
                 await asyncio.sleep(HEALTH_WATCH_INTERVAL_S)
                 last, answer = answer, self.health(service)

@@ -74,7 +74,7 @@ class Call:
     async def read_body(self, engine_client: EngineClient) -> bytes:
         """Read the body within the deployment's limits. Raises: as `body`, and Overloaded."""
         limits = engine_client.config.ingress
-        with engine_client.body_limiter.taken():
+        with engine_client.body_limiter.slot():
             return await self.body(max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
 
     async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:

@@ -27,12 +27,12 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_a_place_is_given_back_on_every_way_out() -> None:
-    room = ConcurrencyLimiter(1, "do a thing")
-    with room.taken(), pytest.raises(Overloaded, match="1 calls at once do a thing"):
-        room.taken().__enter__()
-    with contextlib.suppress(ValueError), room.taken():
+    limiter = ConcurrencyLimiter(1, "do a thing")
+    with limiter.slot(), pytest.raises(Overloaded, match="1 calls at once do a thing"):
+        limiter.slot().__enter__()
+    with contextlib.suppress(ValueError), limiter.slot():
         raise ValueError
-    assert room.num_taken == 0
+    assert limiter.num_taken == 0
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/tokenize"])
