@@ -128,7 +128,7 @@ class Migration:
             await self._let_go(state, transfer)
 
     async def _copy(self, transfer: OutgoingTransfer, held_depth: int) -> SequenceRemainder:
-        """Send what there is until the cutover, while the sequence runs; the commit carries the rest.
+        """Send what there is until the cutover, while it runs; the commit carries the remainder.
 
         Args:
             held_depth: Layers of its KV; those that the destination has not got do not go.
