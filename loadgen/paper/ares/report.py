@@ -13,7 +13,7 @@ from loadgen.paper.ares.points import PAPER_RATE, PointResult
 from loadgen.report.experiment import drawn, table_of
 from loadgen.report.figures import shown
 from quadriga.sim.profiles import PROFILES
-from quadriga.sim.results import Summary
+from quadriga.sim.results import RunSummary
 
 _BASELINE = "current_load"
 _LIGHT_RATE = 0.10
@@ -29,7 +29,7 @@ _COLOURS = {
     "ares": "tab:blue",
     "oracle": "black",
 }
-Figure = Callable[[Summary], float]
+Figure = Callable[[RunSummary], float]
 _CELLS: dict[str, tuple[Figure, str]] = {
     "arrive/s": (lambda s: s.rate, ".3g"),
     "good": (lambda s: s.good_share, ".1%"),
@@ -218,12 +218,12 @@ def headline(outcomes: Sequence[PointResult]) -> dict[str, Any]:
     return {k: None if np.isnan(v) else round(v, 4) for k, v in found.items()}
 
 
-def _good_per_s(summary: Summary) -> float:
+def _good_per_s(summary: RunSummary) -> float:
     """Goodput: what ended while the counted requests arrive."""
     return summary.window.good
 
 
-def _tpot_p99_s(summary: Summary) -> float:
+def _tpot_p99_s(summary: RunSummary) -> float:
     return summary.tpot.p99_s
 
 
