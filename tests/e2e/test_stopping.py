@@ -19,7 +19,8 @@ import pytest
 
 from quadriga.errors import QuadrigaError, Unavailable
 from tests.e2e.serve_command import ServeCommand, serve_command
-from tests.reliability.cluster.control import APP, gcs_address
+from tests.reliability.cluster.control import gcs_address
+from tests.reliability.cluster.fault_agent import APP
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 
