@@ -68,7 +68,7 @@ $(CLIENTS)/.installed: pyproject.toml
 check: setup ## Lint, format, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy quadriga actors serve_app loadgen
+	$(BIN)/mypy quadriga actors serve_app loadgen tests/reliability
 	$(BIN)/lint-imports
 
 format: setup ## Fix what ruff can fix

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import importlib.util
 import os
 import select
 import signal
@@ -33,6 +34,11 @@ class Command:
     module: str
     help: str
 
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the installed package has it; the others are run from a checkout."""
+        return not self.module.startswith(FROM_CHECKOUT)
+
 
 class CommandModule(Protocol):
     """What a command's module has; `run` returns the exit status."""
@@ -42,43 +48,45 @@ class CommandModule(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
+_BENCH, _PAPER, _TESTS = "loadgen.bench", "loadgen.paper", "tests.reliability"
+FROM_CHECKOUT = (_BENCH, _PAPER, _TESTS)
+"""Packages that the wheel leaves out (`tool.hatch` in pyproject.toml)."""
+
 COMMANDS: dict[tuple[str, ...], Command] = {
-    ("run",): Command("loadgen.run", "send a trace, prompts, tasks or conversations, and check"),
-    ("ramp",): Command("loadgen.ramp", "raise the load until the SLO breaks"),
-    ("compare",): Command("loadgen.compare", "two runs: what differs, and what is noise"),
-    ("bench", "engine"): Command("loadgen.bench.engine", "offline generation speed, against peers"),
-    ("bench", "serve"): Command("loadgen.bench.serve", "the service's speed over the engine's"),
-    ("watch",): Command("loadgen.watch", "replicas, forecasts and moves of a service, live"),
-    ("bench", "rescheduling"): Command(
-        "loadgen.bench.rescheduling", "a real cluster with and without rescheduling"
-    ),
-    ("bench", "simulator"): Command(
-        "loadgen.bench.simulator", "the simulator against the cluster it simulates"
-    ),
-    ("paper", "drex"): Command("loadgen.paper.drex", "rebatching against grouped and no exits"),
-    ("paper", "baton"): Command("loadgen.paper.baton", "relay batch against other batches"),
-    ("bench", "scheduler"): Command("loadgen.bench.scheduler", "time of a rescheduling decision"),
-    ("bench", "migration"): Command(
-        "loadgen.bench.migration", "what a live migration is felt like, in steps"
-    ),
-    ("bench", "depth"): Command("loadgen.bench.depth", "memory, speed and changes of depth"),
-    ("bench", "profile"): Command("loadgen.bench.profile", "a cost profile for the simulator"),
-    ("plan",): Command("loadgen.plan", "memory and largest batch of a model at each depth"),
-    ("profile",): Command("loadgen.profile", "measure models at each depth for a catalogue"),
-    ("simulate",): Command("loadgen.simulate", "a trace on a simulated cluster, same policies"),
-    ("paper", "ares-predictor"): Command(
-        "loadgen.paper.ares_predictor", "length heads against other predictors"
-    ),
-    ("paper", "ares"): Command("loadgen.paper.ares", "rescheduling against its baselines"),
-    ("paper", "helios"): Command(
-        "loadgen.paper.helios", "model and depth chosen, against one whole"
-    ),
-    ("chaos",): Command("loadgen.chaos.command", "kill and stop processes under load, and judge"),
-    ("soak",): Command("loadgen.robust.soak", "an hour of random load and harm; nothing may leak"),
-    ("overload",): Command("loadgen.robust.overload", "five times the capacity, and recovery"),
-    ("upgrade",): Command("loadgen.robust.upgrade", "deployments, SIGTERM and drains under load"),
-    ("bench", "generator"): Command("loadgen.bench.generator", "the load generator's own limit"),
-}
+    tuple(name.split()): Command(module, text)
+    for name, module, text in (
+        ("run", "loadgen.run", "send a trace, prompts, tasks or conversations, and check"),
+        ("ramp", "loadgen.ramp", "raise the load until the SLO breaks"),
+        ("compare", "loadgen.compare", "two runs: what differs, and what is noise"),
+        ("watch", "loadgen.watch", "replicas, forecasts and moves of a service, live"),
+        ("plan", "loadgen.plan", "memory and largest batch of a model at each depth"),
+        ("profile", "loadgen.profile", "measure models at each depth for a catalogue"),
+        ("simulate", "loadgen.simulate", "a trace on a simulated cluster, same policies"),
+        ("chaos", f"{_TESTS}.chaos.command", "kill and stop processes under load, and judge"),
+        ("soak", f"{_TESTS}.soak", "an hour of random load and faults; nothing may leak"),
+        ("overload", f"{_TESTS}.overload", "five times the capacity, and recovery"),
+        ("upgrade", f"{_TESTS}.upgrade", "deployments, SIGTERM and drains under load"),
+        ("bench engine", f"{_BENCH}.engines.command", "offline generation speed, against peers"),
+        ("bench serve", f"{_BENCH}.cluster.serve", "the service's speed over the engine's"),
+        ("bench rescheduling", f"{_BENCH}.cluster.rescheduling",
+         "a real cluster with and without rescheduling"),
+        ("bench simulator", f"{_BENCH}.cluster.simulator",
+         "the simulator against the cluster it simulates"),
+        ("bench migration", f"{_BENCH}.cluster.migration",
+         "what a live migration is felt like, in steps"),
+        ("bench scheduler", f"{_BENCH}.scheduler", "time of a rescheduling decision"),
+        ("bench depth", f"{_BENCH}.depth", "memory, speed and changes of depth"),
+        ("bench profile", f"{_BENCH}.profile", "a cost profile for the simulator"),
+        ("bench generator", f"{_BENCH}.generator", "the load generator's own limit"),
+        ("paper ares", f"{_PAPER}.ares.experiment", "rescheduling against its baselines"),
+        ("paper ares-predictor", f"{_PAPER}.ares.predictor",
+         "length heads against other predictors"),
+        ("paper drex", f"{_PAPER}.drex.experiment", "rebatching against grouped and no exits"),
+        ("paper baton", f"{_PAPER}.baton.experiment", "relay batch against other batches"),
+        ("paper helios", f"{_PAPER}.helios.experiment",
+         "model and depth chosen, against one whole"),
+    )
+}  # fmt: skip
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -159,7 +167,14 @@ def _main(arguments: Sequence[str] | None) -> int:
     if name is None:
         print(unknown(words), file=sys.stderr)
         return EXIT_USAGE
-    module = cast(CommandModule, importlib.import_module(COMMANDS[name].module))
+    module = _module(name)
+    if module is None:
+        print(
+            f"error: {' '.join(name)!r} is not part of the installed package; "
+            f"run `python -m loadgen {' '.join(name)}` in a checkout of the repository",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
     parser = _Parser(
         prog=f"python -m loadgen {' '.join(name)}",
         description=COMMANDS[name].help,
@@ -176,6 +191,19 @@ def _main(arguments: Sequence[str] | None) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+
+
+def _module(name: tuple[str, ...]) -> CommandModule | None:
+    """Import a command's module; None where it is left out of the installed package."""
+    command = COMMANDS[name]
+    package = command.module.rpartition(".")[0]
+    try:
+        is_there = command.is_shipped or importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent package is absent
+        is_there = False
+    if not is_there:
+        return None
+    return cast(CommandModule, importlib.import_module(command.module))
 
 
 def _terminated(number: int, frame: object) -> None:
@@ -197,10 +225,18 @@ def in_group(group: str | None) -> list[tuple[str, ...]]:
     return [name for name in COMMANDS if (name[0] if len(name) > 1 else None) == group]
 
 
-def rows(group: str | None) -> list[str]:
-    """Return a line for every command of a group."""
+def rows(group: str | None, *, is_shipped: bool | None = None) -> list[str]:
+    """Return a line for every command of a group.
+
+    Args:
+        is_shipped: Only those that the installed package has, or only the others.
+    """
     width = max(len(" ".join(name)) for name in COMMANDS)
-    return [f"  {' '.join(name):{width}}  {COMMANDS[name].help}" for name in in_group(group)]
+    return [
+        f"  {' '.join(name):{width}}  {COMMANDS[name].help}"
+        for name in in_group(group)
+        if is_shipped in (None, COMMANDS[name].is_shipped)
+    ]
 
 
 def usage() -> str:
@@ -212,12 +248,15 @@ def usage() -> str:
             "first: python -m loadgen run   (a service runs at http://127.0.0.1:8000)",
             "",
             "commands:",
-            *rows(None),
+            *rows(None, is_shipped=True),
             "",
-            "benchmarks:",
+            "faults and load on a service of their own (in a checkout):",
+            *rows(None, is_shipped=False),
+            "",
+            "benchmarks (in a checkout):",
             *rows("bench"),
             "",
-            "the papers:",
+            "the papers (in a checkout):",
             *rows("paper"),
         ]
     )

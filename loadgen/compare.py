@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from loadgen import provenance
 from loadgen.comparison.comparable import load_differences, setting_differences
 from loadgen.comparison.plots import write_compare_plots
 from loadgen.comparison.report import Sides, print_comparison
@@ -22,10 +21,11 @@ from loadgen.comparison.runs import (
     num_figures,
     slo_of,
 )
-from loadgen.metrics import Slo
 from loadgen.options import number, number_from, whole
-from loadgen.output import folder_to_write, output_folder
-from loadgen.results import read_results
+from loadgen.report import provenance
+from loadgen.report.metrics import Slo
+from loadgen.report.output import folder_to_write, output_folder
+from loadgen.report.results import read_results
 from quadriga.errors import ConfigError
 
 EXIT_OK, EXIT_WORSE = 0, 1

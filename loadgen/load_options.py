@@ -23,7 +23,7 @@ from loadgen.options import (
     span,
     whole,
 )
-from loadgen.output import folder_to_write
+from loadgen.report.output import folder_to_write
 
 MAX_WARM_UP = 10_000
 MAX_RETRIES = 1_000

@@ -17,8 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.options import number, whole
-from loadgen.plan_models import (
+from loadgen.model_costs.published import (
     PAPER_BATCH_RATIO,
     PAPER_DEVICE_GIB,
     PAPER_SAVING,
@@ -26,6 +25,7 @@ from loadgen.plan_models import (
     SAVED_GB,
     TABLE_6,
 )
+from loadgen.options import number, whole
 from quadriga.catalogue.sizes import ModelSizes, sizes_of
 from quadriga.checkpoint.exits import read_exits
 from quadriga.config.engine_spec import DTYPE_BYTES

@@ -11,6 +11,7 @@ them little.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import tempfile
 from collections.abc import Sequence
@@ -22,11 +23,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from loadgen import provenance
-from loadgen.bench.subprocesses import END_TIMEOUT_S, python_process, read_line
+from loadgen.model_costs.depth import Job
+from loadgen.model_costs.exits import ExitRecord
+from loadgen.model_costs.subprocesses import END_TIMEOUT_S, python_process, read_line
 from loadgen.options import number, whole
-from loadgen.output import file_to_write
-from loadgen.profile_depth import AtExit, Job
+from loadgen.report import provenance
+from loadgen.report.output import file_to_write
 from quadriga.catalogue.energy import DEFAULT_WATTS
 from quadriga.catalogue.files import read_catalogue, require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
@@ -70,7 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the catalogue, print a table and one JSON line."""
+    """Measure, write the catalogue, print a table and one JSON line.
+
+    Raises:
+        ConfigError: A model or an option cannot be used, or torch is not installed.
+    """
+    if not has_torch():
+        raise ConfigError("profile loads models: pip install 'quadriga[engine]' beside this extra")
     models = _models(args)
     console = Console(stderr=True)
     profiled: list[tuple[str, CatalogueModel]] = []
@@ -122,7 +130,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-Result = tuple[DepthRecord, dict[int, AtExit]]
+def has_torch() -> bool:
+    """Whether this installation can load models."""
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+Result = tuple[DepthRecord, dict[int, ExitRecord]]
 
 
 def _models(args: argparse.Namespace) -> list[tuple[str, CatalogueModel]]:
@@ -150,7 +166,7 @@ def _depths(model: CatalogueModel, only: Sequence[int] | None) -> list[int]:
 
 def _measure(job: Job, progress: Progress, bar: Any) -> Result:
     """Run one job in a fresh process. Raises: ConfigError when it ends or falls silent."""
-    with python_process(["-m", "loadgen.profile_depth", json.dumps(asdict(job))]) as process:
+    with python_process(["-m", "loadgen.model_costs.depth", json.dumps(asdict(job))]) as process:
         while True:
             line = json.loads(read_line(process, LINE_TIMEOUT_S))
             if "record" in line:
@@ -158,16 +174,16 @@ def _measure(job: Job, progress: Progress, bar: Any) -> Result:
             progress.advance(bar, line["done"])
         process.wait(END_TIMEOUT_S)
     record = line["record"] | {"step_s": tuple((b, s) for b, s in line["record"]["step_s"])}
-    return DepthRecord(**record), {int(k): AtExit(**seen) for k, seen in line["exits"].items()}
+    return DepthRecord(**record), {int(k): ExitRecord(**seen) for k, seen in line["exits"].items()}
 
 
 def _joined(results: Sequence[Result]) -> tuple[DepthRecord, ...]:
     """Records with what the full depth said of the others."""
-    exits: dict[int, AtExit] = {}
+    exits: dict[int, ExitRecord] = {}
     for _, said in results:
         exits |= said
     return depth_records(
-        replace(record, **asdict(exits.get(record.depth, AtExit()))) for record, _ in results
+        replace(record, **asdict(exits.get(record.depth, ExitRecord()))) for record, _ in results
     )
 
 

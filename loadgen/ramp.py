@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadgen import report
 from loadgen.event_loop import run_event_loop
 from loadgen.load.arrivals import Arrivals, parse_arrivals
 from loadgen.load.scenario import describe
@@ -21,14 +20,15 @@ from loadgen.load_options import (
     add_measurement_arguments,
     add_request_arguments,
 )
-from loadgen.metrics import Slo, summarise
 from loadgen.options import add_service_arguments, number, number_from, number_span, whole
-from loadgen.output import output_folder
-from loadgen.plots import write_plots
-from loadgen.progress import progress_bar
 from loadgen.ramps.levels import Ramp, check_concurrency
 from loadgen.ramps.report import one_line, print_ramp, write_ramp_plot
 from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of
+from loadgen.report import run_report as report
+from loadgen.report.metrics import Slo, summarise
+from loadgen.report.output import output_folder
+from loadgen.report.plots import write_plots
+from loadgen.report.progress import progress_bar
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.stage import Stage, open_stage, print_failures
 from quadriga.errors import ConfigError

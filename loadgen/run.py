@@ -8,17 +8,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadgen import report
+from loadgen.checker.same_answers import EarlierAnswers
 from loadgen.event_loop import run_event_loop
 from loadgen.load.arrivals import Arrivals, parse_arrivals
 from loadgen.load.scenario import describe
 from loadgen.load_options import add_arguments
-from loadgen.metrics import Slo, Summary, summarise
-from loadgen.output import output_folder
-from loadgen.plots import write_plots
-from loadgen.progress import progress_bar
+from loadgen.report import run_report as report
+from loadgen.report.metrics import Slo, Summary, summarise
+from loadgen.report.output import output_folder
+from loadgen.report.plots import write_plots
+from loadgen.report.progress import progress_bar
 from loadgen.runner import Live, RunOptions, RunResult, run_load
-from loadgen.same_answers import EarlierAnswers
 from loadgen.stage import open_stage, print_failures
 
 __all__ = ["add_arguments", "run"]

@@ -22,19 +22,25 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from loadgen import provenance
-from loadgen import sim_report as report
-from loadgen.figures import figures, for_json
 from loadgen.load.arrivals import FORMS
 from loadgen.load.lengths import WORKLOADS
 from loadgen.load.traces import read_trace
 from loadgen.options import number, number_from, whole
-from loadgen.output import add_out_argument, file_to_write
-from loadgen.sim_capacity import Probe, find_capacity, is_hopeless
-from loadgen.sim_plots import write_run_plot
-from loadgen.sim_report import COMPLETE, Outcome
-from loadgen.simulated import SimLoad, make_simulation, standard_slo, summary_of, synthetic_load
-from loadgen.simulated import trace_load as load_of_trace
+from loadgen.report import provenance
+from loadgen.report.figures import figures, for_json
+from loadgen.report.output import add_out_argument, file_to_write
+from loadgen.simulation import report
+from loadgen.simulation.capacity import Probe, find_capacity, is_hopeless
+from loadgen.simulation.loads import (
+    SimLoad,
+    make_simulation,
+    standard_slo,
+    summary_of,
+    synthetic_load,
+)
+from loadgen.simulation.loads import trace_load as load_of_trace
+from loadgen.simulation.plots import write_run_plot
+from loadgen.simulation.report import COMPLETE, Outcome
 from quadriga.errors import ConfigError
 from quadriga.sim.config import Failure, SimConfig
 from quadriga.sim.policies import POLICY_NAMES, make_policy

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from loadgen import report
-from loadgen.judge import Judgement, score
+from loadgen.checker.judge import Judgement, score
+from loadgen.checker.verify_text import verify_texts
 from loadgen.load.arrivals import Arrivals
 from loadgen.load.scenario import (
     Load,
@@ -22,9 +22,9 @@ from loadgen.load.scenario import (
     describe,
 )
 from loadgen.options import api_key
+from loadgen.report import run_report as report
 from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
-from loadgen.verify_text import verify_texts
 from loadgen.wire.capture import LoadClient
 from loadgen.wire.client_http import HttpClient, parse_url
 from loadgen.wire.clients import open_client

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.options import api_key, number, whole
+from loadgen.report.exits_table import exits_table
+from loadgen.report.plain_table import plain_table
 from loadgen.runner import now_s
-from loadgen.watch_exits import exits_table
-from loadgen.watch_table import plain_table
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
 

@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadgen import provenance
-from loadgen.bench.subprocesses import python_process, read_line
+from loadgen.model_costs.subprocesses import python_process, read_line
 from loadgen.options import whole
+from loadgen.report import provenance
 from quadriga.checkpoint.folder import read_checkpoint
 
 WORKER_TIMEOUT_S = 600.0

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from loadgen import provenance
-from loadgen.bench.subprocesses import python_process, read_line
 from loadgen.checker import Outcome
+from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
-from loadgen.judge import Judgement
 from loadgen.load.workload import RequestSpec
+from loadgen.model_costs.subprocesses import python_process, read_line
 from loadgen.options import whole
+from loadgen.report import provenance
 from loadgen.runner import Live, RunOptions, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.capture import LoadClient
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(transport: str, args: argparse.Namespace) -> Capacity:
-    words = ["-m", "loadgen.fakes.server", "--grpc"]
+    words = ["-m", "loadgen.bench.fake_service.server", "--grpc"]
     words += ["--tokens-per-write", str(args.tokens_per_write)]
     with python_process(words) as process:
         addresses = json.loads(read_line(process, START_TIMEOUT_S))

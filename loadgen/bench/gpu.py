@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from loadgen import provenance
-from loadgen.bench.floor import model_costs
-from loadgen.bench.offline import engine_spec, run_offline
-from loadgen.bench.workloads import Request, Workload
+from loadgen.bench.engines.floor import model_costs
+from loadgen.bench.engines.offline import engine_spec, run_offline
+from loadgen.bench.engines.workloads import Request, Workload
+from loadgen.report import provenance
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.engine import load_runner
 from quadriga.errors import ConfigError

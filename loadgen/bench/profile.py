@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,10 +18,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from loadgen import provenance
+from loadgen.model_costs.timing import decode_step_s, prefill_s
 from loadgen.options import whole
-from quadriga.interfaces import ModelRunner
-from quadriga.scheduling.calibration import Dummies
+from loadgen.report import provenance
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (16, 128, 384)
@@ -49,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and fit; prints a table and one JSON line."""
-    from loadgen.bench.offline import engine_spec
+    from loadgen.bench.engines.offline import engine_spec
     from quadriga.checkpoint.folder import read_checkpoint
     from quadriga.engine import load_runner
 
@@ -86,28 +82,6 @@ def run(args: argparse.Namespace) -> int:
     }  # fmt: skip
     print(json.dumps(line))
     return 0
-
-
-def decode_step_s(runner: ModelRunner, batch: int, context: int, repeats: int) -> float:
-    """Median processor seconds of one decode step of `batch` rows with `context` tokens each."""
-    with Dummies(runner, batch, context) as dummies:
-        return _median_s(dummies.decode, repeats)
-
-
-def prefill_s(runner: ModelRunner, num_tokens: int, repeats: int) -> float:
-    """Median processor seconds of one prompt's prefill."""
-    with Dummies(runner, 1, num_tokens + 1) as dummies:
-        return _median_s(dummies.prefill, repeats)
-
-
-def _median_s(work: Callable[[], object], repeats: int) -> float:
-    times = []
-    for repeat in range(-2, repeats):
-        started_s = time.thread_time()
-        work()
-        if repeat >= 0:
-            times.append(time.thread_time() - started_s)
-    return statistics.median(times)
 
 
 def fit(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> Fit:

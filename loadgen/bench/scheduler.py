@@ -21,8 +21,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from loadgen import provenance
 from loadgen.options import whole
+from loadgen.report import provenance
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts, horizon_s
 from quadriga.policies.ares.cluster import unpack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loadgen.results import Results
+from loadgen.report.results import Results
 
 _SLO = {"slo_ttft_s", "slo_tpot_s", "slo_share"}  # in a ramp they say where it stops
 # Options that do not say what is sent, or when.

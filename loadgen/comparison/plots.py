@@ -9,8 +9,8 @@ from typing import Any
 from loadgen.checker import Outcome
 from loadgen.comparison.report import Sides
 from loadgen.comparison.runs import Row, e2e_s, longest_stall_s
-from loadgen.metrics import tpot_s, ttft_s
-from loadgen.plots import draw_cdf
+from loadgen.report.metrics import tpot_s, ttft_s
+from loadgen.report.plots import draw_cdf
 from loadgen.runner import Record
 
 MAX_RATIOS = 60  # rows of the second plot; more cannot be read

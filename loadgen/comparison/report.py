@@ -9,7 +9,7 @@ from rich.table import Table
 
 from loadgen.comparison.comparable import setting_differences
 from loadgen.comparison.runs import Row
-from loadgen.results import CapacityLine, Results
+from loadgen.report.results import CapacityLine, Results
 
 MAX_NAMED = 12  # figures in the sentence
 _COLOURS = {"better": "green", "worse": "red"}

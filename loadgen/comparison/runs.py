@@ -21,8 +21,8 @@ from loadgen.comparison.intervals import (
     mean,
     percentile,
 )
-from loadgen.metrics import Slo, is_good, stalls_s, tpot_s, ttft_s
-from loadgen.results import Results, StepSpan
+from loadgen.report.metrics import Slo, is_good, stalls_s, tpot_s, ttft_s
+from loadgen.report.results import Results, StepSpan
 from loadgen.runner import Record
 
 MIN_FOR_MEDIAN = 30

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadgen import provenance
+from loadgen.report import provenance
 
 
 def publish(

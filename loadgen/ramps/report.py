@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.metrics import Distribution
 from loadgen.ramps.levels import Ramp
 from loadgen.ramps.steps import MIN_REQUESTS, Goal, StepFigures, capacity_of
+from loadgen.report.metrics import Distribution
 
 PLOT_FILE = "ramp.png"
 

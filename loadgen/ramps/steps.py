@@ -8,8 +8,8 @@ from typing import Any
 
 from loadgen.checker import Outcome
 from loadgen.load.workload import RequestSpec
-from loadgen.metrics import MAX_LAG_S, Distribution, Slo, is_good, tpot_s, ttft_s
 from loadgen.ramps.levels import Step
+from loadgen.report.metrics import MAX_LAG_S, Distribution, Slo, is_good, tpot_s, ttft_s
 from loadgen.runner import Record
 
 LAST_FRAME_S = 1.0  # between the last token and the end of an answer, usage frame and closing

@@ -27,7 +27,8 @@ def static_figures(tree: Tree) -> dict[str, int]:
     imported = tree.closure([*ENTRY_POINTS, *tree.actor_modules()])
     return {
         "product_lines": sum(m.num_lines for m in tree.product),
-        "test_lines": sum(m.num_lines for m in tree.tests),
+        "test_lines": sum(m.num_lines for m in tree.tests if not m.is_reliability_run),
+        "reliability_lines": sum(m.num_lines for m in tree.tests if m.is_reliability_run),
         "imported_lines": tree.lines(imported),
         "circles": len(tree.circles()),
         "largest_folder": tree.folders()[0][1],

@@ -14,6 +14,7 @@ from tests.architecture.tree import Tree
 FIGURES = (
     "product_lines",
     "test_lines",
+    "reliability_lines",
     "circles",
     "largest_folder",
     "old_names",

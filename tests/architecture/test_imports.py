@@ -55,7 +55,7 @@ def test_the_engine_loads_no_ray(module: str) -> None:
         "loadgen.load.traces",
         "loadgen.checker",
         "loadgen.simulate",
-        "loadgen.paper.ares",
+        "loadgen.paper.ares.experiment",
         "loadgen.plan",
     ],
 )

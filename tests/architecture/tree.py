@@ -62,6 +62,11 @@ class Module:
         return ast.parse(self.source)
 
     @property
+    def is_reliability_run(self) -> bool:
+        """Whether it belongs to the runs of hours that `python -m loadgen chaos` … start."""
+        return self.file.parts[:2] == (TESTS, "reliability")
+
+    @property
     def is_generated(self) -> bool:
         return self.file.stem.endswith(("_pb2", "_pb2_grpc"))
 

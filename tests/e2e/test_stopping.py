@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadgen.robust.cluster import APP, gcs_address
 from quadriga.errors import QuadrigaError, Unavailable
 from tests.e2e.serve_command import ServeCommand, serve_command
+from tests.reliability.cluster.driver import APP, gcs_address
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from loadgen.paper.closed_loop import Outcome, load_runner, run_closed_loop
-from loadgen.paper.judged import Decisions, JudgedRebatcher
-from loadgen.paper.modelled import DeviceModel
-from loadgen.paper.task_suite import TaskSuite
+from loadgen.load.task_suite import TaskSuite
+from loadgen.paper.drex.closed_loop import Outcome, load_runner, run_closed_loop
+from loadgen.paper.drex.judged import Decisions, JudgedRebatcher
+from loadgen.paper.drex.modelled import DeviceModel
 from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock, SystemClock

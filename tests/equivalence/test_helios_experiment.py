@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from loadgen.paper.helios_bench import Bench, Plan
-from loadgen.paper.helios_engine import Room, ServedModel, load_engine, weight_bytes
-from loadgen.paper.helios_record import Run
-from loadgen.paper.helios_replica import MAX_TOKENS
-from loadgen.paper.helios_report import ALONE, FIXED, Setting
-from loadgen.paper.helios_serve import (
+from loadgen.load.task_suite import Prompt, TaskSuite
+from loadgen.paper.helios.bench import Bench, Plan
+from loadgen.paper.helios.engine import Room, ServedModel, load_engine, weight_bytes
+from loadgen.paper.helios.record import Run
+from loadgen.paper.helios.replica import MAX_TOKENS
+from loadgen.paper.helios.report import ALONE, FIXED, Setting
+from loadgen.paper.helios.serve import (
     ProcessClock,
     Service,
     TurnClock,
     open_replica,
     serve_in_turns,
 )
-from loadgen.paper.task_suite import Prompt, TaskSuite
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SamplingParams, SequenceState

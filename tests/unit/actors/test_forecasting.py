@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.metrics.forecast_metrics import ForecastMetrics
 from actors.replica.forecasting import Forecasting, load_lengths
-from loadgen.bench.offline import engine_spec
+from loadgen.bench.engines.offline import engine_spec
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config

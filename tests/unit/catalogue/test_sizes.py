@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from loadgen.plan_models import PUBLISHED
+from loadgen.model_costs.published import PUBLISHED
 from quadriga.catalogue.headers import read_checkpoint_headers
 from quadriga.catalogue.sizes import sizes_of
 from quadriga.checkpoint.exits import ExitSpec

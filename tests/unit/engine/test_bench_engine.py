@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.bench import engine as bench
-from loadgen.bench.agreement import Reference
-from loadgen.bench.floor import MachineRates, ModelCosts, floor_s
-from loadgen.bench.offline import run_offline
-from loadgen.bench.peer_process import PeerProcess, interpreters
-from loadgen.bench.peers.hf_transformers import TransformersPeer
-from loadgen.bench.workloads import Request, Workload, WorkloadError, load_workload, make_suite
+from loadgen.bench.engines import command as bench
+from loadgen.bench.engines.agreement import Reference
+from loadgen.bench.engines.floor import MachineRates, ModelCosts, floor_s
+from loadgen.bench.engines.hf_transformers import TransformersPeer
+from loadgen.bench.engines.offline import run_offline
+from loadgen.bench.engines.peer_process import PeerProcess, interpreters
+from loadgen.bench.engines.workloads import (
+    Request,
+    Workload,
+    WorkloadError,
+    load_workload,
+    make_suite,
+)
 from quadriga.engine import load_runner
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from loadgen.bench.fake_service.grpc_server import FakeGrpcOptions, FakeGrpcServer
+from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Verdict
-from loadgen.fakes.grpc_server import FakeGrpcOptions, FakeGrpcServer
-from loadgen.fakes.server import MODEL, FakeOptions, FakeServer
-from loadgen.judge import Judgement
+from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.bench import simulator, simulator_fit, simulator_report
-from loadgen.bench.paced_cluster import KV_CAPACITY_TOKENS, Page, Played
+from loadgen.bench.cluster import simulator, simulator_fit, simulator_report
+from loadgen.bench.cluster.paced_cluster import KV_CAPACITY_TOKENS, Page, Played
 from loadgen.checker import Outcome
 from loadgen.checker.verdict import Choice, Verdict, Write
 from loadgen.load.workload import RequestSpec

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.bench.process_cpu import service_cpu_s
-from loadgen.bench.serve import add_arguments, make_workload
-from loadgen.bench.serve_report import Rounds, overhead_us
-from loadgen.bench.service import started_service
-from loadgen.bench.subprocesses import python_process, read_line
+from loadgen.bench.cluster.process_cpu import service_cpu_s
+from loadgen.bench.cluster.serve import add_arguments, make_workload
+from loadgen.bench.cluster.serve_report import Rounds, overhead_us
+from loadgen.bench.cluster.service import started_service
+from loadgen.model_costs.subprocesses import python_process, read_line
 from quadriga.checkpoint.exits import NO_EXITS
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.errors import ConfigError

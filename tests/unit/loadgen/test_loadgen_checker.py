@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from loadgen.bench.fake_service.faults import FAULTS
 from loadgen.checker import FaultKind, Outcome
-from loadgen.fakes.faults import FAULTS
 from loadgen.wire.capture import Capture, Transport
 from tests.unit.loadgen.conftest import Exchange, make_spec
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import COMMANDS, main
-from loadgen.fakes.server import FakeServer
+from loadgen.bench.fake_service.server import FakeServer
 from loadgen.load.scenario import QUESTIONS, choose_load
 from loadgen.load_options import add_arguments
 from quadriga.errors import ConfigError

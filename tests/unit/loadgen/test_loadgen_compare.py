@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen import report
 from loadgen.__main__ import main
 from loadgen.checker import Choice, Outcome, Verdict, Write
 from loadgen.comparison.intervals import Finding, difference, difference_of_runs, mean, percentile
-from loadgen.metrics import Slo, summarise, tpot_s, ttft_s
-from loadgen.results import read_results
+from loadgen.report import run_report as report
+from loadgen.report.metrics import Slo, summarise, tpot_s, ttft_s
+from loadgen.report.results import read_results
 from loadgen.runner import Record, RunResult
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service, make_spec

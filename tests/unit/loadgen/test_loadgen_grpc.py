@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from loadgen.checker import FaultKind, Outcome, Verdict
-from loadgen.fakes.grpc_server import (
+from loadgen.bench.fake_service.grpc_server import (
     GRPC_FAULTS,
     GRPC_SERVER_FAULTS,
     FakeGrpcOptions,
     FakeGrpcServer,
 )
-from loadgen.judge import Judgement
+from loadgen.checker import FaultKind, Outcome, Verdict
+from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadgen.checker import Choice, FaultKind, Outcome, Verdict, Write
-from loadgen.metrics import (
+from loadgen.report.metrics import (
     Slo,
     inter_token_gaps_s,
     is_good,
@@ -14,8 +14,8 @@ from loadgen.metrics import (
     tpot_s,
     ttft_s,
 )
+from loadgen.report.timeline import running_requests
 from loadgen.runner import Record, RunResult
-from loadgen.timeline import running_requests
 from tests.unit.loadgen.conftest import make_spec
 
 

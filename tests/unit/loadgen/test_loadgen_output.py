@@ -16,7 +16,7 @@ import pytest
 
 import loadgen
 from loadgen.__main__ import COMMANDS, EXIT_UNREAD, main
-from loadgen.output import file_to_write, folder_to_write, output_folder
+from loadgen.report.output import file_to_write, folder_to_write, output_folder
 from quadriga.errors import ConfigError
 
 SIMULATE = ["simulate", "--lengths", "alpaca", "--duration-s", "50", "--no-plots"]

@@ -11,12 +11,12 @@ import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
 from loadgen.__main__ import main
-from loadgen.paper.baton_check import count_ties
-from loadgen.paper.baton_contestants import CONTESTANTS, rows_needed
-from loadgen.paper.baton_inline import InlineRelay
-from loadgen.paper.baton_queries import Query, brief_queries, mixed_queries, step_ceiling
-from loadgen.paper.baton_record import Record
-from loadgen.paper.baton_relay import Relay
+from loadgen.paper.baton.check import count_ties
+from loadgen.paper.baton.contestants import CONTESTANTS, rows_needed
+from loadgen.paper.baton.inline import InlineRelay
+from loadgen.paper.baton.queries import Query, brief_queries, mixed_queries, step_ceiling
+from loadgen.paper.baton.record import Record
+from loadgen.paper.baton.relay import Relay
 from quadriga.clock import ManualClock
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.errors import ConfigError, InvariantViolation

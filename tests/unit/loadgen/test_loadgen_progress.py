@@ -7,7 +7,7 @@ import io
 
 from rich.console import Console
 
-from loadgen.progress import Steps, progress_bar
+from loadgen.report.progress import Steps, progress_bar
 from loadgen.runner import Live
 from quadriga.clock import ManualClock
 

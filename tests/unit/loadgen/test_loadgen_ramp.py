@@ -16,16 +16,16 @@ from rich.console import Console
 
 from loadgen import ramp
 from loadgen.__main__ import main
+from loadgen.bench.fake_service.generation import FakeOptions
+from loadgen.bench.fake_service.server import FakeServer
 from loadgen.checker import Choice, Outcome, Verdict, Write
 from loadgen.comparison.comparable import load_differences
-from loadgen.fakes.generation import FakeOptions
-from loadgen.fakes.server import FakeServer
 from loadgen.load.arrivals import parse_arrivals
-from loadgen.metrics import Slo
 from loadgen.ramps.levels import Ramp, Rise, Step
 from loadgen.ramps.report import conclusion, write_ramp_plot
 from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of, figures_of
-from loadgen.results import read_results
+from loadgen.report.metrics import Slo
+from loadgen.report.results import read_results
 from loadgen.runner import Record, RunResult, now_s
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service, make_spec

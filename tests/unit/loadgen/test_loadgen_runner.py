@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Choice, FaultKind, Outcome, Verdict
-from loadgen.fakes.server import MODEL, FakeOptions, FakeServer
-from loadgen.judge import Judgement
+from loadgen.checker.judge import Judgement
+from loadgen.checker.verify_text import verify_texts
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import Live, Record, RunOptions, RunResult, now_s, run_load
 from loadgen.target import Target
-from loadgen.verify_text import verify_texts
 from loadgen.wire.capture import Call, Capture, Transport
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import main
+from loadgen.bench.fake_service.generation import FakeOptions
+from loadgen.bench.fake_service.model import END_ID, tokenize
+from loadgen.bench.fake_service.server import MODEL, FakeServer
 from loadgen.checker import Outcome
-from loadgen.fakes.generation import FakeOptions
-from loadgen.fakes.model import END_ID, tokenize
-from loadgen.fakes.server import MODEL, FakeServer
-from loadgen.judge import Judgement
+from loadgen.checker.judge import Judgement
 from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.dialogues import Dialogues
 from loadgen.load.scenario import Load

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadgen import sim_report
 from loadgen.__main__ import main
 from loadgen.bench.profile import fit
 from loadgen.bench.scheduler import random_snapshots
 from loadgen.load.lengths import ALPACA, SHAREGPT, find_workload
 from loadgen.load.traces import read_trace
-from loadgen.paper import ares, ares_report
-from loadgen.sim_capacity import (
+from loadgen.paper.ares import experiment as ares
+from loadgen.paper.ares import report as ares_report
+from loadgen.simulation import report as sim_report
+from loadgen.simulation.capacity import (
     MAX_DOUBLINGS,
     PRECISION,
     Capacity,
@@ -29,7 +30,7 @@ from loadgen.sim_capacity import (
     find_capacity,
     is_hopeless,
 )
-from loadgen.simulated import make_simulation, summary_of, synthetic_load, trace_load
+from loadgen.simulation.loads import make_simulation, summary_of, synthetic_load, trace_load
 from quadriga.errors import ConfigError
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts
 from quadriga.policies.ares.cluster import unpack

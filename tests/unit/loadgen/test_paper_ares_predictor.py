@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadgen.paper.length_contest import averaged
+from loadgen.paper.ares.length_contest import averaged
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.forecasts import believed

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from loadgen.paper.closed_loop import Outcome, StopWatch
-from loadgen.paper.drex_bench import CPU, Measured, Setting
-from loadgen.paper.drex_quality import Quality, _parted_at, choose
-from loadgen.paper.drex_report import headline, plain, read_rows
-from loadgen.paper.judged import Decisions
+from loadgen.paper.drex.bench import CPU, Measured, Setting
+from loadgen.paper.drex.closed_loop import Outcome, StopWatch
+from loadgen.paper.drex.judged import Decisions
+from loadgen.paper.drex.quality import Quality, _parted_at, choose
+from loadgen.paper.drex.report import headline, plain, read_rows
 from quadriga.clock import ManualClock
 
 HEADLINE = {

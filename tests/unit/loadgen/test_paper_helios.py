@@ -10,12 +10,13 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from loadgen.paper.helios_bench import SINGLE, Plan
-from loadgen.paper.helios_control import NAME, READ_AGAIN, REPORT_TOKENS, Control
-from loadgen.paper.helios_plots import write_plots
-from loadgen.paper.helios_record import Memory, Request, Run
-from loadgen.paper.helios_replica import Replica
-from loadgen.paper.helios_report import (
+from loadgen.load.task_suite import Prompt
+from loadgen.paper.helios.bench import SINGLE, Plan
+from loadgen.paper.helios.control import NAME, READ_AGAIN, REPORT_TOKENS, Control
+from loadgen.paper.helios.plots import write_plots
+from loadgen.paper.helios.record import Memory, Request, Run
+from loadgen.paper.helios.replica import Replica
+from loadgen.paper.helios.report import (
     ALONE,
     FIXED,
     INTERVALS,
@@ -27,10 +28,9 @@ from loadgen.paper.helios_report import (
     print_tables,
     summarise,
 )
-from loadgen.paper.helios_serve import TurnClock
-from loadgen.paper.helios_shadow import Shadow
-from loadgen.paper.helios_stream import LISTS, STORIES, WAYPOINTS, drifting_suite, mix_at
-from loadgen.paper.task_suite import Prompt
+from loadgen.paper.helios.serve import TurnClock
+from loadgen.paper.helios.shadow import Shadow
+from loadgen.paper.helios.stream import LISTS, STORIES, WAYPOINTS, drifting_suite, mix_at
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.replica import DepthClass

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import EXIT_USAGE, main
+from loadgen.model_costs.published import PAPER_BATCH_RATIO, PUBLISHED
 from loadgen.plan import GIB, find_sizes, paper_checks, plan_row, saved_gib
-from loadgen.plan_models import PAPER_BATCH_RATIO, PUBLISHED
 from quadriga.catalogue.sizes import sizes_of
 from quadriga.checkpoint.folder import ASSETS
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loadgen.__main__ import EXIT_USAGE, main
-from loadgen.paper.task_suite import TaskSuite
-from loadgen.profile_depth import Job, generate, spec_of, unchanged_share
+from loadgen.load.task_suite import TaskSuite
+from loadgen.model_costs.depth import Job, generate, spec_of, unchanged_share
 from quadriga.catalogue.files import read_catalogue
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.engine import load_runner

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from loadgen import plots, timeline
 from loadgen.checker import Outcome
+from loadgen.report import plots, timeline
 from loadgen.runner import Record
 from tests.unit.loadgen.test_loadgen_metrics import record, result
 

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 
 from loadgen import watch
-from loadgen.bench import rescheduling
-from loadgen.bench.rescheduling_report import (
+from loadgen.bench.cluster import rescheduling
+from loadgen.bench.cluster.rescheduling_report import (
     Run,
     count_differences,
     figures,
     headline,
     step_variances,
 )
-from loadgen.metrics import Distribution, Summary
+from loadgen.report.metrics import Distribution, Summary
 from quadriga.config.loader import load_config
 from quadriga.core.migration import MigrationReport
 from quadriga.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loadgen.plan_models import PUBLISHED
+from loadgen.model_costs.published import PUBLISHED
 from quadriga.catalogue.records import CatalogueModel
 from quadriga.catalogue.sizes import sizes_of
 from quadriga.checkpoint.exits import ExitSpec

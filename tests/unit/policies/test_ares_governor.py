@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.simulated import make_simulation, synthetic_load
+from loadgen.simulation.loads import make_simulation, synthetic_load
 from quadriga.config.loader import load_config
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction

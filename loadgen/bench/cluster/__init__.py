@@ -1,0 +1,1 @@
+"""Benchmarks that start a service, or a part of one, on this machine."""

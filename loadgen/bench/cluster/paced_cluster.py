@@ -1,0 +1,183 @@
+"""One prefill and several paced decode replicas: started, given a load, and looked at meanwhile.
+
+Paced, each replica behaves as on a device of its own; memory is promised as it is used; early exits
+are off, as they depend on the load, and answers of several runs are to be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from loadgen.bench.cluster.service import Service, started_service
+from loadgen.checker.judge import Judgement
+from loadgen.event_loop import run_event_loop
+from loadgen.load.workload import RequestSpec
+from loadgen.runner import Live, RunOptions, RunResult, now_s, run_load
+from loadgen.target import Target
+from loadgen.wire.client_http import HttpClient, parse_url
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.config.pacing import SHORT_FACTOR, find_profile
+from quadriga.errors import ConfigError
+from quadriga.observability.metrics import parse_exposition
+from quadriga.ports import free_port
+
+POLICIES: dict[str, tuple[str, ...]] = {
+    "off": ("scheduler.ares.mode=off", "scheduler.placement=least_work"),
+    "least-requests": ("scheduler.ares.mode=off", "scheduler.placement=least_requests"),
+    "current-load": ("scheduler.ares.mode=off", "scheduler.placement=current_load"),
+    "load": ("scheduler.ares.mode=load", "scheduler.placement=current_load"),
+    "ares": ("scheduler.ares.mode=ares", "scheduler.placement=least_work"),
+    "ares-placement": ("scheduler.ares.mode=ares", "scheduler.placement=ares"),
+}
+PROFILE = "ares-qwen7b-4090d-short"
+KV_CAPACITY_TOKENS = 111_600 // SHORT_FACTOR
+MAX_TOKENS = 640
+MAX_MODEL_LEN = 704
+INTERVAL_S = 0.5
+"""Of decisions and reports: answers last a tenth of the paper's, at its step times."""
+SAMPLE_EVERY_S = 0.5
+COUNT_EVERY_S = 1.0
+"""Replicas push their counters once a second."""
+REQUEST_TIMEOUT_S = 300.0
+
+MakeSpecs = Callable[[HttpClient], Awaitable[list[RequestSpec]]]
+
+
+def settings_of(args: argparse.Namespace, policy: str, admin_port: int) -> list[str]:
+    """Return the service's settings under a policy."""
+    checkpoint = read_checkpoint(args.model)
+    find_profile(PROFILE)
+    token_bytes = checkpoint.kv_bytes_per_token(checkpoint.num_layers, 4)
+    return [
+        f"model={args.model}",
+        "prefill_replicas=1",
+        f"decode_replicas={args.decode}",
+        "engine.compile=wait",
+        "engine.dtype=float32",
+        f"engine.max_model_len={MAX_MODEL_LEN}",
+        f"engine.kv_memory_bytes={KV_CAPACITY_TOKENS * token_bytes}",
+        "decode.reservation=used",
+        "decode.rebatching=off",
+        f"decode.pace={PROFILE}",
+        f"scheduler.snapshot_interval_s={INTERVAL_S}",
+        f"scheduler.ares.interval_s={INTERVAL_S}",
+        f"admin.port={admin_port}",
+        *POLICIES[policy],
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The cluster's metrics at one moment: series → value."""
+
+    at_s: float
+    series: dict[str, float]
+
+
+@dataclass(slots=True)
+class Played:
+    """A load that a cluster has served.
+
+    Attributes:
+        specs: What was sent.
+        views: `/cluster` every half second; the last one is taken after the load.
+        pages: `/metrics` every second, where that was asked for.
+    """
+
+    result: RunResult
+    specs: list[RequestSpec]
+    views: list[dict[str, Any]] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
+
+
+def play(
+    args: argparse.Namespace,
+    policy: str,
+    make_specs: MakeSpecs,
+    *,
+    more: Sequence[str] = (),
+    counts: bool = False,
+) -> Played:
+    """Start a service under a policy, send it a load, and stop it.
+
+    Args:
+        args: With `model` and `decode`.
+        make_specs: Makes the requests; may ask the service for its tokens.
+        more: Further settings.
+        counts: Fetch the metrics too.
+
+    Raises:
+        ConfigError: The service did not start, or its admin port does not answer.
+    """
+    admin_port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "service.log"
+        settings = [*settings_of(args, policy, admin_port), *more]
+        with started_service(settings, log=log) as service:
+            return run_event_loop(lambda: _send(args, service, admin_port, make_specs, counts))
+
+
+async def _send(
+    args: argparse.Namespace,
+    service: Service,
+    admin_port: int,
+    make_specs: MakeSpecs,
+    counts: bool,
+) -> Played:
+    client = HttpClient(
+        parse_url(service.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=service.api_key
+    )
+    admin = HttpClient(
+        parse_url(f"http://127.0.0.1:{admin_port}"), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S
+    )
+    judgement = Judgement(Target(args.model, None))
+    specs = await make_specs(client)
+    warm = [replace(s, index=i, arrival_s=0.0) for i, s in enumerate(specs[: 2 * args.decode])]
+    await run_load(warm, client, args.model, judgement, RunOptions(concurrency=4), Live())
+    views: list[dict[str, Any]] = []
+    pages: list[Page] = []
+    watchers = [asyncio.create_task(_repeat(lambda: _view(admin), views, SAMPLE_EVERY_S))]
+    if counts:
+        pages.append(await _page(admin))
+        watchers.append(asyncio.create_task(_repeat(lambda: _page(admin), pages, COUNT_EVERY_S)))
+    try:
+        result = await run_load(specs, client, args.model, judgement, RunOptions(), Live())
+        if counts:
+            await asyncio.sleep(2.0 * COUNT_EVERY_S)  # the last push is on its way
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        ends = await asyncio.gather(*watchers, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
+    views.append(await _view(admin))
+    return Played(result, specs, views, pages)
+
+
+async def _repeat(look: Callable[[], Awaitable[Any]], found: list[Any], every_s: float) -> None:
+    while True:
+        found.append(await look())
+        await asyncio.sleep(every_s)
+
+
+async def _view(admin: HttpClient) -> dict[str, Any]:
+    """Raises: ConfigError where the admin port does not answer."""
+    status, view = await admin.fetch("GET", "/cluster")
+    if status != 200 or not isinstance(view, dict):
+        raise ConfigError(f"the admin port answered {status} to /cluster")
+    return view
+
+
+async def _page(admin: HttpClient) -> Page:
+    """Raises: ConfigError where the admin port does not answer."""
+    status, text = await admin.fetch_text("/metrics")
+    if status != 200:
+        raise ConfigError(f"the admin port answered {status} to /metrics")
+    return Page(now_s(), parse_exposition(text))

@@ -1,0 +1,204 @@
+"""Figures of `bench simulator`: the real cluster's beside the simulator's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.bench.cluster.paced_cluster import Played
+from loadgen.bench.cluster.rescheduling_report import step_variances
+from loadgen.bench.cluster.simulator_fit import (
+    Costs,
+    by_load_ms2,
+    fitted_over_real,
+    load_of,
+    moves_of,
+    ttfts_of,
+)
+from loadgen.report.metrics import tpot_s
+from loadgen.simulation.loads import SimLoad
+from quadriga.config.pacing import PaceProfile
+from quadriga.sim.results import Run, latencies
+
+TABLE_WIDTH = 120
+PERCENTILES = (50, 90, 99)
+MUST_AGREE = ("tokens_per_s", "requests_per_s", *(f"tpot_p{p}_ms" for p in PERCENTILES))
+"""What the simulator is held to; the rest is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run of a load, real or simulated.
+
+    Attributes:
+        duration_s: First request sent to last token.
+        ttft_s, tpot_s: [num_requests], in the order of sending; NaN where there is none.
+        load_variance_ms2: Between the replicas' step times, by what their batches held (the fitted
+            step, for both), while any runs.
+        reported_variance_ms2: As the replicas' own measurements have it; simulated: what the
+            measuring adds is added.
+        fitted_step: What the fitted model says of the steps that were really made, over what they
+            took: 1 where the machine is as it was when it was fitted.
+    """
+
+    duration_s: float
+    output_tokens: NDArray[np.int64]
+    ttft_s: NDArray[np.float64]
+    tpot_s: NDArray[np.float64]
+    load_variance_ms2: float
+    reported_variance_ms2: float
+    num_moves: int
+    fitted_step: float = 1.0
+
+
+def real_outcome(played: Played, step: PaceProfile) -> Outcome:
+    """What the cluster did. Raises: ConfigError: A response failed its check."""
+    load = load_of(played)
+    records = sorted(played.result.records, key=lambda r: r.sent_s)
+    return Outcome(
+        duration_s=max(r.ended_s for r in records) - records[0].sent_s,
+        output_tokens=load.output_tokens,
+        ttft_s=ttfts_of(played),
+        tpot_s=np.array([np.nan if (v := tpot_s(r)) is None else v for r in records]),
+        load_variance_ms2=_mean(by_load_ms2(played.views, step)),
+        reported_variance_ms2=_mean(step_variances(played.views)),
+        num_moves=len(moves_of(played.views)),
+        fitted_step=fitted_over_real(played, step),
+    )
+
+
+def simulated_outcome(run: Run, load: SimLoad, costs: Costs) -> Outcome:
+    """What the simulator made of the same load."""
+    ttft, tpot = latencies(run, load.arrivals_s, load.output_tokens)
+    by_load = _mean([s.variance_ms2 for s in run.samples if s.num_running])
+    return Outcome(
+        duration_s=float(np.nanmax(run.finished_s) - load.arrivals_s[0]),
+        output_tokens=load.output_tokens,
+        ttft_s=ttft,
+        tpot_s=tpot,
+        load_variance_ms2=by_load,
+        reported_variance_ms2=by_load + costs.measured_ms2,
+        num_moves=len(run.migrations),
+    )
+
+
+def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Figures of several runs, taken together; moves and variances are means of a run."""
+    duration_s = sum(o.duration_s for o in outcomes)
+    found = {
+        "tokens_per_s": float(sum(o.output_tokens.sum() for o in outcomes)) / duration_s,
+        "requests_per_s": sum(len(o.output_tokens) for o in outcomes) / duration_s,
+    }
+    for name in ("ttft", "tpot"):
+        values = np.concatenate([getattr(o, f"{name}_s") for o in outcomes])
+        for percent in PERCENTILES:
+            found[f"{name}_p{percent}_ms"] = 1e3 * float(np.nanpercentile(values, percent))
+    found["load_variance_ms2"] = _mean([o.load_variance_ms2 for o in outcomes])
+    found["reported_variance_ms2"] = _mean([o.reported_variance_ms2 for o in outcomes])
+    found["moves"] = _mean([float(o.num_moves) for o in outcomes])
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def ratios(real: dict[str, float], simulated: dict[str, float]) -> dict[str, float | None]:
+    """Simulated over real; None where the real figure is 0."""
+    return {n: round(simulated[n] / real[n], 4) if real[n] else None for n in real}
+
+
+def worst_deviation(ratio: dict[str, float | None]) -> float:
+    """Of the figures that must agree, the largest |simulated / real − 1|."""
+    return max(abs((ratio[name] or 0.0) - 1.0) for name in MUST_AGREE)
+
+
+def print_tables(
+    console: Console, results: dict[str, dict[str, dict[str, Any]]], costs: Costs
+) -> None:
+    """Print the fit, and for each policy real, simulated and their ratio."""
+    profile, step, delays = costs.profile, costs.profile.step, costs.delays
+    console.print(
+        f"fitted: step {1e3 * step.base_s:.2f} ms + {1e3 * step.per_sequence_s:.3f} ms a sequence"
+        f" + {1e6 * step.per_token_s:.2f} µs a token (error {costs.step.mean_error:.1%} over "
+        f"{costs.num_windows} windows); prefill {1e3 * profile.prefill_base_s:.2f} ms + "
+        f"{1e6 * profile.prefill_per_token_s:.0f} µs a token ({costs.prefill.mean_error:.1%}); "
+        f"hand-off P50 {1e3 * _middle(delays.handoff_s):.0f} ms; "
+        f"ingress P50 {1e3 * _middle(delays.ingress_s):.0f} ms; "
+        f"a move {1e3 * profile.round_trip_s:.0f} ms (of {costs.num_moves})"
+    )
+    for policy, result in results.items():
+        table = Table(title=f"rescheduling {policy}: another load than the one that was fitted")
+        for name in ("figure", "real", "simulated", "ratio", "must agree"):
+            table.add_column(name, justify="left" if name == "figure" else "right")
+        for name, real in result["real"].items():
+            ratio = result["ratio"][name]
+            table.add_row(
+                name,
+                f"{real:.4g}",
+                f"{result['simulated'][name]:.4g}",
+                "–" if ratio is None else f"{ratio:.3f}",
+                "yes" if name in MUST_AGREE else "",
+            )
+        console.print(table)
+
+
+def write_plot(path: Path, outcomes: dict[str, tuple[list[Outcome], list[Outcome]]]) -> None:
+    """Draw TTFT and TPOT of each policy: share of requests at or below, real and simulated."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(outcomes), 2, figsize=(11, 4 * len(outcomes)), squeeze=False)
+    for row, (policy, (real, simulated)) in zip(axes, outcomes.items(), strict=True):
+        for axis, name in zip(row, ("ttft", "tpot"), strict=True):
+            for label, runs in (("real", real), ("simulated", simulated)):
+                values = np.concatenate([getattr(o, f"{name}_s") for o in runs])
+                values = np.sort(1e3 * values[~np.isnan(values)])
+                axis.plot(values, np.arange(1, len(values) + 1) / len(values), label=label)
+            axis.set(xlabel=f"{name.upper()}, ms", ylabel="share of requests", title=policy)
+            axis.grid(alpha=0.3)
+            axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def raw(costs: Costs, outcomes: dict[str, tuple[list[Outcome], list[Outcome]]]) -> dict[str, Any]:
+    """All that the figures derive from."""
+    return {
+        "costs": asdict(costs),
+        "runs": [
+            {
+                "policy": policy,
+                "is_real": is_real,
+                "duration_s": o.duration_s,
+                "output_tokens": o.output_tokens.tolist(),
+                "ttft_s": _column(o.ttft_s),
+                "tpot_s": _column(o.tpot_s),
+                "load_variance_ms2": o.load_variance_ms2,
+                "reported_variance_ms2": o.reported_variance_ms2,
+                "moves": o.num_moves,
+                "fitted_step": o.fitted_step,
+            }
+            for policy, pair in outcomes.items()
+            for is_real, runs in zip((True, False), pair, strict=True)
+            for o in runs
+        ],
+    }
+
+
+def _column(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if np.isnan(v) else round(v, 6) for v in values.tolist()]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _middle(quantiles: Sequence[float] | None) -> float:
+    return float(np.median(quantiles)) if quantiles else 0.0

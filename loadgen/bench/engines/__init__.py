@@ -1,0 +1,1 @@
+"""Offline generation speed of our engine and of others, each in a process of its own."""

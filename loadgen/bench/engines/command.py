@@ -1,0 +1,280 @@
+"""`python -m loadgen bench engine`: offline greedy generation, alone or against other engines.
+
+Every engine runs in a process of its own; rounds are interleaved, so that a disturbance of the
+machine hits all alike, and medians are reported. Loading, compilation and a warm-up of each
+workload stay outside the clock. Results are JSON lines on stdout; progress goes to stderr.
+
+Of a GGUF file the engine computes with the weights as they are stored. All other engines, and
+`quadriga-plain`, read an ordinary checkpoint that is written from it, with the same numbers in
+float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadgen.bench.engines.agreement import Reference
+from loadgen.bench.engines.base import Generation
+from loadgen.bench.engines.floor import floor_s, measure_machine, model_costs
+from loadgen.bench.engines.peer_process import PeerProcess, interpreters, is_installed
+from loadgen.bench.engines.peers import PEERS
+from loadgen.bench.engines.workloads import Workload, WorkloadError, load_workload, make_suite
+from loadgen.options import whole
+from loadgen.report import provenance
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.errors import ConfigError
+from quadriga.files import cache_folder
+from quadriga.gguf.cache import plain_beside
+
+OURS = "quadriga"
+PLAIN = "quadriga-plain"
+REFERENCE = "transformers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--checkpoint", default="quadriga-l", help="bundled id, folder, GGUF file, or hub id"
+    )
+    parser.add_argument(
+        "--workload", nargs="+", type=Path, default=[], metavar="FILE", help="JSON workload files"
+    )
+    parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each engine")
+    parser.add_argument("--rounds", type=whole(1), help="measured runs; 1, or 3 with --suite")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write token ids, a file each")
+    parser.add_argument(
+        "--peer", nargs="+", default=[], choices=sorted(PEERS), metavar="NAME",
+        help=f"also measure these: {', '.join(sorted(set(PEERS) - {OURS}))}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peer-python", action="append", default=[], metavar="NAME=PATH",
+        help="interpreter that has the peer installed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--suite", action="store_true",
+        help="make the standard workloads, run all installed peers, compare and print the floor",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the suite's workloads")
+
+
+@dataclass(slots=True)
+class Results:
+    """Every run of every peer: `runs[peer][workload name]`, in order of rounds."""
+
+    runs: dict[str, dict[str, list[Generation]]] = field(default_factory=dict)
+
+    def add(self, peer: str, workload: str, generation: Generation) -> None:
+        self.runs.setdefault(peer, {}).setdefault(workload, []).append(generation)
+
+    def seconds(self, peer: str, workload: str) -> float:
+        """Median over the rounds."""
+        return statistics.median(g.seconds for g in self.runs[peer][workload])
+
+    def cpu_s(self, peer: str, workload: str) -> float:
+        """Median processor time over the rounds: other programs on the machine are not in it."""
+        return statistics.median(g.cpu_s for g in self.runs[peer][workload])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; returns 1 when `--suite` finds tokens that differ from the reference."""
+    checkpoint = read_checkpoint(args.checkpoint)
+    try:
+        workloads = [load_workload(file) for file in args.workload]
+    except WorkloadError as exc:
+        raise ConfigError(str(exc)) from exc
+    if args.suite:
+        workloads += make_suite(checkpoint.vocab_size, checkpoint.max_model_len, seed=args.seed)
+    if not workloads:
+        raise ConfigError("nothing to run: give --workload FILE… or --suite")
+    if len({w.name for w in workloads}) < len(workloads):
+        raise ConfigError("two workloads have the same name; results could not be told apart")
+    pythons = interpreters(args.peer_python)
+    plain = plain_beside(checkpoint.path, cache_folder())
+    peers = _choose_peers(args, pythons, has_plain=plain != checkpoint.path)
+    results = measure(
+        peers, workloads, checkpoint.path, args.threads, args.rounds or (3 if args.suite else 1),
+        pythons, plain=plain,
+    )  # fmt: skip
+    if args.dump is not None:
+        _dump(args.dump, results, workloads)
+    agreed = True
+    if args.suite:
+        agreed = _print_report(results, workloads, plain, args.threads)
+    for line in _json_lines(results, workloads):
+        print(json.dumps(line), flush=True)
+    if args.suite:
+        print(json.dumps(_origin(args, checkpoint.id)), flush=True)
+    return 0 if agreed else 1
+
+
+def measure(
+    peers: Sequence[str],
+    workloads: Sequence[Workload],
+    checkpoint: Path,
+    threads: int,
+    rounds: int,
+    pythons: dict[str, str],
+    *,
+    plain: Path | None = None,
+) -> Results:
+    """Run every workload on every peer, `rounds` times, taking turns.
+
+    Args:
+        plain: What all but our engine read, where that is another folder than `checkpoint`.
+    """
+    results = Results()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        files = [Path(folder) / f"{i}.json" for i in range(len(workloads))]
+        for file, workload in zip(files, workloads, strict=True):
+            workload.save(file)
+        running: list[PeerProcess] = []
+        for name in peers:
+            _say(f"{name}: loading, compiling, warming up")
+            path = checkpoint if name == OURS or plain is None else plain
+            process = stack.enter_context(PeerProcess(name, path, threads, pythons[name]))
+            try:
+                process.prepare(files)
+            except ConfigError as exc:
+                if name == OURS:
+                    raise
+                _say(f"{name}: left out, {exc.message}")
+                continue
+            running.append(process)
+        for turn in range(rounds):
+            for file, workload in zip(files, workloads, strict=True):
+                for process in running:
+                    done = process.run(file)
+                    _check_counts(process.name, workload, done)
+                    results.add(process.name, workload.name, done)
+                    _say(
+                        f"round {turn + 1}/{rounds} {workload.name:>12} {process.name:>13}: "
+                        f"{workload.output_tokens / done.seconds:8.0f} tokens/s"
+                    )
+    return results
+
+
+def _check_counts(peer: str, workload: Workload, done: Generation) -> None:
+    wanted = [r.max_tokens for r in workload.requests]
+    got = [len(tokens) for tokens in done.token_ids]
+    if got != wanted:
+        raise ConfigError(
+            f"{peer} generated {sum(got)} tokens for {workload.name}, not the {sum(wanted)} asked"
+        )
+
+
+def _choose_peers(
+    args: argparse.Namespace, pythons: dict[str, str], *, has_plain: bool
+) -> list[str]:
+    wanted = [name for name in PEERS if args.suite or name in args.peer or name == OURS]
+    if PLAIN in wanted and not has_plain:  # it would be the same once more
+        wanted.remove(PLAIN)
+    peers = []
+    for name in wanted:
+        if is_installed(name, pythons[name]):
+            peers.append(name)
+        elif name in args.peer:
+            raise ConfigError(f"--peer {name}: not installed for {pythons[name]}")
+        else:
+            _say(f"{name}: not installed, left out")
+    return peers
+
+
+def _dump(folder: Path, results: Results, workloads: Sequence[Workload]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for workload in workloads:
+        tokens = results.runs[OURS][workload.name][0].token_ids
+        (folder / f"{workload.name}.json").write_text(json.dumps(tokens), encoding="utf-8")
+
+
+def _json_lines(results: Results, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+    lines = []
+    for workload in workloads:
+        for peer, runs in results.runs.items():
+            seconds = results.seconds(peer, workload.name)
+            ttfts = sorted(statistics.median(t) for t in zip(
+                *(g.ttft_s for g in runs[workload.name]), strict=True))  # fmt: skip
+            lines.append(
+                {
+                    "peer": peer,
+                    "workload": workload.name,
+                    "tokens": workload.output_tokens,
+                    "seconds": round(seconds, 6),
+                    "tokens_per_s": round(workload.output_tokens / seconds, 2),
+                    "cpu_seconds": round(results.cpu_s(peer, workload.name), 6),
+                    "ttft_p50": round(_quantile(ttfts, 0.5), 6),
+                    "ttft_p99": round(_quantile(ttfts, 0.99), 6),
+                }
+            )
+    return lines
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def _print_report(
+    results: Results, workloads: Sequence[Workload], checkpoint: Path, threads: int
+) -> bool:
+    """Print speeds, ratios, floor and agreement; False when tokens differ."""
+    rates = measure_machine(threads)
+    costs = model_costs(checkpoint)
+    others = [peer for peer in results.runs if peer not in (OURS, PLAIN)]
+    columns = [peer for peer in results.runs if peer != OURS]
+    print(f"machine, {threads} thread(s): {rates.describe()}")
+    header = f"{'workload':>12} {OURS:>10} " + " ".join(f"{p:>14}" for p in columns)
+    print(f"{header} {'ratio':>7} {'by cpu':>7} {'floor':>8} {'of floor':>8}")
+    for w in workloads:
+        ours = w.output_tokens / results.seconds(OURS, w.name)
+        least_s = min((results.seconds(p, w.name) for p in others), default=math.nan)
+        least_cpu_s = min((results.cpu_s(p, w.name) for p in others), default=math.nan)
+        ratio = least_s / results.seconds(OURS, w.name)
+        by_cpu = least_cpu_s / results.cpu_s(OURS, w.name)
+        floor = w.output_tokens / floor_s(w, costs, rates)
+        cells = " ".join(f"{w.output_tokens / results.seconds(p, w.name):14.0f}" for p in columns)
+        print(
+            f"{w.name:>12} {ours:10.0f} {cells} {ratio:6.2f}x {by_cpu:6.2f}x {floor:8.0f} "
+            f"{ours / floor:8.0%}"
+        )
+    print(
+        "tokens/s; ratio to the fastest other engine, by the clock and by processor time; "
+        "the floor is that of float32"
+    )
+    if REFERENCE not in results.runs:
+        print(f"{REFERENCE} is not installed: tokens not compared")
+        return True
+    reference = Reference(checkpoint)
+    agreed = True
+    for w in workloads:
+        found = reference.compare(
+            w, results.runs[OURS][w.name][0].token_ids, results.runs[REFERENCE][w.name][0].token_ids
+        )
+        print(f"{w.name:>12}: {found.describe()}")
+        agreed = agreed and not found.different
+    return agreed
+
+
+def _origin(args: argparse.Namespace, checkpoint_id: str) -> dict[str, Any]:
+    return {
+        "benchmark": "engine",
+        "checkpoint": checkpoint_id,
+        "threads": args.threads,
+        "seed": args.seed,
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions("torch", "transformers"),
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

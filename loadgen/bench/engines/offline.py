@@ -1,0 +1,100 @@
+"""Offline generation with our own engine, through `quadriga.LLM`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loadgen.bench.engines.base import Generation
+from loadgen.bench.engines.workloads import Workload
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SamplingParams
+from quadriga.errors import ConfigError
+from quadriga.files import cache_folder
+from quadriga.llm import LLM
+
+if TYPE_CHECKING:
+    from quadriga.engine import AnyRunner
+
+
+class QuadrigaPeer:
+    """The engine under its own name."""
+
+    name = "quadriga"
+
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        self._checkpoint = read_checkpoint(str(checkpoint))
+        self._threads = threads
+        self._runner: AnyRunner | None = None
+
+    def prepare(self, workloads: list[Workload]) -> None:
+        """Load the model with rows for the widest and longest of the workloads."""
+        from quadriga.engine import load_runner
+
+        _check(self._checkpoint, workloads)
+        self._runner = load_runner(
+            engine_spec(
+                self._checkpoint,
+                threads=self._threads,
+                num_rows=max(w.concurrency for w in workloads),
+                row_capacity_tokens=max(w.longest for w in workloads),
+            )
+        )
+
+    def generate(self, workload: Workload) -> Generation:
+        """Run one workload to its end."""
+        assert self._runner is not None, "prepare comes first"
+        return run_offline(LLM.over(self._runner, max_slots=workload.concurrency), workload)
+
+
+def engine_spec(
+    checkpoint: Checkpoint, *, threads: int, num_rows: int, row_capacity_tokens: int
+) -> EngineSpec:
+    """The engine at full depth in float32, compiled before the clock starts."""
+    return EngineSpec(
+        checkpoint=checkpoint,
+        depth=checkpoint.num_layers,
+        device="cpu",
+        dtype="float32",
+        threads=threads,
+        compile="wait",
+        cache_dir=cache_folder(),
+        num_rows=num_rows,
+        row_capacity_tokens=row_capacity_tokens,
+        kv_capacity_tokens=num_rows * row_capacity_tokens,
+    )
+
+
+def _check(checkpoint: Checkpoint, workloads: list[Workload]) -> None:
+    for workload in workloads:
+        largest = max(max(r.prompt) for r in workload.requests)
+        if largest >= checkpoint.vocab_size:
+            raise ConfigError(
+                f"workload {workload.name}: token id {largest} is beyond the "
+                f"{checkpoint.vocab_size} of {checkpoint.id}"
+            )
+        if workload.longest > checkpoint.max_model_len:
+            raise ConfigError(
+                f"workload {workload.name}: {workload.longest} tokens are beyond the "
+                f"{checkpoint.max_model_len} positions of {checkpoint.id}"
+            )
+
+
+def run_offline(llm: LLM, workload: Workload) -> Generation:
+    """Generate exactly `max_tokens` greedy tokens per request."""
+    started_s = time.perf_counter()
+    outputs = llm.generate(
+        [request.prompt for request in workload.requests],
+        [
+            SamplingParams(request.max_tokens, temperature=0.0, ignore_eos=True)
+            for request in workload.requests
+        ],
+        progress=False,
+    )
+    return Generation(
+        seconds=time.perf_counter() - started_s,
+        ttft_s=[output.ttft_s for output in outputs],
+        token_ids=[output.token_ids for output in outputs],
+    )

@@ -1,0 +1,1 @@
+"""Models of `plan`, and what `profile` measures of a model at each depth."""

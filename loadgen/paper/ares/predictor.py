@@ -1,0 +1,200 @@
+"""`paper ares-predictor`: remaining length from the model's own states, against other predictors.
+
+Source: ARES, Table 1 (error, parameters, latency), figure 7 (error by tokens generated), §5.3 (how
+often to predict). Every predictor sees the same requests, really generated, divided into training,
+validation and test by request; the auxiliary encoder is the best on validation of a sweep of sizes,
+each trained as long as it gains, or until its time is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.options import number, whole
+from loadgen.paper.ares.length_contest import BATCHES, MEDIAN, Predictor, averaged, hold, timed
+from loadgen.paper.ares.length_encoder import EncoderSize
+from loadgen.paper.results import publish
+from loadgen.report.output import add_out_argument
+from loadgen.report.progress import Steps
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.scheduling.calibration import Dummies
+from quadriga.training.checkpoint_io import load_checkpoint
+from quadriga.training.length import SAMPLE_EVERY, LengthData, collect, measure
+from quadriga.training.tasks import TASKS
+from quadriga.training.tokenizer import build_tokenizer
+
+SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128), EncoderSize(4, 128), EncoderSize(4, 256))
+QUICK_SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128))
+INTERVALS = (20, 40, 80, 160, 320)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--checkpoint", default="quadriga-l", help="bundled id or directory of that family"
+    )
+    parser.add_argument("--requests", type=whole(1), default=300, help="per task")
+    parser.add_argument(
+        "--encoder-s", type=number(0), default=240.0, help="processor seconds to train one size"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
+    parser.add_argument("--threads", type=whole(1), default=1, help="torch threads")
+    parser.add_argument("--quick", action="store_true", help="fewer requests and sizes: 5 minutes")
+    add_out_argument(parser, "results/paper")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the experiment and print its tables; returns the exit status."""
+    args.checkpoint = read_checkpoint(args.checkpoint).path
+    torch.set_num_threads(args.threads)
+    requests = min(args.requests, 40) if args.quick else args.requests
+    budget_s = min(args.encoder_s, 45.0) if args.quick else args.encoder_s
+    sizes = QUICK_SWEEP if args.quick else SWEEP
+    console = Console()
+    data = _collect(args.checkpoint, requests)
+    train, validation, test = data.split(seed=args.seed)
+    samples, count = len(data.remaining), len(data.token_ids)
+    console.print(f"{args.checkpoint.name}: {samples:,} samples of {count:,} requests")
+    contest = hold(data, (train, validation, test), sizes, budget_s, args.seed, console.print)
+    rows = [_row(p, data, test) for p in contest.everybody]
+    intervals = _by_interval(contest.alone, data, test)
+    _print(rows, contest.losses, intervals, console)
+    ours, auxiliary = _row(contest.ours, data, test), _row(contest.auxiliary, data, test)
+    alone = [_row(p, data, test)["mae"] for p in (contest.alone, contest.auxiliary_alone)]
+    headline = {
+        "mae_reduction_vs_best_auxiliary": round(1 - ours["mae"] / auxiliary["mae"], 4),
+        "mae_reduction_each_answer_alone": round(1 - alone[0] / alone[1], 4),
+        "parameter_reduction": round(1 - ours["parameters"] / auxiliary["parameters"], 4),
+        "latency_ratio": round(ours["latency_ms"]["10"] / auxiliary["latency_ms"]["10"], 4),
+        "step_overhead": _step_overhead(args.checkpoint, ours["latency_ms"]["10"] / 1e3),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    _plot(rows, intervals, args.out / "ares-predictor.png")
+    publish("ares-predictor", headline, [*rows, {"intervals": intervals}], args.out)
+    return 0
+
+
+def _collect(checkpoint: Path, requests: int) -> LengthData:
+    with Steps(Console(stderr=True), "requests", requests * len(TASKS)) as steps:
+        return collect(
+            load_checkpoint(checkpoint),
+            build_tokenizer(),
+            requests_per_task=requests,
+            advance=steps.advance,
+        )
+
+
+def _by_interval(alone: Predictor, data: LengthData, test: torch.Tensor) -> list[dict[str, Any]]:
+    """Error where the head is asked only every k tokens, answers are averaged, and counted down in
+    between."""
+    at = {
+        (int(r), int(g)): i
+        for i, (r, g) in enumerate(zip(data.requests[test], data.generated[test], strict=True))
+    }
+    truth = data.remaining[test].float()
+    found = []
+    for k in INTERVALS:
+        believed = averaged(alone.outputs, data, test, every=k)
+        asked = data.generated[test] // k * k
+        index = torch.tensor(
+            [at[int(r), int(g)] for r, g in zip(data.requests[test], asked, strict=True)]
+        )
+        left = (believed[index, MEDIAN] - (data.generated[test] - asked)).clamp(min=0.0)
+        found.append({"k": k, "mae": round(float((left - truth).abs().mean()), 3)})
+    return found
+
+
+def _row(predictor: Predictor, data: LengthData, test: torch.Tensor) -> dict[str, Any]:
+    figures = measure(predictor.outputs, data.generated[test], data.remaining[test])
+    latency = predictor.latency_s
+    return {
+        "name": predictor.name,
+        "parameters": predictor.parameters,
+        "latency_ms": {str(n): round(1e3 * s, 4) for n, s in (latency or {}).items()},
+    } | figures
+
+
+def _step_overhead(checkpoint: Path, predict_s: float) -> float:
+    """Share of decode time: one batched prediction in every 20 steps of ten sequences."""
+    step_s = _step_s(checkpoint, batch=10)
+    return round(predict_s / (SAMPLE_EVERY * step_s), 5)
+
+
+def _step_s(checkpoint: Path, *, batch: int) -> float:
+    """Median time of a full-depth decode step of the engine, with 100 tokens of context."""
+    from loadgen.bench.engines.offline import engine_spec
+    from quadriga.engine.model_runner import NativeRunner
+
+    spec = engine_spec(
+        read_checkpoint(str(checkpoint)),
+        threads=torch.get_num_threads(),
+        num_rows=batch,
+        row_capacity_tokens=256,
+    )
+    runner = NativeRunner.load(spec)
+    runner.wait_compiled(120.0)
+    with Dummies(runner, batch, 100) as dummies:
+        return timed(dummies.decode)
+
+
+def _print(
+    rows: list[dict[str, Any]],
+    losses: dict[str, float],
+    intervals: list[dict[str, Any]],
+    console: Console,
+) -> None:
+    table = Table(title="Remaining tokens, on requests nobody was trained on")
+    for name in ("predictor", "MAE", "parameters", "ms, batch 1", "ms, batch 10", "below q90"):
+        table.add_column(name, justify="left" if name == "predictor" else "right")
+    for row in rows:
+        latency = row["latency_ms"]
+        table.add_row(
+            row["name"],
+            f"{row['mae']:.2f}",
+            f"{row['parameters']:,}",
+            *(f"{latency[str(n)]:.3f}" if latency else "–" for n in BATCHES),
+            f"{row['calibration'][-1][1]:.2f}",
+        )
+    console.print(table)
+    sweep = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
+    console.print(f"auxiliary encoders, loss on validation: {sweep}")
+    console.print("asked every k tokens: " + ", ".join(f"{i['k']}: {i['mae']}" for i in intervals))
+
+
+def _plot(rows: list[dict[str, Any]], intervals: list[dict[str, Any]], file: Path) -> None:
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2))
+    for row in rows:
+        if row["name"] == "oracle":
+            continue
+        bins = row["mae_by_generated"]
+        left.plot(
+            range(len(bins)),
+            [mae for *_, mae in bins],
+            marker="o",
+            label=row["name"],
+            linewidth=1.5,
+        )
+    labels = [f"{a}–{b}" for a, b, *_ in rows[0]["mae_by_generated"]]
+    left.set_xticks(range(len(labels)), labels, rotation=30)
+    left.set(xlabel="tokens generated", ylabel="mean absolute error, tokens", yscale="log")
+    left.legend(fontsize=7)
+    middle.plot([i["k"] for i in intervals], [i["mae"] for i in intervals], marker="o")
+    middle.set(xlabel="asked every k tokens", ylabel="mean absolute error, tokens")
+    ours = rows[0]["calibration"]
+    right.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+    right.plot([level for level, _ in ours], [share for _, share in ours], marker="o")
+    right.set(xlabel="quantile predicted", ylabel="share of truths at or below it")
+    figure.suptitle("Remaining length: error by tokens generated, by interval; calibration")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,203 @@
+"""The operations that every contestant is written in, over the service's own loops and runner."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loadgen.paper.baton.queries import Query
+from loadgen.paper.baton.record import Record
+from quadriga.clock import SystemClock
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.baton.passes import prompt_pass
+from quadriga.engine.baton.prompts import PromptSpan, group_prompts
+from quadriga.engine.baton.row_kv import RowKV
+from quadriga.engine.baton.runner import BatonRunner
+from quadriga.interfaces import PrefillChunk
+from quadriga.scheduling.colocated import ColocatedLoop
+
+MEMORY_EVERY = 8
+"""Passes between two looks at the memory."""
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A query under way.
+
+    Attributes:
+        num_prefilled: Prompt tokens computed so far.
+        is_submitted: It is in the prefill loop's line, or through it.
+    """
+
+    query: Query
+    state: SequenceState
+    num_prefilled: int = 0
+    is_submitted: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.state.output_ids) >= self.query.num_output
+
+
+class Relay(ColocatedLoop):
+    """The service's loops at work on a query set; notes in `record` what they do.
+
+    A query goes on to decode when its contestant says so, and until it is released: what comes
+    after its end is of no use to anybody.
+
+    Args:
+        chunk_tokens: Prompt tokens between two steps, at most.
+    """
+
+    def __init__(
+        self, runner: BatonRunner, record: Record, *, chunk_tokens: int = sys.maxsize
+    ) -> None:
+        super().__init__(
+            runner,
+            runner.spec,
+            clock=SystemClock(),
+            chunk_tokens=chunk_tokens,
+            kv_capacity_tokens=runner.num_rows * runner.row_capacity_tokens,
+        )
+        self.runner = runner
+        self.record = record
+        self._live: dict[str, Live] = {}
+        self._joined: set[str] = set()
+        self._chunks: list[PrefillChunk] = []  # of the pass under way
+        self._token_bytes = runner.geometry.values_per_token * torch.finfo(self._dtype).bits // 8
+        self._passes = 0
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.runner.spec.dtype)
+        return dtype
+
+    def start(self, query: Query) -> Live:
+        """A query is under way."""
+        state = SequenceState(
+            sequence_id=str(query.index),
+            request_id=str(query.index),
+            model="",
+            prompt_ids=list(query.prompt_ids),
+            # Nothing ends it here: rows that are done may idle until the longest answer is.
+            sampling=SamplingParams(
+                max_tokens=self.runner.row_capacity_tokens - len(query.prompt_ids),
+                temperature=0.0,
+                ignore_eos=True,
+            ),
+            ingress_id="",
+            arrival_unix_s=0.0,
+            deadline_unix_s=float("inf"),
+        )
+        live = Live(query, state)
+        self._live[state.sequence_id] = live
+        return live
+
+    def let_go(self, batch: Sequence[Live]) -> list[Live]:
+        """Let go of the rows of those that are done; returns the others."""
+        for live in batch:
+            if live.is_done:
+                self.release(live.state.sequence_id)
+                self._joined.discard(live.state.sequence_id)
+                del self._live[live.state.sequence_id]
+        return [live for live in batch if not live.is_done]
+
+    def compute(self, lives: Sequence[Live], *, passes: int | None = None) -> None:
+        """Compute prompts, similar lengths together, and their first tokens.
+
+        Args:
+            passes: So many, at most; None: until all are done.
+        """
+        for live in lives:
+            if not live.is_submitted:
+                live.is_submitted = True
+                self.submit(live.state)
+        while self.prefill.has_work and passes != 0:
+            passes = None if passes is None else passes - 1
+            said = self.step()
+            chunks, self._chunks = self._chunks, []
+            groups = group_prompts(chunks, max_padding=self.runner.max_padding)
+            computed = sum(len(g) * max(len(chunks[i].token_ids) for i in g) for g in groups)
+            self.record.passed(computed=computed, useful=sum(len(c.token_ids) for c in chunks))
+            self._emitted(said)
+
+    def on_kv(
+        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
+    ) -> None:
+        """See `PrefillEvents`: a piece of a prompt is computed."""
+        self._live[state.sequence_id].num_prefilled = chunk.stop
+        self._chunks.append(chunk)
+
+    def on_rebuilt(self, state: SequenceState) -> None:
+        """See `PrefillEvents`: it waits for its contestant to let it join."""
+
+    def compute_padded(self, lives: Sequence[Live]) -> None:
+        """Compute prompts in one pass, each padded to the longest, and their first tokens."""
+        runner = self.runner
+        rows = [
+            RowKV(
+                runner.geometry,
+                self._dtype,
+                runner.model.device,
+                max_tokens=runner.row_capacity_tokens,
+            )
+            for _ in lives
+        ]
+        spans = [
+            PromptSpan(row, live.query.prompt_ids, 0) for row, live in zip(rows, lives, strict=True)
+        ]
+        lengths = [len(live.query.prompt_ids) for live in lives]
+        keep = sorted({n - 1 for n in lengths})
+        logits = prompt_pass(runner.model, runner.num_layers, spans, keep)
+        self.record.passed(computed=len(lives) * max(lengths), useful=sum(lengths))
+        ended = []
+        for i, (live, row, n) in enumerate(zip(lives, rows, lengths, strict=True)):
+            state, token_id = live.state, int(logits[i, keep.index(n - 1)].argmax())
+            slot = self.decode.reserve(state.sequence_id, state.max_total_tokens)
+            runner.write_kv(slot.row, 0, 0, row.prefix(n))
+            live.num_prefilled = n
+            state.output_ids.append(token_id)
+            state.exit_layers.append(runner.num_layers)
+            self.decode.join(state)
+            self._joined.add(state.sequence_id)
+            ended.append((live.query, token_id))
+        self.record.emitted(ended)
+        self._look()
+
+    def run_batch(self, batch: Sequence[Live]) -> None:
+        """One step of the batch; rows whose query is done take part, to no use."""
+        for live in batch:
+            if live.state.sequence_id not in self._joined:
+                self._joined.add(live.state.sequence_id)
+                self.join(live.state)
+        useful = sum(not live.is_done for live in batch)
+        said = [emission for _, emission in self.decode.step()]
+        self.record.steps += 1
+        self.record.passed(computed=len(batch), useful=useful)
+        self._emitted(said)
+
+    def _emitted(self, said: Sequence[EngineOutput]) -> None:
+        self.record.emitted((self._live[e.sequence_id].query, e.token_ids[0]) for e in said)
+        self._look()
+
+    def _look(self) -> None:
+        """Now and then, note the memory held."""
+        self._passes += 1
+        if self._passes % MEMORY_EVERY:
+            return
+        memory = self.runner.memory()
+        cells = memory.width * memory.num_batch_rows
+        live = sum(
+            x.num_prefilled + max(0, len(x.state.output_ids) - 1)
+            for x in self._live.values()
+            if not x.is_done
+        )
+        self.record.held(
+            taken_bytes=cells * self._token_bytes + memory.row_bytes,
+            allocated_bytes=memory.kv_bytes,
+            live_bytes=live * self._token_bytes,
+        )

@@ -1,0 +1,285 @@
+"""One model with so many slots: what each rebatching policy makes of the same prompts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from loadgen.load.task_suite import TaskSuite
+from loadgen.paper.drex.closed_loop import Outcome, load_runner, run_closed_loop
+from loadgen.paper.drex.judged import Decisions, JudgedRebatcher
+from loadgen.paper.drex.modelled import WEIGHT_BOUND
+from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS, ExitCounters, ExitParams, SkippedKV
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.clock import Clock, ManualClock
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.interfaces import ModelRunner
+from quadriga.policies.drex import SegmentCosts
+from quadriga.policies.rebatchers import make_rebatcher
+from quadriga.policies.rebatching import Rebatcher
+from quadriga.scheduling.calibration import calibrate
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.paced_runner import PacedRunner
+
+CPU = "cpu"
+NO_EXITS = "off"
+_SEED = 4242
+_CALIBRATIONS = 3
+_SPARE_SHARE = 8  # one slot in so many is kept for equal bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table, before it is measured.
+
+    Attributes:
+        device: "cpu", or the name of the cost model.
+    """
+
+    model: str
+    batch: int
+    threshold: float
+    policy: str
+    device: str
+
+
+@dataclass(slots=True)
+class Measured:
+    """One row of the table: medians over the rounds, and what does not vary.
+
+    Attributes:
+        slots: More than `batch` where no exits got them for equal bytes.
+        ceiling: Of the throughput, over no exits.
+    """
+
+    setting: Setting
+    slots: int
+    tokens_per_s: float
+    gap_mean_s: float
+    gap_p99_s: float
+    request_s: float
+    exact_match: float
+    early_share: float
+    involuntary_exits: int
+    involuntary_stays: int
+    peak_bytes: int
+    ceiling: float | None = None
+    decisions: Decisions | None = None
+
+
+class Bench:
+    """The engine, its prompts, and what its passes cost."""
+
+    def __init__(
+        self,
+        native: NativeRunner,
+        suite: TaskSuite,
+        *,
+        batch: int,
+        max_tokens: int,
+        clock: Clock,
+        say: Callable[[str], None],
+    ) -> None:
+        self._clock = clock
+        self._native = native
+        self._suite = suite
+        self._batch = batch
+        self._max_tokens = max_tokens
+        self._say = say
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        batch: int,
+        *,
+        fill: SkippedKV | None,
+        replay_newest: int | None = None,
+        num_prompts: int,
+        threads: int,
+        max_tokens: int,
+        clock: Clock,
+        say: Callable[[str], None],
+    ) -> Bench:
+        """Load the engine and make the prompts; `clock` times the passes."""
+        checkpoint = read_checkpoint(model)
+        if fill is None:
+            fill = "linear" if (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file() else "project"
+        rows = batch + -(-batch // _SPARE_SHARE)
+        native = load_runner(
+            checkpoint,
+            num_rows=rows,
+            threads=threads,
+            skipped_kv=fill,
+            replay_newest=replay_newest,
+        )
+        suite = TaskSuite.make(checkpoint, num_prompts, seed=_SEED)
+        return cls(native, suite, batch=batch, max_tokens=max_tokens, clock=clock, say=say)
+
+    def measure(
+        self, policies: Sequence[str], thresholds: Sequence[float], rounds: int
+    ) -> list[Measured]:
+        """Every policy at every threshold, in interleaved rounds; no exits know no threshold."""
+        settings = [(p, t) for t in thresholds for p in policies if p != NO_EXITS]
+        if NO_EXITS in policies:
+            settings.insert(0, (NO_EXITS, thresholds[0]))
+        outcomes: dict[tuple[str, float], list[Outcome]] = {s: [] for s in settings}
+        for round_ in range(rounds):
+            for policy, threshold in settings:
+                outcome = self._run(policy, threshold)
+                outcomes[policy, threshold].append(outcome)
+                self._report(policy, threshold, f"round {round_ + 1}", outcome)
+        costs = self._fresh_costs()
+        rows = []
+        for threshold in thresholds:
+            drex = outcomes.get(("drex", threshold))
+            for policy in policies:
+                ran, slots = outcomes[policy, threshold if policy != NO_EXITS else thresholds[0]], 0
+                if policy == NO_EXITS and drex is not None:
+                    ran, slots = self._at_equal_bytes(ran, drex)
+                row = self._row(policy, threshold, CPU, ran, slots or self._batch)
+                if policy == "drex":
+                    row.ceiling = self._ceiling(costs, ran[0].at_exit)
+                    row.decisions = self._judge(threshold)
+                rows.append(row)
+        return rows
+
+    def measure_modelled(self, policies: Sequence[str], threshold: float) -> list[Measured]:
+        """The same in a weight-bound device's time; nothing varies, so once is enough."""
+        rows = []
+        device = WEIGHT_BOUND
+        for policy in policies:
+            clock = ManualClock()
+            runner = PacedRunner(self._native, device, now_s=clock.now_s, sleep=clock.advance)
+            costs = calibrate(runner, clock, max_rows=self._batch)
+            outcome = self._loop(policy, threshold, runner, clock, costs)
+            self._report(policy, threshold, device.name, outcome)
+            row = self._row(policy, threshold, device.name, [outcome], self._batch)
+            if policy == "drex":
+                fresh = calibrate(runner, clock, max_rows=self._batch)
+                row.ceiling = self._ceiling(fresh, outcome.at_exit)
+            rows.append(row)
+        return rows
+
+    def _run(self, policy: str, threshold: float, slots: int = 0) -> Outcome:
+        costs = calibrate(self._native, self._clock, max_rows=slots or self._batch)
+        return self._loop(policy, threshold, self._native, self._clock, costs, slots)
+
+    def _loop(
+        self,
+        policy: str,
+        threshold: float,
+        runner: ModelRunner,
+        clock: Clock,
+        costs: SegmentCosts,
+        slots: int = 0,
+        make: Callable[[ExitCounters], Rebatcher] | None = None,
+        on_loop: Callable[[DecodeLoop], None] | None = None,
+    ) -> Outcome:
+        return run_closed_loop(
+            self._suite.prompts,
+            runner=runner,
+            native=self._native,
+            clock=clock,
+            make_rebatcher=make or (lambda counters: make_rebatcher(policy, costs, counters)),
+            slots=slots or self._batch,
+            exits=ExitParams(threshold),
+            max_tokens=self._max_tokens,
+            on_loop=on_loop,
+        )
+
+    def _at_equal_bytes(
+        self, ran: list[Outcome], drex: Sequence[Outcome]
+    ) -> tuple[list[Outcome], int]:
+        """No exits with the slots that DREX's bytes would pay for, where they pay for more."""
+        ours, theirs = max(o.peak_bytes for o in drex), max(o.peak_bytes for o in ran)
+        slots = min(int(self._batch * ours / theirs), self._native.num_rows)
+        if slots <= self._batch:
+            return ran, self._batch
+        more = [self._run(NO_EXITS, 1.0, slots) for _ in ran]
+        self._report(NO_EXITS, 1.0, f"with {slots} slots for equal bytes", more[0])
+        return more, slots
+
+    def _judge(self, threshold: float) -> Decisions:
+        """Run DREX once more, with both branches of its decisions; its throughput is not used."""
+        clock = self._clock
+        costs = calibrate(self._native, clock, max_rows=self._batch)
+        decisions = Decisions()
+        loops: list[DecodeLoop] = []
+        self._loop(
+            "drex",
+            threshold,
+            self._native,
+            clock,
+            costs,
+            make=lambda counters: JudgedRebatcher(
+                costs,
+                counters=counters,
+                decisions=decisions,
+                native=self._native,
+                clock=clock,
+                waiting_rows=lambda at: loops[0].rows_waiting_at(at),
+            ),
+            on_loop=loops.append,
+        )
+        return decisions
+
+    def _fresh_costs(self) -> SegmentCosts:
+        """The machine's pass times: of several calibrations the one with the median full pass."""
+        found = [
+            calibrate(self._native, self._clock, max_rows=self._batch) for _ in range(_CALIBRATIONS)
+        ]
+        last = len(self._native.segment_ends)
+        found.sort(key=lambda c: c.forecast_s(0, last, self._batch, 0, tests=False))
+        return found[_CALIBRATIONS // 2]
+
+    def _row(
+        self, policy: str, threshold: float, device: str, outcomes: Sequence[Outcome], slots: int
+    ) -> Measured:
+        first = outcomes[0]
+        gaps = [sorted(o.gaps_s) for o in outcomes]
+        right = self._suite.right(first.outputs)
+        return Measured(
+            setting=Setting(
+                self._native.spec.checkpoint.id, self._batch, threshold, policy, device
+            ),
+            slots=slots,
+            tokens_per_s=statistics.median(o.tokens_per_s for o in outcomes),
+            gap_mean_s=statistics.median(statistics.fmean(g) for g in gaps),
+            gap_p99_s=statistics.median(g[int(0.99 * len(g))] for g in gaps),
+            request_s=statistics.median(statistics.fmean(o.request_s) for o in outcomes),
+            exact_match=sum(right) / len(right),
+            early_share=first.early_share(self._native.num_layers),
+            involuntary_exits=max(o.counters.involuntary_exits for o in outcomes),
+            involuntary_stays=first.counters.involuntary_stays,
+            peak_bytes=max(o.peak_bytes for o in outcomes),
+        )
+
+    def _ceiling(self, costs: SegmentCosts, at_exit: Mapping[int, int]) -> float:
+        """t_f / (t_s + (1 − p) t_d) at this batch, for all exits: every stage at full batch size.
+
+        The shares are those of the tokens that really left; the context is the prompts' mean.
+        """
+        ends, b = self._native.segment_ends, self._batch
+        n = b * statistics.fmean(len(p.token_ids) for p in self._suite.prompts)
+        last = len(ends) - 1
+        full_s = costs.forecast_s(0, last + 1, b, n, tests=False)
+        best_s = full_s
+        total = max(1, sum(at_exit.values()))
+        for exits in product((False, True), repeat=last):
+            used = [i for i, is_used in enumerate(exits) if is_used]
+            seconds, first, reach = 0.0, 0, 1.0
+            for stop in [*(i + 1 for i in used), last + 1]:
+                seconds += reach * costs.forecast_s(first, stop, b, n, tests=stop <= last)
+                left = sum(at_exit.get(end, 0) for end in ends[:stop])
+                reach, first = 1.0 - left / total, stop
+            best_s = min(best_s, seconds)
+        return full_s / best_s
+
+    def _report(self, policy: str, threshold: float, which: str, outcome: Outcome) -> None:
+        self._say(
+            f"{self._native.spec.checkpoint.id} batch {self._batch} τ {threshold:g} {policy} "
+            f"{which}: {outcome.tokens_per_s:,.0f} tokens/s"
+        )

@@ -1,0 +1,237 @@
+"""One decode replica's loop, driven directly: as many sequences as it has slots.
+
+Prompts are computed outside the clock, as a prefill replica would; what is timed is decoding alone,
+and only while all slots are taken, from when as many sequences have ended as there are slots: until
+then policies learn. The last sequences are decoded to their end for their answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from loadgen.load.task_suite import Prompt
+from quadriga.checkpoint.exits import ExitCounters, ExitParams, SkippedKV
+from quadriga.checkpoint.folder import Checkpoint
+from quadriga.clock import Clock
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.errors import ConfigError
+from quadriga.files import cache_folder
+from quadriga.interfaces import ModelRunner
+from quadriga.policies.rebatching import Rebatcher
+from quadriga.scheduling.colocated import ColocatedLoop
+from quadriga.scheduling.decode_loop import DecodeLoop
+
+ROW_CAPACITY_TOKENS = 1024
+COMPILE_TIMEOUT_S = 300.0
+_BYTES_EVERY = 16  # steps between two looks at the memory held
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run of the loop gave.
+
+    Attributes:
+        tokens, seconds, steps: Tokens, decoding time and passes with all slots taken.
+        at_exit: Layers run → tokens, of these.
+        gaps_s: Every time between two tokens of a sequence, of these.
+        request_s: Per prompt that was done by then, from joining to its last token.
+        outputs: Per prompt, output token ids.
+        exit_layers: Per prompt, the layers run for each output token.
+        peak_bytes: Most KV and kept hidden states at a time.
+        filled_tokens: Positions × segments whose skipped KV was filled in.
+        copied_bytes: Hidden states kept for that.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    at_exit: dict[int, int] = field(default_factory=dict)
+    gaps_s: list[float] = field(default_factory=list)
+    request_s: list[float] = field(default_factory=list)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    exit_layers: dict[int, list[int]] = field(default_factory=dict)
+    counters: ExitCounters = field(default_factory=ExitCounters)
+    peak_bytes: int = 0
+    filled_tokens: int = 0
+    copied_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def early_share(self, num_layers: int) -> float:
+        """Share of the tokens that left before layer `num_layers`."""
+        tokens = self.at_exit
+        return 1.0 - tokens.get(num_layers, 0) / max(1, sum(tokens.values()))
+
+
+class ProcessorClock:
+    """Processor time of the calling thread: what a machine in use does to others is not in it."""
+
+    def now_s(self) -> float:
+        return time.thread_time()
+
+    def unix_s(self) -> float:
+        return time.time()
+
+
+class StopWatch:
+    """A clock that stands still while the experiment does what is no part of the service."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._stopped_s = 0.0
+
+    def now_s(self) -> float:
+        return self._clock.now_s() - self._stopped_s
+
+    def unix_s(self) -> float:
+        return self._clock.unix_s()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let no time pass inside."""
+        before_s = self._clock.now_s()
+        yield
+        self._stopped_s += self._clock.now_s() - before_s
+
+
+def load_runner(
+    checkpoint: Checkpoint,
+    *,
+    num_rows: int,
+    threads: int,
+    skipped_kv: SkippedKV,
+    replay_newest: int | None = None,
+) -> NativeRunner:
+    """Load a bundled or other native model at full depth, with its exits, on the CPU's kernels."""
+    native = NativeRunner.load(
+        EngineSpec(
+            checkpoint=checkpoint,
+            depth=checkpoint.num_layers,
+            device="cpu",
+            dtype="float32",
+            threads=threads,
+            compile="wait",
+            cache_dir=cache_folder(),
+            num_rows=num_rows,
+            row_capacity_tokens=ROW_CAPACITY_TOKENS,
+            kv_capacity_tokens=num_rows * ROW_CAPACITY_TOKENS,
+            exits=checkpoint.exits,
+            skipped_kv=skipped_kv,
+            replay_newest=(
+                checkpoint.exits.replay_newest if replay_newest is None else replay_newest
+            ),
+        )
+    )
+    native.wait_compiled(COMPILE_TIMEOUT_S)
+    return native
+
+
+def run_closed_loop(
+    prompts: Sequence[Prompt],
+    *,
+    runner: ModelRunner,
+    native: NativeRunner,
+    clock: Clock,
+    make_rebatcher: Callable[[ExitCounters], Rebatcher | None],
+    slots: int,
+    exits: ExitParams,
+    max_tokens: int,
+    on_loop: Callable[[DecodeLoop], None] | None = None,
+) -> Outcome:
+    """Decode every prompt with `slots` of them in flight.
+
+    Args:
+        runner: What the loop calls; `native` itself or something around it.
+        on_loop: Called with the decode loop before its first step.
+
+    Raises:
+        ConfigError: There are too few prompts to fill the slots.
+    """
+    if len(prompts) < 3 * slots:
+        raise ConfigError(
+            f"{len(prompts)} prompts are too few for {slots} slots; take {3 * slots} or more"
+        )
+    outcome = Outcome()
+    watch = StopWatch(clock)
+    skipped = native.skipped
+    before = (skipped.num_filled, skipped.copied_bytes) if skipped is not None else (0, 0)
+    loop = ColocatedLoop(
+        runner,
+        native.spec,
+        clock=watch,
+        max_slots=slots,
+        kv_capacity_tokens=slots * native.row_capacity_tokens,
+        rebatcher=make_rebatcher(outcome.counters),
+        counters=outcome.counters,
+    )
+    decode = loop.decode
+    if on_loop is not None:
+        on_loop(decode)
+    queue = deque(enumerate(prompts))
+    joined_s: dict[str, float] = {}
+    last_s: dict[str, float] = {}
+    started_s, is_full, num_ended, warm_up = watch.now_s(), True, 0, dict[int, int]()
+    while queue or loop.has_work or is_full:
+        with watch.stopped():
+            while queue and decode.num_running < slots:
+                index, prompt = queue.popleft()
+                loop.submit(_state(index, native, prompt, exits, max_tokens))
+                for first in loop.compute_prompts():
+                    outcome.outputs[index] = list(first.token_ids)
+                    outcome.exit_layers[index] = list(first.exit_layers)
+                    joined_s[str(index)] = last_s[str(index)] = watch.now_s()
+            if is_full and decode.num_running < slots:
+                is_full, outcome.seconds = False, watch.now_s() - started_s
+                tokens = outcome.counters.tokens
+                outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
+            if outcome.steps % _BYTES_EVERY == 0:
+                outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(decode.rows))
+        if not loop.has_work:
+            continue  # the only slot's last sequence has ended
+        emissions = loop.step()
+        now_s = watch.now_s()
+        outcome.steps += is_full
+        for emission in emissions:
+            key = emission.sequence_id
+            outcome.outputs[int(key)].extend(emission.token_ids)
+            outcome.exit_layers[int(key)].extend(emission.exit_layers)
+            if is_full:
+                outcome.tokens += len(emission.token_ids)
+                outcome.gaps_s.append(now_s - last_s[key])
+                if emission.finish is not None:
+                    outcome.request_s.append(now_s - joined_s[key])
+            last_s[key] = now_s
+            num_ended += emission.finish is not None
+        if num_ended >= slots and not warm_up:
+            outcome.tokens = outcome.steps = 0
+            outcome.gaps_s, outcome.request_s = [], []
+            started_s, warm_up = now_s, dict(outcome.counters.tokens)
+    loop.check()
+    if skipped is not None:
+        outcome.filled_tokens = skipped.num_filled - before[0]
+        outcome.copied_bytes = skipped.copied_bytes - before[1]
+    return outcome
+
+
+def _state(
+    index: int, native: NativeRunner, prompt: Prompt, exits: ExitParams, max_tokens: int
+) -> SequenceState:
+    return SequenceState(
+        sequence_id=str(index),
+        request_id=str(index),
+        model=native.spec.checkpoint.id,
+        prompt_ids=prompt.token_ids,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        ingress_id="",
+        arrival_unix_s=time.time(),
+        deadline_unix_s=float("inf"),
+        exits=exits,
+    )

@@ -1,0 +1,105 @@
+"""Where tokens leave each model, for the terminal view: shares by layers run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.report.plain_table import plain_table
+
+UNUSED = {
+    "not_worth_it": "does not pay now",
+    "full_depth_asked": "threshold 1 asked",
+    "not_loaded": "not loaded",
+    "off": "off",
+}
+"""Why no token leaves at an exit; `ExitUse` has all reasons."""
+
+
+def exits_table(view: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table | None:
+    """Return a row per model; None where no replica has told of its exits.
+
+    Args:
+        before: An earlier view: tokens are counted from there, and from the start where none came.
+    """
+    models = sorted(set(_models(view).values()))
+    now = _tokens(view)
+    recent = now if before is None else {m: _grown(now[m], _tokens(before).get(m)) for m in now}
+    is_recent = before is not None and any(tokens.total() for tokens in recent.values())
+    shown = recent if is_recent else now
+    if not shown:
+        return None
+    span = "since the start"
+    if is_recent and before is not None:
+        span = f"of the last {view['at_unix_s'] - before['at_unix_s']:.0f} s"
+    table = plain_table(f"exits: tokens {span}")
+    table.add_column("model", no_wrap=True)
+    table.add_column("mean depth", justify="right", no_wrap=True)
+    table.add_column("share of tokens by layers run")
+    for model in models:
+        if model in shown:
+            table.add_row(model, *_cells(shown[model], _uses(view, model)))
+    return table
+
+
+def _cells(tokens: Counter[int], uses: Mapping[int, str]) -> tuple[str, Text]:
+    """A model's mean depth, and its shares."""
+    total = tokens.total()
+    depth = f"{sum(layer * n for layer, n in tokens.items()) / total:.1f}" if total else "–"
+    shares = [
+        (layer, tokens[layer] / total if total else 0.0, _why(tokens, uses, layer))
+        for layer in sorted(tokens.keys() | uses.keys())
+    ]
+    parts = []
+    for (share, why), group in groupby(shares, key=lambda s: (s[1], s[2])):
+        layers = [layer for layer, *_ in group]
+        # Neighbours that are unused for the same reason are said once.
+        names = [f"{layers[0]} to {layers[-1]}"] if len(layers) > 1 and not share else layers
+        for name in names:
+            part = Text(f"{name}: ", style="dim") + Text(f"{share:.0%}")
+            parts.append(part + Text(f" ({why})" if why else "", style="dim"))
+    return depth, Text("   ").join(parts)
+
+
+def _why(tokens: Counter[int], uses: Mapping[int, str], layer: int) -> str:
+    return UNUSED.get(uses.get(layer, ""), "") if not tokens[layer] else ""
+
+
+def _models(view: Mapping[str, Any]) -> dict[str, str]:
+    """Replica → its model, of those that tell of exits."""
+    return {
+        r["name"]: r["depth_class"].rpartition("@")[0]
+        for r in view.get("replicas", [])
+        if r["name"] in view.get("exits", {})
+    }
+
+
+def _tokens(view: Mapping[str, Any]) -> dict[str, Counter[int]]:
+    """Model → layers run → tokens since the start."""
+    found: dict[str, Counter[int]] = {}
+    for name, model in _models(view).items():
+        counted = {int(layer): int(n) for layer, n in view["exits"][name]["tokens"].items()}
+        found.setdefault(model, Counter()).update(counted)
+    return found
+
+
+def _grown(now: Counter[int], before: Counter[int] | None) -> Counter[int]:
+    """What came since; a counter that fell belongs to a new process and counts from nought."""
+    if before is None:
+        return now
+    return Counter({k: n - before[k] if n >= before[k] else n for k, n in now.items()})
+
+
+def _uses(view: Mapping[str, Any], model: str) -> dict[int, str]:
+    """Exit → what most replicas of a model say of it."""
+    said: dict[int, Counter[str]] = {}
+    for name, of in _models(view).items():
+        if of == model:
+            for layer, use in view["exits"][name].get("uses", {}).items():
+                said.setdefault(int(layer), Counter())[use] += 1
+    return {layer: uses.most_common(1)[0][0] for layer, uses in said.items()}

@@ -1,0 +1,1 @@
+"""What `simulate` and `paper ares` share: loads, figures, plots, the search for a capacity."""

@@ -1,0 +1,51 @@
+"""Plots of simulated runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from loadgen.simulation.loads import SimLoad
+from quadriga.sim.results import Run, Slo, latencies
+
+
+def write_run_plot(path: Path, run: Run, load: SimLoad, slo: Slo, title: str) -> Path:
+    """Draw one run: step times and their variance, memory, TPOT, migrations."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
+    (steps, memory), (tpots, moves) = axes
+    at_s = np.array([s.at_s for s in run.samples])
+    steps.plot(at_s, [1e3 * s.mean_step_s for s in run.samples], label="mean step, ms")
+    steps.plot(at_s, [s.variance_ms2 for s in run.samples], label="variance, ms²", lw=0.8)
+    steps.set_xlabel("s")
+    steps.legend()
+    memory.plot(at_s, [s.most_used for s in run.samples], label="fullest", lw=0.8)
+    memory.plot(at_s, [s.mean_used for s in run.samples], label="mean")
+    memory.plot(at_s, [s.most_wanted for s in run.samples], label="wanted, with who waits", lw=0.8)
+    memory.axhline(1.0, color="grey", ls=":")
+    memory.set(xlabel="s", ylabel="share of a replica's KV memory")
+    memory.legend()
+    _, tpot = latencies(run, load.arrivals_s, load.output_tokens)
+    values = np.sort(1e3 * tpot[~np.isnan(tpot)])
+    if len(values):
+        tpots.plot(values, np.arange(1, len(values) + 1) / len(values))
+        tpots.set_xscale("log")
+    tpots.axvline(1e3 * slo.tpot_s, color="grey", ls=":", label="SLO")
+    tpots.set(xlabel="TPOT, ms", ylabel="share of requests at or below")
+    tpots.legend()
+    moves.plot(
+        [m.started_s for m in run.migrations], [m.num_tokens for m in run.migrations], ".", ms=3
+    )
+    moves.set(xlabel="s", ylabel="KV tokens of a migration")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"{title} (simulated)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path

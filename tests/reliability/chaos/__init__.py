@@ -1,0 +1,1 @@
+"""Faults injected into a running service, one cell of a matrix after the other."""

@@ -1,0 +1,174 @@
+"""One run of a cell: load, harm, judgement, and the wait until the service is itself again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadgen.load.workload import RequestSpec
+from loadgen.runner import now_s
+from quadriga.observability.metrics import parse_exposition
+from tests.reliability.chaos import fault_injector as blows
+from tests.reliability.chaos.cell_results import CellResult
+from tests.reliability.chaos.fault_matrix import Cell, Moment, Victim
+from tests.reliability.chaos.injection_points import NotReached, Scene, make_deep, reached, victim
+from tests.reliability.cluster.agent_client import OrderFailed
+from tests.reliability.cluster.stages import Rig
+from tests.reliability.load.streams import Answer, Clients
+
+RESTORED_TIMEOUT_S = 90.0
+HELD = (
+    "quadriga_running_sequences",
+    "quadriga_waiting_sequences",
+    "quadriga_kv_reserved_tokens",
+    "quadriga_kv_used_tokens",
+    "quadriga_ingress_open_requests",
+)
+MAX_WAVES = 8
+"""How often the streams are sent for one part in twenty to be met."""
+MAX_ATTEMPTS = 4
+"""How often a cell is run for one stream to be without its first token when it is struck."""
+MOVABLE = (Victim.SCHEDULER, Victim.CONTROLLER, Victim.INGRESS)
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """What all runs of a stage's cells have in common.
+
+    Attributes:
+        specs: The streams that are under way when a process is harmed.
+        reference: Their token ids when nothing is.
+        whole: Processes of each kind that the service has.
+    """
+
+    rig: Rig
+    clients: Clients
+    specs: Sequence[RequestSpec]
+    reference: Sequence[list[int]]
+    rng: random.Random
+    whole: Counter[str]
+
+    async def run(self, result: CellResult) -> None:
+        """Send all streams, harm one process, judge; returns when the service is whole again.
+
+        A blow before the first token that came after the last stream's is judged, and struck again.
+        """
+        for _ in range(MAX_ATTEMPTS):
+            waited, missed = result.waiting, len(result.not_struck)
+            failures = len(result.not_restored)
+            await self._run_once(result)
+            if len(result.not_struck) > missed:
+                return
+            is_met = result.cell.moment is not Moment.BEFORE_FIRST_TOKEN or result.waiting > waited
+            if is_met or len(result.not_restored) > failures:
+                result.done += 1
+                return
+        result.not_struck.append("every stream had its first token by then")
+
+    async def _run_once(self, result: CellResult) -> None:
+        trouble = await self._until_whole()
+        if trouble:  # an earlier cell was felt late
+            result.not_struck.append(trouble)
+            return
+        try:
+            await self._struck(result)
+        except (NotReached, OrderFailed) as exc:
+            result.not_struck.append(str(exc))
+        trouble = await self._until_whole()
+        if not trouble and result.cell.moment is Moment.RESIZE:
+            trouble = await make_deep(self.rig)
+        if trouble:
+            result.not_restored.append(trouble)
+
+    async def _struck(self, result: CellResult) -> None:
+        rig, cell = self.rig, result.cell
+        sending: asyncio.Task[list[Answer]] | None = None
+        blow: blows.Blow | None = None
+        try:
+            if rig.nodes is not None and cell.victim in MOVABLE:
+                # The loss of the head is the loss of the cluster.
+                other = rig.nodes.cluster.nodes[0].address
+                await rig.orders.order("scatter", cell.victim.value, other)
+                await self._until_whole()
+            early = await blows.prepare(rig, cell, self.rng)
+            if cell.moment is Moment.BEFORE_FIRST_TOKEN:  # no time is to be lost by looking then
+                early = early or await victim(rig, cell, Scene(), self.rng)
+            if not cell.is_struck_first:
+                sending = self._send(cell)
+            async with reached(rig, cell, self.rng, result.runs) as scene:
+                struck = early or await victim(rig, cell, scene, self.rng)
+                blow = await blows.strike(rig, cell, struck, scene, self.rng)
+                sending = sending or self._send(cell)
+                scene.let_go()
+                answers = await sending
+                most = MAX_WAVES * len(self.specs)
+                while await blows.has_met_nothing(rig, blow) and len(answers) < most:
+                    sending = self._send(cell)
+                    await blows.again(rig, blow, scene)
+                    answers += await sending
+                result.add(answers, self.reference, struck_s=blow.struck_s)
+                await blows.until_it_may_wake(rig, blow)
+        except (NotReached, OrderFailed):
+            if sending is not None:
+                await sending
+            raise
+        finally:
+            if blow is not None:
+                await _undo(rig, blow, result)
+
+    def _send(self, cell: Cell) -> asyncio.Task[list[Answer]]:
+        is_resumed = cell.victim is Victim.INGRESS or self.rig.nodes is not None
+        return asyncio.create_task(self.clients.send_all(self.specs, is_resumed=is_resumed))
+
+    async def _until_whole(self) -> str:
+        """Wait for as many processes as before, a healthy service, and nothing held anywhere.
+
+        Returns:
+            What is wrong after `RESTORED_TIMEOUT_S`; empty when all is well.
+        """
+        give_up_s = now_s() + RESTORED_TIMEOUT_S
+        while True:
+            trouble = await self._trouble()
+            if not trouble or now_s() > give_up_s:
+                return trouble
+            await asyncio.sleep(0.25)
+
+    async def _trouble(self) -> str:
+        now = self.rig.census()
+        if now != self.whole:
+            return f"processes are {dict(now)}, were {dict(self.whole)}"
+        http = self.clients.http
+        try:
+            status, _ = await http.fetch("GET", "/health")
+            if status != 200:
+                return f"/health says {status}"
+            status, page = await http.fetch_text("/metrics")
+            if status != 200:
+                return f"/metrics says {status}"
+        except ConnectionError as exc:
+            return f"the front door does not answer: {exc}"
+        values = parse_exposition(page)
+        ready = sum(1 for key in values if key.startswith("quadriga_slots{"))
+        if ready != self.whole[Victim.PREFILL] + self.whole[Victim.DECODE]:
+            return f"{ready} replicas report"
+        held = {k: v for k, v in values.items() if v and k.split("{")[0] in HELD}
+        if held:
+            return f"still held: {held}"
+        try:
+            state = await self.rig.orders.order("status")
+        except OrderFailed as exc:
+            return f"the controller does not answer: {exc}"
+        return "" if state["is_ready"] else f"the controller says: {state['replicas']}"
+
+
+async def _undo(rig: Rig, blow: blows.Blow, result: CellResult) -> None:
+    try:
+        missed = await blows.undo(rig, blow)
+    except (OrderFailed, RuntimeError) as exc:
+        result.not_restored.append(f"not undone: {exc}")
+        return
+    if missed:
+        result.not_struck.append(missed)

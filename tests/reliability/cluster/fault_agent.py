@@ -1,0 +1,246 @@
+"""A process inside the cluster that injects faults there: `python -m …fault_agent ADDRESS`.
+
+It is a driver of the service's Ray cluster and stands where that is, in whichever network and
+process namespaces. One order a line comes in, as JSON with a number; one answer a line goes out,
+with the same number and `value` or `error`. Orders are worked on side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from actors.rpc.lifecycle import controller_name, parse_replica_name, scheduler_name
+from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor, get_actor, remember_handle
+from quadriga.core.replica import DepthClass, Role
+from tests.reliability.cluster import actor_patches as inside
+from tests.reliability.cluster.driver import APP, ClusterHand
+
+CALL_TIMEOUT_S = 5.0
+ORDER_TIMEOUT_S = 60.0
+INGRESS_PREFIX = "SERVE_REPLICA::"
+INGRESS_NAMESPACE = "serve"
+MOVE_TRIES = 12
+MOVE_TIMEOUT_S = 15.0
+
+
+class Hand:
+    """The orders, by the names of the methods; see the module."""
+
+    def __init__(self) -> None:
+        self._cluster = ClusterHand(os.getpid())
+
+    async def actors(self) -> list[dict[str, Any]]:
+        """Processes that can be victims: kind, name, pid (here), address of the node."""
+        import ray._private.state as state
+
+        found = []
+        for actor in (await asyncio.to_thread(state.actors)).values():
+            kind = kind_of(actor["Name"])
+            if actor["State"] == "ALIVE" and kind is not None:
+                found.append(
+                    {
+                        "kind": kind,
+                        "name": actor["Name"],
+                        "pid": int(actor["Pid"]),
+                        "node": actor["Address"]["IPAddress"],
+                    }
+                )
+        return found
+
+    async def signal(self, pid: int, number: int) -> bool:
+        """Send a signal to a process; False when it is gone."""
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    async def is_member(self, address: str) -> bool:
+        """Whether Ray counts the node of an address as alive."""
+        import ray
+
+        nodes = await asyncio.to_thread(ray.nodes)
+        return any(n["Alive"] and n["NodeManagerAddress"] == address for n in nodes)
+
+    async def lives(self, pid: int) -> bool:
+        """Whether a process is there."""
+        return await self.signal(pid, 0)
+
+    async def do(self, actor: str, what: str, *args: Any) -> Any:
+        """Call a function of `inside` in an actor's process."""
+        function: Callable[..., Any] = getattr(inside, what)
+        handle = await self._handle(actor)
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            return await handle.__ray_call__.remote(function, *args)
+
+    async def unlimit(self, pid: int) -> None:
+        """Let a process have memory again, whether or not it can be asked to."""
+        with contextlib.suppress(ProcessLookupError):
+            _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
+            resource.prlimit(pid, resource.RLIMIT_AS, (hard, hard))
+
+    async def running(self, replica: str) -> list[tuple[str, int]]:
+        """Sequences that a decode replica runs, with their output tokens."""
+        handle = await self._handle(replica)
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            found: list[tuple[str, int]] = await handle.on_engine.remote(_running)
+        return found
+
+    async def serving(self, role: str) -> list[str]:
+        """Names of the ready replicas of a role that are no scouts, by their places."""
+        status = await self._cluster.status()
+        scouts = await self._scouts()
+        names = [
+            r["name"] for r in status["replicas"] if r["role"] == role and r["phase"] == "ready"
+        ]
+        return sorted(n for n in names if _place(n) not in scouts)
+
+    async def status(self) -> dict[str, Any]:
+        """Desired and actual replicas, from the controller."""
+        return await self._cluster.status()
+
+    async def migrate(self, sequence_id: str, source: str, destination: str) -> str:
+        """Move a sequence; returns what came of it."""
+        report = await self._cluster.migrate(sequence_id, source, destination)
+        return f"{report.outcome} {report.reason}".strip()
+
+    async def depth(self, replica: str) -> int:
+        """Layers that a replica holds."""
+        return (await self._cluster.depth_class(replica)).depth
+
+    async def resize(self, replica: str, depth: int) -> str:
+        """Change a replica's depth; returns what came of it."""
+        report = await self._cluster.resize(replica, depth)
+        return f"{report.outcome} {report.reason}".strip()
+
+    async def switch(self, role: str, ordinal: int, model: str | None, depth: int) -> None:
+        """Let a place of the fleet hold another model; None: what it held at first."""
+        handle = await self._handle(controller_name(APP))
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            await handle.__ray_call__.remote(_switch, role, ordinal, model, depth)
+
+    async def scatter(self, kind: str, address: str) -> None:
+        """Have actors of a kind start anew until one is not on the node of an address.
+
+        Raises:
+            RuntimeError: It does not go away from there.
+        """
+        for _ in range(MOVE_TRIES):
+            found = await self._until_there(kind)
+            if any(actor["node"] != address for actor in found):
+                return
+            os.kill(found[0]["pid"], signal.SIGKILL)
+            await self._until_gone(found[0]["pid"])
+        raise RuntimeError(f"the {kind} is always placed on the head")
+
+    async def _until_there(self, kind: str) -> list[dict[str, Any]]:
+        async with asyncio.timeout(MOVE_TIMEOUT_S):
+            while True:
+                found = [a for a in await self.actors() if a["kind"] == kind]
+                if found:
+                    return found
+                await asyncio.sleep(0.1)
+
+    async def _until_gone(self, pid: int) -> None:
+        async with asyncio.timeout(MOVE_TIMEOUT_S):
+            while any(a["pid"] == pid for a in await self.actors()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def _scouts(self) -> set[str]:
+        history = await call(controller_name(APP), "history", timeout_s=CALL_TIMEOUT_S)
+        places = history["places"] if history is not None else {}
+        return {name for name, place in places.items() if place["is_scout"]}
+
+    async def _handle(self, name: str) -> Any:
+        if name.startswith(INGRESS_PREFIX):
+            import ray
+
+            handle = await asyncio.to_thread(ray.get_actor, name, namespace=INGRESS_NAMESPACE)
+            remember_handle(name, handle)
+            return handle
+        forget_actor(name)  # it may be another one by now
+        return await asyncio.to_thread(get_actor, name)
+
+
+def kind_of(name: str) -> str | None:
+    """Which kind of victim an actor of this name is; None for any other."""
+    if name.startswith(INGRESS_PREFIX):
+        return "ingress"
+    place = parse_replica_name(APP, name)
+    if place is not None:
+        return place[0].value
+    return {scheduler_name(APP): "scheduler", controller_name(APP): "controller"}.get(name)
+
+
+def _place(name: str) -> str:
+    place = parse_replica_name(APP, name)
+    assert place is not None
+    return f"{place[0].value}:{place[1]}"
+
+
+def _running(core: Any) -> list[tuple[str, int]]:
+    """On the replica's engine thread."""
+    return [(state.sequence_id, len(state.output_ids)) for state in core.loop.running]
+
+
+def _switch(controller: Any, role: str, ordinal: int, model: str | None, depth: int) -> None:
+    """In the controller: what HELIOS does where it orders a switch."""
+    key = (Role(role), ordinal)
+    book = controller._helios.book
+    book.held[key] = book.base[key] if model is None else DepthClass(model, depth)
+    controller._wake.set()
+
+
+async def serve(address: str) -> None:
+    """Join the cluster and work until the input ends."""
+    import ray
+
+    await asyncio.to_thread(
+        ray.init,
+        address=address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    hand = Hand()
+    tasks: set[asyncio.Task[None]] = set()
+    answer(0, "value", "ready")
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = json.loads(line)
+        task = loop.create_task(_carry_out(hand, order))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    for task in tasks:
+        task.cancel()
+    await asyncio.to_thread(ray.shutdown)
+
+
+async def _carry_out(hand: Hand, order: dict[str, Any]) -> None:
+    number = order["number"]
+    try:
+        async with asyncio.timeout(ORDER_TIMEOUT_S):
+            value = await getattr(hand, order["verb"])(*order["args"])
+    except Exception as exc:  # the border: whoever gave the order decides what it means
+        answer(number, "error", f"{order['verb']}: {type(exc).__name__} {str(exc)[:500]}")
+    else:
+        answer(number, "value", value)
+
+
+def answer(number: int, kind: str, value: Any) -> None:
+    """Write one line."""
+    sys.stdout.write(json.dumps({"number": number, kind: value}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))

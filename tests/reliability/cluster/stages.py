@@ -1,0 +1,185 @@
+"""The services that are broken, each with a hand inside its cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loadgen.bench.cluster.process_cpu import service_processes
+from loadgen.bench.cluster.service import Service, started_service
+from quadriga.errors import ConfigError
+from tests.reliability.chaos.fault_matrix import Stage, Victim
+from tests.reliability.cluster.agent_client import OrderFailed, Orders, hand_in
+from tests.reliability.cluster.driver import gcs_address
+
+if TYPE_CHECKING:
+    from deploy.node_faults import NodeFaults
+
+SETTINGS = {
+    "deterministic": "true",
+    "decode.rebatching": "drex",
+    "decode.pace": "steady-15ms",
+    "prefill_replicas": "2",
+    "decode_replicas": "2",
+    "ingress.replicas": "2",
+    "engine.resources_cpus": "0.05",
+    "lifecycle.heartbeat_interval_s": "0.5",
+    "transport.deadline_s": "5",
+    "transport.lease_s": "4",
+}
+CHOOSING = {
+    "helios.enabled": "true",
+    # The scouts wait for profiles that nobody asks for: no orders come but those of the cells.
+    "engine.max_model_len": "512",
+    "lifecycle.drain_timeout_s": "20",
+}
+NODES = {"engine.resources_cpus": "1", "transport.kind": "gloo"}
+NODE_DISK_BYTES = 256 << 20
+LOCAL = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+# A node that is cut off is found in seconds, not in a minute.
+WATCHFUL = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "4",
+}
+COUNTED = (Victim.PREFILL, Victim.DECODE, Victim.INGRESS, Victim.SCHEDULER, Victim.CONTROLLER)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One that can be a victim.
+
+    Attributes:
+        pid: As the hand sees it.
+        node: Address of where it runs.
+    """
+
+    kind: str
+    name: str
+    pid: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A service under test.
+
+    Attributes:
+        nodes: Of the cluster of namespaces, where there is one.
+    """
+
+    stage: Stage
+    service: Service
+    orders: Orders
+    nodes: NodeFaults | None = None
+
+    @property
+    def is_choosing(self) -> bool:
+        return self.stage in (Stage.CHOOSING, Stage.CHOOSING_NODES)
+
+    def census(self) -> Counter[str]:
+        """How many processes of each kind there are, known to anybody or not."""
+        assert self.service.pid is not None
+        found = service_processes(self.service.pid)
+        return Counter({kind.value: len(found.get(kind.value, ())) for kind in COUNTED})
+
+    async def all_processes(self) -> list[Process]:
+        """Those that can be victims and Ray knows. Raises: OrderFailed."""
+        return [Process(**actor) for actor in await self.orders.order("actors")]
+
+    async def processes(self, kind: str) -> list[Process]:
+        """Those of a kind. Raises: OrderFailed."""
+        found = await self.all_processes()
+        return sorted((p for p in found if p.kind == kind), key=lambda p: p.name)
+
+    async def process(self, name: str) -> Process:
+        """Raises: OrderFailed: There is none of this name."""
+        for actor in await self.orders.order("actors"):
+            if actor["name"] == name:
+                return Process(**actor)
+        raise OrderFailed(f"there is no {name}")
+
+    def node_of(self, address: str) -> str:
+        """Name of the node with an address."""
+        assert self.nodes is not None
+        return next(n.name for n in self.nodes.cluster.nodes if n.address == address)
+
+    async def on_nodes(self, verb: str, *args: Any, **options: Any) -> Any:
+        """Call a method of `NodeFaults`, beside the event loop."""
+        assert self.nodes is not None
+        return await asyncio.to_thread(getattr(self.nodes, verb), *args, **options)
+
+
+@asynccontextmanager
+async def started_rig(
+    stage: Stage, model: str, settings: Sequence[str], folder: Path
+) -> AsyncIterator[Rig]:
+    """Start the service of a stage, and end it with the block.
+
+    Raises:
+        ConfigError: It does not start here.
+    """
+    given = dict(setting.partition("=")[::2] for setting in settings)
+    merged = SETTINGS | {"model": model}
+    if stage in (Stage.CHOOSING, Stage.CHOOSING_NODES):
+        merged |= CHOOSING
+    log = folder / f"{stage.name.lower()}.log"
+    hand_log = folder / f"{stage.name.lower()}-hand.log"
+    if stage in (Stage.NODES, Stage.CHOOSING_NODES):
+        rig = _on_nodes(stage, merged | NODES | given, hand_log)
+    else:
+        rig = _local(stage, merged | given, log, hand_log)
+    async with rig as found:
+        yield found
+
+
+@asynccontextmanager
+async def _local(
+    stage: Stage, settings: dict[str, str], log: Path, hand_log: Path
+) -> AsyncIterator[Rig]:
+    words = [f"{key}={value}" for key, value in settings.items()]
+    context = started_service(words, log=log)
+    service = await asyncio.to_thread(context.__enter__)
+    try:
+        assert service.pid is not None
+        address = await asyncio.to_thread(gcs_address, service.pid)
+        async with hand_in(address, log=hand_log, environment=LOCAL) as orders:
+            yield Rig(stage, service, orders)
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+@asynccontextmanager
+async def _on_nodes(stage: Stage, settings: dict[str, str], hand_log: Path) -> AsyncIterator[Rig]:
+    from deploy.multinode import MultiNode
+    from deploy.node_faults import NodeFaults
+
+    spare = 1 if stage is Stage.CHOOSING_NODES else 0  # for the scouts
+    cluster = MultiNode(
+        num_prefill=int(settings["prefill_replicas"]) + spare,
+        num_decode=int(settings["decode_replicas"]) + spare,
+        config=settings,
+        environment=WATCHFUL,
+        disk_bytes=NODE_DISK_BYTES,
+    )
+    try:
+        try:
+            await asyncio.to_thread(cluster.__enter__)
+        except RuntimeError as exc:
+            raise ConfigError(f"nodes in namespaces: {exc}") from exc
+        service = Service(cluster.url, cluster.grpc, cluster.api_key, cluster.pid)
+        async with hand_in(
+            cluster.gcs_address,
+            log=hand_log,
+            prefix=cluster.on_head(),
+            environment=cluster.environment,
+        ) as orders:
+            yield Rig(stage, service, orders, NodeFaults(cluster))
+    finally:
+        await asyncio.to_thread(cluster.stop)

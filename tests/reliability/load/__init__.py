@@ -1,0 +1,1 @@
+"""Clients that send streams while faults are injected, and what they received."""

@@ -1,0 +1,143 @@
+"""What a soak does to the service while it serves: moves, resizes, kills, at random times."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from quadriga.errors import QuadrigaError
+from tests.reliability.cluster.driver import REPLICAS, ClusterHand
+from tests.reliability.load.mixed_load import MixedLoad
+
+WEIGHTS = {"migrate": 16.0, "resize": 1.5, "kill": 1.0}
+MOVES = {"migrate": 1.0}
+VICTIMS = ("decode", "prefill", "scheduler", "controller")
+READY_TIMEOUT_S = 120.0
+AFTER_KILL_S = 8.0
+"""Nothing is harmed for a while after a death: failures faster than service are not promised."""
+REBUILD_S = 15.0
+RESIZE_KEEPS_S = 0.5
+
+
+class Harm:
+    """Harms one thing after the other, until it is cancelled; then call `settle`.
+
+    Of each kind of replica the first is never killed, so that one process of each lives through
+    the whole run and shows its memory.
+
+    Args:
+        every_s: Mean pause.
+        note: Called with the name of what was done.
+        weights: How often each kind of harm is done.
+
+    Attributes:
+        done: How often each succeeded.
+        failures: What should not have happened.
+    """
+
+    def __init__(
+        self,
+        hand: ClusterHand,
+        load: MixedLoad,
+        rng: random.Random,
+        *,
+        every_s: float,
+        note: Callable[[str], None] = lambda what: None,
+        weights: Mapping[str, float] = WEIGHTS,
+    ) -> None:
+        self._hand = hand
+        self._load = load
+        self._rng = rng
+        self._every_s = every_s
+        self._note = note
+        self._weights = weights
+        self._restore: tuple[str, int] | None = None
+        self._spared: set[int] = set()
+        self.done: Counter[str] = Counter()
+        self.tried: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    async def run(self) -> None:
+        """Harm, for ever."""
+        for kind in REPLICAS:
+            self._spared.add(min(self._hand.pids(kind)))
+        while True:
+            await asyncio.sleep(self._rng.expovariate(1.0 / self._every_s))
+            what = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
+            self.tried[what] += 1
+            try:
+                if await getattr(self, f"_{what}")():
+                    self.done[what] += 1
+                    self._note(what)
+            except (QuadrigaError, TimeoutError):
+                pass  # whom it was about died meanwhile; the next is another's
+
+    async def settle(self) -> None:
+        """Give the last replica its layers back, and wait until all desired ones are ready."""
+        trouble = await self._hand.until_ready(READY_TIMEOUT_S)
+        if trouble:
+            self.failures.append(f"the service is not whole again: {trouble}")
+        if self._restore is not None:
+            replica, depth = self._restore
+            with contextlib.suppress(QuadrigaError):  # it died: its successor has all layers
+                await self._hand.resize(replica, depth)
+            self._restore = None
+
+    def never_done(self) -> list[str]:
+        """What was tried several times, and never succeeded."""
+        return [what for what, count in self.tried.items() if count > 3 and not self.done[what]]
+
+    async def _migrate(self) -> bool:
+        replicas = await self._hand.replicas("decode")
+        if not replicas:
+            return False
+        classes = {name: await self._hand.depth_class(name) for name in replicas}
+        source = self._rng.choice(replicas)
+        others = [n for n in replicas if n != source and classes[n] == classes[source]]
+        running = await self._hand.running(source)
+        if not others or not running:
+            return False
+        report = await self._hand.migrate(
+            self._rng.choice(running), source, self._rng.choice(others)
+        )
+        self.done[f"move {report.outcome}"] += 1
+        return report.outcome == "moved"
+
+    async def _resize(self) -> bool:
+        """Take layers from a decode replica, and give them back a little later."""
+        replicas = await self._hand.replicas("decode")
+        if not replicas:
+            return False
+        replica = self._rng.choice(replicas)
+        full = (await self._hand.depth_class(replica)).depth
+        self._load.excuse(READY_TIMEOUT_S)
+        self._restore = (replica, full)
+        try:
+            dropped = await self._hand.resize(replica, max(1, full // 2))
+            await asyncio.sleep(self._rng.uniform(0.0, RESIZE_KEEPS_S))
+            back = await self._hand.resize(replica, full)
+            if back.depth != full:
+                self.failures.append(f"a replica did not get its layers back: {back}")
+            return dropped.depth != full
+        finally:
+            self._restore = None
+            self._load.excuse_until_now()
+
+    async def _kill(self) -> bool:
+        kind = self._rng.choice(VICTIMS)
+        pids = [pid for pid in self._hand.pids(kind) if pid not in self._spared]
+        if not pids:
+            return False
+        os.kill(self._rng.choice(pids), signal.SIGKILL)
+        self.done[f"kill {kind}"] += 1
+        await asyncio.sleep(AFTER_KILL_S)
+        trouble = await self._hand.until_ready(READY_TIMEOUT_S)
+        if trouble:
+            self.failures.append(f"no successor of a {kind} that was killed: {trouble}")
+        await asyncio.sleep(self._rng.uniform(0.0, REBUILD_S))
+        return True

@@ -1,0 +1,299 @@
+"""`python -m loadgen soak`: random load and random harm for an hour; then all must be as before.
+
+Patient, impatient and slow clients over both doors; running sequences are moved, depths changed,
+processes killed. Every answer passes the strict checker and equals the undisturbed run's. Then
+the load stops, and blocks, slots, leases, actors, processes, file descriptors and memory must be
+back at their base line; a line fitted to each process's memory must not rise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.bench.cluster.service import Service, started_service
+from loadgen.options import add_setting_argument, check_service, number, whole
+from loadgen.report import provenance
+from loadgen.report.output import add_out_argument
+from loadgen.runner import now_s
+from loadgen.target import find_target
+from tests.reliability.cluster.baseline import BaseLine, take, trouble_with
+from tests.reliability.cluster.driver import ClusterHand, hand_on
+from tests.reliability.cluster.process_resources import Series, Slope, holding
+from tests.reliability.load.mixed_load import MixedLoad
+from tests.reliability.load.random_faults import MOVES, Harm
+from tests.reliability.load.streams import clients_of, make_streams
+
+WIDTH = 120
+SETTINGS = (
+    "deterministic=true",
+    "decode.rebatching=drex",
+    "decode.pace=steady-15ms",
+    "prefill_replicas=2",
+    "decode_replicas=3",
+    "engine.compile=wait",
+    "engine.max_model_len=512",
+    "engine.resources_cpus=0.05",
+    "lifecycle.heartbeat_interval_s=0.5",
+)
+NUM_SPECS = 16
+READY_TIMEOUT_S = 90.0
+CALM_S = 3.0
+"""Without load before the base line is taken, and at least before it is compared."""
+WARM_UP_EVERY_S = 0.2
+SETTLING_SHARE = 0.5
+"""Of a process's time is left out of its line: caches still fill, allocators find their size."""
+SETTLING_S = 300.0
+"""And no less than this of those that were started on the way, which fill up from nothing."""
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `soak`."""
+    parser.add_argument(
+        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
+    )
+    parser.add_argument("--minutes", type=number(0), default=60.0, help="of load and harm")
+    parser.add_argument(
+        "--warm-up-s", type=number(0), default=30.0, help="load before the base line"
+    )
+    parser.add_argument("--places", type=whole(1), default=10, help="clients at once")
+    parser.add_argument("--max-tokens", type=whole(2), default=120, help="of each stream")
+    parser.add_argument("--every-s", type=number(0), default=2.0, help="mean time between harms")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
+    parser.add_argument(
+        "--max-slope", type=number(0), default=20.0, help="MiB an hour that a process may grow"
+    )
+    add_setting_argument(parser)
+    add_out_argument(parser, "results/soak")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; 0 when every answer was right and everything is back at its base line."""
+    check_service(args.model, args.set)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="quadriga-soak-") as folder:
+        settings = [f"model={args.model}", *SETTINGS, *args.set]
+        with started_service(settings, log=Path(folder) / "service.log") as service:
+            soak = Soak(args, service, console)
+            asyncio.run(soak.run())
+    args.out.mkdir(parents=True, exist_ok=True)
+    plot = args.out / "memory.png"
+    soak.plot(plot)
+    console.print(soak.table())
+    console.print(f"plot: {plot}")
+    line = soak.summary() | {"seconds": round(time.monotonic() - began_s, 1)}
+    print(json.dumps(line))
+    return 0 if not soak.failures() else 1
+
+
+class Soak:
+    """One run."""
+
+    def __init__(self, args: argparse.Namespace, service: Service, console: Console) -> None:
+        self._args = args
+        self._service = service
+        self._console = console
+        self._series: dict[int, Series] = {}
+        self._harms: list[tuple[float, str]] = []
+        self._slopes: dict[int, Slope] = {}
+        self._troubles: list[str] = []
+        self._load: MixedLoad | None = None
+        self._harm: Harm | None = None
+
+    async def run(self) -> None:
+        """Warm up, take the base line, soak, compare."""
+        args = self._args
+        specs = make_streams(NUM_SPECS, max_tokens=args.max_tokens, seed=args.seed)
+        async with clients_of(self._service) as clients, hand_on(self._service) as hand:
+            target = await find_target(clients.http, None)
+            reference = await clients.reference(specs)
+
+            def load(seed: int) -> MixedLoad:
+                return MixedLoad(
+                    self._service, clients, target, specs, reference, places=args.places, seed=seed
+                )
+
+            await self._warm_up(hand, load(args.seed))
+            trouble = await hand.until_ready(READY_TIMEOUT_S)
+            await asyncio.sleep(CALM_S)
+            before = await take(hand, clients.http)
+            if trouble or before.held:
+                self._troubles.append(f"no base line: {trouble or before.held}")
+                return
+            self._say(f"base line: {before}")
+            self._load = load(args.seed + 1)
+            self._harm = Harm(
+                hand, self._load, random.Random(args.seed), every_s=args.every_s, note=self._note
+            )
+            sampling = asyncio.create_task(self._sample(hand))
+            harming = asyncio.create_task(self._harm.run())
+            try:
+                await self._drive(self._load, 60.0 * args.minutes)
+            finally:
+                harming.cancel()
+                (end,) = await asyncio.gather(harming, return_exceptions=True)
+                if not isinstance(end, asyncio.CancelledError):
+                    self._troubles.append(f"the harm ended by itself: {end!r}")
+                await self._harm.settle()
+                sampling.cancel()
+                await asyncio.gather(sampling, return_exceptions=True)
+            await self._compare(hand, before, clients.http)
+
+    async def _warm_up(self, hand: ClusterHand, load: MixedLoad) -> None:
+        """Load and moves, so that what is made once is there: kernels, buffers, channels."""
+        rng = random.Random(self._args.seed)
+        moving = asyncio.create_task(
+            Harm(hand, load, rng, every_s=WARM_UP_EVERY_S, weights=MOVES).run()
+        )
+        try:
+            await self._drive(load, self._args.warm_up_s)
+        finally:
+            moving.cancel()
+            await asyncio.gather(moving, return_exceptions=True)
+
+    async def _drive(self, load: MixedLoad, seconds: float) -> None:
+        running = asyncio.create_task(load.run())
+        await asyncio.wait([running], timeout=seconds)
+        load.stop()
+        await running
+
+    async def _sample(self, hand: ClusterHand) -> None:
+        """Note every process's memory, for ever."""
+        pause_s = max(0.25, min(5.0, self._args.minutes / 4))
+        while True:
+            for pid, kind in hand.pids(
+                "prefill", "decode", "ingress", "scheduler", "controller"
+            ).items():
+                if (held := holding(pid)) is not None:
+                    self._series.setdefault(pid, Series(kind)).add(now_s(), held)
+            await asyncio.sleep(pause_s)
+
+    async def _compare(self, hand: ClusterHand, before: BaseLine, http: object) -> None:
+        """Wait until everything is as it was, and fit the lines."""
+        give_up_s = now_s() + READY_TIMEOUT_S
+        while True:
+            await asyncio.sleep(CALM_S)
+            after = await take(hand, http)  # type: ignore[arg-type]
+            troubles = trouble_with(before, after)
+            if not troubles or now_s() > give_up_s:
+                break
+        self._troubles += troubles
+        self._say(f"afterwards: {after}")
+        for pid, series in self._series.items():
+            settling_s = min(SETTLING_S, SETTLING_SHARE * 60.0 * self._args.minutes)
+            fitted = series.memory_slope(SETTLING_SHARE, settling_s)
+            if fitted is None:
+                continue
+            self._slopes[pid] = fitted
+            if fitted.is_leak(self._args.max_slope * MIB):
+                self._troubles.append(
+                    f"{series.kind} {pid} grows by {fitted.per_h / MIB:.0f} MiB an hour"
+                )
+
+    def failures(self) -> list[str]:
+        """All that went wrong; empty: the run passed."""
+        found = list(self._troubles)
+        if self._load is None or not self._load.tally.is_ok:
+            found.append("answers failed" if self._load is not None else "the run did not begin")
+        if self._harm is not None:
+            found += self._harm.failures
+            found += [f"no {kind} succeeded" for kind in self._harm.never_done()]
+        return found
+
+    def table(self) -> Table:
+        """Memory by process: first and last, and the line's slope."""
+        made = Table(
+            "process", "kind", "seconds", "files", "first MiB", "last MiB", "MiB an hour", "±"
+        )
+        for pid, series in sorted(self._series.items(), key=lambda item: item[1].kind):
+            fitted = self._slopes.get(pid)
+            if fitted is None:
+                continue
+            made.add_row(
+                str(pid),
+                series.kind,
+                f"{series.times_s[-1] - series.times_s[0]:.0f}",
+                f"{series.num_fds[0]} → {series.num_fds[-1]}",
+                f"{series.own_bytes[0] / MIB:.1f}",
+                f"{series.own_bytes[-1] / MIB:.1f}",
+                f"{fitted.per_h / MIB:.1f}",
+                f"{fitted.error / MIB:.1f}",
+            )
+        return made
+
+    def plot(self, path: Path) -> None:
+        """Draw the memory of every process, with the harms as ticks."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        axes = figure.subplots()
+        kinds = sorted({series.kind for series in self._series.values()})
+        start_s = min((s.times_s[0] for s in self._series.values()), default=0.0)
+        for series in self._series.values():
+            minutes = [(t - start_s) / 60.0 for t in series.times_s]
+            colour = f"C{kinds.index(series.kind)}"
+            axes.plot(minutes, [b / MIB for b in series.own_bytes], color=colour, linewidth=1)
+        for index, kind in enumerate(kinds):
+            axes.plot([], [], color=f"C{index}", label=kind)
+        for at_s, what in self._harms:
+            if what == "kill":
+                axes.axvline((at_s - start_s) / 60.0, color="0.8", linewidth=0.6, zorder=0)
+        axes.set(xlabel="minutes (grey: a process is killed)", ylabel="own memory, MiB")
+        axes.set_ylim(bottom=0)
+        if kinds:
+            axes.legend(loc="lower right", fontsize="small")
+        figure.savefig(path, dpi=120)
+
+    def summary(self) -> dict[str, object]:
+        """The last line."""
+        tally = self._load.tally if self._load is not None else None
+        return {
+            "experiment": "soak",
+            "failures": self.failures(),
+            "sent": dict(tally.sent) if tally else {},
+            "ok": tally.ok if tally else 0,
+            "hung_up": tally.hung_up if tally else 0,
+            "failed": tally.failed if tally else 0,
+            "refused": tally.refused if tally else 0,
+            "differing": tally.differing if tally else 0,
+            "rebuilt": tally.rebuilt if tally else 0,
+            "tokens": tally.tokens if tally else 0,
+            "worst_silence_s": round(tally.worst_silence_s, 2) if tally else 0.0,
+            "faults": tally.faults[:5] if tally else [],
+            "harms": dict(self._harm.done) if self._harm else {},
+            "slopes_mib_per_h": {
+                f"{self._series[pid].kind} {pid}": [
+                    round(fitted.per_h / MIB, 1),
+                    round(fitted.error / MIB, 1),
+                ]
+                for pid, fitted in self._slopes.items()
+            },
+            "files": {
+                f"{self._series[pid].kind} {pid}": [
+                    self._series[pid].num_fds[0],
+                    self._series[pid].num_fds[-1],
+                ]
+                for pid in self._slopes
+            },
+            "minutes": self._args.minutes,
+            "seed": self._args.seed,
+            "machine": provenance.machine(),
+            "commit": provenance.commit(),
+        }
+
+    def _note(self, what: str) -> None:
+        self._harms.append((now_s(), what))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False)

@@ -1,0 +1,340 @@
+"""The judges of soak, overload and upgrade: each thing that can be wrong makes a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
+from loadgen.checker import Outcome, Verdict
+from loadgen.checker.judge import Judgement
+from loadgen.checker.verdict import Choice, FaultKind, Write
+from loadgen.runner import Record, now_s
+from loadgen.target import Target
+from loadgen.wire.capture import Capture, Transport
+from loadgen.wire.client_http import parse_url
+from tests.reliability import overload_report as overload
+from tests.reliability import upgrade_report as upgrade
+from tests.reliability.cluster.baseline import BaseLine, trouble_with
+from tests.reliability.cluster.process_resources import Holding, Series, holding, slope
+from tests.reliability.load.mixed_load import Silence, SlowHttpClient, Tally, silences_of
+from tests.reliability.load.streams import Answer, make_streams
+from tests.reliability.overload_report import Found, Phase, Returns, recovered_after_s
+from tests.unit.loadgen.conftest import make_spec
+
+MIB = 1 << 20
+TIMES = [0.5 * i for i in range(240)]
+
+
+@pytest.mark.parametrize(
+    ("per_h", "noise", "is_leak"),
+    [
+        (0.0, 1.0, False),
+        (10.0, 0.0, False),
+        (200.0, 0.1, True),
+        (600.0, 1.0, True),
+        (-600.0, 1.0, False),
+    ],
+)
+def test_slopes(per_h: float, noise: float, is_leak: bool) -> None:
+    rng = random.Random(0)
+    values = [100 * MIB + t / 3600 * per_h * MIB + rng.gauss(0, noise) * MIB for t in TIMES]
+    fitted = slope(TIMES, values)
+    assert fitted is not None
+    assert fitted.per_h / MIB == pytest.approx(per_h, abs=3 * fitted.error / MIB + 1e-6)
+    assert fitted.is_leak(20.0 * MIB) is is_leak
+
+
+def test_a_slope_that_may_be_chance_is_no_leak() -> None:
+    rng = random.Random(1)
+    values = [100 * MIB + 60 * MIB * (rng.random() < 0.5) for _ in TIMES]
+    fitted = slope(TIMES, values)
+    assert fitted is not None
+    assert not fitted.is_leak(20.0 * MIB)
+    assert slope(TIMES[:10], values[:10]) is None
+
+
+def test_a_new_process_may_fill_up_first() -> None:
+    """Seven minutes old, it grew for four of them and stands still since."""
+    young, old = Series("prefill"), Series("prefill")
+    for t in range(0, 430, 5):
+        young.add(float(t), Holding((200 + min(t, 240) // 6) * MIB, {}))
+    for t in range(0, 3600, 5):
+        old.add(float(t), Holding((200 + t // 30) * MIB, {}))
+    settled = young.memory_slope(0.5, 300.0)
+    assert settled is not None and not settled.is_leak(20.0 * MIB)
+    grows = old.memory_slope(0.5, 300.0)
+    assert grows is not None and grows.is_leak(20.0 * MIB)
+    assert young.memory_slope(0.5, 500.0) is None
+
+
+def test_what_a_process_holds() -> None:
+    read_end, write_end = os.pipe()
+    mine = holding(os.getpid())
+    os.close(read_end)
+    os.close(write_end)
+    assert mine is not None
+    assert mine.own_bytes > MIB
+    assert mine.fds["pipe"] >= 2 and mine.num_fds >= 3
+    assert holding(2**22 + 1) is None
+
+
+def base() -> BaseLine:
+    return BaseLine(
+        num_actors=9,
+        processes=Counter(decode=2),
+        by_pid={
+            1: ("decode", Holding(100 * MIB, {"socket": 40})),
+            2: ("decode", Holding(120 * MIB, {"socket": 42})),
+        },
+        is_ready=True,
+    )
+
+
+def changed(**fields: Any) -> BaseLine:
+    return replace(base(), **fields)
+
+
+def test_as_before_is_no_trouble() -> None:
+    assert trouble_with(base(), base()) == []
+    successor = changed(
+        by_pid={1: base().by_pid[1], 7: ("decode", Holding(121 * MIB, {"socket": 44}))}
+    )
+    assert trouble_with(base(), successor) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (changed(is_ready=False), "not all replicas"),
+        (changed(held={"quadriga_kv_used_tokens": 3.0}), "still held"),
+        (changed(open_books=1), "leases"),
+        (changed(num_actors=10), "actors"),
+        (changed(processes=Counter(decode=3)), "processes"),
+        (
+            changed(by_pid={1: ("decode", Holding(100 * MIB, {"socket": 45, "pipe": 2}))}),
+            "47 files open, decodes had 42 (pipe +2, socket +3)",
+        ),
+        (changed(by_pid={1: ("decode", Holding(200 * MIB, {"socket": 40}))}), "MiB"),
+    ],
+)
+def test_each_thing_left_behind_is_named(after: BaseLine, said: str) -> None:
+    (trouble,) = trouble_with(base(), after)
+    assert said in trouble
+
+
+def answer(*faults: FaultKind, tokens: list[int] | None = None) -> Answer:
+    verdict = Verdict(choices=[Choice(token_ids=tokens or [1, 2])])
+    verdict.choices[0].writes = [Write(1.0, 1), Write(1.5, 1)]
+    for kind in faults:
+        verdict.add(kind, "…")
+    spec = make_streams(1, max_tokens=2, seed=0)[0]
+    return Answer(spec, False, Capture(Transport.HTTP, sent_s=0.9), verdict)
+
+
+def test_tallies() -> None:
+    tally = Tally()
+    assert not tally.is_ok, "nothing was asked"
+    tally.note(answer(), [1, 2])
+    tally.note(answer(tokens=[9, 9]), None)
+    assert tally.is_ok
+    assert tally.worst_silence_s == 0.5
+    refused = answer()
+    refused.verdict.outcome = Outcome.REFUSED
+    for bad in (refused, answer(FaultKind.GAP), answer(tokens=[1, 3])):
+        broken = Tally()
+        broken.note(answer(), [1, 2])
+        broken.note(bad, [1, 2])
+        assert not broken.is_ok
+
+
+def test_a_stream_tells_its_wait_and_its_longest_pause() -> None:
+    given = answer()
+    given.verdict.choices[0].writes = [Write(t, 1) for t in (1.4, 1.5, 1.9, 2.0)]
+    wait, pause = silences_of(given)
+    assert (wait.seconds, wait.is_first) == (pytest.approx(0.5), True)
+    assert (pause.began_s, pause.ended_s, pause.is_first) == (1.5, 1.9, False)
+    given.verdict.choices[0].writes = []
+    assert silences_of(given) == []
+
+
+def test_a_slow_reader_gets_everything() -> None:
+    async def read() -> Verdict:
+        async with FakeServer(FakeOptions()) as server:
+            client = SlowHttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            spec = make_spec()
+            capture = await client.prepare(spec, MODEL, "request-1")()
+            assert len(capture.reads) > 3
+            return Judgement(Target(MODEL, 4096))(capture, spec, "request-1")
+
+    assert asyncio.run(read()).outcome is Outcome.OK
+
+
+# Overload
+
+
+def record(index: int, outcome: Outcome, *, ttft_s: float = 0.05, tpot_s: float = 0.02) -> Record:
+    sent_s = 0.1 * index
+    verdict = Verdict(outcome=outcome, retry_after_s=1.0 if outcome is Outcome.REFUSED else None)
+    if outcome is Outcome.OK:
+        first_s = sent_s + ttft_s
+        writes = [Write(first_s, 1), Write(first_s + tpot_s, 1)]
+        verdict.choices = [Choice(token_ids=[1, 2], writes=writes, num_tokens=2)]
+    if outcome is Outcome.FAILED:
+        verdict.add(FaultKind.GAP, "…")
+    spec = make_spec(index=index, extra={"priority": index % 3})
+    return Record(spec, str(index), sent_s, sent_s, sent_s + 1.0, 1, 10, verdict)
+
+
+def found() -> Found:
+    ok = [record(i, Outcome.OK) for i in range(60)]
+    refused = [record(i, Outcome.REFUSED) for i in range(60, 300)]
+    phases = {
+        "capacity": Phase("capacity", None, 10.0, ok, goodput=100.0),
+        "calm": Phase("calm", 5.0, 10.0, ok, goodput=50.0),
+        "overload": Phase("overload", 50.0, 10.0, [*ok, *refused], goodput=95.0),
+        "recovery": Phase("recovery", 5.0, 10.0, ok, goodput=50.0),
+    }
+    returns = [Returns([1, 1, 2], [1.0] * 3, [1.0] * 3) for _ in range(2)]
+    return Found(phases, *returns, 10.0, 1.0, 0.0)
+
+
+def test_a_good_run_passes() -> None:
+    assert overload.judge(found()) == []
+    assert overload.figures(found())["burst"]["let_in_at_first_return"] == 0.667
+    assert overload.table(found()).row_count == 4
+
+
+def slow_first(run: Found) -> None:
+    run.phases["overload"].records[:60] = [record(i, Outcome.OK, ttft_s=0.2) for i in range(60)]
+
+
+def slow_rest(run: Found) -> None:
+    run.phases["overload"].records[:60] = [record(i, Outcome.OK, tpot_s=0.05) for i in range(60)]
+
+
+def slow_humble(run: Found) -> None:
+    run.phases["overload"].records[2:60:3] = [
+        record(i, Outcome.OK, ttft_s=0.2) for i in range(2, 60, 3)
+    ]
+
+
+def starved(run: Found) -> None:
+    run.phases["overload"].records[2:60:3] = [record(i, Outcome.REFUSED) for i in range(2, 60, 3)]
+
+
+def failed(run: Found) -> None:
+    run.phases["overload"].records.append(record(300, Outcome.FAILED))
+
+
+def silent(run: Found) -> None:
+    run.phases["overload"].records[70].verdict.retry_after_s = None
+
+
+def collapsed(run: Found) -> None:
+    run.phases["overload"].goodput = 80.0
+
+
+def not_over(run: Found) -> None:
+    run.phases["overload"].records = run.phases["calm"].records
+
+
+def told_wrong(run: Found) -> None:
+    run.returns.tries = [1, 2, 3]
+
+
+def told_wrong_later(run: Found) -> None:
+    run.overload_returns.tries = [1, 2, 3]
+
+
+def told_too_little(run: Found) -> None:
+    run.overload_returns.needed_s = [1.0, 1.0, 2.0]
+
+
+def never_well(run: Found) -> None:
+    run.recovery_s = None
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (slow_first, "P99 ttft is"),
+        (slow_rest, "P99 tpot is"),
+        (slow_humble, "P99 ttft of priority 2"),
+        (starved, "priority 2: 0.0% let in"),
+        (failed, "requests failed"),
+        (silent, "when to come back"),
+        (collapsed, "goodput 80 of 100"),
+        (not_over, "no overload"),
+        (told_wrong, "burst: Retry-After held for 33%"),
+        (told_wrong_later, "overload: Retry-After held for 33%"),
+        (told_too_little, "overload: it took 1.33 times as long"),
+        (never_well, "did not recover"),
+    ],
+)
+def test_each_promise_can_be_broken(harm: Callable[[Found], None], said: str) -> None:
+    run = found()
+    harm(run)
+    assert any(said in failure for failure in overload.judge(run))
+
+
+def test_recovery_begins_where_nobody_waits_any_more() -> None:
+    calm = found().phases["calm"]
+    slow = [record(i, Outcome.OK, ttft_s=3.0) for i in range(5)]
+    refused = [record(5, Outcome.REFUSED)]
+    well = [record(i, Outcome.OK) for i in range(6, 20)]
+    phase = Phase("recovery", 5.0, 2.0, [*slow, *refused, *well])
+    assert recovered_after_s(calm, phase, ended_s=0.0) == pytest.approx(0.6)
+    assert recovered_after_s(calm, Phase("r", 5.0, 2.0, [*slow, *well[:5]]), 0.0) is None
+
+
+# Upgrade
+
+
+def upgraded() -> upgrade.Found:
+    run = upgrade.Found([upgrade.Round("front", 5.0), upgrade.Round("scale", 7.0)])
+    for tally in (run.tally, run.farewell):
+        tally.note(answer(), [1, 2])
+    run.exit_s = 3.0
+    return run
+
+
+def test_an_upgrade_that_nobody_noticed() -> None:
+    assert upgrade.judge(upgraded(), wanted_rounds=2) == []
+    assert upgrade.table(upgraded()).row_count == 2
+    assert upgrade.figures(upgraded())["answers"] == 1
+
+
+def test_silences_belong_to_the_round_they_fall_into() -> None:
+    run = upgraded()
+    run.rounds = [upgrade.Round("front", 5.0, began_s=10.0), upgrade.Round("front", 5.0, "", 20.0)]
+    run.tally.silences = [Silence(9.0, 12.0, False), Silence(21.0, 22.0, False)]
+    run.tally.silences += [Silence(14.0, 18.0, True), Silence(26.0, 29.0, True)]
+    assert run.silences_s("front", is_first=False) == [3.0, 1.0]
+    assert run.silences_s("front", is_first=True) == [4.0, 0.0]
+    assert run.silences_s("node", is_first=True) == []
+
+
+def test_upgrades_that_were_noticed() -> None:
+    assert upgrade.judge(upgraded(), wanted_rounds=3) == ["1 rounds were not run"]
+    assert upgrade.judge(upgraded(), wanted_rounds=2, wanted_nodes=1) == ["1 nodes did not leave"]
+    run = upgraded()
+    run.no_nodes = "network namespaces need root"
+    assert upgrade.judge(run, wanted_rounds=2, wanted_nodes=1) == []
+    run = upgraded()
+    run.rounds[0].trouble = "an old ingress is still there"
+    assert upgrade.judge(run, wanted_rounds=2) == ["front: an old ingress is still there"]
+    for name in ("tally", "farewell"):
+        run = upgraded()
+        getattr(run, name).note(answer(FaultKind.CONNECTION), None)
+        assert upgrade.judge(run, wanted_rounds=2)
+    run = upgraded()
+    run.exit_s = None
+    assert upgrade.judge(run, wanted_rounds=2) == ["the service did not end after SIGTERM"]
