@@ -18,9 +18,8 @@ from actors.controller.placement_groups import groups_of, living_replicas, remov
 from actors.controller.replica_manager import Key, ReplicaHandle, ReplicaManager, ReplicaPhase
 from actors.controller.rollout import turn_over
 from actors.controller.scheduler_watch import SchedulerWatch
-from actors.metrics.exits_view import exits_view
-from actors.metrics.metrics_page import MetricsPage
-from actors.metrics.replica_manager_metrics import ReplicaManagerMetrics
+from actors.metrics.control_metrics import ControllerMetrics
+from actors.metrics.metrics_page import MetricsPage, exits_view
 from actors.rpc.lifecycle import (
     controller_name,
     end_this_actor,
@@ -63,7 +62,7 @@ class Controller:
         self._clock = SystemClock()
         self._heard_s = self._clock.now_s()
         self._page = MetricsPage(app, self._clock)
-        self._metrics = ReplicaManagerMetrics(app)
+        self._metrics = ControllerMetrics(app)
         self._leader_lease = LeaderLease(app)
         self._scheduler = SchedulerWatch(app, self._clock, self._leader_lease.is_held)
         self._acted_s = self._adopted_s = self._clock.now_s()

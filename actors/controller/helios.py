@@ -50,8 +50,8 @@ from quadriga.policies.helios import (
     RequestStarted,
     Resize,
     TokensServed,
-    history_file,
 )
+from quadriga.policies.helios.history import pack_table
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class HeliosController:
         self._under_way: _UnderWay | None = None
         self._seen: dict[str, _ReplicaSeen] = {}
         self._kept_s = clock.now_s()
-        self._kept = history_file.pack(self._machine.table)
+        self._kept = pack_table(self._machine.table)
         self._is_saving = False
         self._decisions: list[dict[str, Any]] = []
         self._teacher = FullDepthRescorer(app, clock)
@@ -364,7 +364,7 @@ class HeliosController:
         self._is_saving = True
         self._kept_s = self._clock.now_s()
         try:
-            packed = history_file.pack(self._machine.table)
+            packed = pack_table(self._machine.table)
             if packed == self._kept:
                 return
             path = self.setup.config.helios.history_path

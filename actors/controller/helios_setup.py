@@ -16,8 +16,9 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import Hardware, ReplicaSpec, resolve
 from quadriga.core.replica import DepthClass, Role
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import ChosenDevice, Helios, HistoryTable, history_file
-from quadriga.policies.helios.start import Started, start_helios
+from quadriga.policies.helios import ChosenDevice, Helios, HistoryTable
+from quadriga.policies.helios.candidates import Started, start_helios
+from quadriga.policies.helios.history import load_table, save_table, unpack_table
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +142,12 @@ def _specs_at(
 def _load_history(app: str, config: QuadrigaConfig) -> HistoryTable:
     path = config.helios.history_path
     if path is not None:
-        return history_file.load(Path(path).expanduser())
+        return load_table(Path(path).expanduser())
     raw = kept.load(app, "history")
     if raw is None:
         return HistoryTable()
     try:
-        return history_file.unpack(raw)
+        return unpack_table(raw)
     except ConfigError as exc:
         logger.warning("the history that was kept is of no use, and begins anew: %s", exc)
         return HistoryTable()
@@ -154,4 +155,4 @@ def _load_history(app: str, config: QuadrigaConfig) -> HistoryTable:
 
 def save_history_file(path: str, table: HistoryTable) -> None:
     """Replace the file. Raises: OSError."""
-    history_file.save(Path(path).expanduser(), table)
+    save_table(Path(path).expanduser(), table)

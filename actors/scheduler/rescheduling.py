@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from actors.metrics.scheduler_metrics import SchedulerMetrics
+from actors.metrics.control_metrics import SchedulerMetrics
 from actors.rpc.ray_rpc import call
 from actors.rpc.tasks import background
 from quadriga.clock import Clock
@@ -20,8 +20,7 @@ from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.policies.ares.governor import Governor
-from quadriga.policies.ares.recording import RecordedTick, write_tick
-from quadriga.policies.ares.view import replica_view
+from quadriga.policies.ares.recording import RecordedTick, replica_view, write_tick
 
 logger = logging.getLogger(__name__)
 

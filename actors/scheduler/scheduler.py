@@ -24,7 +24,7 @@ from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceReq
 from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.observability.logs import configure_logging
 from quadriga.policies.admission import admit, check_room
-from quadriga.policies.ares.amend import Promised
+from quadriga.policies.ares.forecast import Promised
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest

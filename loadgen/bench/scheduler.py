@@ -25,9 +25,8 @@ from loadgen.options import whole
 from loadgen.report import provenance
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts, horizon_s
-from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.cluster import classify, unpack, weights
 from quadriga.policies.ares.forecast import RUNS, StepCosts, forecast_rows, pack
-from quadriga.policies.ares.roles import classify, weights
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 WARM_UP = 3

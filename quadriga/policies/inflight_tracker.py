@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
-from quadriga.policies.ares.amend import Promised, with_promised
+from quadriga.policies.ares.forecast import Promised, with_promised
 
 UNSEEN_MAX_S = 30.0
 """A sequence that was sent and not reported for this long never arrived. Whoever gives one up says

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from actors.metrics.forecast_metrics import ForecastMetrics
-from actors.metrics.memory_metrics import RelayMetrics
-from actors.metrics.migration_metrics import MigrationMetrics
-from actors.metrics.replica_manager_metrics import ReplicaManagerMetrics
+from actors.metrics.control_metrics import ControllerMetrics, SchedulerMetrics
 from actors.metrics.replica_metrics import ReplicaMetrics
-from actors.metrics.resize_metrics import ResizeMetrics
-from actors.metrics.scheduler_metrics import SchedulerMetrics
+from quadriga.observability.cluster_metrics import ON_FIRST_USE
+from quadriga.observability.metric_table import MetricTable
 from quadriga.observability.metrics import Declared, Registry
 from serve_app.http.server_metrics import HttpServerMetrics
 from serve_app.ops.metrics import VIEW_GAUGES, VIEW_LABELS, IngressMetrics
@@ -26,10 +23,8 @@ HUB_LABEL = "replica"
 def catalogue() -> dict[str, list[Declared]]:
     """Return the metrics by who counts them, labels as on the page."""
     lazy = Registry("decode")
-    ForecastMetrics(lazy)
-    MigrationMetrics(lazy)
-    RelayMetrics(lazy)
-    ResizeMetrics(lazy)
+    for rows in ON_FIRST_USE.values():
+        MetricTable(lazy, rows)
     pushed = {
         "Ingress: what clients experience": IngressMetrics("ingress").registry,
         "HTTP servers: connections, and what never reached the application": (
@@ -38,7 +33,7 @@ def catalogue() -> dict[str, list[Declared]]:
         "Replicas: engine, exits, memory, hand-offs": ReplicaMetrics("replica", "m").registry,
         "Decode replicas: forecasts, migrations, depth, relay batch": lazy,
         "Scheduler: rescheduling": SchedulerMetrics("app").registry,
-        "Controller: the fleet, HELIOS": ReplicaManagerMetrics("app").registry,
+        "Controller: the fleet, HELIOS": ControllerMetrics("app").registry,
     }
     view = [Declared(n, "gauge", text, VIEW_LABELS) for n, text in VIEW_GAUGES.items()]
     return {

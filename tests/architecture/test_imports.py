@@ -16,7 +16,7 @@ PURE = [
     "quadriga.catalogue.files",
     "quadriga.policies.baselines.placement",
     "quadriga.policies.helios",
-    "quadriga.policies.helios.history_file",
+    "quadriga.policies.helios.history",
     "quadriga.policies.scaling",
     "quadriga.config.resolve",
     "quadriga.sim.cluster",

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from quadriga.core.migration import MigrationOrder
 from quadriga.policies.ares import AresSettings
-from quadriga.policies.ares.cluster import ClusterForecast
-from quadriga.policies.ares.roles import relative_work, weights
+from quadriga.policies.ares.cluster import ClusterForecast, relative_work, weights
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
 from quadriga.sim.decode import SimulatedDecodeReplica

@@ -18,7 +18,8 @@ from actors.rpc.lookup import controller_name, forget_actor, get_actor
 from quadriga.config.loader import load_config
 from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
-from quadriga.policies.helios import HistoryTable, RequestFinished, history_file
+from quadriga.policies.helios import HistoryTable, RequestFinished
+from quadriga.policies.helios.history import save_table
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.http.server import HttpServer
 from serve_app.openai.models import ModelDirectory
@@ -199,4 +200,4 @@ def write_history(path: Path, *tpots: tuple[DepthClass, float]) -> None:
         )
         for _ in range(NUM_KNOWN):
             table.add(request)
-    history_file.save(path, table)
+    save_table(path, table)

@@ -16,9 +16,8 @@ import ray
 from actors.rpc.lookup import get_actor, scheduler_name
 from quadriga.config.pacing import STEADY_15MS
 from quadriga.core.migration import MigrationCause
-from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.cluster import relative_work, unpack, weights
 from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
-from quadriga.policies.ares.roles import relative_work, weights
 from tests.ray.apps import App
 from tests.ray.ingress import Ingress, Stream, call
 

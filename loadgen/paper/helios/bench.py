@@ -43,7 +43,7 @@ from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
 from quadriga.policies.helios import ChosenDevice, Helios
-from quadriga.policies.helios.start import start_helios
+from quadriga.policies.helios.candidates import start_helios
 
 PAPER_RULE = 1.0
 """`helios.max_changed_share`: breaches alone count."""

@@ -42,7 +42,7 @@ from loadgen.report.output import add_out_argument
 from quadriga.catalogue.files import require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
 from quadriga.catalogue.records import Measured
-from quadriga.policies.helios.candidates import Slo
+from quadriga.policies.helios.messages import Objective
 
 PARTS = (ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS, LIMITS)
 QUICK_PARTS = (ALONE, FIXED)
@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", nargs="+", choices=PARTS,
                         help="default: all; with --quick one request at a time, and the fixed "
                         "memory")  # fmt: skip
-    parser.add_argument("--slo", nargs="+", choices=get_args(Slo), default=list(get_args(Slo)),
+    objectives = list(get_args(Objective))
+    parser.add_argument("--slo", nargs="+", choices=objectives, default=objectives,
                         help="the first one is the headline's")  # fmt: skip
     parser.add_argument("--requests", type=whole(16), help=f"in the stream; default: {REQUESTS}")
     parser.add_argument("--rounds", type=whole(1), help=f"of each setting; default: {ROUNDS}")

@@ -1,9 +1,8 @@
-"""The rescheduler with all that must be remembered from tick to tick, and its guard rails.
+"""The rescheduler with all that is remembered from tick to tick, and its guard rails.
 
 Fresh snapshots and the time in, orders out: which replicas and sequences are left alone, whether
-predictions are believed, what a transfer costs by what the last ones took. The actor around it
-only sends the orders and brings back the reports.
-"""
+predictions are trusted, what a transfer costs by what the last ones took. The actor around it
+only sends the orders and brings back the reports."""
 
 from __future__ import annotations
 
@@ -13,17 +12,69 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quadriga.config.scheduling import SchedulerConfig
-from quadriga.core.forecast import LengthOutcome
+from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
-from quadriga.policies.ares.amend import with_fixed
 from quadriga.policies.ares.cluster import by_class
-from quadriga.policies.ares.drift import DriftMonitor
-from quadriga.policies.ares.link import ROUND_TRIP_S, LinkMeter
+from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import OrderBook
 from quadriga.policies.ares.recording import RecordedTick
 from quadriga.policies.ares.rescheduler import Rescheduler
-from quadriga.policies.ares.settings import AresSettings, TransferCosts, settings_under
+from quadriga.policies.ares.settings import (
+    ROUND_TRIP_S,
+    AresSettings,
+    LinkMeter,
+    TransferCosts,
+    settings_under,
+)
+
+
+class DriftMonitor:
+    """Watches the share of true lengths inside the predicted range.
+
+    Args:
+        nominal: Share that a calibrated head keeps inside its range.
+        rate: Weight of one ended sequence in the moving average.
+        enter_below: Predictions are distrusted below this share of the nominal one.
+        leave_above: They are trusted again above this share of it.
+        min_count: Nothing is concluded from fewer ended sequences.
+    """
+
+    def __init__(
+        self,
+        *,
+        nominal: float = 0.8,
+        rate: float = 0.02,
+        enter_below: float = 0.6,
+        leave_above: float = 0.8,
+        min_count: int = 50,
+    ) -> None:
+        self._rate, self._min_count = rate, min_count
+        self._enter, self._leave = enter_below * nominal, leave_above * nominal
+        self.coverage = nominal
+        self.mean_error = 0.0
+        self.num_ended = 0
+        self.is_drifting = False
+
+    def ended(self, prediction: LengthPrediction, remaining_tokens: float) -> None:
+        """Note what came of a prediction, once its sequence has ended.
+
+        Args:
+            prediction: Taken at any moment of the sequence's life; not one at its very end, which
+                is right by itself.
+            remaining_tokens: What it really still generated from then.
+        """
+        inside = prediction.lower <= remaining_tokens <= prediction.upper
+        error = abs(prediction.mean - remaining_tokens)
+        self.coverage += self._rate * (float(inside) - self.coverage)
+        self.mean_error += self._rate * (error - self.mean_error)
+        self.num_ended += 1
+        if self.num_ended < self._min_count:
+            return
+        if self.coverage < self._enter:
+            self.is_drifting = True
+        elif self.coverage > self._leave:
+            self.is_drifting = False
 
 
 def settings_of(config: SchedulerConfig) -> AresSettings:

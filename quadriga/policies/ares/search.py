@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.policies.ares.cluster import ClusterForecast
+from quadriga.policies.ares.cluster import ClusterForecast, RoleAssignment, Roles, RoleWeights
 from quadriga.policies.ares.forecast import (
     REMAINING,
     REMAINING_LOWER,
@@ -18,7 +18,6 @@ from quadriga.policies.ares.forecast import (
     memory_rows,
     tokens_ahead,
 )
-from quadriga.policies.ares.roles import RoleAssignment, Roles, RoleWeights
 from quadriga.policies.ares.settings import (
     OVERSHOOT,
     PAPER_REPLICAS,

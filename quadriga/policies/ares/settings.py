@@ -1,4 +1,4 @@
-"""The constants of rescheduling, each with its source."""
+"""The constants of rescheduling, each with its source, and what a transfer costs."""
 
 from __future__ import annotations
 
@@ -162,3 +162,31 @@ def num_memory_points(settings: AresSettings, grid_s: ArrayLike) -> int:
 def _in_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{name}: {value} must lie in {low:g}..{high:g}", param=name)
+
+
+FIRST_BANDWIDTH_BYTES_PER_S = 100e6
+"""Until a move was measured."""
+ROUND_TRIP_S = 0.01
+MIN_MEASURED_BYTES = 65_536
+_RATE = 0.2
+
+
+class LinkMeter:
+    """Learns the bandwidth from the moves that are made.
+
+    Attributes:
+        bytes_per_s: As far as is known.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_s = FIRST_BANDWIDTH_BYTES_PER_S
+
+    def moved(self, num_bytes: float, took_s: float) -> None:
+        """A sequence has moved; one that was small says nothing."""
+        if num_bytes >= MIN_MEASURED_BYTES:
+            measured = num_bytes / max(took_s - ROUND_TRIP_S, 1e-4)
+            self.bytes_per_s += _RATE * (measured - self.bytes_per_s)
+
+    def costs(self, bytes_per_token: float) -> TransferCosts:
+        """What a move is thought to cost."""
+        return TransferCosts(bytes_per_token, self.bytes_per_s, ROUND_TRIP_S)

@@ -1,21 +1,16 @@
 """HELIOS: choose model and depth from live profiles; load only the layers worth having.
 
-messages     what the machine is told, and what it orders: the seam to the controller
-candidates   step 1: at most three models of the catalogue
-profiling    step 2: live requests at full depth
-history      the performance history table; `history_file` keeps it
-changed      how many tokens a partial depth is expected to change
-plans        what each model would do at each depth worth loading
-selection    the best plan by objective, and what a change costs
-choices      after a profile, after too many breaches
-breaches     the confidence breach counter
-fleet        which replica shall hold what
-orders       one order at a time
-status       what the machine says of itself
-start        from the configuration to a machine
-machine      all of it together
+messages           events, orders and status: the seam to the controller
+candidates         step 1: at most three models of the catalogue; from configuration to a machine
+profiling          step 2: live requests at full depth; the confidence breach counter
+history            the performance history table and its file
+exit_distribution  where tokens leave, what they cost, how many a partial depth changes
+plans              what each model would do at each depth worth loading
+selection          the best plan by objective, after a profile and after too many breaches
+assignment         which replica shall hold what, and the one order that is under way
+machine            the state machine
 
-The controller makes one `Helios` (`start.start_helios`), calls `handle(event, now_s)` for
+The controller makes one `Helios` (`candidates.start_helios`), calls `handle(event, now_s)` for
 everything that happens, and carries out the `Resize` and `Switch` orders it returns, one at a time
 by construction; it answers each with `OrderDone` or `OrderFailed`. The scheduler routes auto
 requests by `routing`.
@@ -28,8 +23,11 @@ from quadriga.policies.helios.messages import (
     Choose,
     ChosenDevice,
     ControllerTick,
+    Counters,
     Event,
+    HeliosPhase,
     Keep,
+    ModelDecision,
     Order,
     OrderDone,
     OrderFailed,
@@ -40,11 +38,11 @@ from quadriga.policies.helios.messages import (
     RequestStarted,
     Resize,
     Routing,
+    Status,
     Switch,
     TokensServed,
     UnchangedSampled,
 )
-from quadriga.policies.helios.status import Counters, HeliosPhase, ModelDecision, Status
 
 __all__ = [
     "Choose",

@@ -1,20 +1,20 @@
 """Step 1: at most three candidates, by the objective and by what the device holds.
 
-Source: HELIOS §3.3.1 (Top-K of the model repository); same tokenizer only (Appendix A).
-"""
+Source: HELIOS §3.3.1 (Top-K of the model repository); same tokenizer only (Appendix A)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from quadriga.catalogue.records import CatalogueModel
+from quadriga.catalogue.files import read_catalogue
+from quadriga.catalogue.records import Catalogue, CatalogueModel
+from quadriga.config.scheduling import HeliosConfig
 from quadriga.errors import ConfigError
-from quadriga.policies.helios.messages import ChosenDevice
-
-Slo = Literal["throughput", "response", "accuracy", "energy"]
+from quadriga.policies.helios.history import HistoryTable
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import ChosenDevice, Objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Picked:
 def pick_candidates(
     models: Sequence[CatalogueModel],
     *,
-    slo: Slo,
+    slo: Objective,
     device: ChosenDevice,
     context_tokens: int,
     max_candidates: int = 3,
@@ -98,7 +98,7 @@ def _too_large(model: CatalogueModel, device: ChosenDevice, context_tokens: int)
     )
 
 
-def _rank(model: CatalogueModel, slo: Slo) -> tuple[bool, float, int, str]:
+def _rank(model: CatalogueModel, slo: Objective) -> tuple[bool, float, int, str]:
     """Sort key, best first: with a figure or without, the figure, the size, the name."""
     full = model.record(model.num_layers)
     figure: float | None = None
@@ -123,3 +123,43 @@ def _rank(model: CatalogueModel, slo: Slo) -> tuple[bool, float, int, str]:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A machine, and what it was made of."""
+
+    machine: Helios
+    picked: Picked
+    catalogue: Catalogue
+
+
+def start_helios(
+    config: HeliosConfig,
+    device: ChosenDevice,
+    *,
+    context_tokens: int,
+    table: HistoryTable | None = None,
+    cache_dir: str | None = None,
+) -> Started:
+    """Make the machine of a deployment.
+
+    Args:
+        device: What one decode replica has.
+        context_tokens: Longest sequence that is served.
+        table: As kept by the process before.
+        cache_dir: See `quadriga.checkpoint.folder.locate`.
+
+    Raises:
+        ConfigError: The catalogue or a checkpoint in it is unusable, named models differ in their
+            tokenizer, or no model fits the device.
+    """
+    catalogue = read_catalogue(config.catalogue, only=config.models, cache_dir=cache_dir)
+    picked = pick_candidates(
+        catalogue.models,
+        slo=config.slo,
+        device=device,
+        context_tokens=context_tokens,
+        max_candidates=config.max_candidates,
+    )
+    return Started(Helios(picked.candidates, config, device, table), picked, catalogue)

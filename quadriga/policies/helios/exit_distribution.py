@@ -1,9 +1,14 @@
-"""Where the stream's tokens leave, and what a token costs that leaves there.
+"""Where the stream's tokens leave, what such a token costs, and how many tokens a depth changes.
 
 Both are known from live requests and, for models that were profiled before, from the catalogue:
 the same prompts for all models, where five requests of a profile are a matter of luck. So what is
 on record counts as one more profile; the live requests that come after outweigh it.
-"""
+
+A changed token is one that differs from the whole model's. A token that leaves the last loaded exit
+below its threshold would have gone deeper, and might have become another token. Perplexity does not
+show that: a shallow exit is sure of its own errors. Tokens that leave an exit at or above the
+threshold are not counted, wherever that exit lies: the whole model would let them go there, too.
+Source: ours; the paper counts breaches alone."""
 
 from __future__ import annotations
 
@@ -131,3 +136,40 @@ def _costs(model: CatalogueModel, layers: Collection[int], batch: float) -> dict
 
 def _mean(exits: Exits, costs: Mapping[int, float]) -> float:
     return sum(n * costs[k] for k, n in exits.items()) / sum(exits.values())
+
+
+UNSURE_CHANGED = 0.5
+"""Share of the unsure tokens taken to change where nothing says. Conservative: of the bundled
+models' exits it is .1 to .45, as measured."""
+
+
+def expected_changed(record: DepthRecord | None, coverage: float) -> float:
+    """Share of all tokens that change, before the depth has served any.
+
+    Args:
+        record: Of the depth. It says how many tokens change when all leave there; those are the
+            unsure ones first.
+        coverage: Share of the stream's tokens that are sure enough by then.
+    """
+    unsure = max(0.0, 1.0 - coverage)
+    if record is None or record.unchanged is None:
+        return UNSURE_CHANGED * unsure
+    changed = 1.0 - record.unchanged
+    recorded = unsure if record.coverage is None else 1.0 - record.coverage
+    sure_ones = max(0.0, changed - recorded)
+    share = min(1.0, changed / recorded) if recorded > 0.0 else 0.0
+    return min(1.0, unsure * share + sure_ones)
+
+
+def steadied_changed(expected: float, row: HistoryRow | None, expected_tokens: float) -> float:
+    """The expected share together with what answers say that were served there and read again.
+
+    Args:
+        row: Of the depth itself; None where it never served.
+        expected_tokens: So many sampled tokens the expected share counts for.
+    """
+    if row is None:
+        return expected
+    same, seen = row.unchanged.get(row.depth, (0.0, 0.0))
+    sampled = sum(n for _, n in row.unchanged.values())
+    return (expected * expected_tokens + seen - same) / (expected_tokens + sampled)

@@ -1,21 +1,24 @@
-"""The Performance History Table: what each (model, depth) did for the live requests.
+"""The Performance History Table: what each (model, depth) did for the live requests, and its file.
 
 All figures of a row are ratios of sums that forget: a request weighs 0.98 times as much with each
-one after it, so a row speaks of the last fifty or so.
+one after it, so a row describes the last fifty or so.
 
-Source: HELIOS §3.3.2 (PHT); the columns beyond throughput, accuracy and exits are ours.
-"""
+Source: HELIOS §3.3.2 (PHT); the columns beyond throughput, accuracy and exits are ours."""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from quadriga.catalogue.records import EnergySource
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 from quadriga.policies.helios.messages import RequestFinished, UnchangedSampled
 
 FORGETTING = 0.98
@@ -319,3 +322,50 @@ def _checked(entry: Any) -> HistoryRow:
 def _is_size(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and math.isfinite(value) and value >= 0
+
+
+MAX_BYTES = 16 << 20
+_log = logging.getLogger(__name__)
+
+
+def pack_table(table: HistoryTable) -> bytes:
+    """The table as JSON text, for a file or a key-value store."""
+    return json.dumps(table.to_dict(), allow_nan=False).encode()
+
+
+def unpack_table(raw: bytes) -> HistoryTable:
+    """What `pack_table` gave. Raises: ConfigError when it is anything else."""
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"history: {len(raw)} bytes, at most {MAX_BYTES} are read")
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"history: no JSON: {exc}") from exc
+    return HistoryTable.from_dict(data)
+
+
+def save_table(path: Path, table: HistoryTable) -> None:
+    """Replace the file. Raises: OSError."""
+    write_atomically(path, pack_table(table))
+
+
+def load_table(path: Path) -> HistoryTable:
+    """Read the file; an empty table where there is none.
+
+    A file that cannot be used is set aside as `<name>.corrupt` and warned of: the table starts
+    anew and fills within one profile.
+    """
+    try:
+        return unpack_table(path.read_bytes())
+    except FileNotFoundError:
+        return HistoryTable()
+    except (ConfigError, OSError) as exc:
+        aside = path.with_name(f"{path.name}.corrupt")
+        _log.warning(
+            "%s is not usable (%s); it is now %s, and profiles start anew", path, exc, aside
+        )
+        try:
+            path.replace(aside)
+        except OSError as problem:
+            _log.warning("%s could not be set aside: %s", path, problem)
+        return HistoryTable()

@@ -23,16 +23,24 @@ from dataclasses import replace
 from quadriga.catalogue.records import CatalogueModel
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass, Role
-from quadriga.policies.helios.breaches import BreachWindow
-from quadriga.policies.helios.choices import ChoiceReason, Chooser, Situation
-from quadriga.policies.helios.fleet import in_order, may_change, profilers, wanted_classes
+from quadriga.policies.helios.assignment import (
+    LATE,
+    PendingAction,
+    in_order,
+    may_change,
+    profilers,
+    wanted_classes,
+)
 from quadriga.policies.helios.history import HistoryTable
 from quadriga.policies.helios.messages import (
     Choose,
     ChosenDevice,
     ControllerTick,
+    Counters,
     Event,
+    HeliosPhase,
     Keep,
+    ModelDecision,
     OrderDone,
     OrderFailed,
     Output,
@@ -41,14 +49,14 @@ from quadriga.policies.helios.messages import (
     RequestLost,
     RequestStarted,
     Routing,
+    Status,
     Switch,
     TokensServed,
     UnchangedSampled,
 )
-from quadriga.policies.helios.orders import LATE, PendingAction
 from quadriga.policies.helios.plans import Planner
-from quadriga.policies.helios.profiling import Profiling
-from quadriga.policies.helios.status import Counters, HeliosPhase, ModelDecision, Status
+from quadriga.policies.helios.profiling import BreachWindow, Profiling
+from quadriga.policies.helios.selection import ChoiceReason, Chooser, Situation
 
 MAX_DECISIONS = 256
 

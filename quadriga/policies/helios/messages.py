@@ -1,18 +1,21 @@
-"""What the machine is told and what it orders: the whole seam between it and the controller.
+"""The events and orders of the HELIOS machine: the whole seam between it and the controller.
 
-Told: a `ControllerTick` every second with the fleet as it is; requests as they start, end or are
-lost; tokens as they are served; what became of the order under way. Ordered: one resize or switch
-at a time, answered by `OrderDone` or `OrderFailed`; `Choose` and `Keep` ask for nothing and give
-the reason.
-"""
+Events: a `ControllerTick` every second with the replicas as they are; requests as they start, end
+or are lost; tokens as they are served; the outcome of the pending order. Orders: one resize or
+switch at a time, answered by `OrderDone` or `OrderFailed`; `Choose` and `Keep` ask for nothing and
+give the reason. `Status` describes the machine for the terminal, metrics and the admin port."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
 
 from quadriga.catalogue.records import EnergySource
 from quadriga.core.replica import DepthClass, Role
+
+Objective = Literal["throughput", "response", "accuracy", "energy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,3 +238,54 @@ class ChosenDevice:
     memory_bytes: int | None = None
     value_bytes: int = 4
     max_slots: int = 32
+
+
+class HeliosPhase(StrEnum):
+    """What the machine is at."""
+
+    PROFILE = "profile"
+    SERVE = "serve"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDecision:
+    """A line of the log: an output, and when."""
+
+    at_s: float
+    output: Output
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened so far, for metrics.
+
+    Attributes:
+        trips: Times that the breach window, or changed tokens, called for a change.
+    """
+
+    resizes: int = 0
+    switches: int = 0
+    failures: int = 0
+    profiles: int = 0
+    trips: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A snapshot of the machine.
+
+    Attributes:
+        served: Requests since the last assessment.
+        window_breaches, window_tokens: Of the breach window.
+        barred: Class → why it is not chosen until the next assessment.
+    """
+
+    phase: HeliosPhase
+    target: DepthClass | None
+    profiling: DepthClass | None
+    order: Order | None
+    served: int
+    window_breaches: float
+    window_tokens: int
+    barred: dict[str, str]
+    counters: Counters

@@ -22,15 +22,16 @@ from quadriga.policies.helios.exit_distribution import (
     cost_ratio,
     cut,
     deepened,
+    expected_changed,
     recorded_exits,
     recorded_token_s,
     speed,
     steadied,
+    steadied_changed,
     step_s,
 )
 from quadriga.policies.helios.history import HistoryRow, HistoryTable
 from quadriga.policies.helios.messages import ChosenDevice
-from quadriga.policies.helios.token_disagreement import expected_changed, steadied_changed
 
 DEFAULT_LOAD_BYTES_PER_S = 1e9
 """For models that were never loaded here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.metrics.exits_view import exits_view
+from actors.metrics.metrics_page import exits_view
 from actors.metrics.replica_metrics import ReplicaMetrics
 from actors.replica.status import ReplicaLoad
 from quadriga.checkpoint.exits import ExitCounters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.metrics.forecast_metrics import ForecastMetrics
+from actors.metrics.replica_metrics import ReplicaMetrics
 from actors.replica.forecasting import Forecasting, load_lengths
 from loadgen.bench.engines.offline import engine_spec
 from quadriga.checkpoint.folder import read_checkpoint
@@ -13,7 +13,7 @@ from quadriga.config.loader import load_config
 from quadriga.core.kv import TransferOffer
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.observability.metrics import MetricsHub, Registry, parse_exposition
+from quadriga.observability.metrics import MetricsHub, parse_exposition
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 
@@ -91,10 +91,10 @@ def test_wanted_it_predicts_and_forecasts_what_is_held() -> None:
     assert forecast.sequence_ids == ("a", "b")
     assert forecast.has_predictions
     assert forecast is stand.forecasting.forecast(), "packed once for each look"
-    registry = Registry("d")
-    ForecastMetrics(registry).update(forecast, 1000, stand.forecasting)
+    metrics = ReplicaMetrics("d", "m")
+    metrics.forecast(forecast, 1000, stand.forecasting)
     hub = MetricsHub()
-    hub.push("d", registry.snapshot(), now_s=0.0)
+    hub.push("d", metrics.registry.snapshot(), now_s=0.0)
     page = parse_exposition(hub.exposition(now_s=0.0).decode())
     assert page['quadriga_length_predictions_total{replica="d"}'] == 4
     assert page['quadriga_seconds_to_out_of_memory{replica="d"}'] > 0

@@ -30,7 +30,8 @@ from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.policies.helios import Resize, Switch, history_file
+from quadriga.policies.helios import Resize, Switch
+from quadriga.policies.helios.history import unpack_table
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
 L12 = DepthClass("quadriga-l", 12)
@@ -417,7 +418,7 @@ async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch)
     stand.control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
     await stand.tick()
     await stand.control.keep()
-    assert len(history_file.unpack(stand.saved["history"])) >= 1
+    assert len(unpack_table(stand.saved["history"])) >= 1
     stand.fleet.members["decode:0"].status = stand.fleet.members["decode:1"].status
     again = stand.again()
     assert again.view()["rows"]

@@ -16,12 +16,16 @@ from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot
-from quadriga.policies.ares.amend import Promised, seconds_to_full, with_fixed, with_promised
-from quadriga.policies.ares.forecast import check_forecast
+from quadriga.policies.ares.forecast import (
+    Promised,
+    check_forecast,
+    seconds_to_full,
+    with_fixed,
+    with_promised,
+)
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.orders import SETTLE_S
-from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
-from quadriga.policies.ares.view import replica_view
+from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay, replica_view
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import find_profile
 from quadriga.sim.recorder import Recorder

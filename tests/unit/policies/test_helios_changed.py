@@ -19,9 +19,9 @@ from quadriga.policies.helios import (
     ReplicaReport,
     UnchangedSampled,
 )
-from quadriga.policies.helios.choices import ChoiceReason, Chooser, Situation
+from quadriga.policies.helios.exit_distribution import expected_changed, steadied_changed
 from quadriga.policies.helios.plans import Planner
-from quadriga.policies.helios.token_disagreement import expected_changed, steadied_changed
+from quadriga.policies.helios.selection import ChoiceReason, Chooser, Situation
 from tests.unit.policies.helios_harness import (
     L9,
     L32,

@@ -13,8 +13,14 @@ import pytest
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import HistoryRow, HistoryTable, RequestFinished, UnchangedSampled
-from quadriga.policies.helios.history import FORGETTING, MAX_ROWS
-from quadriga.policies.helios.history_file import load, pack, save, unpack
+from quadriga.policies.helios.history import (
+    FORGETTING,
+    MAX_ROWS,
+    load_table,
+    pack_table,
+    save_table,
+    unpack_table,
+)
 from tests.unit.policies.helios_harness import S6, S24, finished
 
 
@@ -110,11 +116,11 @@ def test_the_table_is_bounded() -> None:
 
 def test_it_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "history.json"
-    assert len(load(path)) == 0
+    assert len(load_table(path)) == 0
     table = filled()
-    save(path, table)
-    assert load(path).columns() == table.columns()
-    save(path, table)
+    save_table(path, table)
+    assert load_table(path).columns() == table.columns()
+    save_table(path, table)
     assert [p.name for p in path.parent.iterdir()] == ["history.json"]
 
 
@@ -122,7 +128,7 @@ def test_a_save_that_fails_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "history.json"
-    save(path, filled())
+    save_table(path, filled())
     before = path.read_bytes()
 
     def full(_: int) -> None:
@@ -130,13 +136,13 @@ def test_a_save_that_fails_leaves_the_old_one(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="disk full"):
-        save(path, HistoryTable())
+        save_table(path, HistoryTable())
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 def broken(change: Any) -> bytes:
-    data = json.loads(pack(filled()))
+    data = json.loads(pack_table(filled()))
     change(data)
     return json.dumps(data).encode()
 
@@ -170,11 +176,11 @@ def test_a_damaged_file_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, raw: bytes
 ) -> None:
     with pytest.raises(ConfigError, match="history"):
-        unpack(raw)
+        unpack_table(raw)
     path = tmp_path / "history.json"
     path.write_bytes(raw)
     with caplog.at_level(logging.WARNING):
-        assert len(load(path)) == 0
+        assert len(load_table(path)) == 0
     assert "profiles start anew" in caplog.text
     assert (tmp_path / "history.json.corrupt").read_bytes() == raw
     assert not path.exists()

@@ -19,8 +19,7 @@ from quadriga.policies.helios import (
     TokensServed,
     UnchangedSampled,
 )
-from quadriga.policies.helios.breaches import BreachWindow
-from quadriga.policies.helios.profiling import PLACE_S
+from quadriga.policies.helios.profiling import PLACE_S, BreachWindow
 from tests.unit.policies.helios_harness import (
     L9,
     L32,

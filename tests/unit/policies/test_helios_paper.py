@@ -12,9 +12,8 @@ from quadriga.catalogue.records import DepthRecord
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import ChosenDevice, HistoryTable, pick_candidates
-from quadriga.policies.helios.choices import Chooser, Situation
 from quadriga.policies.helios.plans import Planner
-from quadriga.policies.helios.selection import best_plan
+from quadriga.policies.helios.selection import Chooser, Situation, best_plan
 from tests.unit.policies.helios_harness import (
     EXITS,
     L9,

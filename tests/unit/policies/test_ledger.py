@@ -9,7 +9,7 @@ import numpy as np
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import PlaceRequest
-from quadriga.policies.ares.amend import Promised
+from quadriga.policies.ares.forecast import Promised
 from quadriga.policies.baselines.placement import CurrentLoad
 from quadriga.policies.inflight_tracker import UNSEEN_MAX_S, InflightTracker, SentRequest
 from quadriga.policies.least_work import LeastWork

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.metrics.exits_view import exits_view
+from actors.metrics.metrics_page import exits_view
 from actors.scheduler.rescheduling import Rescheduling
 from quadriga.clock import SystemClock
 from quadriga.config.loader import load_config

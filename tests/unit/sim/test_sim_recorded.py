@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from quadriga.core.migration import MigrationCause
-from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.cluster import classify, unpack, weights
 from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
-from quadriga.policies.ares.roles import classify, weights
 from quadriga.sim.policies import make_policy
 from quadriga.sim.recorder import snapshots_of
 
