@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="the same one makes the same sample")
     parser.add_argument("--paths", nargs="+", default=PATHS, help="files or folders to change")
     parser.add_argument("--files", type=int, default=4, help="the most test files for one fault")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds for a test file")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for a test file")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copy is removed, the tests ended
     tree = Tree()

@@ -31,7 +31,7 @@ from threading import Event
 from typing import Any
 from unittest.mock import patch
 
-from tests.architecture.recorder.sitecustomize import FOLDER_VARIABLE
+from tests.architecture.recorder.sitecustomize import FOLDER_VARIABLE, OWNER_VARIABLE
 from tests.architecture.tree import ROOT, Tree
 from tests.e2e.serve_command import serve_command
 
@@ -170,6 +170,7 @@ def _recorded(folder: Path) -> Iterator[tuple[list[Client], Processes]]:
     paths = [str(RECORDER), str(ROOT), os.environ.get("PYTHONPATH", "")]
     variables = {
         FOLDER_VARIABLE: str(recorded),
+        OWNER_VARIABLE: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     with ExitStack() as stack:
