@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from actors.replica.engine_thread import EngineBroken
 from actors.replica.forecasting import Forecasting
-from actors.replica.idle_check import IdleCheck, Leaks
 from actors.replica.status import ParkedSequence, ReplicaLoad
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
@@ -18,6 +17,7 @@ from quadriga.interfaces import ModelRunner
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.idle_check import IdleCheck, Leaks
 from quadriga.scheduling.meters import Ewma
 from quadriga.scheduling.precopy import StepPhase
 from quadriga.scheduling.slots import SlotTable
