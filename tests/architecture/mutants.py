@@ -126,18 +126,11 @@ class Copy:
 
     def passes(self, files: list[str]) -> bool | None:
         """Run test files; None when they took too long."""
-        command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-n", "0", "-p"]
-        command += ["no:cacheprovider", *files]
-        environment = os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-B", "-m", "pytest", "-xq", "-n0", "-pno:cacheprovider", *files]
+        there = os.environ | {"PYTHONPATH": str(self.root)}
+        limit_s, quiet = self._limit_s * len(files), subprocess.DEVNULL
         try:
-            done = subprocess.run(
-                command,
-                cwd=self.root,
-                env=environment,
-                capture_output=True,
-                timeout=self._limit_s * len(files),
-                check=False,
-            )
+            done = subprocess.run(command, cwd=self.root, env=there, stdout=quiet, timeout=limit_s)
         except subprocess.TimeoutExpired:
             return None
         return done.returncode == 0

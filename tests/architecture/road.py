@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -176,7 +176,8 @@ def _recorded(folder: Path) -> Iterator[tuple[list[Client], Processes]]:
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, variables))
         service = stack.enter_context(serve_command(folder, *SETTINGS))
-        yield [stack.enter_context(Client(service.url)) for _ in range(NUM_STREAMS)], processes
+        clients = [Client(service.url) for _ in range(NUM_STREAMS)]
+        yield [stack.enter_context(closing(client)) for client in clients], processes
 
 
 def _executed(client: Client, processes: Processes) -> set[tuple[int, _Function]]:
@@ -259,10 +260,7 @@ class Client:
     def __init__(self, url: str) -> None:
         self._connection = HTTPConnection(url.removeprefix("http://"), timeout=ANSWER_TIMEOUT_S)
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._connection.close()
 
     def stream(self, num_tokens: int, begun: Event | None = None) -> None:
