@@ -13,7 +13,7 @@ import logging
 import os
 import uuid
 
-from actors.controller import controller_store as kept
+from actors.controller import controller_store
 from actors.rpc.ray_rpc import RAY_FAILED
 from actors.rpc.tasks import background
 
@@ -64,9 +64,9 @@ class LeaderLease:
 
     async def _ask(self) -> bytes | None:
         if not self._is_taken:
-            await asyncio.to_thread(kept.save, self._app, "controller", self._token)
+            await asyncio.to_thread(controller_store.save, self._app, "controller", self._token)
             self._is_taken = True
-        return await asyncio.to_thread(kept.load, self._app, "controller")
+        return await asyncio.to_thread(controller_store.load, self._app, "controller")
 
     def _end(self) -> None:
         """At once; in order would be through Ray, to which this process is the other one."""

@@ -13,10 +13,10 @@ from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from actors.rpc.signals import die_on_sigterm
 from actors.rpc.tasks import background, overslept_s
-from actors.scheduler.auto_routing import AutoRouter, Route, RoutingDecision
 from actors.scheduler.rescheduling import Rescheduling
 from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.control.auto_routing import AutoRouter, Route, RoutingDecision
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence
