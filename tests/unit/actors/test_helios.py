@@ -27,7 +27,7 @@ from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.policies.helios import Resize, Switch
+from quadriga.policies.helios import HistoryTable, Resize, Switch
 from quadriga.policies.helios.history import unpack_table
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
@@ -433,7 +433,7 @@ def test_what_cannot_be_chosen_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     two = {"pools": [{"model": "quadriga-s"}, {"model": "quadriga-l"}]}
     made = load_config({"helios.enabled": True, "decode.rebatching": "drex", **two})
     with pytest.raises(ConfigError, match="2 pools"):
-        set_up("app", made, HARDWARE, {})
+        set_up(made, HARDWARE, {}, HistoryTable())
 
 
 def test_a_pool_of_another_family_than_the_catalogue_is_refused(
