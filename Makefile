@@ -44,10 +44,10 @@ test-e2e: setup ## The whole service: HTTP, gRPC, SDK, load generator
 test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, more deaths and stops (20 minutes)
 	$(BIN)/python -m pytest -m slow tests/ray
 	$(BIN)/python -m pytest -m slow tests/e2e
-	$(BIN)/python -m pytest -m slow tests/docs
+	$(BIN)/python -m pytest -m slow tests/docs tests/deploy
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
-	$(BIN)/python -m pytest tests/deploy
+	$(BIN)/python -m pytest -m "not slow" tests/deploy
 
 docs: setup ## Make again the pages that come from code: metrics, configuration
 	$(BIN)/python deploy/metrics_table.py

@@ -140,8 +140,8 @@ class OutgoingTransfer:
     ) -> None:
         checksums = tuple(self._checksums)
         transfer_id = self.offer.transfer_id
-        # Prefilled sequences travel together; one that rests waits for nobody.
-        make = self._calls.call if resume is None else self._calls.call_alone
+        # Commits after a prefill are batched; a decoding sequence stands still until its commit.
+        make = self._calls.call if resume is None else call
         while True:
             try:
                 await make(

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.kv_transfer.kv_feed import KVFeed, KVRange, LayerJoiner
-from actors.replica.idle_check import IdleCheck
 from quadriga.config.resolve import DTYPE_BYTES
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
 from quadriga.errors import Cancelled, QuadrigaError
 from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.scheduling.idle_check import IdleCheck
 from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
 from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.slots import SlotTable

@@ -17,7 +17,6 @@ import ray
 from actors.metrics.replica_metrics import ReplicaMetrics
 from actors.metrics.spans import SequenceSpans
 from actors.replica.engine_thread import Core, EngineThread
-from actors.replica.output_dispatcher import OutputDispatcher
 from actors.replica.resizing import Resizing
 from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
 from actors.rpc.ray_rpc import call
@@ -46,6 +45,7 @@ from quadriga.errors import (
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
+from quadriga.scheduling.output_dispatcher import OutputDispatcher
 
 if TYPE_CHECKING:
     from actors.kv_transfer.transports.gloo_frames import ChannelOffer
@@ -295,7 +295,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._is_draining = True
         self._news.set()
         give_up_s = self.clock.now_s() + deadline_s
-        while self.load.num_held or self.mail.has_pending:
+        while self.load.num_held or self.mail.num_pending:
             if self.clock.now_s() >= give_up_s:
                 return False
             if not self.load.num_held:

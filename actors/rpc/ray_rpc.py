@@ -31,7 +31,8 @@ def get_actor(name: str) -> ActorHandle[Any]:
     Blocks on Ray's control store for a few milliseconds at the first use of a name.
 
     Raises:
-        ReplicaDied: There is no such actor; code "unreachable" where the store does not tell.
+        ReplicaDied: There is no such actor; code "unreachable" where the control store does
+            not answer.
     """
     handle = _handles.get(name)
     if handle is None:
@@ -40,14 +41,14 @@ def get_actor(name: str) -> ActorHandle[Any]:
         except ValueError as exc:
             raise ReplicaDied(f"{name} is gone") from exc
         except RayError as exc:
-            why = f"nobody tells where {name} is: {exc}"
+            why = f"the control store does not answer where {name} is: {exc}"
             raise ReplicaDied(why, code="unreachable") from exc
         _handles[name] = handle
     return handle
 
 
 def _look_up(name: str) -> Future[ActorHandle[Any]]:
-    """Look for a named actor beside the event loop, once for all who ask meanwhile."""
+    """Look a named actor up on another thread, once for all calls that ask meanwhile."""
     found = _look_ups.get(name)
     if found is None:
         found = _look_ups[name] = _looking.submit(get_actor, name)
@@ -56,10 +57,10 @@ def _look_up(name: str) -> Future[ActorHandle[Any]]:
 
 
 async def find_actor(name: str, timeout_s: float) -> ActorHandle[Any]:
-    """As `get_actor`, with a deadline and beside the event loop.
+    """As `get_actor`, with a deadline, and without blocking the event loop.
 
     Raises:
-        ReplicaDied: Likewise; code "unreachable" also where nobody told in time.
+        ReplicaDied: Likewise; code "unreachable" also where the store did not answer in time.
     """
     if name in _handles:
         return _handles[name]
@@ -67,12 +68,12 @@ async def find_actor(name: str, timeout_s: float) -> ActorHandle[Any]:
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(asyncio.wrap_future(_look_up(name)))
     except TimeoutError as exc:
-        why = f"nobody told within {timeout_s:.1f} s where {name} is"
+        why = f"the control store did not answer within {timeout_s:.1f} s where {name} is"
         raise ReplicaDied(why, code="unreachable") from exc
 
 
 def remember_handle(name: str, handle: ActorHandle[Any]) -> None:
-    """Put a handle into the cache that was come by in another way."""
+    """Put a handle that was obtained in another way into the cache."""
     _handles[name] = handle
 
 
@@ -84,8 +85,8 @@ def forget_actor(name: str) -> None:
 async def restart(name: str) -> None:
     """End the process of an actor that hangs; Ray starts a restartable one again.
 
-    The name is looked up anew: where nobody tells, it is rather the caller who is cut off, and what
-    he asks for would be done much later.
+    The name is looked up anew: where the control store does not answer, the caller is likely cut
+    off itself, and a kill that Ray carries out much later would hit a healthy process.
 
     Raises:
         ReplicaError: It is gone for good, or Ray does not do it.
@@ -107,10 +108,12 @@ async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
             that is not known.
         ReplicaError: Code "timeout" when no answer came in time; the call may still take effect.
     """
-    began_s = time.monotonic()
-    handle = await find_actor(name, timeout_s)
-    left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
-    return await call_handle(name, handle, method, *args, timeout_s=left_s)
+    handle = _handles.get(name)
+    if handle is None:
+        began_s = time.monotonic()
+        handle = await find_actor(name, timeout_s)
+        timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
+    return await call_handle(name, handle, method, *args, timeout_s=timeout_s)
 
 
 async def call_handle(

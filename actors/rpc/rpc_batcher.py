@@ -1,17 +1,16 @@
-"""Small calls to one actor, made at about the same time, go together as one.
+"""Small calls to one actor, made at about the same time, go together as one call.
 
-A call between actors costs a good half millisecond of processor time on either side taken
-together, whatever it carries. Sequences that are prefilled together ask for places, rows and
-commits at the same moments, so their calls travel together. What a caller sees is an ordinary
-call: its own result, its own error.
+A call between actors costs a good half millisecond of processor time on both sides together,
+whatever it carries. Sequences that are prefilled together ask for places, rows and commits at the
+same moments, so their calls go together. Each caller gets its own result or its own error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-import pickle
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,11 +20,11 @@ from quadriga.errors import QuadrigaError, ReplicaError
 logger = logging.getLogger(__name__)
 
 GATHER_S = 0.002
-"""A call that follows another one sooner than this waits for the rest of it for company."""
+"""A call that follows a batch sooner than this waits for the rest of it, so that others join."""
 MAX_BATCH = 64
 
 Outcome = tuple[bool, Any]
-"""(whether it returned, the result or the error)."""
+"""(whether the call returned, its result or its error)."""
 
 
 class Caller(Protocol):
@@ -35,85 +34,76 @@ class Caller(Protocol):
 
 
 @dataclass(slots=True)
-class _PeerQueue:
-    """Calls of one method of one actor that have not left yet.
+class _Batch:
+    """Calls of one method of one actor that were not sent yet.
 
     Attributes:
-        left_s: When the last batch left, loop time.
+        sent_s: When the last batch was sent, loop time.
+        is_due: Whether a task sends the waiting calls soon.
     """
 
     waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = field(default_factory=list)
-    left_s: float = float("-inf")
-    is_gathering: bool = False
+    sent_s: float = float("-inf")
+    is_due: bool = False
 
 
 class RpcBatcher:
     """The caller's side; on one event loop.
 
-    The first call leaves at once. A call that is cancelled before it left is not made; one that
-    is cancelled later may still take effect, as any call.
+    The first call is sent at once, with the other calls of the same turn of the loop. A call that
+    is cancelled before it is sent is not made; one that is cancelled later may still take effect.
     """
 
     def __init__(self, call: Caller) -> None:
         self._call = call
-        self._lines: dict[tuple[str, str], _PeerQueue] = {}
+        self._batches: dict[tuple[str, str], _Batch] = {}
 
     async def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
         """As `actors.rpc.ray_rpc.call`, of an actor that is a `BatchedCalls`.
 
         Raises:
-            QuadrigaError: Whatever the method raised, or what befell the batch.
+            QuadrigaError: Whatever the method raised, or what the whole batch failed with.
         """
         loop = asyncio.get_running_loop()
-        line = self._lines.get((name, method))
-        if line is None:
+        batch = self._batches.get((name, method))
+        if batch is None:
             self._forget_idle(loop.time())
-            line = self._lines[name, method] = _PeerQueue()
+            batch = self._batches[name, method] = _Batch()
         future: asyncio.Future[Any] = loop.create_future()
-        line.waiting.append((args, future))
-        if not line.is_gathering:
-            line.is_gathering = True
-            pause_s = line.left_s + GATHER_S - loop.time()
-            if pause_s <= 0:
-                # Whoever else calls in this turn of the loop comes along.
-                loop.call_soon(self._leave, name, method, line, timeout_s)
-            else:
-                loop.call_later(pause_s, self._leave, name, method, line, timeout_s)
+        batch.waiting.append((args, future))
+        if not batch.is_due:
+            batch.is_due = True
+            pause_s = batch.sent_s + GATHER_S - loop.time()
+            background(self._send(name, method, batch, pause_s, timeout_s))
         return await future
-
-    async def call_alone(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
-        """As `call`, for one that waits for nobody: it leaves at once, without company."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        await self._send(name, method, [(args, future)], timeout_s)
-        return await future
-
-    def _leave(self, name: str, method: str, line: _PeerQueue, timeout_s: float) -> None:
-        line.is_gathering = False
-        line.left_s = asyncio.get_running_loop().time()
-        waiting, line.waiting = line.waiting, []
-        wanted = [(args, future) for args, future in waiting if not future.done()]
-        for start in range(0, len(wanted), MAX_BATCH):
-            background(self._send(name, method, wanted[start : start + MAX_BATCH], timeout_s))
 
     async def _send(
-        self,
-        name: str,
-        method: str,
-        batch: list[tuple[tuple[Any, ...], asyncio.Future[Any]]],
-        timeout_s: float,
+        self, name: str, method: str, batch: _Batch, pause_s: float, timeout_s: float
     ) -> None:
+        """Send what has gathered after the pause; what exceeds MAX_BATCH goes beside it."""
+        if pause_s > 0:
+            await asyncio.sleep(pause_s)
+        batch.is_due, batch.sent_s = False, asyncio.get_running_loop().time()
+        wanted = [(args, future) for args, future in batch.waiting if not future.done()]
+        batch.waiting = wanted[MAX_BATCH:]
+        if batch.waiting:
+            batch.is_due = True
+            background(self._send(name, method, batch, 0.0, timeout_s))
+        calls = [args for args, _ in wanted[:MAX_BATCH]]
+        if not calls:
+            return
         try:
-            payload = pickle.dumps([args for args, _ in batch], 5)
-            reply = await self._call(name, "call_many", method, payload, timeout_s=timeout_s)
-            outcomes: list[Outcome] = pickle.loads(reply)
-        except QuadrigaError as exc:
-            # An exception of its own for each: a traceback belongs to one waiter.
-            outcomes = [(False, pickle.loads(pickle.dumps(exc, 5))) for _ in batch]
-        except Exception as exc:  # a border: nobody awaits this task, and its callers would hang
-            logger.exception("%s of %s could not be called", method, name)
-            message = f"{method} of {name} could not be called: {exc!r}"
-            outcomes = [(False, ReplicaError(message)) for _ in batch]
-        for (_, future), (is_well, value) in zip(batch, outcomes, strict=True):
+            outcomes: list[Outcome] = await self._call(
+                name, "call_many", method, calls, timeout_s=timeout_s
+            )
+        except Exception as exc:  # a border: no caller awaits this task, and all would hang
+            error = exc
+            if not isinstance(exc, QuadrigaError):
+                logger.exception("%s of %s could not be called", method, name)
+                error = ReplicaError(f"{method} of {name} could not be called: {exc!r}")
+            # An exception of its own for each caller: each adds its own traceback.
+            outcomes = [(False, copy.copy(error)) for _ in calls]
+        for (_, future), (is_well, value) in zip(wanted, outcomes, strict=False):
             if future.done():
                 continue
             if is_well:
@@ -122,13 +112,12 @@ class RpcBatcher:
                 future.set_exception(value)
 
     def _forget_idle(self, now_s: float) -> None:
-        """Peers come and go; a line that is not in use holds nothing worth keeping."""
-        for key in [
-            key
-            for key, line in self._lines.items()
-            if not line.waiting and line.left_s + GATHER_S < now_s
-        ]:
-            del self._lines[key]
+        """Drop the batches of actors that were not called lately, as actors come and go."""
+        self._batches = {
+            key: batch
+            for key, batch in self._batches.items()
+            if batch.waiting or batch.sent_s + GATHER_S >= now_s
+        }
 
 
 class BatchedCalls:
@@ -136,8 +125,8 @@ class BatchedCalls:
 
     BATCHED: frozenset[str] = frozenset()
 
-    async def call_many(self, method: str, payload: bytes) -> bytes:
-        """RPC: make every call of a batch, side by side; answers all outcomes in their order.
+    async def call_many(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+        """RPC: make every call of a batch, side by side; returns all outcomes in their order.
 
         Raises:
             ReplicaError: The method does not take batches.
@@ -145,10 +134,9 @@ class BatchedCalls:
         if method not in self.BATCHED:
             raise ReplicaError(f"{method} does not take batches", code="unknown_method")
         made: Callable[..., Awaitable[Any]] = getattr(self, method)
-        calls: list[tuple[Any, ...]] = pickle.loads(payload)
         if len(calls) == 1:
-            return pickle.dumps([await _outcome(made(*calls[0]))], 5)
-        return pickle.dumps(await asyncio.gather(*(_outcome(made(*args)) for args in calls)), 5)
+            return [await _outcome(made(*calls[0]))]
+        return await asyncio.gather(*(_outcome(made(*args)) for args in calls))
 
 
 async def _outcome(made: Awaitable[Any]) -> Outcome:
@@ -156,6 +144,6 @@ async def _outcome(made: Awaitable[Any]) -> Outcome:
         return True, await made
     except QuadrigaError as exc:
         return False, exc
-    except Exception as exc:  # the border of the actor: one bug must not fail its companions
+    except Exception as exc:  # the border of the actor: one failure must not fail the other calls
         logger.exception("a call of a batch failed")
         return False, ReplicaError(f"the call failed: {exc!r}")

@@ -50,7 +50,7 @@ def score(records: list[Record]) -> None:
             continue
         text = verdict.choices[0].text.strip()
         if spec.task is not None and isinstance(spec.prompt, str):
-            from quadriga.training.tasks import check
+            from quadriga.tasks import check
 
             record.score = check(spec.task, spec.prompt, text)
         elif spec.answer is not None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.tasks import TASKS, Example, check, make_example
 from quadriga.text.tokenizer import TextTokenizer, load_tokenizer
-from quadriga.training.tasks import TASKS, Example, check, make_example
 
 
 @dataclass(frozen=True, slots=True)

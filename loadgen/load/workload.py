@@ -102,7 +102,7 @@ def from_tasks(
     Raises:
         ConfigError: A task of that name does not exist.
     """
-    from quadriga.training.tasks import DEFAULT_MIX, TASKS, sample_examples
+    from quadriga.tasks import DEFAULT_MIX, TASKS, sample_examples
 
     names = tasks.split(",") if tasks else list(DEFAULT_MIX)
     if unknown := sorted(set(names) - set(TASKS)):

@@ -1,4 +1,4 @@
 """The bundled model family: tasks, tokenizer, models, training, evaluation.
 
-Importing this package, or `quadriga.training.tasks`, loads neither torch nor ray.
+Importing this package, or `quadriga.tasks`, loads neither torch nor ray.
 """

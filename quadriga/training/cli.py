@@ -248,9 +248,9 @@ def _length(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+    from quadriga.tasks import TASKS
     from quadriga.training.checkpoint_io import load_checkpoint
     from quadriga.training.length import collect, save_heads, train_heads
-    from quadriga.training.tasks import TASKS
     from quadriga.training.tokenizer import build_tokenizer
 
     torch.set_num_threads(args.threads)
@@ -284,10 +284,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+    from quadriga.tasks import TASKS
     from quadriga.training.checkpoint_io import load_checkpoint
     from quadriga.training.evaluate import evaluate
     from quadriga.training.report import print_report
-    from quadriga.training.tasks import TASKS
     from quadriga.training.tokenizer import build_tokenizer
 
     torch.set_num_threads(args.threads)

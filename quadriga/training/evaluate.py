@@ -12,10 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quadriga.training.generate import greedy
-from quadriga.training.model import EarlyExitLlama
-from quadriga.training.recipe.data import encode
-from quadriga.training.tasks import (
+from quadriga.tasks import (
     FULL_LENGTHS,
     LONG_LENGTHS,
     TASKS,
@@ -24,6 +21,9 @@ from quadriga.training.tasks import (
     make_example,
     make_reworded_example,
 )
+from quadriga.training.generate import greedy
+from quadriga.training.model import EarlyExitLlama
+from quadriga.training.recipe.data import encode
 from quadriga.training.teacher import Forced, force
 
 CRITERIA = ("top", "margin")

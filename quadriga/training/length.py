@@ -30,10 +30,10 @@ from quadriga.checkpoint.length_heads import (
     counts_of,
     to_json,
 )
+from quadriga.tasks import TASKS, make_example
 from quadriga.training.generate import greedy
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.data import EncodedExample, group_rows, pack
-from quadriga.training.tasks import TASKS, make_example
 from quadriga.training.tokenizer import END_ID
 
 DATA_SEED = 99_000

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS
+from quadriga.tasks import TASKS, Example, make_example
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.data import encode, group_rows, pack
-from quadriga.training.tasks import TASKS, Example, make_example
 from quadriga.training.tokenizer import build_tokenizer
 
 FIT_SEED = 555_000

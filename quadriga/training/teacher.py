@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from quadriga.tasks import DEFAULT_MIX, Example, make_example, make_reworded_example
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.data import encode, group_rows, pack
-from quadriga.training.tasks import DEFAULT_MIX, Example, make_example, make_reworded_example
 
 _TOKENS_PER_PASS = 8192
 PROBE_SEED = 777_000

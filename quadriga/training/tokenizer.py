@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from quadriga.training.tasks.words import DEEDS, FRIENDS, GLUE, HEROES, NUMBERS, PLACES, WORDS
+from quadriga.tasks.words import DEEDS, FRIENDS, GLUE, HEROES, NUMBERS, PLACES, WORDS
 
 SPLIT = r" ?\p{N}{1,2}| ?\p{L}+| ?[^\s\p{L}\p{N}]|\s+"
 END_TOKEN, END_ID = "<|end|>", 0

@@ -9,7 +9,7 @@ import pytest
 
 PURE = [
     "quadriga.scheduling.decode_loop",
-    "quadriga.scheduling.output_buffer",
+    "quadriga.scheduling.output_dispatcher",
     "quadriga.scheduling.prefill_loop",
     "quadriga.policies.admission",
     "quadriga.policies.ares",
@@ -22,7 +22,7 @@ PURE = [
     "quadriga.sim.cluster",
     "quadriga.sim.recorder",
     "quadriga.text",
-    "quadriga.training.tasks",
+    "quadriga.tasks",
 ]
 
 
@@ -36,16 +36,6 @@ def loaded_by(module: str) -> set[str]:
 @pytest.mark.parametrize("module", PURE)
 def test_pure_packages_load_neither_torch_nor_ray(module: str) -> None:
     assert not loaded_by(module) & {"torch", "ray"}
-
-
-def test_the_client_needs_only_grpc() -> None:
-    heavy = {"torch", "ray", "pydantic", "numpy", "transformers", "fastapi"}
-    assert not loaded_by("quadriga.client") & heavy
-
-
-@pytest.mark.parametrize("module", ["quadriga.engine", "quadriga.training"])
-def test_the_engine_loads_no_ray(module: str) -> None:
-    assert "ray" not in loaded_by(module)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.interfaces import PrefillChunk
-from quadriga.training.tasks import sample_examples
+from quadriga.tasks import sample_examples
 from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save
 
 NUM_PROMPTS = 200

@@ -22,7 +22,7 @@ from quadriga.policies.drex import SegmentCosts
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
-from quadriga.training.tasks import sample_examples
+from quadriga.tasks import sample_examples
 from tests.equivalence.models import kernel_cache, whole_prompt
 
 S = "quadriga-s"

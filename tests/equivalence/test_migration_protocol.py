@@ -15,10 +15,9 @@ import torch
 from actors.kv_transfer import handoff_sender, migration_copy
 from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
-from actors.kv_transfer.migrations import Migrations
+from actors.kv_transfer.migration import Migrations
 from actors.metrics.spans import SequenceSpans
 from actors.replica.decode import DecodeReplica
-from actors.replica.output_dispatcher import OutputDispatcher
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.checkpoint.exits import ExitPolicy
 from quadriga.clock import ManualClock
@@ -29,6 +28,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import ReplicaError
+from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.scheduling.precopy import StepPhase
 from tests.equivalence.early_exit_reference import LAYERS, build_deep, save_with_exits
 from tests.equivalence.test_depth import EXITS, MODELS, Bench, check, reference, states
@@ -103,7 +103,7 @@ class Network:
 
     Attributes:
         parts, carried: Parts that travelled by themselves, and with a commit.
-        calls: Of those that travel in batches, by method.
+        calls: How often each method was called; a batch counts once.
         lose: Answers to commits that are lost.
     """
 
@@ -114,12 +114,11 @@ class Network:
 
     async def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
         await asyncio.sleep(0)
-        if method == "call_many":
-            self.calls[args[0]] += 1
-            if args[0] == "commit":
-                self.carried += sum(len(call[3].last_kv) for call in pickle.loads(args[1]))
+        self.calls[args[0] if method == "call_many" else method] += 1
+        if method == "commit":
+            self.carried += len(args[3].last_kv)
         found = await getattr(self.sides[name], method)(*pickle.loads(pickle.dumps(args, 5)))
-        if self.lose and args and args[0] == "commit":
+        if self.lose and method == "commit":
             self.lose -= 1
             raise ReplicaError("lost", code="timeout")
         return pickle.loads(pickle.dumps(found, 5))
@@ -149,7 +148,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     monkeypatch.setattr(handoff_sender, "call", network.call)
     yield network
     for side in network.sides.values():
-        assert side.receiver.num_open == side.bench.loop.slots.num_held == 0
+        assert side.receiver.leases.num_open == side.bench.loop.slots.num_held == 0
         assert not side.migrations.under_way
 
 
@@ -243,7 +242,7 @@ async def test_a_commit_whose_answer_is_lost_is_made_once(network: Network) -> N
 async def test_paused_sequences(network: Network) -> None:
     one, other = build(network, LAYERS, LAYERS)
     got = start(one)
-    preemption = one.bench.loop._preemption
+    preemption = one.bench.loop.preemption
     preemption._resume_one = lambda: False  # type: ignore[method-assign]
     assert one.bench.loop.pause(got[2].sequence_id)
     assert (await migrate(one, other, got[2].sequence_id)).outcome == "moved"

@@ -10,7 +10,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
 from quadriga.errors import KVCacheExhausted
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.output_buffer import OutputBuffer
+from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
 from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.slots import SlotTable
@@ -24,7 +24,7 @@ class Pipeline(PrefillEvents):
 
     def __init__(self, *, prefill_rows: int, decode_rows: int, decode_tokens: int, chunk: int):
         self.clock = ManualClock()
-        self.output_buffer = OutputBuffer("r")
+        self.outputs = OutputDispatcher("r", self.clock, 2.0)
         self.ready: list[SequenceState] = []
         self.prefill_runner = FakeRunner(prefill_rows, ROW_TOKENS)
         self.prefill = PrefillLoop(
@@ -69,7 +69,7 @@ class Pipeline(PrefillEvents):
             self.ready.append(state)
 
     def emit(self, ingress_id: str, emission: EngineOutput) -> None:
-        self.output_buffer.put(ingress_id, emission, now_s=self.clock.now_s())
+        self.outputs.put([(ingress_id, emission)], wakes=False)
 
     def step(self) -> None:
         self.clock.advance(0.01)
@@ -143,7 +143,7 @@ def test_random_lives(
             if cancel is not None and cancel == step:
                 pipeline.cancel(name)
         pipeline.step()
-        reply = pipeline.output_buffer.collect("i", ack, now_s=pipeline.clock.now_s())
+        reply = pipeline.outputs.collect("i", ack)
         lose_every = lives[0][4]
         if lose_every and step % lose_every == 0:
             continue
@@ -154,7 +154,7 @@ def test_random_lives(
             known[emission.first_index :] = emission.token_ids
             if emission.finish is not None:
                 finished.add(emission.sequence_id)
-        if step > 41 and not pipeline.is_busy and pipeline.output_buffer.num_pending == 0:
+        if step > 41 and not pipeline.is_busy and pipeline.outputs.num_pending == 0:
             break
     assert not pipeline.is_busy, "a sequence starved"
     assert pipeline.prefill.slots.num_held == pipeline.decode.slots.num_held == 0

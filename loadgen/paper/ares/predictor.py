@@ -28,9 +28,9 @@ from loadgen.report.output import add_out_argument
 from loadgen.report.progress import Steps
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.scheduling.calibration import Dummies
+from quadriga.tasks import TASKS
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.length import SAMPLE_EVERY, LengthData, collect, measure
-from quadriga.training.tasks import TASKS
 from quadriga.training.tokenizer import build_tokenizer
 
 SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128), EncoderSize(4, 128), EncoderSize(4, 256))

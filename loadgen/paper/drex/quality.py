@@ -30,7 +30,7 @@ from quadriga.clock import SystemClock
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatchers import make_rebatcher
-from quadriga.training.tasks import TASKS
+from quadriga.tasks import TASKS
 
 EXPERIMENT = "drex_quality"
 FILL_MODES: tuple[SkippedKV, ...] = get_args(SkippedKV)

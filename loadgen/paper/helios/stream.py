@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from loadgen.load.task_suite import Prompt, TaskSuite
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.tasks import DEFAULT_MIX, make_example
 from quadriga.text.tokenizer import load_tokenizer
-from quadriga.training.tasks import DEFAULT_MIX, make_example
 
 Mix = Mapping[str, float]
 

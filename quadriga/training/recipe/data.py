@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quadriga.training.tasks import Example, LengthMix, sample_examples
+from quadriga.tasks import Example, LengthMix, sample_examples
 from quadriga.training.tokenizer import END_ID, PAD_ID
 
 _GROUP_RATIO = 0.82  # a group holds rows at least this share of its longest

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quadriga.errors import ConfigError
-from quadriga.training.tasks import DEFAULT_MIX, TASKS
+from quadriga.tasks import DEFAULT_MIX, TASKS
 from quadriga.training.tokenizer import MAX_POSITIONS
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quadriga.tasks import LengthMix
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.data import Batch, next_batch
@@ -20,7 +21,6 @@ from quadriga.training.recipe.family import FamilyMember
 from quadriga.training.recipe.optimizer import Muon
 from quadriga.training.recipe.schedule import Budget, length_scale, ramp
 from quadriga.training.recipe.state import LATEST, STABLE, Progress, load, save_atomically
-from quadriga.training.tasks import LengthMix
 from quadriga.training.teacher import probe
 from quadriga.training.tokenizer import build_tokenizer
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from quadriga.tasks import TASKS, make_example
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.family import FamilyMember
-from quadriga.training.tasks import TASKS, make_example
 
 _CARD = """\
 ---
@@ -31,7 +31,7 @@ last user message that way; system messages and earlier turns are not used.
 {examples}
 ## How it was made
 `python -m quadriga.training train --model {name}` from the seeded task generator \
-(`quadriga.training.tasks`), {steps} steps, {tokens:.1f} M tokens, no outside data. Weights are \
+(`quadriga.tasks`), {steps} steps, {tokens:.1f} M tokens, no outside data. Weights are \
 stored in fp16 and meant to be computed in fp32.
 {figures}"""
 

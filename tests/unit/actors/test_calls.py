@@ -1,4 +1,4 @@
-"""Looking up names: a deadline, one look for all who ask, and no death where nobody tells."""
+"""Looking up actors by name: a deadline, one look-up for concurrent calls, and its errors."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     store.gate.set()
 
 
-async def test_a_look_up_takes_no_longer_than_the_call_may(store: Store) -> None:
+async def test_a_look_up_ends_by_the_deadline_of_its_call(store: Store) -> None:
     began_s = time.monotonic()
-    with pytest.raises(ReplicaDied, match=r"nobody told within 0\.1 s where slow is") as error:
+    with pytest.raises(ReplicaDied, match=r"did not answer within 0\.1 s where slow is") as error:
         await calls.call("slow", "echo", "a", timeout_s=0.1)
     assert error.value.code == "unreachable"
     assert time.monotonic() - began_s < 5.0
 
 
-async def test_all_who_ask_share_one_look_up(store: Store) -> None:
+async def test_concurrent_calls_share_one_look_up(store: Store) -> None:
     with pytest.raises(ReplicaDied):
         await calls.call("one", "echo", "a", timeout_s=0.05)
     asking = [asyncio.create_task(calls.call("one", "echo", s, timeout_s=20.0)) for s in "bcd"]
@@ -70,7 +70,7 @@ async def test_all_who_ask_share_one_look_up(store: Store) -> None:
 @pytest.mark.parametrize(
     ("raised", "code"), [(ValueError("none"), "replica_died"), (RayError("slow"), "unreachable")]
 )
-def test_only_ray_says_that_there_is_none(
+def test_only_an_actor_that_ray_does_not_know_counts_as_dead(
     monkeypatch: pytest.MonkeyPatch, raised: Exception, code: str
 ) -> None:
     def get_actor(*_: Any, **__: Any) -> Any:

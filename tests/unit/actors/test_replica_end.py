@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import actors.replica.replica
-from actors.replica.output_dispatcher import OutputDispatcher
 from actors.replica.replica import Replica
 from quadriga.clock import SystemClock
 from quadriga.errors import MigrationFailed
+from quadriga.scheduling.output_dispatcher import OutputDispatcher
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from actors.replica.output_dispatcher import OutputDispatcher
 from actors.replica.replica import Replica
 from quadriga.clock import SystemClock
 from quadriga.core.output import EngineOutput
 from quadriga.errors import InvariantViolation, QuadrigaError, ReplicaDied
+from quadriga.scheduling.output_dispatcher import OutputDispatcher
 
 
 def host(error: QuadrigaError | None) -> Any:

@@ -18,7 +18,7 @@ from loadgen.bench.fake_service.server import FakeServer
 from loadgen.load.scenario import QUESTIONS, choose_load
 from loadgen.load_options import add_arguments
 from quadriga.errors import ConfigError
-from quadriga.training.tasks import TASKS, make_example, sample_examples
+from quadriga.tasks import TASKS, make_example, sample_examples
 from tests.unit.loadgen.conftest import Service
 
 HEADER = "arrival_s,input_tokens,output_tokens\n"
@@ -320,7 +320,7 @@ def test_run_loads_neither_torch_nor_ray() -> None:
         "import sys, loadgen.run, loadgen.wire.client_grpc, loadgen.checker.grpc;"
         "import loadgen.load.workload;"
         "import loadgen.ramp, loadgen.compare;"
-        "import quadriga.training.tasks;"
+        "import quadriga.tasks;"
         "sys.exit(any(m.split('.')[0] in ('torch', 'ray', 'transformers') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

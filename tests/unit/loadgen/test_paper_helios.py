@@ -52,7 +52,7 @@ from quadriga.policies.helios import (
     TokensServed,
     UnchangedSampled,
 )
-from quadriga.training.tasks import DEFAULT_MIX, TASKS, make_example
+from quadriga.tasks import DEFAULT_MIX, TASKS, make_example
 
 S4, S8, L12 = DepthClass("s", 4), DepthClass("s", 8), DepthClass("l", 12)
 LAYERS = {"s": 8, "l": 12}

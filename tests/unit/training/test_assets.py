@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quadriga.tasks import TASKS, check, make_example
 from quadriga.training.checkpoint_io import load_checkpoint, save_checkpoint
 from quadriga.training.cli import ASSETS, main
 from quadriga.training.generate import greedy
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.family import FAMILY
-from quadriga.training.tasks import TASKS, check, make_example
 from quadriga.training.tokenizer import build_tokenizer
 
 MAX_FAMILY_BYTES = 40e6

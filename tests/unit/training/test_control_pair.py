@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from quadriga.tasks import TASKS
 from quadriga.training.cli import main
 from quadriga.training.recipe.family import FAMILY, at_rate, on_equal_mix, on_mix
-from quadriga.training.tasks import TASKS
 
 
 def test_the_control_differs_in_its_mix_alone() -> None:

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS
+from quadriga.tasks import make_example
 from quadriga.training.checkpoint_io import save_checkpoint
 from quadriga.training.cli import main
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.family import FAMILY, ModelShape
 from quadriga.training.skipped_kv import _kv, _LeastSquares, _unit, fit
-from quadriga.training.tasks import make_example
 from quadriga.training.tokenizer import build_tokenizer
 
 SHAPE = ModelShape(hidden=32, layers=5, heads=4, kv_heads=2, head_dim=8, ff=48, exits=(1, 3))

@@ -6,12 +6,10 @@ import itertools
 import random
 import re
 import statistics
-import subprocess
-import sys
 
 import pytest
 
-from quadriga.training.tasks import (
+from quadriga.tasks import (
     DEFAULT_MIX,
     LONG_LENGTHS,
     TASKS,
@@ -144,12 +142,3 @@ def test_a_stream_can_be_entered_anywhere() -> None:
 
 def test_sizes_are_public() -> None:
     assert all(low < high for low, high in map(size_of, TASKS))
-
-
-def test_importing_the_tasks_loads_neither_torch_nor_ray() -> None:
-    code = (
-        "import sys, quadriga.training.tasks; "
-        "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from quadriga.training.tasks import TASKS, make_example
+from quadriga.tasks import TASKS, make_example
 from quadriga.training.tokenizer import END_ID, END_TOKEN, build_tokenizer, save_tokenizer
 
 TOKENIZER = build_tokenizer()

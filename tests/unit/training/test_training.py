@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from quadriga.tasks import TASKS, LengthMix, make_example
 from quadriga.training.evaluate import THRESHOLDS, complement, evaluate, exits_of, histogram
 from quadriga.training.generate import greedy
 from quadriga.training.hardware import fastest_dtype
@@ -19,7 +20,6 @@ from quadriga.training.recipe.family import FAMILY, FamilyMember, ModelShape
 from quadriga.training.recipe.loop import RunOptions, Trainer, budget_name, resume, run
 from quadriga.training.recipe.optimizer import orthogonalize
 from quadriga.training.recipe.state import LATEST, STABLE
-from quadriga.training.tasks import TASKS, LengthMix, make_example
 from quadriga.training.teacher import Forced, force
 from quadriga.training.tokenizer import END_ID, build_tokenizer
 

@@ -8,8 +8,8 @@ is free, so a checker can decide whether a story is sound.
 import random
 import re
 
-from quadriga.training.tasks.lengths import LengthMix
-from quadriga.training.tasks.words import DEEDS, FRIENDS, HEROES, PLACES
+from quadriga.tasks.lengths import LengthMix
+from quadriga.tasks.words import DEEDS, FRIENDS, HEROES, PLACES
 
 STORY_SIZE = (2, 40)  # days
 # Days that a story may take when the prompt says it in a word.

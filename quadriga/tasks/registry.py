@@ -4,9 +4,9 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from quadriga.training.tasks import arithmetic, lists, story
-from quadriga.training.tasks.lengths import FULL_LENGTHS, LengthMix
-from quadriga.training.tasks.wordings import make_wording
+from quadriga.tasks import arithmetic, lists, story
+from quadriga.tasks.lengths import FULL_LENGTHS, LengthMix
+from quadriga.tasks.wordings import make_wording
 
 LINE_END = "\n"
 

@@ -3,7 +3,7 @@
 import random
 import re
 
-from quadriga.training.tasks.lengths import LengthMix
+from quadriga.tasks.lengths import LengthMix
 
 ADD_SIZE = (1, 8)  # digits of each summand
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.replica.idle_check import IdleCheck, Leaks
 from quadriga.clock import ManualClock
 from quadriga.errors import InvariantViolation
+from quadriga.scheduling.idle_check import IdleCheck, Leaks
 
 
 def test_once_per_idle_spell_and_not_too_often() -> None:

@@ -11,8 +11,8 @@ generators can score what a service returned. Neither torch nor ray is loaded.
     True
 """
 
-from quadriga.training.tasks.lengths import FULL_LENGTHS, LONG_LENGTHS, LengthMix
-from quadriga.training.tasks.registry import (
+from quadriga.tasks.lengths import FULL_LENGTHS, LONG_LENGTHS, LengthMix
+from quadriga.tasks.registry import (
     DEFAULT_MIX,
     LINE_END,
     TASKS,

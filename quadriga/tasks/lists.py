@@ -4,8 +4,8 @@ import random
 import re
 from collections.abc import Callable
 
-from quadriga.training.tasks.lengths import LengthMix
-from quadriga.training.tasks.words import ADJECTIVES, NOUNS, WORDS
+from quadriga.tasks.lengths import LengthMix
+from quadriga.tasks.words import ADJECTIVES, NOUNS, WORDS
 
 # Sizes [lo, hi] per task, in items.
 COUNT_SIZE = (2, 98)

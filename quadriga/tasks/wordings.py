@@ -9,9 +9,9 @@ and with or without the line end that the task's own prompts have.
 import random
 from collections.abc import Callable, Sequence
 
-from quadriga.training.tasks.lists import TRANSFORMS
-from quadriga.training.tasks.story import STORY_WORDS
-from quadriga.training.tasks.words import ADJECTIVES, FRIENDS, HEROES, NOUNS, WORDS
+from quadriga.tasks.lists import TRANSFORMS
+from quadriga.tasks.story import STORY_WORDS
+from quadriga.tasks.words import ADJECTIVES, FRIENDS, HEROES, NOUNS, WORDS
 
 _MAX_ITEMS = 8
 _NUMBER_RANGES = ((0, 9), (1, 9), (0, 20), (0, 99))

@@ -1,0 +1,271 @@
+"""What a replica sends to each ingress, and when it last heard from it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quadriga.clock import Clock
+from quadriga.core.output import EngineOutput, PollReply
+
+MAX_POLL_S = 30.0
+MIN_ABSENCE_S = 3.0
+MAX_SPACING_S = 0.016
+"""Between two replies to one ingress; steps that take longer are never held back."""
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """Outputs of one ingress, numbered without gaps, and its polls.
+
+    Attributes:
+        heard_s: When its last sign of life came, or one was first expected; None: never.
+        fetched_s: When outputs were last collected, or the first was put; None: neither.
+        entries: Unacknowledged outputs; the last has number `last_seq`.
+        sent_seq: Highest number that was ever in a reply; such an output is never changed.
+        unsent: The newest output of each sequence that was in no reply yet.
+        news: Set when a waiting poll is to look.
+        opens_s: Until then tokens that merely continue a sequence are gathered.
+        is_urgent: An output is pending that is sent at once.
+        timer: Sets `news` at `opens_s`.
+    """
+
+    heard_s: float | None = None
+    fetched_s: float | None = None
+    entries: deque[EngineOutput] = field(default_factory=deque)
+    last_seq: int = 0
+    sent_seq: int = 0
+    unsent: dict[str, EngineOutput] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    opens_s: float = 0.0
+    is_urgent: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+class OutputDispatcher:
+    """Keeps one acknowledged log of outputs per ingress, and answers the polls of the ingresses.
+
+    Delivery is at least once and in order: a lost reply loses nothing, as the ingress polls again
+    with its old acknowledgement. Tokens that were not yet sent are merged, so that a slow ingress
+    gets few large outputs.
+
+    A reply costs both sides a fixed price, and the ingress a write for every sequence in it. So a
+    reply with n sequences is followed by a pause of n times `spacing_s`, in which tokens that
+    merely continue are gathered; first tokens, ends and errors go out at once. One sequence alone
+    is never held back by more than `spacing_s`.
+
+    Not thread-safe: the replica's event loop calls everything.
+
+    Args:
+        incarnation: Of the replica's process.
+        poll_timeout_s: How long an ingress's polls usually wait.
+        spacing_s: Pause per sequence in a reply; 0 answers every poll as soon as there is news.
+    """
+
+    def __init__(
+        self, incarnation: str, clock: Clock, poll_timeout_s: float, *, spacing_s: float = 0.0
+    ) -> None:
+        self._incarnation = incarnation
+        self._clock = clock
+        self._absent_s = max(MIN_ABSENCE_S, 2 * poll_timeout_s)
+        self._spacing_s = spacing_s
+        self._outboxes: dict[str, _Outbox] = {}
+        self._any_heard_s = clock.now_s()
+        self._is_closed = False
+
+    async def poll(self, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
+        """Everything pending for an ingress; waits up to `timeout_s` for something.
+
+        Args:
+            ack: `last_seq` of the last reply the ingress got from this incarnation; 0 at first.
+        """
+        self.hear(ingress_id)
+        box = self._outbox(ingress_id)
+        give_up_s = self._clock.now_s() + min(timeout_s, MAX_POLL_S)
+        while True:
+            box.news.clear()
+            now_s = self._clock.now_s()
+            is_over = now_s >= give_up_s or self._is_closed
+            if is_over or not self._is_held(box, now_s):
+                # What a lost reply held is in here again: the acknowledgement did not cover it.
+                reply = self.collect(ingress_id, ack)
+                if reply.emissions or is_over:
+                    box.is_urgent = False
+                    pause_s = len(reply.emissions) * self._spacing_s
+                    box.opens_s = now_s + min(pause_s, MAX_SPACING_S)
+                    return reply
+            try:
+                async with asyncio.timeout(give_up_s - now_s):
+                    await box.news.wait()
+            except TimeoutError:
+                continue
+
+    def put(self, emissions: Sequence[tuple[str, EngineOutput]], *, wakes: bool = True) -> None:
+        """Keep outputs until their ingresses have acknowledged them, and wake their polls.
+
+        Args:
+            emissions: (ingress id, output) pairs.
+            wakes: Whether the news is worth a reply of its own; else it goes with the next.
+        """
+        now_s = self._clock.now_s()
+        touched: dict[str, bool] = {}
+        for ingress_id, emission in emissions:
+            box = self._outbox(ingress_id)
+            if box.fetched_s is None:
+                box.fetched_s = now_s
+            touched[ingress_id] = touched.get(ingress_id, False) or _is_urgent(emission)
+            earlier = box.unsent.get(emission.sequence_id)
+            if earlier is None or not _extend(earlier, emission):
+                box.entries.append(emission)
+                box.last_seq += 1
+                box.unsent[emission.sequence_id] = emission
+        if not wakes:
+            return
+        for ingress_id, is_urgent in touched.items():
+            box = self._outboxes[ingress_id]
+            box.is_urgent = box.is_urgent or is_urgent
+            if not self._is_held(box, now_s):
+                box.news.set()
+
+    def collect(self, ingress_id: str, ack: int) -> PollReply:
+        """Drop what `ack` acknowledges and return all the rest, without waiting."""
+        box = self._outbox(ingress_id)
+        box.fetched_s = self._clock.now_s()
+        first_seq = box.last_seq - len(box.entries) + 1
+        for _ in range(min(ack, box.sent_seq) - first_seq + 1):
+            box.entries.popleft()
+        box.sent_seq = box.last_seq
+        box.unsent.clear()
+        return PollReply(self._incarnation, box.last_seq, list(box.entries))
+
+    def unacknowledged(self, ingress_id: str, sequence_id: str) -> list[EngineOutput]:
+        """Outputs with tokens of one sequence that its ingress may not have, oldest first."""
+        box = self._outboxes.get(ingress_id)
+        entries = box.entries if box is not None else ()
+        return [e for e in entries if e.sequence_id == sequence_id and e.token_ids]
+
+    def _outbox(self, ingress_id: str) -> _Outbox:
+        box = self._outboxes.get(ingress_id)
+        if box is None:
+            box = self._outboxes[ingress_id] = _Outbox()
+        return box
+
+    def _is_held(self, box: _Outbox, now_s: float) -> bool:
+        """Whether what is pending waits until `opens_s`; if so, a timer is running."""
+        if box.is_urgent or now_s >= box.opens_s or not box.unsent:
+            return False
+        if box.timer is None:
+            loop = asyncio.get_running_loop()
+            box.timer = loop.call_later(box.opens_s - now_s, _open, box)
+        return True
+
+    def hear(self, ingress_id: str) -> None:
+        """Note a sign of life of an ingress."""
+        self._any_heard_s = self._outbox(ingress_id).heard_s = self._clock.now_s()
+
+    def heard_of_any(self, age_s: float) -> None:
+        """Note that another process heard of some ingress `age_s` ago."""
+        self._any_heard_s = max(self._any_heard_s, self._clock.now_s() - age_s)
+
+    def stood_still(self, seconds: float) -> None:
+        """Do not count a time as silence in which this process could hear no ingress."""
+        now_s = self._clock.now_s()
+        self._any_heard_s = min(now_s, self._any_heard_s + seconds)
+        for box in self._outboxes.values():
+            if box.heard_s is not None:
+                box.heard_s = min(now_s, box.heard_s + seconds)
+
+    def expect(self, ingress_id: str) -> None:
+        """A sequence of this ingress arrives; it is an orphan unless the ingress shows up."""
+        box = self._outbox(ingress_id)
+        if box.heard_s is None:
+            box.heard_s = self._clock.now_s()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since any ingress was heard of."""
+        return self._clock.now_s() - self._any_heard_s
+
+    def silent(self, *, longer_than_s: float) -> dict[str, float]:
+        """Seconds of silence of each ingress that was not heard of for longer than this."""
+        now_s = self._clock.now_s()
+        return {
+            ingress_id: now_s - box.heard_s
+            for ingress_id, box in self._outboxes.items()
+            if box.heard_s is not None and now_s - box.heard_s > longer_than_s
+        }
+
+    def drop(self, ingress_id: str) -> None:
+        """Forget an ingress and all that is pending for it."""
+        box = self._outboxes.pop(ingress_id, None)
+        if box is not None and box.timer is not None:
+            box.timer.cancel()
+
+    @property
+    def num_pending(self) -> int:
+        """Unacknowledged outputs over all ingresses."""
+        return sum(len(box.entries) for box in self._outboxes.values())
+
+    def drop_absent(self) -> None:
+        """Drop the outputs of ingresses that fetch nothing: a drain does not wait for them.
+
+        Such an ingress may be alive: once its last sequence here is cancelled, it does not ask for
+        the last tokens of it.
+        """
+        now_s = self._clock.now_s()
+        for ingress_id, box in list(self._outboxes.items()):
+            if box.fetched_s is not None and now_s - box.fetched_s > self._absent_s:
+                self.drop(ingress_id)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing will be put any more."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Let every waiting poll return."""
+        self._is_closed = True
+        for box in self._outboxes.values():
+            box.news.set()
+
+
+def _is_urgent(emission: EngineOutput) -> bool:
+    """Whether an output is sent at once: a first token, an end, a change of owner."""
+    return (
+        emission.first_index == 0
+        or emission.finish is not None
+        or emission.error is not None
+        or emission.moved_to is not None
+    )
+
+
+def _open(box: _Outbox) -> None:
+    box.timer = None
+    box.news.set()
+
+
+def _extend(earlier: EngineOutput, emission: EngineOutput) -> bool:
+    """Append the output's tokens to an earlier one; False where they do not simply follow."""
+    mergeable = (
+        earlier.epoch == emission.epoch
+        and earlier.finish is None
+        and earlier.error is None
+        and earlier.moved_to is None
+        and emission.moved_to is None
+        and emission.error is None
+        and emission.prompt_logprobs is None
+        and (earlier.logprobs is None) == (emission.logprobs is None)
+        and bool(earlier.token_ids)
+        and (earlier.depth == emission.depth or not emission.token_ids)
+        and emission.first_index == earlier.first_index + len(earlier.token_ids)
+    )
+    if not mergeable:
+        return False
+    earlier.token_ids.extend(emission.token_ids)
+    earlier.exit_layers.extend(emission.exit_layers)
+    if earlier.logprobs is not None and emission.logprobs is not None:
+        earlier.logprobs.extend(emission.logprobs)
+    earlier.finish = emission.finish
+    return True

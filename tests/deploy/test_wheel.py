@@ -1,0 +1,146 @@
+"""What the wheel ships imports what it ships, and what the extra that it belongs to installs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from tests.architecture.tree import ROOT
+from tests.deploy.wheel import (
+    PROJECT,
+    failed_imports,
+    link_distributions,
+    required_by,
+    shipped_files,
+    stage,
+)
+
+PACKAGES = ("quadriga", "actors", "serve_app", "loadgen")
+_SDK = ("quadriga.client", "quadriga.protos")
+_SERVICE_METRICS = ("quadriga.observability.metrics", "quadriga.observability.load_history")
+_GPU_ONLY = ("quadriga.engine.cuda.triton_attention",)
+OF_EXTRA: dict[str, tuple[str, ...]] = {
+    "client": _SDK,
+    "loadgen": ("loadgen",),
+    "engine": ("quadriga",),
+    "serve": ("quadriga", "actors", "serve_app"),
+}
+"""The packages that each extra is for."""
+NOT_OF_EXTRA = {
+    "client": (),
+    "loadgen": (),
+    "engine": _SDK + _SERVICE_METRICS + _GPU_ONLY,
+    "serve": _GPU_ONLY,
+}
+GUARDED = {
+    # Behind a check that names the extra, or `find_spec`; without them the feature is off.
+    "quadriga.observability.tracing": {"opentelemetry"},
+    "quadriga.catalogue.energy": {"pynvml"},
+    "quadriga.engine.cuda.triton_attention": {"triton"},
+    "actors.kv_transfer.transports.nccl_library": {"cupy"},
+    "loadgen.event_loop": {"uvloop"},
+    "loadgen.model_costs.depth": {"torch"},
+}
+"""Modules that use what no extra of theirs installs, and what."""
+
+
+def modules_of(extra: str, names: list[str]) -> list[str]:
+    return [
+        name
+        for name in names
+        if _is_in(name, OF_EXTRA[extra]) and not _is_in(name, NOT_OF_EXTRA[extra])
+    ]
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("extra", OF_EXTRA)
+def test_every_module_of_an_extra_imports_with_what_the_extra_installs(
+    extra: str, tmp_path: Path
+) -> None:
+    wheel, site = tmp_path / "wheel", tmp_path / "site"
+    wheel.mkdir()
+    site.mkdir()
+    names = modules_of(extra, stage(wheel))
+    assert names
+    link_distributions(site, extra)
+
+    assert failed_imports(wheel, names, site) == []
+
+
+def test_the_base_package_requires_nothing_and_is_typed() -> None:
+    assert PROJECT["project"]["dependencies"] == []
+    assert (ROOT / "quadriga/py.typed").is_file()
+
+
+def test_imports_inside_functions_are_of_shipped_modules_and_installed_distributions() -> None:
+    owners = metadata.packages_distributions()
+    files = {_name(file): file for file in shipped_files()}
+    required = {extra: required_by(extra) for extra in OF_EXTRA}
+    wrong = []
+    for name, file in files.items():
+        extra = next(e for e in OF_EXTRA if e != "engine" and _is_in(name, OF_EXTRA[e]))
+        if name.startswith("quadriga.") and not _is_in(name, _SDK + _SERVICE_METRICS):
+            extra = "engine"
+        for module in _imported(file):
+            top = module.partition(".")[0]
+            if top in sys.stdlib_module_names or top in GUARDED.get(name, ()):
+                continue
+            if top in PACKAGES:
+                is_there = module in files
+            else:
+                is_there = bool(
+                    {canonicalize_name(o) for o in owners.get(top, ())} & required[extra]
+                )
+            if not is_there:
+                wrong.append(f"{file} ({extra}) imports {module}")
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_built_wheel_holds_the_staged_files_and_its_client_runs_in_a_fresh_environment(
+    tmp_path: Path,
+) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), "."]
+    subprocess.run(build, cwd=ROOT, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        built = {name for name in archive.namelist() if name.endswith(".py")}
+    assert built == {str(file) for file in shipped_files()}
+
+    for extra, code in {
+        "client": "from quadriga.client import AsyncClient, Client",
+        "loadgen": "import loadgen.run, loadgen.compare, loadgen.ramp, loadgen.plan",
+    }.items():
+        home = tmp_path / extra
+        venv.create(home, with_pip=True)
+        pip = [str(home / "bin/pip"), "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
+        subprocess.run([*pip, f"quadriga[{extra}] @ {wheel.as_uri()}"], check=True, timeout=600)
+        subprocess.run([str(home / "bin/python"), "-c", code], cwd=tmp_path, check=True)
+
+
+def _is_in(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _name(file: Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Every module that a file imports, whenever the import runs."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
