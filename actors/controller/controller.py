@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 FORGET_TIMEOUT_S = 10.0
 ADOPT_EVERY_S = 30.0
-"""So often it is looked for replicas and places that are on no book."""
+"""Period of the search for replicas and placement groups that this process does not know."""
 
 
 class Controller:
@@ -92,8 +92,8 @@ class Controller:
     async def ensure(self, config: dict[str, Any]) -> None:
         """Set the desired state; the same one again changes nothing.
 
-        Does not return while the application ends: whoever asked hears of the end of this actor,
-        and makes another one.
+        Does not return while the application ends: the caller sees the end of this actor and
+        creates another one.
 
         Raises:
             ConfigError: It cannot be served on this cluster; the state before stays.
@@ -117,10 +117,10 @@ class Controller:
         self._apply(desired)
 
     async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
-        """A sign of life of an ingress; the whole application lives by it.
+        """Note a heartbeat of an ingress; without any the whole application ends.
 
         Args:
-            actor: Serve's, in which it runs.
+            actor: Serve's actor in which the ingress runs.
         """
         self._heard_s = self._clock.now_s()
         self._ingresses.hear(actor, self._heard_s)
@@ -165,19 +165,19 @@ class Controller:
 
     def _contexts(self, desired: Desired | None) -> dict[str, str]:
         """By model: how long a sequence may be, and why; of those that serve."""
-        told: dict[str, tuple[int, str]] = {}
+        limits: dict[str, tuple[int, str]] = {}
         for replica in self._manager.replicas.values():
             if desired is None or replica.status is None or replica.phase is not ReplicaPhase.READY:
                 continue
             info = replica.status.info
             sentence = desired.why_so_long(info)
             if sentence is not None:
-                least = told.get(info.depth_class.model, (info.max_model_len + 1, ""))
-                told[info.depth_class.model] = min(least, (info.max_model_len, sentence))
-        return {model: sentence for model, (_, sentence) in sorted(told.items())}
+                least = limits.get(info.depth_class.model, (info.max_model_len + 1, ""))
+                limits[info.depth_class.model] = min(least, (info.max_model_len, sentence))
+        return {model: sentence for model, (_, sentence) in sorted(limits.items())}
 
     async def operators_view(self) -> dict[str, Any]:
-        """The fleet and what its replicas count at their exits, for the admin port."""
+        """Replicas, what they count at their exits, load history and HELIOS, for the admin port."""
         return {
             "fleet": await self.status(),
             "exits": exits_view(self._page.hub),
@@ -220,7 +220,7 @@ class Controller:
                 if await self._leader_lease.is_held():
                     await self._turn()
                 else:
-                    self._blame_nobody()
+                    self._excuse_silence()
             except Exception as exc:  # a border: whatever it is, it is tried again
                 self._error = str(exc)
                 logger.exception("a turn failed; trying again in %.0f s", TICK_S)
@@ -241,7 +241,7 @@ class Controller:
             if not self._is_started.is_set():
                 await self._adopt()
             elif self._acted_s > self._adopted_s + ADOPT_EVERY_S:
-                await self._adopt_strays()
+                await self._adopt_unknown()
             if self._desired is None:
                 await self._restore_desired()
             try:
@@ -267,8 +267,8 @@ class Controller:
         if self._ingress_age_s() > orphan_s:
             await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
 
-    def _blame_nobody(self) -> None:
-        """Since the last turn, or this look, perhaps no word came in or out."""
+    def _excuse_silence(self) -> None:
+        """Count no silence while this process may be cut off from the others."""
         now_s = self._clock.now_s()
         late_s = now_s - self._acted_s
         self._heard_s = min(now_s, self._heard_s + late_s)
@@ -278,7 +278,7 @@ class Controller:
     async def _adopt(self) -> None:
         """Take over the replicas that another controller started; may be repeated.
 
-        Raises: QuadrigaError: Nobody tells where one of them is.
+        Raises: QuadrigaError: Ray does not say where one of them is.
         """
         names = await asyncio.to_thread(living_replicas, self._app)
         for name in names:
@@ -297,16 +297,16 @@ class Controller:
                 await asyncio.to_thread(remove, name, None)
                 await self._manager.tell_scheduler(name)
 
-    async def _adopt_strays(self) -> None:
-        """A controller that ended in the middle of something may have left replicas on no book."""
+    async def _adopt_unknown(self) -> None:
+        """Adopt replicas that a controller left behind as it ended in the middle of a change."""
         self._adopted_s = self._clock.now_s()
         try:
             await self._adopt()
         except (QuadrigaError, *RAY_FAILED) as exc:
-            logger.info("nobody tells which replicas there are: %s", exc)
+            logger.info("Ray does not list the replicas: %s", exc)
 
     async def _restore_desired(self) -> None:
-        """Want what an earlier controller was told, or this one at its start.
+        """Take the desired state of an earlier controller, or the one given at the start.
 
         It may be that this cannot be served before more nodes have joined: then it is tried again.
 
@@ -314,7 +314,7 @@ class Controller:
         """
         async with self._wanting:
             if self._desired is not None:
-                return  # somebody has said meanwhile what is wanted
+                return  # `ensure` was called meanwhile
             try:
                 saved = await asyncio.to_thread(controller_store.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
@@ -380,7 +380,7 @@ class Controller:
                 self._manager.retire(replica, "the configuration asks for fewer", moves=moves)
 
     def _takes_nothing(self, replica: ReplicaRecord) -> bool:
-        """Whether others' sequences shall not go there: it leaves, or is kept for profiles."""
+        """Whether others' sequences shall not go there: it leaves, or only serves profiles."""
         is_scout = self._helios is not None and replica.key in self._helios.pools.scouts
         return is_scout or self._left_s(replica) is not None
 
@@ -407,16 +407,16 @@ class Controller:
             await self._forget()
             await self._manager.stop_all()
             await self._scheduler.stop()
-        finally:  # nobody would end it later
+        finally:  # no other process would end it later
             await end_this_actor()
 
     async def _forget(self) -> None:
         try:
-            # After whoever stores just now what is wanted.
+            # After a call that is storing the desired state just now.
             async with asyncio.timeout(FORGET_TIMEOUT_S), self._wanting:
                 await asyncio.to_thread(controller_store.forget, self._app)
         except (TimeoutError, *RAY_FAILED) as exc:
-            logger.warning("what was kept of %s stays in Ray's store: %s", self._app, exc)
+            logger.warning("stored values of %s stay in Ray's store: %s", self._app, exc)
 
 
 def resolve_here(config: dict[str, Any]) -> Desired:

@@ -1,4 +1,4 @@
-"""The controller's book of replica processes: who lives, who is ready, who must go."""
+"""The controller's table of replica processes: it spawns, adopts, watches and retires them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ReplicaManager:
         ]
 
     def knows(self, name: str) -> bool:
-        """Whether a replica is on the book, or was: it may be ending still."""
+        """Whether a replica is in the table, or was: it may be ending still."""
         return name in self.replicas or name in self._departed
 
     def num_failures(self, key: PlaceKey) -> int:
@@ -169,7 +169,7 @@ class ReplicaManager:
         ]
 
     async def _await_death(self, replica: ReplicaHandle) -> None:
-        """One call that never returns; its failure is the news of the death."""
+        """Wait in a call that never returns; its failure means that the replica died."""
         while replica.name in self.replicas:
             try:
                 await replica.handle.wait_forever.remote()
@@ -185,7 +185,7 @@ class ReplicaManager:
         while replica.name in self.replicas:
             try:
                 await self._heartbeat(replica)
-            except Exception:  # a border: whom nobody watches is lost to the cluster
+            except Exception:  # a border: an unwatched replica is lost to the cluster
                 logger.exception("a look at %s failed", replica.name)
             interval_s = self.lifecycle.heartbeat_interval_s
             await asyncio.sleep(
@@ -209,7 +209,7 @@ class ReplicaManager:
         except QuadrigaError as exc:
             logger.info("heartbeat of %s: %s", replica.name, exc)
             late_s = event_loop_stall_s(began_s, self._clock.now_s(), timeout_s)
-            if not await self._is_held():  # nobody hears this process, perhaps
+            if not await self._is_held():  # this process may be cut off
                 late_s = self._clock.now_s() - began_s
             replica.excuse(late_s)
         reason = await self._verdict(replica, silence_s)
@@ -254,11 +254,11 @@ class ReplicaManager:
         return None
 
     async def _is_placed(self, replica: ReplicaHandle) -> bool:
-        """Whether it has a place, as far as Ray tells."""
+        """Whether its placement group is created, as far as Ray says."""
         try:
             states = await asyncio.to_thread(lambda: dict(groups()))
         except RAY_FAILED as exc:
-            logger.warning("nobody tells whether %s has a place: %s", replica.name, exc)
+            logger.warning("Ray does not say whether %s has a place: %s", replica.name, exc)
             return False
         return states.get(replica.name) == "CREATED"
 
@@ -268,7 +268,7 @@ class ReplicaManager:
         return patience_s([now_s - since_s for since_s in since], limit_s=silence_s)
 
     async def _gone(self, replica: ReplicaHandle, reason: str) -> None:
-        """Take a replica off the book, its process and placement group included."""
+        """Remove a replica from the table, its process and placement group included."""
         if self.replicas.pop(replica.name, None) is None:
             return
         logger.warning("%s is gone: %s", replica.name, reason)
@@ -300,7 +300,7 @@ class ReplicaManager:
         return True
 
     async def _remove_later(self, replica: ReplicaHandle) -> None:
-        """Nobody else would: a place that is kept for nobody is lost to the cluster."""
+        """Try again: an unused placement group is lost to the cluster."""
         for _ in range(MAX_REMOVALS):
             await asyncio.sleep(REMOVE_PAUSE_S)
             if await self._remove(replica):
@@ -314,7 +314,7 @@ class ReplicaManager:
         try:
             await call(scheduler_name(self._app), "replica_died", name, timeout_s=2.0)
         except QuadrigaError as exc:
-            logger.info("the scheduler was not told of %s: %s", name, exc)
+            logger.info("the scheduler did not hear that %s is gone: %s", name, exc)
 
     def next_owners(self, replica: ReplicaHandle) -> list[str]:
         """Replicas that can take over what another one runs, the emptiest first."""
@@ -353,7 +353,7 @@ class ReplicaManager:
         if replica.heard_s is not None:
             try:
                 await call_handle(replica.name, replica.handle, "stop", timeout_s=STOP_GRACE_S)
-                await self._until_off_the_book(replica.name, STOP_GRACE_S)
+                await self._until_gone(replica.name, STOP_GRACE_S)
             except QuadrigaError as exc:
                 logger.info("stop of %s: %s", replica.name, exc)
         while replica.name in self.replicas:
@@ -362,7 +362,7 @@ class ReplicaManager:
                 return
             await asyncio.sleep(REMOVE_PAUSE_S)
 
-    async def _until_off_the_book(self, name: str, timeout_s: float) -> None:
+    async def _until_gone(self, name: str, timeout_s: float) -> None:
         replica = self.replicas.get(name)
         if replica is None:
             return

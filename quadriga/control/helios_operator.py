@@ -145,7 +145,7 @@ class HeliosOperator:
                 strict[model] = max(strict.get(model, 0), depth)
         self.handle(
             ControllerTick(
-                fleet={
+                replicas={
                     place_name(k): ReplicaReport(k[0], r.depth_class) for k, r in filling.items()
                 },
                 scouts=frozenset(place_name(k) for k in self.pools.scouts if k in filling),

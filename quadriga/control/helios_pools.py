@@ -47,7 +47,7 @@ class HeliosPools:
     def _adopt_added(self) -> None:
         """Replicas that an earlier controller added are places of this one, too.
 
-        Those that drain are on their way out, whoever sent them.
+        Those that drain are on their way out.
         """
         self._given_up &= {replica.key for replica in self._replicas.values()}
         for replica in self._replicas.values():
@@ -83,7 +83,7 @@ class HeliosPools:
         return True
 
     def serving(self) -> dict[PlaceKey, ReplicaRecord | None]:
-        """The places of decode that are no scouts', and who fills them."""
+        """The decode places that are not scouts', and the replicas that fill them."""
         keys = [k for k in self.base if k[0] is Role.DECODE and k not in self.scouts]
         return {key: self.replica_at(key) for key in keys}
 

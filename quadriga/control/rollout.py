@@ -62,7 +62,7 @@ def turn_over(
     has_no_room = any(
         m.phase is ReplicaPhase.PENDING and now_s - m.since_s > SURGE_PATIENCE_S for m in current
     )
-    # Those first that go anyway: nobody here decides how long they have.
+    # Those first that go anyway: their time is not decided here.
     others = sorted((m for m in replicas if m not in current), key=lambda m: due_s[m.name] is None)
     for replica in others[:1]:
         within_s = due_s[replica.name]
