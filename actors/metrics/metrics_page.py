@@ -89,9 +89,8 @@ class MetricsPage:
             self._kept_s = self._clock.now_s()
             try:
                 async with asyncio.timeout(KEEP_TIMEOUT_S):
-                    await asyncio.to_thread(
-                        controller_store.save, self._app, "metrics", self.hub.dump()
-                    )
+                    save, app = controller_store.save, self._app
+                    await asyncio.to_thread(save, app, "metrics", self.hub.dump())
                     await asyncio.to_thread(save, app, "load_history", self.history.dump())
             except (TimeoutError, *RAY_FAILED) as exc:
                 logger.warning("the counters were not stored: %s", exc)
