@@ -20,10 +20,10 @@ BOUNDS = {
     "service_lines": Bound(46_600, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(81_600, 58_000),
-    "test_lines": Bound(59_200, 38_000),
+    "test_lines": Bound(59_300, 38_000),
     "reliability_lines": Bound(4_800, 4_000),
     "circles": Bound(5, 0),
-    "largest_folder": Bound(18, 15),
+    "largest_folder": Bound(19, 15),
     "old_names": Bound(8, 0),
     "shared_class_names": Bound(28, 0),
 }
