@@ -316,9 +316,7 @@ class Migrations:
     def __init__(self, replica: Replica[DecodeEngine]) -> None:
         self._replica = replica
         self._sender: HandoffSender | None = None
-        self._under_way: frozenset[str] = (
-            frozenset()
-        )  # replaced, never changed
+        self._under_way: frozenset[str] = frozenset()  # replaced, never changed
         self._moved: OrderedDict[str, str] = OrderedDict()  # sequence → where it went
 
     @property
