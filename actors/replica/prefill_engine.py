@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.kv_transfer.kv_feed import KVFeed, KVRange, LayerJoiner
-from actors.replica.status import ReplicaLoad
 from quadriga.config.resolve import DTYPE_BYTES
+from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
 from quadriga.errors import Cancelled, QuadrigaError
