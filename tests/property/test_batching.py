@@ -13,6 +13,7 @@ from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.scheduling.prefill_loop import PrefillLoop
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeRunner, expected_output
 
@@ -127,7 +128,7 @@ def test_random_lives(
                     0.0,
                     1e9,
                 )
-                pipeline.prefill.submit(states[name])
+                pipeline.prefill.submit(RunningSequence(states[name]))
             if cancel is not None and cancel == step:
                 pipeline.cancel(name)
         pipeline.step()

@@ -129,7 +129,8 @@ def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None
     # Those whose first token is out, that want none, or that limit themselves need no more.
     loop.submit(RunningSequence(replace(strict("rebuilt", output_ids=[7]), exit_layers=[8])))
     loop.submit(RunningSequence(strict("scored", sampling=SamplingParams(max_tokens=0))))
-    loop.submit(RunningSequence(replace(make_state("limited"), exits=ExitParams(0.9, "strict", 5))))
+    limited = replace(make_state("limited"), exits=ExitParams(0.9, "strict", 5))
+    loop.submit(RunningSequence(limited))
     loop.step()
     assert {name for name, _, _ in events.kv} == {"rebuilt", "scored", "limited"}
     for name in ("rebuilt", "limited"):
