@@ -163,7 +163,7 @@ def _with_admin_port(arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The settings with the admin port on, unless they say otherwise or another service has it.
 
     Returns:
-        The settings, and what the banner says of a port that is taken.
+        The settings, and the banner's line about a port that is taken.
     """
     named = isinstance(arguments.get("admin"), dict) and "port" in arguments["admin"]
     if named or "admin.port" in arguments:

@@ -43,10 +43,10 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
     options: dict[str, Any] = {
         "name": INGRESS,
         "num_replicas": config.ingress.replicas,
-        # The desk refuses with 429 at its limit; Serve must not make anyone wait before that.
+        # EngineClient refuses with 429 at its limit; Serve must make no call wait before that.
         "max_ongoing_requests": config.ingress.max_ongoing_requests + SERVE_SLACK,
         "ray_actor_options": {"num_cpus": 0},
-        # Requests are counted by door and result; a line for each costs as much as a few tokens.
+        # Requests are counted by result; a line for each costs as much as a few tokens.
         "logging_config": {"enable_access_log": False},
         # A replica that is exchanged takes nothing new and lets its streams end.
         "graceful_shutdown_timeout_s": config.lifecycle.drain_timeout_s,
@@ -57,7 +57,7 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
     }
     if config.ingress.replicas > 1 and not haproxy_enabled():
         # A resumption must reach the ingress that holds the request, so calls with the same
-        # idempotency key go to the same one. (HAProxy is told so in `launch`.)
+        # idempotency key go to the same one. (`launch` configures HAProxy so.)
         options["request_router_config"] = serve.config.RequestRouterConfig(
             request_router_class=AFFINITY_ROUTER,  # type: ignore[arg-type]  # import path
             # Where that one is gone, the next takes over what it held.

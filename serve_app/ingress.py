@@ -21,7 +21,7 @@ from serve_app.http.server import HttpServer
 from serve_app.http.tls import grpc_tls_port
 from serve_app.openai.models import ModelDirectory
 from serve_app.ops.admin import serve_admin
-from serve_app.request.cluster import RayCluster
+from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.engine_client import EngineClient
 from serve_app.serve_replica import stop_timeout_s
 
@@ -56,7 +56,7 @@ class Ingress:
             loaded,
             models,
             keys,
-            RayCluster(loaded.name),
+            ClusterClient(loaded.name),
             ingress_id=ingress_id,
         )
         self._grpc = GrpcServer(self._engine_client, needs_tls=grpc_tls_port())
@@ -76,8 +76,8 @@ class Ingress:
     async def drain(self, within_s: float) -> int:
         """Refuse new requests and end the open ones, in an error after `within_s` seconds.
 
-        Whoever stops the service calls it before Serve does anything: once Serve stops an
-        application, its proxy answers 404.
+        The command that stops the service calls it before Serve does anything: once Serve stops
+        an application, its proxy answers 404.
 
         Returns:
             The number of requests that are open or still being answered.

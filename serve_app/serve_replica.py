@@ -1,4 +1,4 @@
-"""What Ray Serve knows about the replica that this process runs, and tells nobody."""
+"""State of this process's Serve replica that Ray Serve does not publish."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def stop_timeout_s() -> float | None:
-    """Seconds that Serve gives this replica to end, once Serve has told it to; None before that.
+    """Seconds that Serve gives this replica to end, once Serve has asked it to; None before that.
 
-    Serve tells a replica's own code only after its last request. Ray keeps the actors of this
+    Serve notifies a replica's own code only after its last request. Ray keeps the actors of this
     process in a private place; where it is another one in a later Ray, this is always None, and
     requests that outlast the time limit are cut without an error.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,15 +19,12 @@ from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState
 from quadriga.errors import KVTransportError, MigrationFailed, Overloaded, QuadrigaError
-from quadriga.scheduling.handoff import Lease, LeaseState, LeaseTable
+from quadriga.scheduling.handoff import Lease, LeaseState, LeaseTable, still_busy
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-MAX_LIVE = 2
-"""Running sequences a replica takes over at once: each costs its steps a little."""
 
 
 class RowHost(Protocol):
@@ -50,7 +46,10 @@ class RowHost(Protocol):
 class HandoffReceiver:
     """The destination side of a replica's transfers; the `KVSink` of its transports.
 
-    Lives on the event loop; `knows`, `accept` and `store` are called on transport threads.
+    Runs on the event loop; `knows`, `accept` and `store` are called on transport threads.
+
+    Attributes:
+        leases: The transfers; may be looked at from any thread.
     """
 
     def __init__(
@@ -62,8 +61,7 @@ class HandoffReceiver:
         *,
         any_depth: bool = False,
     ) -> None:
-        self._table = LeaseTable(depth_class, any_depth=any_depth)
-        self._lock = threading.Lock()
+        self.leases = LeaseTable(depth_class, any_depth=any_depth)
         self._host = host
         self._clock = clock
         self._transports = {*transports, "auto"}
@@ -84,21 +82,14 @@ class HandoffReceiver:
             raise MigrationFailed(
                 f"transport {offer.transport!r} is not known here", code="unknown_transport"
             )
-        with self._lock:
-            if self._table.get(offer.transfer_id) is not None:
-                return
-            rivals = self._table.check_offer(offer)
-            self._check_live(offer)
-        for transfer_id in rivals:
+        if self.leases.get(offer.transfer_id) is not None:
+            return
+        for transfer_id in self.leases.check_offer(offer):
             await self.abort(transfer_id)
-        with self._lock:
-            is_leaving = self._table.is_leaving(offer.sequence_id)
+        self.leases.check_row(offer.sequence_id)
         # Where the engine is slow, an earlier try may be given up before its row was asked for.
-        if is_leaving or offer.sequence_id in self._reserving:
-            raise Overloaded(
-                f"the row of an earlier transfer of {offer.sequence_id} is not free yet",
-                code="busy",
-            )
+        if offer.sequence_id in self._reserving:
+            raise still_busy(offer.sequence_id)
         self._reserving.add(offer.sequence_id)
         try:
             await self._open(offer)
@@ -108,16 +99,10 @@ class HandoffReceiver:
     async def _open(self, offer: TransferOffer) -> None:
         row = await self._host.reserve_row(offer)
         try:
-            with self._lock:
-                self._check_live(offer)
-                self._table.open(offer, row, now_s=self._clock.now_s())
+            self.leases.open(offer, row, now_s=self._clock.now_s())
         except (MigrationFailed, Overloaded):
             await self._host.release_row(offer.sequence_id)
             raise
-
-    def _check_live(self, offer: TransferOffer) -> None:
-        if offer.is_live and self._table.num_live >= MAX_LIVE:
-            raise Overloaded(f"{MAX_LIVE} running sequences are on their way here", code="busy")
 
     async def commit(
         self,
@@ -140,15 +125,14 @@ class HandoffReceiver:
             if resume is not None and resume.last_kv:
                 self._store_last(transfer_id, resume.last_kv)
                 resume = replace(resume, last_kv=())
-            with self._lock:
-                # The newest token has no KV yet: it is the next step's input.
-                lease = self._table.commit(
-                    transfer_id,
-                    epoch=state.epoch,
-                    num_tokens=state.num_tokens - 1,
-                    checksums=checksums,
-                    extents=resume.extents if resume is not None else (),
-                )
+            # The newest token has no KV yet: it is the next step's input.
+            lease = self.leases.commit(
+                transfer_id,
+                epoch=state.epoch,
+                num_tokens=state.num_tokens - 1,
+                checksums=checksums,
+                extents=resume.extents if resume is not None else (),
+            )
             if lease is None:
                 return
             task = background(self._join(lease, state, resume))
@@ -158,8 +142,7 @@ class HandoffReceiver:
 
     def _store_last(self, transfer_id: str, last_kv: Sequence[tuple[KVPart, bytes]]) -> None:
         """Write the KV that came with a commit; nothing where the transfer is over already."""
-        with self._lock:
-            lease = self._table.get(transfer_id)
+        lease = self.leases.get(transfer_id)
         if lease is None:
             return
         for part, data in last_kv:
@@ -184,8 +167,7 @@ class HandoffReceiver:
         except QuadrigaError as exc:
             # A source that hears of a cancellation does not try elsewhere.
             end = LeaseState.CANCELLED if exc.code == "cancelled" else LeaseState.ABORTED
-            with self._lock:
-                self._table.revoke(lease, end)
+            self.leases.revoke(lease, end)
             await self._host.release_row(state.sequence_id)
             raise MigrationFailed(
                 f"{state.sequence_id} could not join: {exc.message}", code=end
@@ -198,9 +180,8 @@ class HandoffReceiver:
         joining = self._commits.get(transfer_id)
         if joining is not None:  # it may yet fail, and then it is no commit
             await asyncio.wait({joining})
-        with self._lock:
-            lease = self._table.abort(transfer_id, end)
-            state = self._table.state(transfer_id)
+        lease = self.leases.abort(transfer_id, end)
+        state = self.leases.state(transfer_id)
         if lease is not None:
             await self._give_back(lease)
         return state
@@ -208,27 +189,19 @@ class HandoffReceiver:
     async def _give_back(self, lease: Lease) -> None:
         """Let the row of a transfer that ended be somebody else's."""
         await self._host.release_row(lease.offer.sequence_id)
-        with self._lock:
-            self._table.freed(lease.offer.sequence_id)
+        self.leases.freed(lease)
 
     async def cancel(self, sequence_id: str) -> None:
         """End every open transfer of a sequence that nobody wants; its source will hear of it."""
-        with self._lock:
-            transfers = self._table.transfers_of(sequence_id)
+        transfers = self.leases.transfers_of(sequence_id)
         for transfer_id in transfers:
             await self.abort(transfer_id, LeaseState.CANCELLED)
 
     async def abort_all(self) -> None:
         """End every open transfer: the replica is going away."""
-        with self._lock:
-            transfers = self._table.open_transfers()
+        transfers = self.leases.open_transfers()
         for transfer_id in transfers:
             await self.abort(transfer_id)
-
-    def renew(self, transfer_id: str) -> bool:
-        """Keep a lease alive; False when there is none."""
-        with self._lock:
-            return self._table.renew(transfer_id, now_s=self._clock.now_s())
 
     async def sweep(self, *, stood_still_s: float = 0.0) -> int:
         """Release what lapsed; called every fraction of a lease. Returns how many.
@@ -237,45 +210,21 @@ class HandoffReceiver:
             stood_still_s: So long since the last time nobody was heard here: no silence of theirs.
         """
         now_s = self._clock.now_s()
-        with self._lock:
-            self._table.stood_still(stood_still_s, now_s=now_s)
-            lapsed = self._table.lapse(now_s=now_s)
+        self.leases.stood_still(stood_still_s, now_s=now_s)
+        lapsed = self.leases.lapse(now_s=now_s)
         for lease in lapsed:
             logger.info("lease of transfer %s lapsed", lease.offer.transfer_id)
             await self._give_back(lease)
         return len(lapsed)
 
-    def follow(self, depth_class: DepthClass) -> None:
-        """The replica holds another number of layers from now on."""
-        with self._lock:
-            self._table.follow(depth_class)
-
-    @property
-    def num_open(self) -> int:
-        with self._lock:
-            return self._table.num_open
-
-    def sequences(self) -> set[str]:
-        """Ids of sequences whose row a transfer holds; from any thread."""
-        with self._lock:
-            return self._table.sequences()
-
-    def offers(self) -> list[TransferOffer]:
-        """Sequences on their way here; from any thread."""
-        with self._lock:
-            return self._table.offers()
-
     def knows(self, source: str) -> bool:
-        with self._lock:
-            return self._table.has_source(source)
+        return self.leases.has_source(source)
 
     def accept(self, source: str, part: KVPart) -> None:
-        with self._lock:
-            self._table.check_part(source, part, now_s=self._clock.now_s())
+        self.leases.check_part(source, part, now_s=self._clock.now_s())
 
     def store(self, source: str, part: KVPart, kv: torch.Tensor) -> None:
-        with self._lock:
-            lease = self._table.begin_store(source, part, now_s=self._clock.now_s())
+        lease = self.leases.begin_store(source, part, now_s=self._clock.now_s())
         digest: int | None = None
         try:
             self._host.write_kv(lease.row, part.first_layer, part.start, kv)
@@ -285,7 +234,6 @@ class HandoffReceiver:
                 f"part {part.index} of {part.transfer_id} does not fit its row: {exc}"
             ) from exc
         finally:
-            with self._lock:
-                due = self._table.end_store(lease, part, digest, now_s=self._clock.now_s())
+            due = self.leases.end_store(lease, part, digest, now_s=self._clock.now_s())
             if due:
                 self._loop.call_soon_threadsafe(background, self._give_back(lease))

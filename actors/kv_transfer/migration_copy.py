@@ -158,7 +158,7 @@ class Copy:
     def _read(self, max_cells: int, core: DecodeEngine) -> _Piece:
         began_s = self._clock.now_s()
         loop = core.loop
-        reading = loop.departures.read(self._sequence_id, self._books, max_cells)
+        reading = loop.export.read(self._sequence_id, self._books, max_cells)
         if reading is None:
             raise Ended("it was over before it could move")
         took_s = self._clock.now_s() - began_s
@@ -166,7 +166,7 @@ class Copy:
 
     def _freeze(self, aim: _Aim | None, core: DecodeEngine) -> SequenceRemainder | _Piece | None:
         """None: not now, the next step was held back for a better moment."""
-        departures = core.loop.departures
+        departures = core.loop.export
         if departures.state(self._sequence_id) is None:
             raise Ended("it was over before it could move")
         if aim is not None:
@@ -175,6 +175,6 @@ class Copy:
             if held_s > 0.0:
                 time.sleep(held_s)
                 return None
-        found = departures.freeze(self._sequence_id, self._books)
+        found = departures.begin_cutover(self._sequence_id, self._books)
         assert found is not None
         return found if isinstance(found, SequenceRemainder) else _Piece(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Sequence
 from typing import Any
 
-from actors.kv_transfer.migrations import Migrations
+from actors.kv_transfer.migration import Migrations
 from actors.replica.decode_engine import DecodeEngine
 from actors.replica.forecasting import load_lengths
 from actors.replica.replica import Replica
@@ -60,7 +60,6 @@ class DecodeReplica(Replica[DecodeEngine]):
         self.loaded(loaded.spec)
         runner: ModelRunner = loaded
         native = loaded if isinstance(loaded, NativeRunner) else None
-        skipped = native.skipped if native is not None else None
         lengths = load_lengths(loaded, self.deepest_spec)
         relay = None
         if self.spec.engine.runner == "baton":  # its import takes seconds
@@ -69,7 +68,15 @@ class DecodeReplica(Replica[DecodeEngine]):
             relay = runner if isinstance(runner, BatonRunner) else None
         if self.config.decode.pace is not None:
             runner = PacedRunner(runner, find_profile(self.config.decode.pace))
-        return DecodeEngine(self, runner, skipped, relay, lengths, native)
+        return DecodeEngine(
+            self,
+            runner,
+            receiver=self.receiver,
+            leaving=self.leaving,
+            resizable=native,
+            relay=relay,
+            lengths=lengths,
+        )
 
     # RPC: the receiving side of a hand-off
 
@@ -88,7 +95,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     async def renew(self, transfer_id: str) -> bool:
         """Keep a lease alive; False when there is none."""
-        return self.receiver.renew(transfer_id)
+        return self.receiver.leases.renew(transfer_id, now_s=self.clock.now_s())
 
     async def commit(
         self,
@@ -172,7 +179,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     def resized(self, engine: EngineSpec) -> None:
         super().resized(engine)
-        self.receiver.follow(engine.depth_class)
+        self.receiver.leases.follow(engine.depth_class)
 
     # RowHost
 
@@ -265,7 +272,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     async def _own(self) -> Container[str]:
         def ids(core: DecodeEngine) -> set[str]:
             running = {state.sequence_id for state in core.loop.running}
-            return running | (set(core.loop.slots.holders) - self.receiver.sequences())
+            return running | (set(core.loop.slots.holders) - self.receiver.leases.sequences())
 
         return await self.engine.call(ids)
 

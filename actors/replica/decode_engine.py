@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,9 @@ from quadriga.scheduling.precopy import StepPhase
 from quadriga.scheduling.slots import SlotTable
 
 if TYPE_CHECKING:
-    from actors.replica.decode import DecodeReplica
+    from actors.kv_transfer.handoff_receiver import HandoffReceiver
+    from actors.replica.replica import Replica
     from quadriga.engine.baton.runner import BatonRunner
-    from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
     from quadriga.engine.model_runner import NativeRunner
     from quadriga.scheduling.forecasts import LengthModel
 
@@ -34,16 +35,27 @@ LOOK_EVERY_S = 0.5
 
 
 class DecodeEngine:
-    """The decode loop in its host's clothing; everything but `write_kv` on the engine thread."""
+    """The decode loop of a replica; everything is called on the engine's thread, but for `phase`
+    and the runner's `write_kv`.
+
+    Args:
+        runner: As the loop uses it, pace included.
+        receiver: Transfers that are on their way here.
+        leaving: Ids of the sequences on their way elsewhere; from any thread.
+        resizable, relay: The runner itself, where it is one of these kinds.
+        lengths: None where there are no length heads.
+    """
 
     def __init__(
         self,
-        replica: DecodeReplica,
+        replica: Replica[DecodeEngine],
         runner: ModelRunner,
-        skipped: SkippedKVStore | None,
-        relay: BatonRunner | None,
-        lengths: LengthModel | None,
+        *,
+        receiver: HandoffReceiver,
+        leaving: Callable[[], Collection[str]],
         resizable: NativeRunner | None = None,
+        relay: BatonRunner | None = None,
+        lengths: LengthModel | None = None,
     ) -> None:
         spec = replica.spec.engine
         self._is_watched = replica.config.helios.enabled
@@ -51,9 +63,9 @@ class DecodeEngine:
         self._strict_depth = 0
         self._parked: tuple[ParkedSequence, ...] = ()
         self._parked_looked_s = 0.0
-        self._skipped = skipped
         self.runner = runner
         self._replica = replica
+        self._receiver = receiver
         counters = ExitCounters()
         costs = calibrate(runner, replica.clock, max_rows=spec.num_rows)
         self.loop = DecodeLoop(
@@ -85,8 +97,8 @@ class DecodeEngine:
             spec,
             replica.config,
             replica.clock,
-            offers=replica.receiver.offers,
-            leaving=replica.leaving,
+            offers=receiver.leases.offers,
+            leaving=leaving,
         )
         self._bytes_per_token = _kv_bytes(spec)
         self._relay = relay
@@ -107,7 +119,7 @@ class DecodeEngine:
         """Verify the books; a slot must belong to a running sequence or to a transfer."""
         loop = self.loop
         loop.check()
-        claimed = self._replica.receiver.sequences()
+        claimed = self._receiver.leases.sequences()
         claimed.update(state.sequence_id for state in loop.running)
         return self._leaks.check(loop.slots.holders, claimed, now_s=self._replica.clock.now_s())
 
@@ -140,7 +152,7 @@ class DecodeEngine:
         """See `ResizableEngine`. Raises: EngineBroken: It failed when tokens had been taken."""
         if prepared is None:
             try:
-                shrunk = self.loop.depth.drop_to(depth)
+                shrunk = self.loop.drop_to(depth)
             except ConfigError:  # nothing has changed
                 raise
             except Exception as exc:
@@ -150,7 +162,7 @@ class DecodeEngine:
             if shrunk.blocked_by:
                 return shrunk.blocked_by
         else:
-            self.loop.depth.take(prepared)
+            self.loop.take_depth(prepared)
         assert self.resizable is not None
         spec = self.resizable.spec
         self._bytes_per_token = _kv_bytes(spec)
@@ -202,9 +214,9 @@ class DecodeEngine:
                 exit_uses=self._exit_uses,
                 num_paused=loop.num_paused,
                 paused_bytes=loop.paused_tokens * self._bytes_per_token,
-                num_pauses=loop.num_pauses,
-                num_resumes=loop.num_resumes,
-                least_priority=loop.least_priority,
+                num_pauses=loop.preemption.num_pauses,
+                num_resumes=loop.preemption.num_resumes,
+                least_priority=loop.preemption.least_priority,
                 upper_tokens=loop.answers.upper_tokens,
                 relay=self._relay_figures(),
                 strict_depth=self._strict_depth,
@@ -236,9 +248,9 @@ class DecodeEngine:
 
     def _exit_counters(self) -> ExitCounters:
         counters = self.loop.counters.copy()
-        if self._skipped is not None:
-            counters.filled_tokens = self._skipped.num_filled
-            counters.copied_bytes = self._skipped.copied_bytes
+        if self.resizable is not None and self.resizable.skipped is not None:
+            counters.filled_tokens = self.resizable.skipped.num_filled
+            counters.copied_bytes = self.resizable.skipped.copied_bytes
         return counters
 
 

@@ -146,7 +146,7 @@ def changing(order: dict[str, Any]) -> dict[str, Any]:
 def _drop(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[str, Any]:
     times = [batch.step() for _ in range(steps // 2)]
     before, memory = runner.num_layers, memory_bytes()
-    take_ms = _timed_ms(lambda: batch.loop.decode.depth.drop_to(depth))
+    take_ms = _timed_ms(lambda: batch.loop.decode.drop_to(depth))
     runner.wait_freed(_FREE_TIMEOUT_S)
     return {
         "before": before,
@@ -173,7 +173,7 @@ def _grow(runner: NativeRunner, batch: Batch, depth: int, steps: int) -> dict[st
         else:
             loader.join(60.0)
     with made[0] as prepared:
-        take_ms = _timed_ms(lambda: batch.loop.decode.depth.take(prepared))
+        take_ms = _timed_ms(lambda: batch.loop.decode.take_depth(prepared))
         load_s = prepared.load_s
     return {
         "before": before,

@@ -156,7 +156,7 @@ class ColocatedLoop:
     def release(self, sequence_id: str) -> None:
         """Let go of a sequence, wherever it is; an unknown one is no error."""
         self._forget(sequence_id)
-        if self.decode.departures.state(sequence_id) is not None:
+        if self.decode.export.state(sequence_id) is not None:
             self.decode.leave(sequence_id)
         else:
             self.prefill.release(sequence_id)
@@ -206,7 +206,7 @@ class ColocatedLoop:
             )
 
     def _reserve(self, state: SequenceState) -> Slot:
-        return self.decode.reserve(
+        return self.decode.promise(
             state.sequence_id, state.max_total_tokens, state.num_tokens, state.priority
         )
 

@@ -1,15 +1,16 @@
 """The decode replica's step: one range of layers for one group of sequences.
 
-A sequence passes through: reserved (its row is being filled by a transfer) → front (ready for its
-next token) ⇄ waiting at an exit (its token did not leave there and its next layers have not begun)
-→ gone. Only where memory fills, a sequence is paused: its row moves to host memory and comes back
-later, wherever it was. One that moves to another replica is at rest for a moment in between.
+A sequence is received (its row is being filled by a transfer), then runs: its token goes through
+the segments of the model and may wait at the exit behind each of them. Only where memory fills, a
+sequence is paused: its row moves to host memory and comes back later. See `DecodeBatch` for the
+table that holds all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from quadriga.checkpoint.exits import Criterion, ExitCounters, ExitUse
 from quadriga.clock import Clock
@@ -23,18 +24,23 @@ from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
 from quadriga.policies.slot_reservation import AnswerLengths
-from quadriga.scheduling.batch_state import BatchState, Place, RunningRow, summary
-from quadriga.scheduling.depth import DepthChanges
-from quadriga.scheduling.exit_gate import ExitGate
+from quadriga.scheduling.decode_batch import (
+    MOVING,
+    PAUSED,
+    RUNNING,
+    TRANSFERRING,
+    DecodeBatch,
+    summary,
+)
+from quadriga.scheduling.depth import DepthChanges, Emissions, Shrunk
+from quadriga.scheduling.exit_gate import Group, judge
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
-from quadriga.scheduling.sequence import FinishRule
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.sequence_export import SequenceExport
 from quadriga.scheduling.slots import Slot, SlotTable
 
 RATE_WINDOW_S = 10.0
-
-Emissions = list[tuple[str, EngineOutput]]
 
 
 class DecodeLoop:
@@ -44,16 +50,15 @@ class DecodeLoop:
     finished, cancelled, late, or taken away.
 
     Args:
-        rebatcher: Which group runs next and who leaves; None runs every token to the end.
-        criterion: How a confidence is compared with its threshold.
-        is_partial: The model has layers beyond those loaded, so that tokens which leave the deepest
-            one below their threshold are breaches.
-        parks_strict: Those of strict sequences do not leave there, and wait until layers are loaded
-            or the sequence is taken away; `depth.needs_deeper` names them.
+        rebatcher: Which group runs next and which tokens leave; None runs every token to the end.
+        criterion, is_partial, parks_strict: See `DecodeBatch`.
 
     Attributes:
+        batch: The table of its sequences.
         answers: Lengths of those that ended here; newcomers are promised memory by them.
-        depth: Changes of the depth that is loaded.
+        preemption: Moves to host memory and back.
+        export: Ways out to another replica.
+        depth: What follows from changes of the depth that is loaded.
         meter: What its steps cost.
 
     Not thread-safe: one thread calls everything. (KV may be written from other threads into rows
@@ -76,47 +81,56 @@ class DecodeLoop:
         self.slots = slots
         self.counters = counters or ExitCounters()
         self.answers = AnswerLengths()
+        self.meter = StepMeter()
         self._runner = runner
-        self._eos_token_ids = eos_token_ids
         self._clock = clock
-        self._num_segments = len(runner.segment_ends)
-        self._rebatcher = rebatcher or NoExits(SegmentCosts(self._num_segments, slots.num_rows))
-        self._is_partial = is_partial
-        self._places = BatchState(self._num_segments, slots)
-        self._gate = ExitGate(
-            ends=runner.segment_ends,
-            places=self._places,
-            rebatcher=self._rebatcher,
+        costs = SegmentCosts(len(runner.segment_ends), slots.num_rows)
+        self.batch = DecodeBatch(
+            runner=runner,
+            slots=slots,
+            clock=clock,
+            eos_token_ids=eos_token_ids,
+            rebatcher=rebatcher or NoExits(costs),
             counters=self.counters,
             criterion=criterion,
             is_partial=is_partial,
             parks_strict=parks_strict,
         )
-        self._preemption = Preemption(
-            runner=runner, slots=slots, places=self._places, clock=clock, enter=self._enter
-        )
-        self.departures = SequenceExport(
-            runner=runner,
-            slots=slots,
-            places=self._places,
-            preemption=self._preemption,
-            enter=self._enter,
-        )
-        self.depth = DepthChanges(
-            runner=runner,
-            slots=slots,
-            places=self._places,
-            gate=self._gate,
-            preemption=self._preemption,
-            departures=self.departures,
-            clock=clock,
-            run=self._run_range,
-            follow=self._follow_depth,
-        )
-        self._first_deadline_unix_s = math.inf  # of all who are here; may be of one who is gone
-        self.meter = StepMeter()
+        self.preemption = Preemption(self.batch)
+        self.export = SequenceExport(self.batch)
+        self.depth = DepthChanges(self.batch)
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
         self._token_time = Ewma(0.1)
+
+    def promise(
+        self,
+        sequence_id: str,
+        max_total_tokens: int,
+        num_tokens: int | None = None,
+        priority: int = 0,
+        prediction: LengthPrediction | None = None,
+    ) -> Slot:
+        """Promise a row to a sequence; less important ones may be paused for it.
+
+        Raises:
+            KVCacheExhausted: No room now, or the paused come before new ones.
+            ContextTooLong: It can never fit.
+        """
+        upper_tokens = self.answers.upper_tokens
+        self.preemption.make_room(
+            max_total_tokens,
+            num_tokens,
+            priority,
+            upper_tokens=upper_tokens,
+            prediction=prediction,
+        )
+        return self.slots.reserve(
+            sequence_id,
+            max_total_tokens,
+            num_tokens,
+            upper_tokens=upper_tokens,
+            prediction=prediction,
+        )
 
     def reserve(
         self,
@@ -126,32 +140,17 @@ class DecodeLoop:
         priority: int = 0,
         prediction: LengthPrediction | None = None,
     ) -> Slot:
-        """Promise a row to a sequence on its way; the less important may be paused for it.
-
-        Args:
-            num_tokens: What it has now.
-            prediction: Of its tokens still to come, where that is known.
+        """Promise a row to a sequence that is on its way here.
 
         Raises:
-            KVCacheExhausted: No room now; paused sequences come before new ones.
-            ContextTooLong: It can never fit.
+            InvariantViolation: It is here already.
+            KVCacheExhausted, ContextTooLong: As `promise`.
         """
-        upper_tokens = self.answers.upper_tokens
-        self._preemption.make_room(
-            max_total_tokens,
-            num_tokens,
-            priority,
-            upper_tokens=upper_tokens,
-            prediction=prediction,
-        )
-        slot = self.slots.reserve(
-            sequence_id,
-            max_total_tokens,
-            num_tokens,
-            upper_tokens=upper_tokens,
-            prediction=prediction,
-        )
-        self.depth.reserved(sequence_id)
+        here = self.batch.sequences.get(sequence_id)
+        if here is not None:
+            raise InvariantViolation(f"sequence {sequence_id} is here already, {here.status}")
+        slot = self.promise(sequence_id, max_total_tokens, num_tokens, priority, prediction)
+        self.batch.expect(sequence_id, slot.row, num_tokens or 0)
         return slot
 
     def join(
@@ -173,177 +172,153 @@ class DecodeLoop:
             InvariantViolation: It has no reservation, or nothing to continue from.
             MigrationFailed: Layers of its KV were let go while it came.
         """
+        batch, loaded = self.batch, self.batch.ends[-1]
         slot = self.slots.get(state.sequence_id)
-        if slot is None or self._holds(state.sequence_id):
+        sequence = batch.sequences.get(state.sequence_id)
+        if slot is None or (sequence is not None and sequence.status is not TRANSFERRING):
             raise InvariantViolation(f"sequence {state.sequence_id} cannot join: no free slot")
         if not state.output_ids:
             raise InvariantViolation(f"sequence {state.sequence_id} joins without a first token")
-        came_with = self.depth.came_with(state.sequence_id, depth)
-        if resume is None:
-            if not is_attached:
-                self._runner.attach(slot.row, state)
-            self.depth.attached(slot.row, came_with)
-            self._enter(slot.row, state, self._places.front)
-            return
-        self.depth.check_arrival(state.sequence_id, resume, came_with)
-        at = resume.waited_at
-        if at is not None and at > len(self._places.waiting):
-            at = None  # beyond what is loaded here: the token is run again
-        place = self._places.at(at)
-        self._runner.resume(slot.row, state, resume.rest, came_with)
-        self._enter(slot.row, state, place)
-
-    def _holds(self, sequence_id: str) -> bool:
-        return sequence_id in self._places.rows or sequence_id in self.departures.at_rest
-
-    def _enter(self, row: int, state: SequenceState, place: Place) -> None:
-        now_s = self._clock.now_s()
-        running = RunningRow(
-            row=row,
-            state=state,
-            place=place,
-            finish=FinishRule.of(
-                state,
-                eos_token_ids=self._eos_token_ids,
-                row_capacity_tokens=self._runner.row_capacity_tokens,
-            ),
-            threshold=state.exits.threshold,
-            bar=self._gate.bar(state.exits),
-            last_segment=0,
-            gap_s=state.exits.sla_tbt_s,
-            num_tokens=state.num_tokens,
-            since_s=now_s,
-            is_strict=state.exits.policy == "strict",
-        )
-        self.depth.settle_in(running)
-        self._preemption.note_room(running)
-        self._places.add(running)
-        self._first_deadline_unix_s = min(self._first_deadline_unix_s, state.deadline_unix_s)
-        gap_s = running.gap_s or self._rebatcher.target_gap_s(self.num_running)
-        running.deadline_s = now_s + gap_s
+        if sequence is None:
+            sequence = RunningSequence(state, TRANSFERRING, slot.row, kv_depth=loaded)
+        sequence.state = state
+        depth = min(depth or loaded, sequence.kv_depth)
+        if is_attached:
+            batch.set_depth_of(slot.row, depth)
+        else:
+            batch.attach(sequence, resume, depth)
+        batch.enter(sequence)
 
     def leave(self, sequence_id: str) -> SequenceState | None:
-        """Take a sequence out and free its slot, reserved, running or at rest.
+        """Take a sequence out and free its slot, whatever its status is.
 
-        A token that waits at an exit is dropped; whoever goes on with the sequence computes it
-        again.
+        A token that waits at an exit is dropped; the next owner of the sequence computes it again.
 
         Returns:
-            Its state when it was running, else None.
+            Its state, unless it was still on its way here, or is not here.
         """
-        resting = self.departures.release(sequence_id)
-        if resting is not None:
-            return resting
-        paused = self._preemption.paused.pop(sequence_id, None)
-        if paused is not None:
-            self.answers.ended(len(paused.state.output_ids))
-            return paused.state
-        row = self._places.rows.get(sequence_id)
-        if row is None:
-            reserved = self.slots.release(sequence_id)
-            if reserved is not None:
-                self._runner.detach(reserved.row)  # some of its KV may have come
+        sequence = self.batch.sequences.get(sequence_id)
+        if sequence is None:
             return None
-        running = self._places.remove(row)
-        self._runner.detach(row)
-        self.answers.ended(len(running.state.output_ids))
-        return running.state
+        before = sequence.status
+        self.batch.remove(sequence)
+        if before is TRANSFERRING:
+            return None
+        if before is not MOVING:
+            self.answers.ended(len(sequence.state.output_ids))
+        return sequence.state
 
     def pause(self, sequence_id: str) -> bool:
-        """Move a running sequence to host memory; it comes back by itself. False if not running."""
-        return self._preemption.pause(sequence_id)
+        """Move a decoding sequence to host memory; it comes back by itself. False if none is."""
+        return self.preemption.pause(sequence_id)
+
+    def take_depth(self, prepared: Any) -> int:
+        """Go on with the deeper model that the runner prepared; between two steps.
+
+        Returns:
+            KV tokens promised beyond what fits now: they are given back as sequences end.
+
+        Raises:
+            ConfigError: The layers do not fit this runner as it is now; nothing has changed.
+        """
+        self.depth.runner().take_depth(prepared)
+        return self.depth.changed()
+
+    def drop_to(self, depth: int) -> Shrunk:
+        """Let the layers behind the first `depth` go; between two steps.
+
+        Raises:
+            ConfigError: The runner cannot go there; nothing has changed.
+        """
+        runner, ends = self.depth.runner(), self.batch.ends
+        blockers = self.depth.blockers(depth)
+        if blockers:
+            return Shrunk(blocked_by=blockers)
+        runner.check_drop(depth)  # before a token is taken from any sequence
+        emissions: Emissions = []
+        if depth in ends:
+            first = ends.index(depth)
+            self.depth.repay_parked(first)
+            for segment in range(first + 1, len(ends)):
+                groups = self.batch.groups()  # those that stop on the way wait further down
+                if groups[segment]:
+                    self._run(Range(segment, len(ends), tests=False), groups, emissions)
+        runner.drop_to(depth)
+        return Shrunk(emissions=emissions, excess_tokens=self.depth.changed())
 
     def step(self) -> Emissions:
         """Schedule → run → judge → commit. Returns (ingress id, emission) pairs."""
         self.meter.begin(self._clock.now_s())
         emissions = self._expire()
-        self._preemption.balance()
+        self.preemption.balance()
         self.depth.repay()
-        if self._places.num_runnable:
-            self._run(*self._schedule(self._clock.now_s()), emissions)
+        if self.batch.num_decoding > self.batch.num_parked:
+            groups = self.batch.groups()
+            self._run(self._choose(groups), groups, emissions)
         if not self.has_work:
             self.meter.rest(self._clock.now_s())
         return emissions
 
-    def _run(self, ran: Range, group: list[RunningRow], emissions: Emissions) -> None:
-        """Run → judge → commit."""
-        clock, runner = self._clock, self._runner
-        num_tokens = sum([r.num_tokens for r in group])
+    def _choose(self, groups: list[Group]) -> Range:
+        """Let the policy choose the next range."""
+        front = Waiting(len(groups[0]), sum([s.num_tokens for s in groups[0]]))
+        waiting = [summary(group) for group in groups[1:]]
+        return self.batch.rebatcher.choose(front, waiting, self._clock.now_s())
+
+    def _run(self, ran: Range, groups: list[Group], emissions: Emissions) -> None:
+        """Run a range, as far as all of its group may go → judge → commit."""
+        clock, runner, batch = self._clock, self._runner, self.batch
+        group = groups[ran.first]
+        started_s = clock.now_s()
+        if not group:
+            raise InvariantViolation(f"no token waits before segment {ran.first}")
+        if ran.first:
+            self.counters.flushes += 1
+            self.counters.buffer_age_s += sum([started_s - s.since_s for s in group])
+        if batch.num_limited:
+            stop = min(ran.stop, 1 + min(s.last_segment for s in group))
+            if stop < ran.stop:
+                ran = Range(ran.first, stop)
+        num_tokens = sum([s.num_tokens for s in group])
         self.meter.ran(len(group), num_tokens)
-        rows = [r.row for r in group]
+        rows = [s.row for s in group]
         started_s, filled = clock.now_s(), runner.num_filled
-        if ran.first == 0 and ran.stop == self._num_segments and not self._is_partial:
+        if ran.first == 0 and ran.stop == len(batch.ends) and not batch.is_partial:
             tokens = runner.decode(rows)
             leavers, passed, judged_s = group, None, 0.0
         else:
             confidences = runner.advance(rows, ran.first, ran.stop)
             before_s = clock.now_s()
-            leavers, passed = self._gate.judge(ran, group, confidences, num_tokens, before_s)
+            leavers, passed = judge(batch, ran, groups, confidences, num_tokens, before_s)
             judged_s = clock.now_s() - before_s
-            tokens = runner.emit([r.row for r in leavers]) if leavers else []
+            tokens = runner.emit([s.row for s in leavers]) if leavers else []
         now_s = clock.now_s()
         seconds = now_s - started_s - judged_s  # the runner's own
         filled = runner.num_filled - filled
-        self._rebatcher.observe(ran, len(group), num_tokens, seconds, passed, filled)
+        batch.rebatcher.observe(ran, len(group), num_tokens, seconds, passed, filled)
         if leavers:
             self._commit(leavers, tokens, now_s, emissions)
-        self._token_time.add((now_s - started_s) / max(1, len(leavers)) * self.num_running)
+        self._token_time.add((now_s - started_s) / max(1, len(leavers)) * batch.num_decoding)
         self._rate.add(len(leavers), now_s=now_s)
-
-    def _run_range(self, ran: Range, emissions: Emissions) -> None:
-        """Run a range that is nobody's choice, as far as its rows may go."""
-        self._run(*self._group_of(ran, self._clock.now_s()), emissions)
-
-    def _follow_depth(self, before: tuple[int, ...]) -> None:
-        """The runner's segments are others now."""
-        ends = self._runner.segment_ends
-        self._num_segments = len(ends)
-        self._is_partial = ends[-1] < self.depth.full_depth
-        self._rebatcher = self._rebatcher.resized(before, ends)
-        self._gate.follow(ends, self._rebatcher, is_partial=self._is_partial)
-
-    def _schedule(self, now_s: float) -> tuple[Range, list[RunningRow]]:
-        """Choose the next range, and the group that runs it."""
-        places = self._places
-        front = Waiting(len(places.front), sum([r.num_tokens for r in places.front.values()]))
-        waiting = [summary(place.values()) for place in places.waiting]
-        return self._group_of(self._rebatcher.choose(front, waiting, now_s), now_s)
-
-    def _group_of(self, ran: Range, now_s: float) -> tuple[Range, list[RunningRow]]:
-        """The group that waits before a range, and the range as far as all of it may go."""
-        places = self._places
-        group = list(places.before(ran.first).values())
-        if not group:
-            raise InvariantViolation(f"nobody waits before segment {ran.first}")
-        if ran.first:
-            self.counters.flushes += 1
-            self.counters.buffer_age_s += sum([now_s - r.since_s for r in group])
-        if places.num_limited:
-            stop = min(ran.stop, 1 + min(r.last_segment for r in group))
-            if stop < ran.stop:
-                ran = Range(ran.first, stop)
-        return ran, group
 
     def _commit(
         self,
-        leavers: list[RunningRow],
+        leavers: Group,
         tokens: list[SampledToken],
         now_s: float,
         emissions: Emissions,
     ) -> None:
         """Append the tokens, send their sequences back to the front, and finish those that end."""
-        places = self._places
-        front = places.front
-        gap_s = self._rebatcher.target_gap_s(self.num_running)
+        gap_s = self.batch.rebatcher.target_gap_s(self.batch.num_decoding)
         depth = tokens[0].exit_layer  # they all left at one exit
         self.counters.tokens[depth] = self.counters.tokens.get(depth, 0) + len(tokens)
-        for running, token in zip(leavers, tokens, strict=True):
-            state, token_id = running.state, token.token_id
+        for sequence, token in zip(leavers, tokens, strict=True):
+            state, token_id = sequence.state, token.token_id
             output_ids = state.output_ids
             output_ids.append(token_id)
             state.exit_layers.append(depth)
-            running.num_tokens += 1
-            finish = running.finish.reason(output_ids)
+            sequence.num_tokens += 1
+            finish = sequence.finish.reason(output_ids)
             emission = EngineOutput(
                 state.sequence_id,
                 state.epoch,
@@ -358,17 +333,20 @@ class DecodeLoop:
             if finish is not None:
                 self.leave(state.sequence_id)
                 continue
-            if running.place is not front:
-                places.move(running, front, now_s)
-            running.deadline_s = now_s + (running.gap_s or gap_s)
+            if sequence.next_segment:
+                sequence.status = RUNNING
+                sequence.next_segment = 0
+                sequence.since_s = now_s
+            sequence.deadline_s = now_s + (sequence.gap_s or gap_s)
 
     def _expire(self) -> Emissions:
-        now_unix_s = self._clock.unix_s()
-        if now_unix_s < self._first_deadline_unix_s:
+        """End the sequences whose deadline has passed; one that is moving does not expire here."""
+        batch, now_unix_s = self.batch, self._clock.unix_s()
+        if now_unix_s < batch.first_deadline_unix_s:
             return []
-        states = self._expiring
+        states = [s.state for s in batch.decoding + batch.having(PAUSED)]
         late = [s for s in states if s.deadline_unix_s <= now_unix_s]
-        self._first_deadline_unix_s = min(
+        batch.first_deadline_unix_s = min(
             (s.deadline_unix_s for s in states if s.deadline_unix_s > now_unix_s), default=math.inf
         )
         emissions = []
@@ -384,89 +362,70 @@ class DecodeLoop:
         return emissions
 
     def check(self) -> None:
-        """Verify the places against each other and the slots. Raises: InvariantViolation."""
-        self._places.check()
+        """Verify the table against itself and the slots. Raises: InvariantViolation."""
+        self.batch.check()
 
     @property
     def has_work(self) -> bool:
-        places = self._places
-        if places.num_runnable or self.depth.has_work:
+        batch = self.batch
+        if batch.num_decoding > batch.num_parked or self.depth.has_work:
             return True
-        # Where others on their way have the room, who is paused can only wait for them.
-        return not places.running and self._preemption.may_return
+        # Where sequences on their way here have the room, a paused one can only wait for them.
+        return not batch.num_decoding and batch.num_paused > 0 and self.preemption.may_return
 
     @property
     def running(self) -> list[SequenceState]:
-        """States of the running sequences, in order of joining, of the paused, of those at rest."""
-        return self._expiring + [r.state for r in self.departures.at_rest.values()]
-
-    @property
-    def _expiring(self) -> list[SequenceState]:
-        paused = [p.state for p in self._preemption.paused.values()]
-        return [r.state for r in self._places.running.values()] + paused
+        """States of the decoding sequences, in order of joining, the paused, and the moving."""
+        batch = self.batch
+        return [s.state for s in batch.decoding + batch.having(PAUSED) + batch.having(MOVING)]
 
     @property
     def rows(self) -> list[int]:
-        """Rows of the running sequences, in order of joining."""
-        return list(self._places.running)
+        """Rows of the decoding sequences, in order of joining."""
+        return [s.row for s in self.batch.decoding]
 
     def rows_waiting_at(self, exit_index: int) -> list[int]:
         """Rows whose token waits at a non-final exit."""
-        return list(self._places.waiting[exit_index])
-
-    @property
-    def num_pauses(self) -> int:
-        """Sequences moved to host memory since the start."""
-        return self._preemption.num_pauses
-
-    @property
-    def num_resumes(self) -> int:
-        """Sequences moved back since the start."""
-        return self._preemption.num_resumes
+        return [s.row for s in self.batch.groups()[exit_index + 1]]
 
     def is_paused(self, sequence_id: str) -> bool:
         """Whether a sequence is in host memory."""
-        return sequence_id in self._preemption.paused
+        return self.batch.find(sequence_id, PAUSED) is not None
 
     @property
     def num_paused(self) -> int:
-        return len(self._preemption.paused)
+        return self.batch.num_paused
 
     @property
     def paused_tokens(self) -> int:
         """Tokens whose KV is in host memory."""
-        return sum(p.state.num_tokens for p in self._preemption.paused.values())
-
-    @property
-    def least_priority(self) -> int | None:
-        """Of the running sequences, where one may be paused for a more important newcomer."""
-        return self._preemption.least_priority
+        return sum(s.num_tokens for s in self.batch.having(PAUSED))
 
     @property
     def num_running(self) -> int:
-        return len(self._places.running)
+        return self.batch.num_decoding
 
     @property
     def num_waiting_at_exits(self) -> list[int]:
         """Per exit but the last, sequences whose token waits there."""
-        return [len(place) for place in self._places.waiting]
+        return [len(group) for group in self.batch.groups()[1:]]
 
     def exit_uses(self, layers: Iterable[int]) -> dict[int, ExitUse]:
         """Whether tokens may leave at each of a model's exits now, and if not, why."""
         return {layer: self._exit_use(layer) for layer in layers}
 
     def _exit_use(self, layer: int) -> ExitUse:
-        ends = self._runner.segment_ends
+        ends = self.batch.ends
         if layer >= ends[-1]:
             return "not_loaded"
         if layer not in ends:
             return "off"
-        running = self._places.running.values()
-        if not running:
+        decoding = self.batch.decoding
+        if not decoding:
             return "idle"
-        if all(r.bar == math.inf for r in running):
+        if all(s.min_confidence == math.inf for s in decoding):
             return "full_depth_asked"
-        return "tested" if self._rebatcher.tests(ends.index(layer)) else "not_worth_it"
+        return "tested" if self.batch.rebatcher.tests(ends.index(layer)) else "not_worth_it"
 
     @property
     def num_reserved(self) -> int:
@@ -475,16 +434,16 @@ class DecodeLoop:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens whose KV is held by running sequences."""
-        return sum(r.num_tokens for r in self._places.running.values())
+        """Tokens whose KV is held by decoding sequences."""
+        return sum(s.num_tokens for s in self.batch.decoding)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all that is held; of who is on its way here, the tokens it comes with."""
-        states = self.running
-        here = {state.sequence_id for state in states}
-        coming = self.slots.came_with(except_for=here)
-        return sum(len(state.prompt_ids) for state in states) + coming
+        """Of all that is held; of those on their way here, the tokens that they come with."""
+        return sum(
+            s.num_tokens if s.status is TRANSFERRING else len(s.state.prompt_ids)
+            for s in self.batch.sequences.values()
+        )
 
     @property
     def tokens_per_s(self) -> float:

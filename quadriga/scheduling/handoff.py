@@ -10,26 +10,29 @@
 
 Each end is final, and is remembered so that a repeated or late call gets the same answer. A row
 is given back only when no thread is writing into it any more.
-
-Not thread-safe: the caller holds one lock around every call.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from quadriga.core.kv import KVExtent, KVPart, TransferOffer
 from quadriga.core.replica import DepthClass
-from quadriga.errors import KVTransportError, MigrationFailed
+from quadriga.errors import KVTransportError, MigrationFailed, Overloaded
 
 Value = TypeVar("Value")
+Params = ParamSpec("Params")
 
 MAX_REMEMBERED = 4096
 """Ended transfers, and epochs of sequences, that are remembered for late calls."""
+MAX_LIVE = 2
+"""Running sequences a replica takes over at once: each costs its steps a little."""
 
 
 class LeaseState(StrEnum):
@@ -40,6 +43,9 @@ class LeaseState(StrEnum):
     ABORTED = "aborted"
     CANCELLED = "cancelled"
     LAPSED = "lapsed"
+
+
+OPEN = LeaseState.OPEN
 
 
 @dataclass(slots=True)
@@ -65,11 +71,26 @@ class Lease:
     epoch_before: int | None = None
 
 
+def _locked(
+    method: Callable[Concatenate[LeaseTable, Params], Value],
+) -> Callable[Concatenate[LeaseTable, Params], Value]:
+    """Hold the table's lock during a call."""
+
+    @wraps(method)
+    def call(self: LeaseTable, /, *args: Params.args, **kwargs: Params.kwargs) -> Value:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class LeaseTable:
-    """Every transfer a replica is receiving, and what became of the recent ones.
+    """Every transfer a replica is receiving, and what became of the recent ones; thread-safe.
+
+    A lease stays in the table until it is committed, or its row was given back.
 
     Args:
-        depth_class: Of the replica; `follow` tells of another one.
+        depth_class: Of the replica; `follow` changes it.
         any_depth: Sequences of other depths of the model are taken, too: layers that are not here
             are left out. What runs already says which depths it can do with.
     """
@@ -77,12 +98,12 @@ class LeaseTable:
     def __init__(self, depth_class: DepthClass, *, any_depth: bool = False) -> None:
         self._depth_class = depth_class
         self._any_depth = any_depth
-        self._open: dict[str, Lease] = {}
-        self._storing: dict[str, Lease] = {}
-        self._leaving: set[str] = set()  # sequences whose transfer ended, until `freed`
+        self._lock = threading.RLock()
+        self._leases: dict[str, Lease] = {}  # by transfer
         self._ended: OrderedDict[str, LeaseState] = OrderedDict()
         self._epochs: OrderedDict[str, int] = OrderedDict()
 
+    @_locked
     def follow(self, depth_class: DepthClass) -> None:
         """The replica holds another number of layers from now on."""
         self._depth_class = depth_class
@@ -106,6 +127,7 @@ class LeaseTable:
                 code="wrong_depth",
             )
 
+    @_locked
     def check_offer(self, offer: TransferOffer) -> list[str]:
         """Decide on an offer before room is looked for.
 
@@ -115,6 +137,7 @@ class LeaseTable:
         Raises:
             MigrationFailed: The offer is for another depth class, or for other depths, stale, or
                 already over.
+            Overloaded: Code "busy": enough running sequences are on their way here.
         """
         self._check_class(offer)
         ended = self._ended.get(offer.transfer_id)
@@ -123,7 +146,7 @@ class LeaseTable:
         owned_epoch = self._epochs.get(offer.sequence_id, -1)
         rivals = [
             lease.offer
-            for lease in self._open.values()
+            for lease in self._open()
             if lease.offer.sequence_id == offer.sequence_id
             and lease.offer.transfer_id != offer.transfer_id
         ]
@@ -134,39 +157,62 @@ class LeaseTable:
                 f"{offer.sequence_id} is known here at epoch {newest - 1} or later",
                 code="stale_epoch",
             )
+        self._check_live(offer)
         return [rival.transfer_id for rival in rivals]
 
+    def _check_live(self, offer: TransferOffer) -> None:
+        num_live = sum(lease.offer.is_live for lease in self._open())
+        if offer.is_live and num_live >= MAX_LIVE:
+            raise Overloaded(f"{MAX_LIVE} running sequences are on their way here", code="busy")
+
+    @_locked
+    def check_row(self, sequence_id: str) -> None:
+        """Raises: Overloaded: Code "busy": the row of an earlier transfer is not free yet."""
+        leases = self._leases.values()
+        if any(v.offer.sequence_id == sequence_id and v.state is not OPEN for v in leases):
+            raise still_busy(sequence_id)
+
+    @_locked
     def open(self, offer: TransferOffer, row: int, *, now_s: float) -> Lease:
         """Enter a lease for a row that is reserved.
 
         Raises:
-            MigrationFailed: As `check_offer`; an abort may have come in between.
+            MigrationFailed, Overloaded: As `check_offer`; things may have changed in between.
         """
         self.check_offer(offer)
         depth = min(offer.depth_class.depth, self._depth_class.depth)
         lease = Lease(offer, row, depth, now_s)
-        self._open[offer.transfer_id] = lease
+        self._leases[offer.transfer_id] = lease
         return lease
 
+    def _open(self) -> list[Lease]:
+        return [lease for lease in self._leases.values() if lease.state is OPEN]
+
+    @_locked
     def get(self, transfer_id: str) -> Lease | None:
         """The open lease of this transfer, or None."""
-        return self._open.get(transfer_id)
+        lease = self._leases.get(transfer_id)
+        return lease if lease is not None and lease.state is OPEN else None
 
+    @_locked
     def state(self, transfer_id: str) -> LeaseState | None:
-        """What is known of a transfer; None when it was never heard of, or long ago."""
-        return LeaseState.OPEN if transfer_id in self._open else self._ended.get(transfer_id)
+        """What is known of a transfer; None when it never came, or ended long ago."""
+        return OPEN if self.get(transfer_id) is not None else self._ended.get(transfer_id)
 
+    @_locked
     def has_source(self, source: str) -> bool:
         """Whether any open lease is for this source: others may not even connect."""
-        return any(lease.offer.source == source for lease in self._open.values())
+        return any(lease.offer.source == source for lease in self._open())
 
+    @_locked
     def renew(self, transfer_id: str, *, now_s: float) -> bool:
         """Note a sign of life of the source; False when there is no such lease."""
-        lease = self._open.get(transfer_id)
+        lease = self.get(transfer_id)
         if lease is not None:
             lease.heard_s = now_s
         return lease is not None
 
+    @_locked
     def check_part(self, source: str, part: KVPart, *, now_s: float) -> Lease:
         """Decide on a part by its header, before its bytes are taken.
 
@@ -174,7 +220,7 @@ class LeaseTable:
             KVTransportError: Code "refused": no open lease for it, another source's lease, or
                 layers or positions outside of what was offered.
         """
-        lease = self._open.get(part.transfer_id)
+        lease = self.get(part.transfer_id)
         if lease is None:
             state = self._ended.get(part.transfer_id)
             raise _refused(part, f"the transfer is {state}" if state else "unknown transfer")
@@ -204,13 +250,14 @@ class LeaseTable:
         lease.heard_s = now_s
         return lease
 
+    @_locked
     def begin_store(self, source: str, part: KVPart, *, now_s: float) -> Lease:
         """Mark the row as being written; `end_store` must follow. Raises: as `check_part`."""
         lease = self.check_part(source, part, now_s=now_s)
         lease.num_storing += 1
-        self._storing[part.transfer_id] = lease
         return lease
 
+    @_locked
     def end_store(self, lease: Lease, part: KVPart, checksum: int | None, *, now_s: float) -> bool:
         """Record what was written; `checksum` is None when the write failed.
 
@@ -224,9 +271,9 @@ class LeaseTable:
             lease.checksums[part.index] = checksum
         if lease.num_storing:
             return False
-        self._storing.pop(part.transfer_id, None)
         return lease.state not in (LeaseState.OPEN, LeaseState.COMMITTED)
 
+    @_locked
     def commit(
         self,
         transfer_id: str,
@@ -253,7 +300,7 @@ class LeaseTable:
                 other layers meanwhile than the sequence can do with; an open lease stays open,
                 so that the source may send a part again.
         """
-        lease = self._open.get(transfer_id)
+        lease = self.get(transfer_id)
         if lease is None:
             state = self._ended.get(transfer_id)
             if state is LeaseState.COMMITTED:
@@ -283,6 +330,7 @@ class LeaseTable:
         _remember(self._epochs, lease.offer.sequence_id, lease.offer.epoch)
         return lease
 
+    @_locked
     def revoke(self, lease: Lease, state: LeaseState = LeaseState.ABORTED) -> None:
         """Take a commit back: the replica could not make the sequence its own after all.
 
@@ -298,6 +346,7 @@ class LeaseTable:
         else:
             self._epochs[sequence_id] = lease.epoch_before
 
+    @_locked
     def abort(self, transfer_id: str, state: LeaseState = LeaseState.ABORTED) -> Lease | None:
         """End a transfer; repeated, or for one that never was, it does no harm.
 
@@ -308,7 +357,7 @@ class LeaseTable:
             The lease whose row is to be released now; None when there is none, it was committed
             before, or a thread still writes (then `end_store` says so).
         """
-        lease = self._open.get(transfer_id)
+        lease = self.get(transfer_id)
         if lease is None:
             if transfer_id not in self._ended:
                 _remember(self._ended, transfer_id, state)
@@ -316,63 +365,62 @@ class LeaseTable:
         self._end(lease, state)
         return None if lease.num_storing else lease
 
-    def is_leaving(self, sequence_id: str) -> bool:
-        """Whether a transfer of the sequence ended whose row is not free yet."""
-        return sequence_id in self._leaving
-
-    def freed(self, sequence_id: str) -> None:
+    @_locked
+    def freed(self, lease: Lease) -> None:
         """The row of an ended transfer was given back."""
-        self._leaving.discard(sequence_id)
+        self._leases.pop(lease.offer.transfer_id, None)
 
+    @_locked
     def stood_still(self, seconds: float, *, now_s: float) -> None:
         """Count a time no silence in which this process could hear nobody."""
-        for lease in self._open.values():
+        for lease in self._open():
             lease.heard_s = min(now_s, lease.heard_s + seconds)
 
+    @_locked
     def lapse(self, *, now_s: float) -> list[Lease]:
         """End the leases nothing was heard of; returns those whose row is to be released now."""
-        silent = [v for v in self._open.values() if now_s - v.heard_s > v.offer.lease_s]
+        silent = [v for v in self._open() if now_s - v.heard_s > v.offer.lease_s]
         for lease in silent:
             self._end(lease, LeaseState.LAPSED)
         return [lease for lease in silent if not lease.num_storing]
 
+    @_locked
     def transfers_of(self, sequence_id: str) -> list[str]:
         """Open transfers of one sequence."""
-        return [t for t, v in self._open.items() if v.offer.sequence_id == sequence_id]
+        return [v.offer.transfer_id for v in self._open() if v.offer.sequence_id == sequence_id]
 
+    @_locked
     def open_transfers(self) -> list[str]:
         """Ids of all open transfers."""
-        return list(self._open)
+        return [lease.offer.transfer_id for lease in self._open()]
 
+    @_locked
     def offers(self) -> list[TransferOffer]:
         """Offers of the open leases."""
-        return [lease.offer for lease in self._open.values()]
+        return [lease.offer for lease in self._open()]
 
+    @_locked
     def sequences(self) -> set[str]:
-        """Ids of sequences whose row a transfer holds, or a thread still writes."""
-        leases = [*self._open.values(), *self._storing.values()]
-        return {lease.offer.sequence_id for lease in leases}
+        """Ids of sequences whose row a transfer holds."""
+        return {lease.offer.sequence_id for lease in self._leases.values()}
 
     @property
+    @_locked
     def num_open(self) -> int:
-        return len(self._open)
-
-    @property
-    def num_live(self) -> int:
-        """Open transfers of sequences that are decoding at their source."""
-        return sum(lease.offer.is_live for lease in self._open.values())
-
-    @property
-    def num_closing(self) -> int:
-        """Ended transfers whose row a thread is still writing."""
-        return sum(lease.state is not LeaseState.OPEN for lease in self._storing.values())
+        return len(self._open())
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
         lease.state = state
-        if state is not LeaseState.COMMITTED:
-            self._leaving.add(lease.offer.sequence_id)
-        del self._open[lease.offer.transfer_id]
+        if state is LeaseState.COMMITTED:
+            del self._leases[lease.offer.transfer_id]
         _remember(self._ended, lease.offer.transfer_id, state)
+
+
+def still_busy(sequence_id: str) -> Overloaded:
+    """The error for an offer that comes before the row of an earlier try is free."""
+    return Overloaded(
+        f"the row of an earlier transfer of {sequence_id} is not free yet", code="busy"
+    )
 
 
 def _refused(part: KVPart, reason: str) -> KVTransportError:

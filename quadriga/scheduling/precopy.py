@@ -42,14 +42,14 @@ class KVSpan:
 
 
 class PreCopy:
-    """The books of one transfer's source.
+    """What the source of one transfer has taken of a sequence's KV.
 
     Args:
         depth: Layers that go; the destination has no more. None for all there are.
 
     Attributes:
         num_cells: (layer, position) pairs taken so far.
-        begun_at: `SequenceExport.num_depths` at the first piece.
+        begun_at: `DecodeBatch.num_depth_changes` at the first piece.
     """
 
     def __init__(self, depth: int | None = None) -> None:

@@ -84,7 +84,8 @@ class RunningSequence:
 
     Attributes of a sequence on a decode replica:
         num_tokens: Tokens it has; while it is received, those that it comes with.
-        waits_at: Exit at which its token waits; None where its next pass begins a new token.
+        next_segment: Segment that its token runs next: 0 for a new token, i + 1 for one that waits
+            at exit i.
         is_parked: Its token may neither leave that exit nor go on: for want of deeper layers, or
             until the row's KV has the layers behind.
         finish: When it is over.
@@ -116,7 +117,7 @@ class RunningSequence:
     handoff: Any = None
     turn: asyncio.Event | None = None
     num_tokens: int = 0
-    waits_at: int | None = None
+    next_segment: int = 0
     is_parked: bool = False
     finish: FinishRule = FinishRule()
     threshold: float = 0.0

@@ -1,15 +1,15 @@
-"""Sequences that leave a decode replica alive: read while they run, then at rest, then gone.
+"""Sequences that leave a decode replica alive: read while they run, then moving, then gone.
 
-    running ──freeze──▶ at rest ──release──▶ gone: the destination owns it
-       ▲                   │
-       └──────thaw─────────┘   the destination never will
+    running ──begin_cutover──▶ moving ──leave──▶ gone: the destination owns it
+       ▲                         │
+       └──────abort_cutover──────┘   the destination never will
 
-At rest a sequence keeps its row and slot, and nothing is emitted for it. It does not expire there:
-who owns it is being settled. One that is paused leaves as well, out of host memory: it is paused
-before and after instead of running, and neither has nor gets a row here. It may be paused, or come
-back, while it is read: its KV is the same.
+A moving sequence keeps its row and slot, and nothing is emitted for it. It does not expire: its
+owner is being settled. A paused one leaves as well, out of host memory: it is paused before and
+after instead of running, and neither has nor gets a row here. It may be paused, or come back, while
+it is read: its KV is the same.
 
-To a replica with fewer layers only their KV goes; see `depth_bounds` for who may.
+To a replica with fewer layers only their KV goes; see `depth_bounds` for which sequences may.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.kv import KVExtent, ResumePoint
 from quadriga.core.request import SequenceState
 from quadriga.errors import MigrationFailed
-from quadriga.interfaces import ModelRunner, Suspended
-from quadriga.scheduling.batch_state import BatchState, Place, RunningRow
+from quadriga.scheduling.decode_batch import AT_EXIT, MOVING, PAUSED, RUNNING, DecodeBatch
 from quadriga.scheduling.precopy import KVSpan, PreCopy
-from quadriga.scheduling.preemption import PausedSequence, Preemption
-from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.sequence import NO_ROW, RunningSequence
 
 Read = Callable[[int, int, int, int], Any]
 """`ModelRunner.read_kv` of one row."""
@@ -65,10 +63,10 @@ class SequenceReading:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRemainder:
-    """A sequence at rest, and all that was still to be sent of it.
+    """A moving sequence, and all that was still to be sent of it.
 
     Attributes:
-        state: A copy that nobody changes.
+        state: A copy that does not change.
         resume: Where the destination goes on.
     """
 
@@ -101,53 +99,31 @@ def depth_bounds(exits: ExitParams, held: int, *, deterministic: bool) -> tuple[
 
 
 class SequenceExport:
-    """The sequences of a decode replica that are on their way to another one.
+    """The ways out of a decode replica, to another one."""
 
-    Args:
-        enter: Takes a sequence back into a place.
-
-    Attributes:
-        at_rest: By sequence id.
-        num_depths: Changes of the depth that is loaded, so far; what was begun before one ends.
-    """
-
-    def __init__(
-        self,
-        *,
-        runner: ModelRunner,
-        slots: SlotTable,
-        places: BatchState,
-        preemption: Preemption,
-        enter: Callable[[int, SequenceState, Place], None],
-    ) -> None:
-        self.at_rest: dict[str, RunningRow | PausedSequence] = {}
-        self.num_depths = 0
-        self._runner = runner
-        self._slots = slots
-        self._places = places
-        self._preemption = preemption
-        self._enter = enter
+    def __init__(self, batch: DecodeBatch) -> None:
+        self._batch = batch
 
     def held(self, sequence_id: str) -> HeldSequence | None:
-        """A sequence that runs in a row here, or is paused; None for all others."""
-        row = self._places.rows.get(sequence_id)
-        if row is not None:
-            return HeldSequence(self._places.running[row].state, self._runner.num_layers, False)
-        paused = self._preemption.paused.get(sequence_id)
-        if paused is None:
+        """A sequence that decodes here, or is paused; None for all others."""
+        sequence = self._batch.find(sequence_id, RUNNING, AT_EXIT, PAUSED)
+        if sequence is None:
             return None
-        suspended: Suspended = paused.suspended
-        return HeldSequence(paused.state, suspended.extents[-1].stop_layer, True)
+        is_paused = sequence.status is PAUSED
+        depth = self._batch.runner.num_layers
+        if is_paused:
+            depth = sequence.suspended.extents[-1].stop_layer
+        return HeldSequence(sequence.state, depth, is_paused)
 
     def state(self, sequence_id: str) -> SequenceState | None:
-        """The live state of a sequence that runs in a row here, or is paused; else None."""
-        held = self.held(sequence_id)
-        return None if held is None else held.state
+        """The live state of a sequence that decodes here, or is paused; else None."""
+        sequence = self._batch.find(sequence_id, RUNNING, AT_EXIT, PAUSED)
+        return None if sequence is None else sequence.state
 
     def read(
         self, sequence_id: str, books: PreCopy, max_cells: int | None
     ) -> SequenceReading | None:
-        """Copy the next piece of a sequence's KV; empty when it may be frozen.
+        """Copy the next piece of a sequence's KV; empty when its cutover may begin.
 
         Returns:
             None when it is not here (any more).
@@ -158,15 +134,15 @@ class SequenceExport:
         found = self._find(sequence_id, books)
         if found is None:
             return None
-        extents, read = found
+        _, extents, read = found
         if books.is_ready(extents):
             return SequenceReading([])
         return _copy(books, extents, max_cells, read)
 
-    def freeze(
+    def begin_cutover(
         self, sequence_id: str, books: PreCopy
     ) -> SequenceRemainder | SequenceReading | None:
-        """Let a sequence rest where it is, and copy all that was not sent of it.
+        """Stop a sequence where it is, and copy all that was not sent of it.
 
         Returns:
             A piece instead, and the sequence runs on, where more is missing than may be left for
@@ -178,20 +154,18 @@ class SequenceExport:
         found = self._find(sequence_id, books)
         if found is None:
             return None
-        extents, read = found
+        sequence, extents, read = found
         if not books.is_ready(extents):
             return _copy(books, extents, 0, read)
-        resting: RunningRow | PausedSequence
-        row = self._places.rows.get(sequence_id)
-        if row is not None:
-            resting = running = self._places.lift(row)
-            waited_at = self._places.exit_of(running.place)
-            rest = self._runner.read_rest(row)
+        if sequence.status is PAUSED:
+            rest = sequence.suspended.rest
+            self._batch.num_paused -= 1
+            self._batch.change(sequence, MOVING)
         else:
-            resting = paused = self._preemption.paused.pop(sequence_id)
-            waited_at, rest = paused.waited_at, paused.suspended.rest
-        self.at_rest[sequence_id] = resting
-        state, sent = resting.state, books.cut(extents)
+            rest = self._batch.runner.read_rest(sequence.row)
+            self._batch.lift(sequence, MOVING)
+        state, sent = sequence.state, books.cut(extents)
+        waited_at = sequence.next_segment - 1 if sequence.next_segment else None
         if waited_at is not None and extents[waited_at].stop_layer > sent[-1].stop_layer:
             waited_at = None  # its token is run again: what it was waiting behind does not go
         return SequenceRemainder(
@@ -202,50 +176,42 @@ class SequenceExport:
             resume=ResumePoint(extents=tuple(sent), waited_at=waited_at, rest=rest),
         )
 
-    def thaw(self, sequence_id: str, epoch: int | None = None) -> bool:
-        """Let a sequence go on where it was; False when it is not here any more.
+    def abort_cutover(self, sequence_id: str, epoch: int | None = None) -> bool:
+        """Let a moving sequence go on where it was; False when it is not here any more.
 
         Args:
-            epoch: Its new one, where another replica may have spoken for it meanwhile.
+            epoch: Its new one, where another replica may have emitted for it meanwhile.
         """
-        resting = self.at_rest.pop(sequence_id, None)
-        if resting is None:
+        sequence = self._batch.find(sequence_id, MOVING)
+        if sequence is None:
             return False
         if epoch is not None:
-            resting.state.epoch = epoch
-        if isinstance(resting, RunningRow):
-            self._enter(resting.row, resting.state, resting.place)
+            sequence.state.epoch = epoch
+        if sequence.row != NO_ROW:
+            self._batch.enter(sequence)
         else:
-            self._preemption.paused[sequence_id] = resting
+            self._batch.num_paused += 1
+            self._batch.change(sequence, PAUSED)
         return True
 
-    def release(self, sequence_id: str) -> SequenceState | None:
-        """Let go of a sequence at rest; returns its state, None where it is not at rest."""
-        resting = self.at_rest.pop(sequence_id, None)
-        if resting is None:
-            return None
-        if isinstance(resting, RunningRow):
-            self._slots.release(sequence_id)
-            self._runner.detach(resting.row)
-        return resting.state
-
-    def _find(self, sequence_id: str, books: PreCopy) -> tuple[Sequence[KVExtent], Read] | None:
-        """What KV a sequence has, and how it is read. Raises: MigrationFailed."""
-        row = self._places.rows.get(sequence_id)
-        paused = self._preemption.paused.get(sequence_id)
-        if row is None and paused is None:
+    def _find(
+        self, sequence_id: str, books: PreCopy
+    ) -> tuple[RunningSequence, Sequence[KVExtent], Read] | None:
+        """A sequence, what KV it has, and how that is read. Raises: MigrationFailed."""
+        batch = self._batch
+        sequence = batch.find(sequence_id, RUNNING, AT_EXIT, PAUSED)
+        if sequence is None:
             return None
         if books.begun_at is None:
-            books.begun_at = self.num_depths
-        if books.begun_at != self.num_depths:
+            books.begun_at = batch.num_depth_changes
+        if books.begun_at != batch.num_depth_changes:
             raise MigrationFailed(
                 "layers were loaded or let go while it was copied", code="depth_changed"
             )
-        if row is not None:
-            return self._runner.extents(row), partial(self._runner.read_kv, row)
-        assert paused is not None
-        suspended: Suspended = paused.suspended
-        return suspended.extents, suspended.read
+        if sequence.status is PAUSED:
+            return sequence, sequence.suspended.extents, sequence.suspended.read
+        runner, row = batch.runner, sequence.row
+        return sequence, runner.extents(row), partial(runner.read_kv, row)
 
 
 def _copy(

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import InvariantViolation
 from quadriga.policies.slot_reservation import AnswerLengths
-from quadriga.scheduling.preemption import PausedSequence, choose_return, choose_victim
+from quadriga.scheduling.preemption import choose_return, choose_victim
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 
@@ -37,7 +38,7 @@ class SimulatedDecodeReplica:
         self.anchor_s = 0.0  # when `steps` were made
         self.tokens = 0  # KV tokens of the running, at the anchor
         self.running: dict[int, Sequence] = {}
-        self.paused: dict[int, PausedSequence] = {}
+        self.paused: dict[int, RunningSequence] = {}
         self.promised: dict[int, int] = {}  # tokens of the sequences on their way here
         self.num_preempted = 0
         self.answers = AnswerLengths()
@@ -255,9 +256,8 @@ class SimulatedDecodeReplica:
             sequence = self._take_out(self.running[int(victim.state.sequence_id)])
             sequence.num_pauses += 1
             self._halted[sequence.index] = sequence
-            self.paused[sequence.index] = PausedSequence(
-                victim.state, None, None, self.anchor_s, sequence.num_pauses
-            )
+            victim.num_pauses = sequence.num_pauses
+            self.paused[sequence.index] = victim
             self.num_preempted += 1
             happened.preempted.append(sequence)
 
@@ -301,8 +301,10 @@ class SimulatedDecodeReplica:
         sequence.tokens = sequence.base + self.steps
         return sequence
 
-    def _candidate(self, sequence: Sequence) -> PausedSequence:
-        return PausedSequence(self._state(sequence), None, None, self.anchor_s, sequence.num_pauses)
+    def _candidate(self, sequence: Sequence) -> RunningSequence:
+        return RunningSequence(
+            self._state(sequence), since_s=self.anchor_s, num_pauses=sequence.num_pauses
+        )
 
     def _state(self, sequence: Sequence) -> SequenceState:
         """The sequence as the batching code knows it: its ids do not matter, their number does."""

@@ -1,4 +1,4 @@
-"""Who may call: keys from configuration, file and environment, compared in constant time."""
+"""API keys from configuration, file and environment, compared in constant time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ApiKeys:
         return replace(self, from_file=from_file)
 
     def http_caller(self, authorization: str | None, *, admin: bool = False) -> ApiKey:
-        """Return who an HTTP caller is, from its header.
+        """Return the key of an HTTP caller, from its header.
 
         Args:
             admin: Only keys with `admin` will do.
@@ -115,7 +115,7 @@ class ApiKeys:
             raise Unauthenticated("an API key is needed: send 'Authorization: Bearer KEY'")
         given = digest(key.strip())
         found = None
-        for known in self.all:  # every one, so that the time taken tells nothing
+        for known in self.all:  # all of them, so that the time taken reveals nothing
             if hmac.compare_digest(given, known.digest):
                 found = known
         if found is None:

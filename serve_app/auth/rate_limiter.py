@@ -1,7 +1,12 @@
-"""The gate of one ingress replica: knows callers, and keeps each key within its limits.
+"""Limits of one ingress replica: what each API key may use, and how many calls may last at once.
 
-Limits are counted here and nowhere else: with several ingress replicas a key has its limits at
-each of them.
+Limits are counted in this process only: with several ingress replicas a key has its limits at each
+of them.
+
+Serve lets an ingress have so many calls at once and keeps all others waiting, without an end.
+Generations are counted by `EngineClient`, and refused in time. Other calls that may last (health
+watches, for which no key is needed, or bodies that are sent slowly) have a `ConcurrencyLimiter`
+each, so that they never use up Serve's limit.
 """
 
 from __future__ import annotations
@@ -9,16 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from quadriga.clock import Clock
-from quadriga.errors import ConfigError, KeyLimitReached
+from quadriga.errors import ConfigError, KeyLimitReached, Overloaded
 from serve_app.auth.api_keys import ApiKeys, read_key_file
 from serve_app.auth.keys import ApiKey, KeyLimits
 from serve_app.ops.metrics import IngressMetrics
 
 logger = logging.getLogger("quadriga.auth")
 
+MAX_BODIES = 512
+"""Requests at once whose body is not here yet."""
+MAX_WATCHES = 64
+"""Health watches at once; any more get the state once."""
+MAX_READERS = 4
+"""Connections at once that follow one request: one that broke may not be noticed at once."""
 CONCURRENCY_RETRY_S = 1.0
 SECONDS_PER_MINUTE = 60.0
 FileMark = tuple[int, int, int]
@@ -61,31 +74,42 @@ class Meter:
         self.apply(limits, now_s)
 
     def apply(self, limits: KeyLimits, now_s: float) -> None:
-        """Begin counting under these limits; what runs goes on counting."""
+        """Begin counting under these limits; generations that run still count."""
         self.limits = limits
         rate, tokens = limits.requests_per_s, limits.tokens_per_min
         self.requests = None if rate is None else Bucket(rate, max(1.0, rate), now_s)
         self.tokens = None if tokens is None else Bucket(tokens / SECONDS_PER_MINUTE, tokens, now_s)
 
 
-class QuotaReservation:
-    """A generation under way at the expense of a key; `close` it exactly once.
+class ConcurrencyLimiter:
+    """A bounded number of calls of one kind at once.
 
-    Attributes:
-        key_name: Whose it is, as the key file calls it.
+    Args:
+        what: What they do, for the refusal.
     """
 
-    __slots__ = ("_meter", "key_name")
+    def __init__(self, limit: int, what: str) -> None:
+        self._limit = limit
+        self._what = what
+        self.num_taken = 0
 
-    def __init__(self, key_name: str, meter: Meter) -> None:
-        self.key_name = key_name
-        self._meter = meter
+    @property
+    def is_full(self) -> bool:
+        return self.num_taken >= self._limit
 
-    def close(self, num_output_tokens: int) -> None:
-        """The generation is over: make room, and charge what came out."""
-        self._meter.num_running -= 1
-        if self._meter.tokens is not None:
-            self._meter.tokens.take(num_output_tokens)
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold one place. Raises: Overloaded."""
+        if self.is_full:
+            raise Overloaded(
+                f"{self.num_taken} calls at once {self._what}, the limit; retry shortly",
+                retry_after_s=CONCURRENCY_RETRY_S,
+            )
+        self.num_taken += 1
+        try:
+            yield
+        finally:
+            self.num_taken -= 1
 
 
 class RateLimiter:
@@ -106,11 +130,11 @@ class RateLimiter:
         """As `ApiKeys.grpc_caller`, and count the call. Raises: KeyLimitReached as well."""
         return self._counted(self.keys.grpc_caller(authorization))
 
-    def begin(self, caller: ApiKey, num_prompt_tokens: int) -> QuotaReservation:
-        """Let a generation in and charge its prompt.
+    def begin(self, caller: ApiKey, num_prompt_tokens: int) -> None:
+        """Admit a generation and charge its prompt; call `end` once when it is over.
 
-        A key is let in while it is not in debt for tokens; what its generations put out is charged
-        when they end, so it can overdraw by what it has running.
+        A key is admitted while it owes no tokens; the output of its generations is charged when
+        they end, so it can overdraw by what it has running.
 
         Raises: KeyLimitReached.
         """
@@ -126,11 +150,17 @@ class RateLimiter:
         if meter.tokens is not None:
             wait_s = meter.tokens.wait_s(0.0, self._clock.now_s())
             if wait_s > 0:
-                said = f"its limit of {limits.tokens_per_min:g} tokens per minute"
-                self._refuse(caller, "key_tokens", said, wait_s)
+                limit = f"its limit of {limits.tokens_per_min:g} tokens per minute"
+                self._refuse(caller, "key_tokens", limit, wait_s)
             meter.tokens.take(num_prompt_tokens)
         meter.num_running += 1
-        return QuotaReservation(caller.name, meter)
+
+    def end(self, key_name: str, num_output_tokens: int) -> None:
+        """A generation is over: free its place, and charge its output."""
+        meter = self._meters[key_name]
+        meter.num_running -= 1
+        if meter.tokens is not None:
+            meter.tokens.take(num_output_tokens)
 
     async def reload(self) -> None:
         """Read the key file again if it changed; one that is gone or broken changes nothing."""
@@ -162,8 +192,8 @@ class RateLimiter:
         if meter.requests is not None:
             wait_s = meter.requests.wait_s(1.0, self._clock.now_s())
             if wait_s > 0:
-                said = f"its limit of {meter.limits.requests_per_s:g} requests per second"
-                self._refuse(caller, "key_requests", said, wait_s)
+                limit = f"its limit of {meter.limits.requests_per_s:g} requests per second"
+                self._refuse(caller, "key_requests", limit, wait_s)
             meter.requests.take(1.0)
         return caller
 

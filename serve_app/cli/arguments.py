@@ -20,7 +20,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 class ServeParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the whole usage around it."""
+    """Reports an error in one line, without the whole usage around it."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(formatter_class=_HelpFormatter, **given)

@@ -1,4 +1,4 @@
-"""What a command that serves says to whoever started it."""
+"""The terminal output of a command that serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make demo`: start the service, ask it a few things over both doors, show what ran, stop it.
+"""`make demo`: start the service, send requests over HTTP and gRPC, show what ran, stop it.
 
 Where no model is named, the default model is served, and a bundled one beside it, whose answers a
 program can check.
@@ -199,7 +199,7 @@ def ask_tasks(client: Client, model: str, out: TextIO) -> Score:
     pool = ThreadPoolExecutor(CONCURRENCY)
     try:
         results = list(pool.map(ask, examples))
-    finally:  # after Ctrl-C nobody waits for the others
+    finally:  # after Ctrl-C the others are not waited for
         pool.shutdown(wait=False, cancel_futures=True)
     took_s = time.monotonic() - started_s
     ended, right, tokens = (sum(column) for column in zip(*results, strict=True))

@@ -29,7 +29,7 @@ def prepare_environment(*, haproxy: bool = False) -> None:
     """Fill in what is not set yet; call before Ray is imported.
 
     With several ingresses, calls with the same idempotency key must reach the same one: Serve's
-    own proxy and HAProxy are each told how.
+    own proxy and HAProxy each have a setting for it.
 
     Raises:
         ConfigError: HAProxy is wanted and cannot be had.

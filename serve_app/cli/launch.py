@@ -39,7 +39,7 @@ class Addresses:
 
     Attributes:
         host: Of everything but gRPC without TLS, which Serve's own proxy opens on every interface.
-        http_port: Without TLS; not open where Serve's own proxy speaks TLS.
+        http_port: Without TLS; not open where Serve's own proxy has TLS.
         grpc_port: Without TLS; None where gRPC is off.
         tls: Clients come over TLS; without it everything else is on loopback, or in a network
             that may read along.
@@ -71,7 +71,7 @@ class Addresses:
         return f"{'https' if 'ssl_certfile' in options else 'http'}://{options['host']}:{options['port']}"
 
     def http_options(self) -> dict[str, Any]:
-        """What Serve is told to listen on, and how."""
+        """Serve's options: where to listen, and how."""
         if self.tls is None:
             return {"host": self.host, "port": self.http_port}
         if self.is_haproxy:  # HAProxy's TLS stands before Serve's ports
@@ -84,7 +84,7 @@ class Addresses:
         }
 
     def to_environment(self) -> None:
-        """Tell the proxies, which are processes of Serve's, about TLS."""
+        """Configure TLS for the proxies, which are processes of Serve."""
         if self.tls is not None:
             self.tls.to_environment()
             os.environ[HTTP_PORT_VARIABLE] = str(self.http_port)
@@ -154,7 +154,7 @@ class LocalService:
             ConfigError: The configuration cannot be served here, or a port is taken.
             Unavailable: Ray or Serve did not start, or the replicas were not ready in time.
         """
-        find_models(self.config)  # what cannot be found is said before Ray is started
+        find_models(self.config)  # fails before Ray is started where one is not there
         self.addresses.check()
         check_admin(self.config.admin, self._keys)
         self._check_ports()
@@ -165,7 +165,7 @@ class LocalService:
         self._progress("Ray is up")
         self._start_serve()
         self._is_serving = True
-        self._progress("front door is up")
+        self._progress("HTTP and gRPC servers are up")
         self._await_ready()
 
     def _check_ports(self) -> None:

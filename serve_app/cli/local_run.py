@@ -105,6 +105,6 @@ def leave(status: int) -> NoReturn:
     """End this process at once: exit handlers of Ray's would wait for a Ray that is gone."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # its reader is gone
             stream.flush()
     os._exit(status)

@@ -31,7 +31,7 @@ class Drain:
     """The time in which open requests may end.
 
     Attributes:
-        num_requests: Open ones; None until the ingresses have said it.
+        num_requests: Open ones; None until the ingresses have answered.
         is_hurried: They were ended before the time was up.
     """
 
@@ -197,7 +197,7 @@ class LocalStop:
 
 
 def _end_proxies() -> None:
-    """End Serve's proxies: a client finds nobody there, and not a proxy that knows no route."""
+    """End Serve's proxies: a client finds a closed port, not a proxy without routes."""
     import ray
 
     from actors.scheduler.ingress_watch import SERVE_NAMESPACE

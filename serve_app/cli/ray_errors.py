@@ -26,7 +26,7 @@ CONNECT_PAUSE_S = 0.5
 
 
 def explain(what: str, exc: BaseException, *, waited_s: float, remedy: str) -> Unavailable:
-    """Return an error that says what was tried, for how long, why it failed and what to do."""
+    """Return an error with what was tried, for how long, why it failed and what to do."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     # A failure that Ray carried over from another process ends with the error itself.
     reason = lines[-1] if "Traceback" in str(exc) else (lines or [type(exc).__name__])[0]
@@ -38,11 +38,11 @@ def explain(what: str, exc: BaseException, *, waited_s: float, remedy: str) -> U
 def explain_in_serve_cli() -> None:
     """In `serve run`, print one line where `ray.init` fails; does nothing in other processes.
 
-    That command builds the application first and connects then, outside of our reach but for the
-    hook that Python calls with what nobody caught. The exit status is 1. As Ray tries for minutes
-    where nobody listens, the address is tried here before.
+    That command builds the application first and connects then, where only the hook for uncaught
+    exceptions is ours. The exit status is 1. As Ray tries for minutes at a closed port, the address
+    is tried here before.
 
-    Raises: SystemExit: Nobody listens at the cluster's address.
+    Raises: SystemExit: The port at the cluster's address is closed.
     """
     if Path(sys.argv[0]).name != "serve":
         return
@@ -69,7 +69,7 @@ def explain_in_serve_cli() -> None:
 
 
 def _unreachable(address: str) -> OSError | None:
-    """Why nobody can be spoken to at `host:port`; None where somebody can, or for other forms."""
+    """Why `host:port` cannot be reached; None where it can, or for other forms."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return None

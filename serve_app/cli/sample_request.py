@@ -40,7 +40,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A request for each of the two doors."""
+    """A request for each of HTTP and gRPC."""
 
     http: SampleRequest
     grpc: SampleRequest

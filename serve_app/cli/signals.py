@@ -18,7 +18,7 @@ class StopSignals:
     """Counts requests to stop while it is entered; the handlers from before come back afterwards.
 
     Enter it on the main thread. The first request raises KeyboardInterrupt there; later ones are
-    only counted, for whoever brings a service to an end. SIGHUP counts unless it is ignored, as it
+    only counted, for the code that ends a service. SIGHUP counts unless it is ignored, as it
     is under `nohup`.
 
     Attributes:

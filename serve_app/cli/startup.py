@@ -1,4 +1,4 @@
-"""What a fresh service says: what runs where, and a line to try."""
+"""The banner of a service that has started: what runs where, and a command to try."""
 
 from __future__ import annotations
 

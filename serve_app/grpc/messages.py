@@ -1,4 +1,4 @@
-"""gRPC messages to and from the front door's own terms.
+"""gRPC messages to and from the fields and requests of the ingress.
 
 `add_quadriga_to_server` is what Serve's proxy loads; this module therefore imports little. Requests
 reach the ingress as raw bytes, so that what does not parse is refused there in the documented form.
@@ -134,18 +134,18 @@ def _set(message: Any, field: str) -> bool:
     return bool(message.HasField(field))
 
 
-def delta_message(session: Request, delta: OutputDelta) -> Any:
-    """News of one choice as a message."""
+def delta_message(request: Request, delta: OutputDelta) -> Any:
+    """New output of one sequence as a message."""
     message = pb.ChoiceDelta(
         index=delta.choice,
         first_token_index=delta.first_index,
         token_ids=delta.token_ids,
         text=delta.text,
     )
-    choice = session.choices[delta.choice]
-    if delta.is_first and delta.first_index == 0 and session.spec.echo:
-        message.text = session.spec.prompts[choice.index // session.spec.n].text + delta.text
-        message.prompt_logprobs.extend(_logprobs(choice.prompt_logprobs or ()))
+    if delta.is_first and delta.first_index == 0 and request.echo:
+        sequence = request.sequences[delta.choice]
+        message.text = request.prompt_text(delta.choice) + delta.text
+        message.prompt_logprobs.extend(_logprobs(sequence.prompt_logprobs or ()))
     if delta.logprobs is not None:
         message.logprobs.extend(_logprobs(delta.logprobs))
     if delta.finish is not None:
@@ -153,27 +153,27 @@ def delta_message(session: Request, delta: OutputDelta) -> Any:
     return message
 
 
-def choice_message(session: Request, choice: SequenceRequest) -> Any:
-    """A finished choice as a message."""
-    prompt = session.spec.prompts[choice.index // session.spec.n].text if session.spec.echo else ""
+def choice_message(request: Request, sequence: SequenceRequest) -> Any:
+    """A finished sequence as a message."""
+    prompt = request.prompt_text(sequence.index) if request.echo else ""
     return pb.Choice(
-        index=choice.index,
-        text=prompt + "".join(choice.pieces) + choice.tail,
-        token_ids=choice.state.output_ids,
-        finish_reason=_FINISH[choice.finish] if choice.finish else None,
-        logprobs=list(_logprobs(choice.logprobs)),
-        prompt_logprobs=list(_logprobs(choice.prompt_logprobs or ())),
+        index=sequence.index,
+        text=prompt + "".join(sequence.pieces) + sequence.tail,
+        token_ids=sequence.state.output_ids,
+        finish_reason=_FINISH[sequence.finish] if sequence.finish else None,
+        logprobs=list(_logprobs(sequence.logprobs)),
+        prompt_logprobs=list(_logprobs(sequence.prompt_logprobs or ())),
     )
 
 
-def usage_message(session: Request) -> Any:
-    prompt, output = session.num_prompt_tokens, session.num_output_tokens
+def usage_message(request: Request) -> Any:
+    prompt, output = request.num_prompt_tokens, request.num_output_tokens
     message = pb.Usage(prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output)
-    for choice in session.choices:
-        for layer in choice.state.exit_layers:
+    for sequence in request.sequences:
+        for layer in sequence.state.exit_layers:
             message.exits[layer] += 1
-        message.rebuilds += choice.num_rebuilds
-        for model, depth, tokens in choice.spans:
+        message.rebuilds += sequence.num_rebuilds
+        for model, depth, tokens in sequence.spans:
             message.spans.add(model=model, depth=depth, tokens=tokens)
     return message
 

@@ -1,9 +1,10 @@
-"""One HTTP exchange as the routes see it: headers, a bounded body, one answer."""
+"""One HTTP exchange as the routes see it, and the ASGI application around each route."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -15,14 +16,18 @@ from quadriga.errors import (
     QuadrigaError,
     RequestTimeout,
 )
-from serve_app.openai.errors import send_error
+from serve_app.http.server_metrics import HTTP_SERVER
+from serve_app.openai.errors import as_quadriga, send_error
+from serve_app.request.engine_client import EngineClient
+
+logger = logging.getLogger("quadriga.http")
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-JSON_TYPE = (b"content-type", b"application/json")
+CLIENT_GONE = Cancelled.http_status
 
 
 class Call:
@@ -64,6 +69,12 @@ class Call:
             raise HeadersTooLarge(
                 f"the headers have {size} bytes, above the limit of {max_bytes} bytes"
             )
+
+    async def read_body(self, engine_client: EngineClient) -> bytes:
+        """Read the body within the deployment's limits. Raises: as `body`, and Overloaded."""
+        limits = engine_client.config.ingress
+        with engine_client.body_limiter.taken():
+            return await self.body(max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
 
     async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
         """Read the whole body.
@@ -126,6 +137,44 @@ class Call:
     async def answer_error(self, exc: QuadrigaError) -> None:
         self.status = exc.http_status
         await send_error(self._send, exc)
+
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+class Endpoint:
+    """A route's handler as an ASGI application that answers every error in OpenAI's format.
+
+    Args:
+        door: The metrics' label of that name.
+    """
+
+    def __init__(self, engine_client: EngineClient, handler: Handler, door: str = "http") -> None:
+        self._engine_client = engine_client
+        self._handler = handler
+        self._requests = engine_client.metrics.requests
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive, send)
+        limits = self._engine_client.config.ingress
+        try:
+            call.check_headers(limits.max_headers, limits.max_header_bytes)
+            await self._handler(call)
+        except Exception as exc:  # whatever it is, the client gets the documented form
+            error = as_quadriga(exc)
+            if error is not exc:
+                logger.exception("unexpected failure in %s", call.route)
+            if call.status:
+                raise
+            if error.http_status >= 500:
+                HTTP_SERVER.log_error(error.http_status, f"{call.route}: {error.message}")
+            if isinstance(error, Cancelled):
+                call.status = error.http_status  # there is no client to read an answer
+            else:
+                await call.answer_error(error)
+        finally:  # without a status where the call itself was cancelled
+            self._requests.labels(self._door, str(call.status or CLIENT_GONE)).inc()
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

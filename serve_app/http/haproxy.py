@@ -2,7 +2,7 @@
 
 Serve's template sets `option splice-request`. With it HAProxy (2.8) does not see a client hang up
 that sent headers and body apart, as most HTTP libraries do, until the whole answer is there; the
-request goes on holding its slot for nobody. HAProxy's switch `-dS` turns splicing off.
+request goes on holding its slot without a client. HAProxy's switch `-dS` turns splicing off.
 
 Nor does the template limit how long a client may take to send its headers, nor how long it may
 keep a connection for which it has no more requests: each holds one of HAProxy's connections for an
@@ -52,7 +52,7 @@ GRPC_PORT_VARIABLE = "QUADRIGA_GRPC_PORT"
 
 HEAD_S, IDLE_S = 10, 90
 """For a request's headers; between two requests on a connection."""
-_NOBODY = Unavailable("nobody can take the request now; retry shortly", retry_after_s=1.0)
+_NO_SERVER = Unavailable("no process can take the request now; retry shortly", retry_after_s=1.0)
 ERRORS: dict[int, QuadrigaError] = {
     400: InvalidRequest("the request is not valid HTTP", code="invalid_http"),
     403: Forbidden("the request is not allowed here"),
@@ -63,7 +63,7 @@ ERRORS: dict[int, QuadrigaError] = {
     500: InvariantViolation("an internal error"),
     501: InvalidRequest("the request asks for what this server cannot do", code="invalid_http"),
     502: Unavailable("the process that answered was lost; retry shortly", retry_after_s=1.0),
-    503: _NOBODY,
+    503: _NO_SERVER,
     504: DeadlineExceeded("the request was not done in time"),
 }
 """What HAProxy answers by itself, by the status it would answer with."""
@@ -146,8 +146,8 @@ def starter_script(
 
     Args:
         folder: Where to; by default the user's cache.
-        tls: Take TLS in front; by default as the environment says.
-        http_port: Serve's own; by default as the environment says, else 8000.
+        tls: Take TLS in front; by default from the environment.
+        http_port: Serve's own; by default from the environment, else 8000.
         grpc_port: The same, else 9000.
 
     Raises:
@@ -182,7 +182,7 @@ def starter_script(
 
 
 def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int) -> dict[str, str]:
-    """Script and configuration by name; names tell services with other certificates apart."""
+    """Script and configuration by name; services with other certificates have other names."""
     mark = hashlib.sha256(repr((tls, http_port, grpc_port)).encode()).hexdigest()[:12]
     bundle = folder / f"haproxy-{mark}.pem"
     client = f" ca-file {tls.client_ca} verify required" if tls.client_ca else ""
@@ -255,7 +255,7 @@ def _error_files() -> dict[str, str]:
     """HAProxy's answers by file name: whole responses, and two bodies."""
     files = {
         NO_ROUTE: error_json(NotFound("there is no such route")).decode(),
-        NO_SERVER: error_json(_NOBODY).decode(),
+        NO_SERVER: error_json(_NO_SERVER).decode(),
     }
     for status, error in ERRORS.items():
         headers, body = error_response(error)

@@ -7,7 +7,7 @@ byte now and then would hold all connections there are. Bodies have limits of th
 
 A burst of honest clients looks much the same for a moment: the event loop accepts thousands of
 connections before it reads from the first of them. So a connection is never closed for being one
-too many before it was silent for `GRACE_S`; and whoever is refused is told so.
+too many before it was silent for `GRACE_S`; and a refused client gets an error.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._head_bytes:
             error = RequestTimeout(f"the headers were not here within {HEAD_TIMEOUT_S:g} s")
             self._refuse("slow_head", error)
-        else:  # a connection that was opened in advance: nobody waits for an answer
+        else:  # a connection that was opened in advance: no client waits for an answer
             self._close("silent", f"no request within {HEAD_TIMEOUT_S:g} s")
 
     @classmethod

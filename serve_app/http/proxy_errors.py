@@ -1,4 +1,4 @@
-"""Whatever Serve's proxy answers by itself has OpenAI's error form.
+"""Gives the errors that Serve's proxy answers by itself OpenAI's error form.
 
 Serve answers in plain text, or not at all, where it has no route, where it cannot decode a header,
 where a replica is lost, and where it times a request out. This middleware stands around its
@@ -117,7 +117,7 @@ class OpenAIErrors:
             )
         )
 
-    # An ingress knows whom to send metrics to; Serve's proxy asks which applications there are.
+    # An ingress knows its controller; Serve's proxy has to ask which applications there are.
 
     def _start_pushing(self) -> None:
         if self._pushing is None and not HTTP_SERVER.is_pushed:
@@ -201,7 +201,7 @@ class _Exchange:
                 error.http_status, f"{self.route}, in its stream: {error.message}"
             )
             await self._send({"type": "http.response.body", "body": error_frame(error)})
-        # Anything else is cut short: uvicorn closes the connection, which tells the client.
+        # Anything else is cut short: uvicorn closes the connection, which the client notices.
 
     async def answer(self, error: QuadrigaError, status: int | None = None) -> None:
         """Answer in place of the application."""
@@ -221,7 +221,7 @@ class _Exchange:
     async def _exchange_error(self, held: Message) -> None:
         """Answer with Serve's status, or a better one, in our words; its own go to the log."""
         status = held["status"]
-        said = self._held_body.decode("utf-8", "replace")
+        text = self._held_body.decode("utf-8", "replace")
         if status == 404 and not await serve_routes(self._app):
             error: QuadrigaError = Unavailable(
                 "the service is starting or stopping; retry shortly", retry_after_s=RETRY_S
@@ -234,7 +234,7 @@ class _Exchange:
             "Serve's own answer to %s: %d %s",
             self.route,
             held["status"],
-            said,
+            text,
         )
         await self.answer(error, status)
 
@@ -247,7 +247,7 @@ class _Exchange:
             405: f"there is no route {self.route}",
             408: "the request was not done within the time that this server allows",
             429: "the service has as many requests as it takes; retry shortly",
-            503: "nobody can take the request now; retry shortly",
+            503: "no process can take the request now; retry shortly",
         }
         message = messages.get(status, f"the request failed with status {status}")
         return error_class(message, retry_after_s=RETRY_S if error_class.retryable else None)

@@ -1,10 +1,9 @@
-"""The HTTP door: OpenAI's API over the front desk, as one ASGI application."""
+"""The HTTP server: OpenAI's API over the engine client, as one ASGI application."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +14,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quadriga.errors import (
-    Cancelled,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
@@ -23,29 +21,19 @@ from quadriga.errors import (
     Unavailable,
 )
 from quadriga.observability.metrics import CONTENT_TYPE
-from serve_app.http.call import Call, Receive, Scope, Send
+from serve_app.http.call import Call, Endpoint
 from serve_app.http.cors import cors_middleware
 from serve_app.http.docs_pages import docs_pages
 from serve_app.http.generation import HttpGeneration
-from serve_app.http.json_body import parse_json
-from serve_app.http.server_metrics import HTTP_SERVER
-from serve_app.openai.bodies import parse_body
+from serve_app.openai.bodies import parse_body, parse_json
 from serve_app.openai.errors import as_quadriga, error_headers, error_json
 from serve_app.openai.openapi import openapi_document
-from serve_app.openai.prompts import check_token_ids, plain_messages
-from serve_app.openai.schema import (
-    DetokenizeBody,
-    TokenizeBody,
-)
+from serve_app.openai.schema import DetokenizeBody, TokenizeBody
+from serve_app.openai.validation import check_token_ids, plain_messages
 from serve_app.request.engine_client import EngineClient
-
-logger = logging.getLogger("quadriga.http")
-
-Handler = Callable[[Call], Awaitable[None]]
 
 TOKENIZE_CONTEXTS = 16
 """Texts that are only tokenised may be so many times as long as the model takes."""
-CLIENT_GONE = Cancelled.http_status
 TITLE = "Quadriga"
 
 
@@ -59,51 +47,16 @@ def _version() -> str:
 VERSION = _version()
 
 
-class Endpoint:
-    """A route's handler as an ASGI application that answers every error in OpenAI's format.
-
-    Args:
-        door: Label of the metrics.
-    """
-
-    def __init__(self, desk: EngineClient, handler: Handler, door: str = "http") -> None:
-        self._engine_client = desk
-        self._handler = handler
-        self._requests = desk.metrics.requests
-        self._door = door
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive, send)
-        limits = self._engine_client.config.ingress
-        try:
-            call.check_headers(limits.max_headers, limits.max_header_bytes)
-            await self._handler(call)
-        except Exception as exc:  # the border: whatever it is, the client gets the documented form
-            error = as_quadriga(exc)
-            if error is not exc:
-                logger.exception("unexpected failure in %s", call.route)
-            if call.status:
-                raise
-            if error.http_status >= 500:
-                HTTP_SERVER.log_error(error.http_status, f"{call.route}: {error.message}")
-            if isinstance(error, Cancelled):
-                call.status = error.http_status  # nobody is there to read an answer
-            else:
-                await call.answer_error(error)
-        finally:  # without a status where the call itself was cancelled
-            self._requests.labels(self._door, str(call.status or CLIENT_GONE)).inc()
-
-
 class HttpServer:
     """The routes of the API.
 
     Args:
-        desk: Does the work; outlives the application.
+        engine_client: Does the work; outlives the application.
     """
 
-    def __init__(self, desk: EngineClient) -> None:
-        self._engine_client = desk
-        self._limits = desk.config.ingress
+    def __init__(self, engine_client: EngineClient) -> None:
+        self._engine_client = engine_client
+        self._limits = engine_client.config.ingress
 
     def application(self) -> FastAPI:
         @asynccontextmanager
@@ -138,7 +91,7 @@ class HttpServer:
             endpoint = Endpoint(self._engine_client, handler)
             app.router.routes.append(Route(path, endpoint, methods=[method]))
         app.add_exception_handler(HTTPException, routing_error)
-        needs_key = not self._engine_client.gate.keys.is_http_open
+        needs_key = not self._engine_client.rate_limiter.keys.is_http_open
         app.openapi = lambda: openapi_document(  # type: ignore[method-assign]
             self._limits, needs_key=needs_key
         )
@@ -179,7 +132,7 @@ class HttpServer:
 
     async def tokenize(self, call: Call) -> None:
         self._check_caller(call)
-        body = parse_body(TokenizeBody, parse_json(await self._body(call)))
+        body = parse_body(TokenizeBody, parse_json(await call.read_body(self._engine_client)))
         model = self._engine_client.models.find(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
@@ -189,7 +142,7 @@ class HttpServer:
         else:
             field, text = "prompt", body.prompt or ""
             special = body.add_special_tokens is not False
-        tokens = await self._engine_client.encode(
+        tokens = await self._engine_client.models.tokenize(
             model, text, special, field=field, max_tokens=TOKENIZE_CONTEXTS * model.max_model_len
         )
         answer: dict[str, Any] = {
@@ -203,29 +156,23 @@ class HttpServer:
 
     async def detokenize(self, call: Call) -> None:
         self._check_caller(call)
-        body = parse_body(DetokenizeBody, parse_json(await self._body(call)))
+        body = parse_body(DetokenizeBody, parse_json(await call.read_body(self._engine_client)))
         model = self._engine_client.models.find(body.model)
         await check_token_ids(body.tokens, "tokens", model)
-        text = await self._engine_client.decode(model, body.tokens)
+        text = await self._engine_client.models.detokenize(model, body.tokens)
         await call.answer_json({"prompt": text})
 
     def _check_caller(self, call: Call, *, admin: bool = False) -> None:
         """Raises: Unauthenticated, Forbidden, KeyLimitReached."""
-        self._engine_client.gate.http_caller(call.headers.get("authorization"), admin=admin)
-
-    async def _body(self, call: Call) -> bytes:
-        with self._engine_client.bodies.taken():
-            return await call.body(
-                max_bytes=self._limits.max_body_bytes, timeout_s=self._limits.body_timeout_s
-            )
+        self._engine_client.rate_limiter.http_caller(call.headers.get("authorization"), admin=admin)
 
 
-async def answer_metrics(desk: EngineClient, call: Call) -> None:
+async def answer_metrics(engine_client: EngineClient, call: Call) -> None:
     """Answer with the whole cluster's metrics. Raises: Unavailable."""
     try:
-        page = await desk.metrics_page()
+        page = await engine_client.metrics_page()
     except QuadrigaError as exc:
-        # A page without the others' counters would look like counters that fell.
+        # Without the counters of other processes, counters would seem to have fallen.
         raise Unavailable(f"metrics cannot be gathered now: {exc.message}") from exc
     await call.answer(page, content_type=CONTENT_TYPE.encode())
 

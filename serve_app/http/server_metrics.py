@@ -1,4 +1,4 @@
-"""What the HTTP servers of one process count and log about connections and their own answers.
+"""Metrics and log of the HTTP servers of one process: connections, and their own answers.
 
 The servers are Serve's proxy, an ingress's own (behind HAProxy), and the admin port. Most of what
 is counted here never reaches the application.
@@ -41,7 +41,7 @@ class ThrottledLog:
         self._kinds: dict[str, _Kind] = {}
 
     def add(self, kind: str, message: str) -> None:
-        """Count an event of a kind, and log it or let a later line tell of it.
+        """Count an event of a kind, and log it or leave it to a later line.
 
         Args:
             kind: One of a bounded number.
@@ -58,7 +58,7 @@ class ThrottledLog:
             try:
                 loop = asyncio.get_running_loop()
             except RuntimeError:
-                return  # the next event of the kind tells
+                return  # the next event of the kind is logged
             left_s = state.logged_s + LOG_INTERVAL_S - now_s
             state.timer = loop.call_later(left_s, self._log_rest, state)
 
@@ -93,7 +93,7 @@ class HttpServerMetrics:
 
     Attributes:
         is_used: There is such a server in this process.
-        is_pushed: Somebody in this process sends the registry to the hub.
+        is_pushed: A task in this process sends the registry to the hub.
     """
 
     def __init__(self) -> None:

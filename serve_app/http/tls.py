@@ -36,7 +36,7 @@ logger = logging.getLogger("quadriga.tls")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files in PEM, and the ports that speak TLS.
+    """Files in PEM, and the ports with TLS.
 
     Attributes:
         cert: The certificate with its chain.
@@ -53,7 +53,7 @@ class Tls:
 
     @classmethod
     def from_environment(cls) -> Tls | None:
-        """What the environment says; None without a certificate. Raises: ConfigError."""
+        """Read the environment; None without a certificate. Raises: ConfigError."""
         cert, key = os.environ.get(CERT_VARIABLE), os.environ.get(KEY_VARIABLE)
         if not cert and not key:
             return None
@@ -70,7 +70,7 @@ class Tls:
         )
 
     def to_environment(self) -> None:
-        """Say it to the processes that are started from here."""
+        """Set the variables for the processes that are started from here."""
         os.environ[CERT_VARIABLE] = str(self.cert)
         os.environ[KEY_VARIABLE] = str(self.key)
         if self.client_ca is not None:
@@ -103,7 +103,7 @@ class Tls:
         Raises: ConfigError.
         """
         needs_client = self.client_ca is not None
-        # The first configuration is taken at once, so what cannot be read is said at the start.
+        # The first configuration is read here, so a file that cannot be read fails the start.
         return grpc.dynamic_ssl_server_credentials(
             self._grpc_configuration(), _Watch(self), require_client_authentication=needs_client
         )
@@ -122,7 +122,7 @@ class Tls:
 
 
 class _Watch:
-    """Asked by gRPC with every connection: a new configuration, or None to keep the last."""
+    """gRPC calls it with every connection: a new configuration, or None to keep the last."""
 
     def __init__(self, tls: Tls) -> None:
         self._tls = tls
@@ -144,7 +144,7 @@ class _Watch:
 def grpc_tls_port() -> int | None:
     """The port on which Serve's own proxy takes gRPC over TLS, and only there; None: no TLS."""
     if os.environ.get(HAPROXY_VARIABLE) == "1":
-        return None  # HAProxy has done it, and speaks plain HTTP/2 to the replicas
+        return None  # HAProxy ends TLS, and sends plain HTTP/2 to the replicas
     tls = Tls.from_environment()
     return None if tls is None else tls.grpc_port
 

@@ -1,7 +1,6 @@
 """Answers of the HTTP API, as the OpenAPI page shows them.
 
-They describe what `rendering` and the doors write; a test holds real answers against
-them.
+They describe what `rendering` and the HTTP server write; a test validates real answers with them.
 """
 
 from __future__ import annotations

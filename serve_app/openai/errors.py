@@ -1,4 +1,4 @@
-"""The error table of `quadriga.errors`, as HTTP and gRPC speak it."""
+"""Errors of `quadriga.errors` as HTTP answers and events of a stream."""
 
 from __future__ import annotations
 

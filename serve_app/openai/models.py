@@ -1,11 +1,13 @@
-"""The models this deployment serves, as the front door needs them: facts and tokenizers."""
+"""The models this deployment serves: their limits, exits and tokenizers."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
@@ -13,8 +15,15 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import configured_exits
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import AUTO_MODEL
-from quadriga.errors import UnknownModel
+from quadriga.errors import ContextTooLong, UnknownModel
 from quadriga.text import TextTokenizer, load_tokenizer
+
+Result = TypeVar("Result")
+
+INLINE_SIZE = 2048
+"""Characters to encode, or tokens to decode, that are not worth a thread."""
+CHECKED_CHARS_PER_TOKEN = 4
+"""A text with more characters for each token that the model takes is checked at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +34,7 @@ class ServedModel:
         max_model_len: Most tokens of prompt plus answer; see `ModelDirectory.follow`.
         exits: Where tokens may leave early; no layers where the deployment has none.
         depth: Layers of the deepest replicas.
-        is_auto: It stands for whatever model the cluster chooses; all have one tokenizer.
+        is_auto: It stands for the model that the cluster chooses; all have one tokenizer.
     """
 
     checkpoint: Checkpoint
@@ -62,6 +71,7 @@ class ModelDirectory:
         self._models = {model.id: model for model in models}
         self._default = replace(models[0], is_auto=chooses)
         self._created_unix_s = int(time.time())
+        self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
 
     @classmethod
     def load(cls, config: QuadrigaConfig) -> ModelDirectory:
@@ -85,7 +95,7 @@ class ModelDirectory:
         return cls(list(models.values()), chooses=config.helios.enabled)
 
     def follow(self, snapshots: Iterable[ReplicaSnapshot]) -> None:
-        """Take over what the replicas say: how long a sequence may be that all of them can have.
+        """Take over the replicas' limits: the longest sequence that all of them can hold.
 
         Their memory decides it where no setting does. A model that no replica holds keeps its
         last limit; one that is chosen for each request has the least of all.
@@ -122,6 +132,52 @@ class ModelDirectory:
                 param="model",
             )
         return found
+
+    async def tokenize(
+        self,
+        model: ServedModel,
+        text: str,
+        add_special_tokens: bool,
+        *,
+        field: str = "prompt",
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Tokenise; a long text in a thread, so that streams are not delayed.
+
+        Args:
+            field: Where the text is from, for the error.
+            max_tokens: The most tokens it may have; None: as many as the model takes. A text that
+                is far too long is refused before it delays the texts behind it.
+
+        Raises: ContextTooLong, InvalidRequest.
+        """
+        tokenizer, most = model.tokenizer, max_tokens or model.max_model_len
+
+        def work() -> list[int]:
+            if len(text) > CHECKED_CHARS_PER_TOKEN * most and tokenizer.exceeds(text, most):
+                raise ContextTooLong(
+                    f"{field}: the text has more than {most} tokens, the most there may be for "
+                    f"{model.id}; shorten it",
+                    param=field,
+                )
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._off_loop(len(text), work)
+
+    async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str:
+        """Token ids to text, special tokens shown; many of them in a thread."""
+        return await self._off_loop(
+            len(token_ids), lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False)
+        )
+
+    def close(self) -> None:
+        """End the thread; texts that wait for it are not encoded."""
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+        if size <= INLINE_SIZE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def ids(self) -> list[str]:
         return list(self._models)

@@ -1,4 +1,4 @@
-"""The OpenAPI page: every route, field, bound, answer and error of the HTTP door."""
+"""The OpenAPI page: every route, field, bound, answer and error of the HTTP API."""
 
 from __future__ import annotations
 
@@ -68,131 +68,68 @@ HEADER_TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route as the page tells of it.
+    """One route as the page shows it.
 
     Attributes:
         answer: Body of a success; a string is the content type of plain text.
+        body: Of the request.
         chunk: What a streamed answer is made of.
     """
 
     method: str
     path: str
-    summary: str
     tag: str
+    summary: str
     answer: type[BaseModel] | str
     errors: Errors
-    example: Any
     body: type[BaseModel] | None = None
-    requests: dict[str, Any] | None = None
     chunk: type[BaseModel] | None = None
 
+    @property
+    def example(self) -> Any:
+        """An answer."""
+        return examples.ANSWERS[self.path]
 
+    @property
+    def requests(self) -> dict[str, Any]:
+        """Bodies of requests, by name."""
+        return examples.REQUESTS.get(self.path, {})
+
+
+_READY = (*_ALWAYS, Unavailable)
+_PING = "As /health, with an empty answer; SageMaker's name for it."
+_METRICS = (
+    "Prometheus text: the whole cluster, each series labelled `replica`. With keys on, for keys "
+    "with `admin`; the admin port has it too."
+)
+_OPS, _GENERATION = "operation", "generation"
+# fmt: off
 OPERATIONS = (
     Operation(
-        "get",
-        "/health",
-        "200 while requests can be served, else 503.",
-        "operation",
-        Health,
-        (*_ALWAYS, Unavailable),
-        examples.HEALTH,
-    ),
+        "get", "/health", _OPS, "200 while requests can be served, else 503.", Health, _READY),
+    Operation("get", "/live", _OPS, "200 while the process lives.", Alive, _ALWAYS),
+    Operation("get", "/ping", _OPS, _PING, "text/plain", _READY),
+    Operation("post", "/ping", _OPS, _PING, "text/plain", _READY),
+    Operation("get", "/version", _OPS, "Which version runs.", Version, _ALWAYS),
+    Operation("get", "/load", _OPS, "How much there is to do now.", LoadAnswer, _KEYED),
+    Operation("get", "/metrics", _OPS, _METRICS, CONTENT_TYPE, (*_KEYED, Forbidden, Unavailable)),
+    Operation("get", "/v1/models", "models", "The models served.", ModelList, _KEYED),
     Operation(
-        "get", "/live", "200 while the process lives.", "operation", Alive, _ALWAYS, examples.ALIVE
-    ),
-    *(
-        Operation(
-            method,
-            "/ping",
-            "As /health, with an empty answer; SageMaker's name for it.",
-            "operation",
-            "text/plain",
-            (*_ALWAYS, Unavailable),
-            "",
-        )
-        for method in ("get", "post")
-    ),
+        "get", "/v1/models/{model}", "models", "One model.", ModelCard, (*_KEYED, UnknownModel)),
     Operation(
-        "get", "/version", "Which version runs.", "operation", Version, _ALWAYS, examples.VERSION
-    ),
+        "post", "/v1/completions", _GENERATION, "Continue a prompt.", CompletionAnswer,
+        _GENERATED, CompletionBody, CompletionChunk),
     Operation(
-        "get",
-        "/load",
-        "How much there is to do now.",
-        "operation",
-        LoadAnswer,
-        _KEYED,
-        examples.LOAD,
-    ),
+        "post", "/v1/chat/completions", _GENERATION, "Answer a conversation.", ChatAnswer,
+        _GENERATED, ChatBody, ChatChunk),
     Operation(
-        "get",
-        "/metrics",
-        "Prometheus text: the whole cluster, each series labelled `replica`. With keys on, for "
-        "keys with `admin`; the admin port has it too.",
-        "operation",
-        CONTENT_TYPE,
-        (*_KEYED, Forbidden, Unavailable),
-        examples.METRICS,
-    ),
+        "post", "/tokenize", "tokens", "Text or messages to token ids.", TokenizeAnswer, _POSTED,
+        TokenizeBody),
     Operation(
-        "get", "/v1/models", "The models served.", "models", ModelList, _KEYED, examples.MODELS
-    ),
-    Operation(
-        "get",
-        "/v1/models/{model}",
-        "One model.",
-        "models",
-        ModelCard,
-        (*_KEYED, UnknownModel),
-        examples.MODEL,
-    ),
-    Operation(
-        "post",
-        "/v1/completions",
-        "Continue a prompt.",
-        "generation",
-        CompletionAnswer,
-        _GENERATED,
-        examples.COMPLETION,
-        CompletionBody,
-        examples.COMPLETION_REQUESTS,
-        CompletionChunk,
-    ),
-    Operation(
-        "post",
-        "/v1/chat/completions",
-        "Answer a conversation.",
-        "generation",
-        ChatAnswer,
-        _GENERATED,
-        examples.CHAT,
-        ChatBody,
-        examples.CHAT_REQUESTS,
-        ChatChunk,
-    ),
-    Operation(
-        "post",
-        "/tokenize",
-        "Text or messages to token ids.",
-        "tokens",
-        TokenizeAnswer,
-        _POSTED,
-        examples.TOKENS,
-        TokenizeBody,
-        examples.TOKENIZE_REQUESTS,
-    ),
-    Operation(
-        "post",
-        "/detokenize",
-        "Token ids to text.",
-        "tokens",
-        DetokenizeAnswer,
-        _POSTED,
-        examples.TEXT,
-        DetokenizeBody,
-        examples.DETOKENIZE_REQUESTS,
-    ),
+        "post", "/detokenize", "tokens", "Token ids to text.", DetokenizeAnswer, _POSTED,
+        DetokenizeBody),
 )
+# fmt: on
 
 
 @lru_cache(maxsize=8)
@@ -268,15 +205,11 @@ def _operation(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
             "content": {
                 "application/json": {
                     "schema": _schema(operation.body, schemas, mode="validation"),
-                    "examples": _examples(operation.requests or {}),
+                    "examples": {k: {"value": v} for k, v in operation.requests.items()},
                 }
             },
         }
     return rendered
-
-
-def _examples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: {"value": value} for name, value in values.items()}
 
 
 def _schema(model: type[BaseModel], schemas: dict[str, Any], *, mode: Any) -> dict[str, str]:

@@ -38,73 +38,81 @@ MODEL = {
     "parent": None,
     "max_model_len": 8192,
 }
-MODELS = {"object": "list", "data": [MODEL | {"id": SERVED}, MODEL]}
-HEALTH = {"status": "ok", "models": [SERVED]}
-ALIVE = {"status": "alive"}
-VERSION = {"version": "0.1.0"}
-LOAD = {"server_load": 3, "num_running": 4, "num_waiting": 0}
-METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n"
-TOKENS = {"tokens": [52, 81, 84], "count": 3, "max_model_len": 8192}
-TEXT = {"prompt": "The capital of France is"}
-COMPLETION: dict[str, Any] = {
-    "id": "cmpl-5f0c1d",
-    "object": "text_completion",
-    "created": CREATED,
-    "model": SERVED,
-    "choices": [{"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "stop"}],
-    "usage": USAGE,
-}
-CHAT: dict[str, Any] = {
-    "id": "chatcmpl-5f0c1d",
-    "object": "chat.completion",
-    "created": CREATED,
-    "model": SERVED,
-    "choices": [
-        {
-            "index": 0,
-            "message": {
-                "role": "assistant",
-                "content": "The capital of France is Paris.",
-                "refusal": None,
-            },
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
-    ],
-    "usage": USAGE,
-}
-STREAM = 'data: {"id":"cmpl-5f0c1d", …}\n\ndata: [DONE]\n\n'
-COMPLETION_REQUESTS: dict[str, Any] = {
-    "text": {"model": "quadriga-auto", "prompt": "The capital of France is", "max_tokens": 32},
-    "token ids, scored": {"prompt": [52, 81, 84], "max_tokens": 4, "logprobs": 2, "echo": True},
-    "events": {
-        "prompt": "Once upon a time",
-        "max_tokens": 64,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+ANSWERS: dict[str, Any] = {
+    "/health": {"status": "ok", "models": [SERVED]},
+    "/live": {"status": "alive"},
+    "/ping": "",
+    "/version": {"version": "0.1.0"},
+    "/load": {"server_load": 3, "num_running": 4, "num_waiting": 0},
+    "/metrics": "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n",
+    "/v1/models": {"object": "list", "data": [MODEL | {"id": SERVED}, MODEL]},
+    "/v1/models/{model}": MODEL,
+    "/tokenize": {"tokens": [52, 81, 84], "count": 3, "max_model_len": 8192},
+    "/detokenize": {"prompt": "The capital of France is"},
+    "/v1/completions": {
+        "id": "cmpl-5f0c1d",
+        "object": "text_completion",
+        "created": CREATED,
+        "model": SERVED,
+        "choices": [{"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "stop"}],
+        "usage": USAGE,
     },
-}
-CHAT_REQUESTS: dict[str, Any] = {
-    "one turn": {
-        "model": "quadriga-auto",
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_completion_tokens": 32,
-    },
-    "parts": {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "Why is the sky blue?"}]},
+    "/v1/chat/completions": {
+        "id": "chatcmpl-5f0c1d",
+        "object": "chat.completion",
+        "created": CREATED,
+        "model": SERVED,
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": "The capital of France is Paris.",
+                    "refusal": None,
+                },
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
         ],
-        "max_tokens": 16,
-        "temperature": 0.7,
-        "seed": 7,
+        "usage": USAGE,
     },
 }
-TOKENIZE_REQUESTS: dict[str, Any] = {
-    "text": {"prompt": "The capital of France is"},
-    "messages": {"messages": [{"role": "user", "content": QUESTION}]},
+"""Of each path."""
+STREAM = 'data: {"id":"cmpl-5f0c1d", …}\n\ndata: [DONE]\n\n'
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "text": {"model": "quadriga-auto", "prompt": "The capital of France is", "max_tokens": 32},
+        "token ids, scored": {"prompt": [52, 81, 84], "max_tokens": 4, "logprobs": 2, "echo": True},
+        "events": {
+            "prompt": "Once upon a time",
+            "max_tokens": 64,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    },
+    "/v1/chat/completions": {
+        "one turn": {
+            "model": "quadriga-auto",
+            "messages": [{"role": "user", "content": QUESTION}],
+            "max_completion_tokens": 32,
+        },
+        "parts": {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "Why is the sky blue?"}]},
+            ],
+            "max_tokens": 16,
+            "temperature": 0.7,
+            "seed": 7,
+        },
+    },
+    "/tokenize": {
+        "text": {"prompt": "The capital of France is"},
+        "messages": {"messages": [{"role": "user", "content": QUESTION}]},
+    },
+    "/detokenize": {"ids": {"tokens": [52, 81, 84]}},
 }
-DETOKENIZE_REQUESTS: dict[str, Any] = {"ids": {"tokens": [52, 81, 84]}}
+"""Of each path that takes a body."""
 ERRORS: dict[type[QuadrigaError], str] = {
     InvalidRequest: "temperature: Input should be less than or equal to 2 (got 3)",
     Unauthenticated: "the API key is not known here",

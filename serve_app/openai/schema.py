@@ -1,4 +1,4 @@
-"""Bodies of the HTTP API, as the OpenAPI page shows them and as both doors validate them.
+"""Bodies of the HTTP API, as the OpenAPI page shows them and as HTTP and gRPC validate them.
 
 gRPC requests are turned into these same models, so that one set of bounds and messages holds.
 Every bound that depends on the deployment (context length, `n`, stop lists) is checked in
@@ -25,7 +25,7 @@ MAX_STOPS_READ = 1024
 """Longer lists of stop strings are not looked into; what is allowed is the server's to say."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-_DEFAULT = "default: what the model's generation_config.json says, unless set otherwise."
+_DEFAULT = "default: that of the model's generation_config.json, unless set otherwise."
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -205,7 +205,7 @@ class ChatMessage(Body):
     unsupported = MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
-        description="Who speaks; `developer` is read as `system`."
+        description="The author; `developer` is read as `system`."
     )
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = Field(
         None, description="Text, or text parts, which are joined."

@@ -10,7 +10,7 @@ document and docs/clients.md all follow it. Fields that change nothing about an 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,22 +58,6 @@ class UnsupportedField:
 
     def _allowed(self) -> str:
         return " or ".join(json.dumps(value) for value in (None, *self.neutral))
-
-
-def refuse_unsupported(
-    fields: Mapping[str, Any], unsupported: Mapping[str, UnsupportedField], place: str = ""
-) -> None:
-    """Refuse the first field of a request that asks for what there is not.
-
-    Args:
-        place: What stands before the fields' names in the error.
-
-    Raises: InvalidRequest.
-    """
-    for name, value in fields.items():
-        found = unsupported.get(name)
-        if found is not None and not found.accepts(value):
-            raise found.error(f"{place}{name}")
 
 
 def _is_same(value: object, neutral: object) -> bool:

@@ -1,34 +1,57 @@
-"""Turn a body into a `GenerateSpec`, or say which field broke which limit.
+"""Turn a body into a `Request`, or say which field broke which limit.
 
 Everything here runs before the request costs anything but parsing and tokenising.
 """
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+from typing import Any, Protocol
+
+from quadriga.checkpoint.exits import NEVER, ExitParams, read_exit_params
+from quadriga.checkpoint.folder import SamplingDefaults
 from quadriga.config.ingress import IngressConfig
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ContextTooLong, InvalidRequest
-from serve_app.openai.bodies import ignored_fields
-from serve_app.openai.exit_fields import read_exit_fields
+from serve_app.openai.bodies import ignored_fields, refuse_unsupported, shown
 from serve_app.openai.models import ServedModel
-from serve_app.openai.prompts import Encode, check_vocabulary, plain_messages, read_prompts
-from serve_app.openai.sampling import read_sampling, read_stops
-from serve_app.openai.schema import ChatBody, CompletionBody, GenerationFields
-from serve_app.request.spec import GenerateSpec, Prompt
+from serve_app.openai.schema import (
+    INT64_MIN,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationFields,
+)
+from serve_app.request.request import Request
 
 DEFAULT_COMPLETION_TOKENS = 16
+SLICE_TOKENS = 65_536
+"""Token ids that are checked between two turns of the event loop: some milliseconds."""
+PROMPTS_AT_ONCE = 8
+"""Short prompts of one request that are read between two turns of the event loop."""
+OPENAI_DEFAULTS = SamplingDefaults()
+EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms")
 
 
-async def completion_spec(
+class Tokenize(Protocol):
+    """`ModelDirectory.tokenize`."""
+
+    async def __call__(
+        self, model: ServedModel, text: str, add_special_tokens: bool, *, field: str
+    ) -> list[int]: ...
+
+
+async def completion_request(
     body: CompletionBody,
     model: ServedModel,
     limits: IngressConfig,
-    encode: Encode,
+    tokenize: Tokenize,
     *,
     request_id: str,
     now_unix_s: float,
-) -> GenerateSpec:
-    """Build the spec of a completion.
+) -> Request:
+    """Build the request of a completion.
 
     Raises: InvalidRequest, ContextTooLong.
     """
@@ -39,15 +62,15 @@ async def completion_spec(
             param="best_of",
         )
     echo = bool(body.echo)
-    prompts = await read_prompts(body.prompt, model, limits, encode, n=n, echo=echo)
-    longest = max(len(p.token_ids) for p in prompts)
+    prompts, texts = await _read_prompts(body.prompt, model, limits, tokenize, n=n, echo=echo)
+    longest = max(len(prompt_ids) for prompt_ids in prompts)
     wanted = body.max_tokens
     if wanted is None:
         wanted = max(1, min(DEFAULT_COMPLETION_TOKENS, model.max_model_len - longest))
     if wanted == 0 and not echo:
         raise InvalidRequest("max_tokens: 0 needs echo", param="max_tokens")
     num_logprobs = _logprobs(body.logprobs, limits, "logprobs")
-    sampling = read_sampling(
+    sampling = _read_sampling(
         body,
         model,
         limits,
@@ -56,19 +79,19 @@ async def completion_spec(
         num_prompt_logprobs=num_logprobs if echo else None,
     )
     _check_context(longest, wanted, model, "prompt", "max_tokens")
-    return _spec(body, model, limits, request_id, now_unix_s, prompts, n, sampling, echo)
+    return _request(body, model, limits, request_id, now_unix_s, prompts, texts, n, sampling, echo)
 
 
-async def chat_spec(
+async def chat_request(
     body: ChatBody,
     model: ServedModel,
     limits: IngressConfig,
-    encode: Encode,
+    tokenize: Tokenize,
     *,
     request_id: str,
     now_unix_s: float,
-) -> GenerateSpec:
-    """Build the spec of a chat turn.
+) -> Request:
+    """Build the request of a chat turn.
 
     Raises: InvalidRequest, ContextTooLong.
     """
@@ -79,10 +102,10 @@ async def chat_spec(
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
     text = model.tokenizer.render_chat(plain_messages(body.messages))
-    token_ids = await encode(model, text, False, field="messages")
+    token_ids = await tokenize(model, text, False, field="messages")
     if not token_ids:
         raise InvalidRequest("messages: the conversation is empty", param="messages")
-    check_vocabulary(token_ids, model, "messages")
+    _check_vocabulary(token_ids, model, "messages")
     field, wanted = "max_completion_tokens", body.max_completion_tokens
     if wanted is None:
         field, wanted = "max_tokens", body.max_tokens
@@ -91,9 +114,10 @@ async def chat_spec(
     if wanted is None:
         wanted = max(1, model.max_model_len - len(token_ids))
     _check_context(len(token_ids), wanted, model, "messages", field)
-    sampling = read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
-    prompts = (Prompt(token_ids, text),)
-    return _spec(body, model, limits, request_id, now_unix_s, prompts, n, sampling, False)
+    sampling = _read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
+    return _request(
+        body, model, limits, request_id, now_unix_s, [token_ids], [text], n, sampling, False
+    )
 
 
 def _choices(n: int | None, limits: IngressConfig) -> int:
@@ -134,17 +158,18 @@ def _check_context(
         )
 
 
-def _spec(
+def _request(
     body: GenerationFields,
     model: ServedModel,
     limits: IngressConfig,
     request_id: str,
     now_unix_s: float,
-    prompts: tuple[Prompt, ...],
+    prompts: list[list[int]],
+    prompt_texts: list[str],
     n: int,
     sampling: SamplingParams,
     echo: bool,
-) -> GenerateSpec:
+) -> Request:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
     deadline_s = limits.default_deadline_s
@@ -156,18 +181,255 @@ def _spec(
                 f"{int(limits.max_deadline_s * 1000)}",
                 param="deadline_ms",
             )
-    return GenerateSpec(
+    options = body.stream_options
+    return Request(
         request_id=request_id,
         model=model.id,
         is_auto=model.is_auto,
         prompts=prompts,
+        prompt_texts=prompt_texts,
         n=n,
         sampling=sampling,
         exits=read_exit_fields(body, model),
-        stop=read_stops(body.stop, limits),
+        stop=_read_stops(body.stop, limits),
         echo=echo,
         priority=body.priority or 0,
         arrival_unix_s=now_unix_s,
         deadline_unix_s=now_unix_s + deadline_s,
         ignored_fields=ignored_fields(body),
+        stream=bool(body.stream),
+        usage_chunk=bool(options and options.include_usage),
+        usage_in_chunks=bool(options and options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
     )
+
+
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates want them: text content, `developer` as `system`.
+
+    Raises: InvalidRequest for a part that is not text, and for what is not supported.
+    """
+    plain: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        refuse_unsupported(message.model_extra or {}, message.unsupported, f"messages.{i}.")
+        content = message.content
+        if isinstance(content, list):
+            texts = []
+            for j, part in enumerate(content):
+                value = part.refusal if part.type == "refusal" else part.text
+                if part.type not in ("text", "refusal") or value is None:
+                    raise InvalidRequest(
+                        f"messages.{i}.content.{j}: only text parts are supported, "
+                        f"got {shown(part.type)}",
+                        param=f"messages.{i}.content.{j}",
+                    )
+                texts.append(value)
+            content = "".join(texts)
+        role = "system" if message.role == "developer" else message.role
+        entry: dict[str, Any] = {"role": role, "content": content or ""}
+        if message.name is not None:
+            entry["name"] = message.name
+        plain.append(entry)
+    return plain
+
+
+async def _read_prompts(
+    value: object,
+    model: ServedModel,
+    limits: IngressConfig,
+    tokenize: Tokenize,
+    *,
+    n: int,
+    echo: bool,
+) -> tuple[list[list[int]], list[str]]:
+    """Read the four forms of `prompt`; returns token ids and texts."""
+    items: list[Any]
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        items, names = value, [f"prompt.{i}" for i in range(len(value))]
+    elif isinstance(value, str) or (isinstance(value, list) and value):
+        items, names = [value], ["prompt"]
+    else:
+        what = "is empty" if value == [] else f"must be text or token ids, got {shown(value)}"
+        raise InvalidRequest(f"prompt: {what}", param="prompt")
+    if len(items) > limits.max_prompts:
+        raise InvalidRequest(
+            f"prompt: {len(items)} prompts, above the limit of {limits.max_prompts}; "
+            "send them in several requests",
+            param="prompt",
+        )
+    if len(items) * n > limits.max_choices:
+        raise InvalidRequest(
+            f"prompt: {len(items)} prompts with n = {n} make {len(items) * n} choices, above the "
+            f"limit of {limits.max_choices}; lower n or send fewer prompts",
+            param="prompt",
+        )
+    prompts: list[list[int]] = []
+    texts: list[str] = []
+    for name, item in zip(names, items, strict=True):
+        if type(item) is not type(items[0]):
+            raise InvalidRequest(f"{name}: prompts must all be of one kind", param=name)
+        token_ids, text = await _one_prompt(item, name, model, tokenize, echo=echo)
+        prompts.append(token_ids)
+        texts.append(text)
+        if len(prompts) % PROMPTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return prompts, texts
+
+
+async def _one_prompt(
+    item: object, name: str, model: ServedModel, tokenize: Tokenize, *, echo: bool
+) -> tuple[list[int], str]:
+    if isinstance(item, str):
+        if not item:
+            raise InvalidRequest(f"{name}: is empty", param=name)
+        token_ids = await tokenize(model, item, True, field=name)
+        if not token_ids:
+            raise InvalidRequest(f"{name}: has no tokens", param=name)
+        _check_vocabulary(token_ids, model, name)
+        return token_ids, item
+    if not isinstance(item, list):
+        raise InvalidRequest(f"{name}: must be text or token ids, got {shown(item)}", param=name)
+    if not item:
+        raise InvalidRequest(f"{name}: is empty", param=name)
+    check_length(len(item), model, name)
+    await check_token_ids(item, name, model)
+    return item, model.tokenizer.decode(item) if echo else ""
+
+
+def check_length(num_tokens: int, model: ServedModel, field: str) -> None:
+    """Refuse token ids by their number alone. Raises: ContextTooLong."""
+    if num_tokens > model.max_model_len:
+        raise ContextTooLong(
+            f"{field}: {num_tokens} tokens; {model.id} takes {model.max_model_len} with the answer"
+            f"{model.longer_remedy}; shorten it",
+            param=field,
+        )
+
+
+async def check_token_ids(items: list[Any], field: str, model: ServedModel) -> None:
+    """Check each; after every `SLICE_TOKENS` the event loop has a turn. Raises: InvalidRequest."""
+    size = model.checkpoint.vocab_size
+    for i, token_id in enumerate(items, 1):
+        if type(token_id) is not int:
+            raise InvalidRequest(
+                f"{field}.{i - 1}: token ids are whole numbers, got {shown(token_id)}",
+                param=f"{field}.{i - 1}",
+            )
+        if not 0 <= token_id < size:
+            raise InvalidRequest(
+                f"{field}.{i - 1}: token id {shown(token_id)} is outside the vocabulary of "
+                f"{model.id} (0 to {size - 1})",
+                param=f"{field}.{i - 1}",
+            )
+        if i % SLICE_TOKENS == 0:
+            await asyncio.sleep(0)
+
+
+def _check_vocabulary(token_ids: list[int], model: ServedModel, field: str) -> None:
+    highest = max(token_ids)
+    if highest >= model.checkpoint.vocab_size:
+        raise InvalidRequest(
+            f"{field}: token id {highest} is outside the vocabulary of {model.id} "
+            f"(0 to {model.checkpoint.vocab_size - 1})",
+            param=field,
+        )
+
+
+def _read_sampling(
+    body: GenerationFields,
+    model: ServedModel,
+    limits: IngressConfig,
+    *,
+    max_tokens: int,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Check the sampling fields; what the request leaves out has the deployment's default.
+
+    Raises: InvalidRequest.
+    """
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: {min_tokens} is above max_tokens ({max_tokens})", param="min_tokens"
+        )
+    vocab_size = model.checkpoint.vocab_size
+    for i, token_id in enumerate(body.stop_token_ids or ()):
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids.{i}: {token_id} is outside the vocabulary (0 to {vocab_size - 1})",
+                param=f"stop_token_ids.{i}",
+            )
+    is_openai = limits.default_sampling == "openai"
+    defaults = OPENAI_DEFAULTS if is_openai else model.checkpoint.sampling
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        min_p=_given(body.min_p, defaults.min_p),
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        seed=body.seed if body.seed is not None else secrets.randbits(64) + INT64_MIN,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, value in bias.items():
+        is_id = key.isascii() and key.isdigit() and len(key) <= 12
+        if not is_id or int(key) >= vocab_size:
+            raise InvalidRequest(
+                f"logit_bias: {shown(key)} is not a token id (0 to {vocab_size - 1})",
+                param="logit_bias",
+            )
+        pairs[int(key)] = value
+    return tuple(sorted(pairs.items()))
+
+
+def _read_stops(stop: str | list[str] | None, limits: IngressConfig) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > limits.max_stop_strings:
+        raise InvalidRequest(
+            f"stop: {len(stops)} strings; the limit is {limits.max_stop_strings}", param="stop"
+        )
+    for i, text in enumerate(stops):
+        name = "stop" if isinstance(stop, str) else f"stop.{i}"
+        if not text:
+            raise InvalidRequest(f"{name}: a stop string must not be empty", param=name)
+        if len(text) > limits.max_stop_length:
+            raise InvalidRequest(
+                f"{name}: {len(text)} characters; the limit is {limits.max_stop_length}",
+                param=name,
+            )
+    return tuple(dict.fromkeys(stops))
+
+
+def read_exit_fields(body: GenerationFields, model: ServedModel) -> ExitParams:
+    """Check the exit fields and fill in the model's defaults.
+
+    Raises: InvalidRequest.
+    """
+    if not model.exits.layers:
+        for field in EXIT_FIELDS:
+            if getattr(body, field) is not None:
+                raise InvalidRequest(
+                    f"{field}: {model.id} has no early exits here; leave it out", param=field
+                )
+        return ExitParams(threshold=NEVER)
+    threshold = model.exits.threshold if body.exit_threshold is None else body.exit_threshold
+    policy, gap_s = body.exit_policy or "bounded", (body.sla_tbt_ms or 0.0) / 1000
+    asked = ExitParams(threshold, policy, body.max_depth or 0, gap_s)
+    full = model.checkpoint.num_layers
+    return read_exit_params(asked, model.exits, model.id, depth=model.depth, full=full)

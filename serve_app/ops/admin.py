@@ -1,4 +1,4 @@
-"""The admin port: what operators look at, on a socket of its own.
+"""The admin port: pages and data for operators, on a socket of its own.
 
 Every ingress replica tries to open it; one on each node succeeds, and if it dies another takes
 over. Any of them answers for the whole cluster.
@@ -20,10 +20,10 @@ from starlette.routing import Route
 from quadriga.config.ingress import AdminConfig
 from quadriga.errors import ConfigError, Forbidden
 from serve_app.auth.api_keys import ApiKeys
-from serve_app.http.call import Call
+from serve_app.http.call import Call, Endpoint, Handler
 from serve_app.http.dashboard_pages import dashboard_pages
 from serve_app.http.protocol import LimitedHttpProtocol
-from serve_app.http.server import Endpoint, Handler, answer_metrics, routing_error
+from serve_app.http.server import answer_metrics, routing_error
 from serve_app.http.tls import is_loopback
 from serve_app.request.engine_client import EngineClient
 
@@ -35,7 +35,7 @@ MAX_CONNECTIONS = 64
 
 
 def check_admin(config: AdminConfig, keys: ApiKeys) -> None:
-    """Raises: ConfigError when the port would be open to everybody."""
+    """Raises: ConfigError when the port would be open without a key."""
     if config.port is None or is_loopback(config.host):
         return
     if keys.file is None and not any(key.is_admin for key in keys.all):
@@ -49,9 +49,9 @@ def check_admin(config: AdminConfig, keys: ApiKeys) -> None:
 class AdminServer:
     """The routes of the admin port."""
 
-    def __init__(self, desk: EngineClient) -> None:
-        self._engine_client = desk
-        self._is_loopback = is_loopback(desk.config.admin.host)
+    def __init__(self, engine_client: EngineClient) -> None:
+        self._engine_client = engine_client
+        self._is_loopback = is_loopback(engine_client.config.admin.host)
 
     def routes(self) -> list[tuple[str, Handler]]:
         """Paths and their handlers, all GET; each is guarded alike."""
@@ -90,7 +90,9 @@ class AdminServer:
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(call: Call) -> None:
             if not self._is_loopback:
-                self._engine_client.gate.keys.admin_caller(call.headers.get("authorization"))
+                self._engine_client.rate_limiter.keys.admin_caller(
+                    call.headers.get("authorization")
+                )
             await handler(call)
 
         return self._checked(guarded)
@@ -110,9 +112,9 @@ def _hostname(host: str) -> str:
     return host if host.endswith("]") or ":" not in host else host.rpartition(":")[0]
 
 
-async def serve_admin(desk: EngineClient) -> None:
+async def serve_admin(engine_client: EngineClient) -> None:
     """Serve the admin port for ever, where it is configured; wait while another one has it."""
-    config = desk.config.admin
+    config = engine_client.config.admin
     if config.port is None:
         return
     while True:
@@ -123,7 +125,7 @@ async def serve_admin(desk: EngineClient) -> None:
         logger.info("admin port: %s:%d", config.host, config.port)
         server = _Server(
             uvicorn.Config(
-                AdminServer(desk).application(),
+                AdminServer(engine_client).application(),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -140,7 +142,7 @@ async def serve_admin(desk: EngineClient) -> None:
 
 
 def _open(host: str, port: int) -> socket.socket | None:
-    """The listening socket, or None while somebody else has the port."""
+    """The listening socket, or None while another process has the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -154,7 +156,7 @@ def _open(host: str, port: int) -> socket.socket | None:
 
 
 class _Server(uvicorn.Server):
-    """Without hands on the process's signals, which are Ray's."""
+    """Leaves the process's signals to Ray."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

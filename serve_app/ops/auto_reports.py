@@ -1,4 +1,4 @@
-"""What an ingress tells of requests whose model was chosen for them, once a second."""
+"""Reports to the controller about requests whose model the cluster chose, once a second."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError
-from serve_app.request.cluster import Cluster
+from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.sequence_request import SequenceRequest
 
 SAMPLED_EVERY = 8
-"""One of so many greedy answers is sent along, to be read again at full depth."""
+"""One of so many greedy answers is sent along, to be scored again at full depth."""
 MAX_SAMPLED_TOKENS = 1024
 MAX_WAITING = 4096
 """Reports that a controller which is away does not get; the oldest are dropped."""
@@ -21,50 +21,50 @@ MAX_WAITING = 4096
 class AutoReports:
     """The reports of one ingress."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterClient) -> None:
         self._cluster = cluster
         self._waiting: list[AutoReport] = []
         self._num_greedy = 0
 
-    def admitted(self, choice: SequenceRequest, profile: str | None) -> None:
-        """A sequence was let in, perhaps as a part of a replica's profile."""
-        self._lost(choice)
-        choice.profile = profile
+    def admitted(self, sequence: SequenceRequest, profile: str | None) -> None:
+        """Report an admitted sequence that is part of a replica's profile."""
+        self._lost(sequence)
+        sequence.profile = profile
         if profile is not None:
             self._waiting.append(AutoReport("started", profile))
 
-    def ended(self, choice: SequenceRequest, arrived_s: float) -> None:
-        """A sequence is over, well or not; told once."""
-        spans, first_s = choice.spans, choice.first_token_s
-        if choice.finish is None or first_s is None or not spans or choice.replica is None:
-            self._lost(choice)
+    def ended(self, sequence: SequenceRequest, arrived_s: float) -> None:
+        """Report a sequence that is over, well or not; once."""
+        spans, first_s = sequence.spans, sequence.first_token_s
+        if sequence.finish is None or first_s is None or not spans or sequence.replica is None:
+            self._lost(sequence)
             return
         classes = {(model, depth) for model, depth, _ in spans[1:]} or {spans[0][:2]}
         is_whole = len(classes) == 1 and all(model == spans[0][0] for model, _ in classes)
         model, depth = next(iter(classes))
-        if not is_whole or choice.num_rebuilds:
-            self._lost(choice)
+        if not is_whole or sequence.num_rebuilds:
+            self._lost(sequence)
             return
-        state = choice.state
+        state = sequence.state
         is_sampled = self._is_sampled(state)
         self._waiting.append(
             AutoReport(
                 kind="finished",
-                replica=choice.profile or choice.replica,
+                replica=sequence.profile or sequence.replica,
                 depth_class=DepthClass(model, depth),
                 # The first token is the prefill replica's, which may be deeper.
-                exit_tokens=dict(Counter(min(k, depth) for k in choice.state.exit_layers)),
-                nll=choice.nll,
-                scored_tokens=choice.num_scored,
-                prompt_tokens=len(choice.state.prompt_ids),
+                exit_tokens=dict(Counter(min(k, depth) for k in sequence.state.exit_layers)),
+                nll=sequence.nll,
+                scored_tokens=sequence.num_scored,
+                prompt_tokens=len(sequence.state.prompt_ids),
                 ttft_s=max(0.0, first_s - arrived_s),
-                decode_s=max(0.0, choice.last_token_s - first_s),
+                decode_s=max(0.0, sequence.last_token_s - first_s),
                 prompt_ids=tuple(state.prompt_ids) if is_sampled else (),
                 output_ids=tuple(state.output_ids) if is_sampled else (),
                 exit_layers=tuple(state.exit_layers) if is_sampled else (),
             )
         )
-        choice.profile = None
+        sequence.profile = None
 
     def _is_sampled(self, state: SequenceState) -> bool:
         """Whether an answer is sent along: greedy, plain, and its turn."""
@@ -82,7 +82,7 @@ class AutoReports:
         return self._num_greedy % SAMPLED_EVERY == 1
 
     async def send(self) -> None:
-        """Tell the controller what is new; what cannot be told now is told later."""
+        """Send new reports to the controller; those that cannot be sent now are sent later."""
         if not self._waiting:
             return
         reports, self._waiting = self._waiting[-MAX_WAITING:], []
@@ -92,7 +92,7 @@ class AutoReports:
             self._waiting = reports + self._waiting
             raise
 
-    def _lost(self, choice: SequenceRequest) -> None:
-        if choice.profile is not None:
-            self._waiting.append(AutoReport("lost", choice.profile))
-            choice.profile = None
+    def _lost(self, sequence: SequenceRequest) -> None:
+        if sequence.profile is not None:
+            self._waiting.append(AutoReport("lost", sequence.profile))
+            sequence.profile = None

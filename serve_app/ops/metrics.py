@@ -1,4 +1,4 @@
-"""What one ingress counts of its clients, and what it shows of the replicas' present."""
+"""Metrics of one ingress: what its clients experience, and the replicas' load."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from quadriga.observability.metrics import (
     Registry,
     render,
 )
+from serve_app.request.request import Request
+from serve_app.request.sequence_request import SequenceRequest
 
 RECOVERY_RESULTS = ("recovered", "adopted", "failed")
 
 
 class IngressMetrics:
-    """What one ingress counts, end to end as its clients see it."""
+    """Counters of one ingress, end to end as its clients see it."""
 
     def __init__(self, source: str) -> None:
         r = self.registry = Registry(source)
@@ -70,6 +72,40 @@ class IngressMetrics:
             children = {k: family.labels(model) for k, family in self._by_model.items()}
             series = self._series[model] = ModelSeries(**children)  # type: ignore[arg-type]
         return series
+
+    def count_tokens(
+        self, request: Request, sequence: SequenceRequest, num_new: int, now_s: float
+    ) -> None:
+        """Record new tokens of a sequence as the client experiences them; notes their times."""
+        series = self.of(request.model)
+        series.generation_tokens.inc(num_new)
+        if sequence.lost_s is not None:
+            is_adopted = sequence.num_rebuilds == 0
+            self.recoveries.labels("adopted" if is_adopted else "recovered").inc()
+            self.recovery_time.observe(now_s - sequence.lost_s)
+            sequence.lost_s, sequence.num_stalled = None, 0
+        if sequence.first_token_s is None:
+            sequence.first_token_s = sequence.last_token_s = now_s
+            series.ttft.observe(now_s - request.arrived_s)
+            if sequence.accepted_s is not None:
+                series.prefill_time.observe(now_s - sequence.accepted_s)
+            num_new -= 1
+        if num_new:
+            mean_gap_s = (now_s - sequence.last_token_s) / num_new
+            for _ in range(num_new):
+                series.inter_token.observe(mean_gap_s)
+        sequence.last_token_s = now_s
+
+    def count_end(self, request: Request, sequence: SequenceRequest, now_s: float) -> None:
+        """Record a sequence that ended without an error."""
+        if sequence.finish is not None:
+            self.success.labels(request.model, sequence.finish.value).inc()
+        num_after_first = len(sequence.state.output_ids) - 1
+        if sequence.first_token_s is not None and num_after_first > 0:
+            series = self.of(request.model)
+            decode_s = now_s - sequence.first_token_s
+            series.decode_time.observe(decode_s)
+            series.per_output_token.observe(decode_s / num_after_first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +160,16 @@ VIEW_GAUGES = {
 
 
 def view_gauges(view: ClusterView) -> bytes:
-    """Return what routers read of each replica's present, under the names they know.
+    """Return the gauges of each replica that routers read, under the names they know.
 
-    Whoever answers a scrape renders them from its view, so each series exists once.
+    The ingress that answers a scrape renders them from its view, so each series exists once.
     """
     families = {name: Family("gauge", text, {}) for name, text in VIEW_GAUGES.items()}
     for snapshot in view.snapshots:
         info = snapshot.info
         depth_class = info.depth_class
-        said = (str(depth_class.depth), depth_class.model, info.name, info.role.value)
-        labels = tuple(zip(VIEW_LABELS, said, strict=True))
+        given = (str(depth_class.depth), depth_class.model, info.name, info.role.value)
+        labels = tuple(zip(VIEW_LABELS, given, strict=True))
         values = (
             snapshot.num_running,
             snapshot.num_waiting,

@@ -1,34 +1,36 @@
-"""One poll loop per replica that holds sequences of this ingress.
+"""Fetches output: one poll loop per replica that runs sequences of this ingress.
 
-A pump runs while its replica has live sequences of ours, and asks for everything pending at once.
-It acknowledges what it delivered with its next poll, so a lost reply loses nothing.
+A loop asks for everything pending at once, and acknowledges what it delivered with its next poll,
+so a lost reply loses nothing. Replicas that stop answering are found here too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.routing import ClusterView
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.policies.liveness import is_stalled, patience_s
 from serve_app.ops.metrics import IngressMetrics
-from serve_app.request.cluster import UNREACHABLE, Cluster
+from serve_app.request.cluster_client import UNREACHABLE, ClusterClient
 
 logger = logging.getLogger("quadriga.ingress")
 
 RETRY_PAUSE_S = 0.2
 HUNG = "hung"
 MAX_LOOK_GAP_S = 2.0
-"""Who looks after the silent comes by more often, unless the process stands still."""
+"""`silences_s` is called more often than this, unless the process stands still."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class OutputSink(Protocol):
-    """Who the pumps work for."""
+    """What the poll loops report to."""
 
     def deliver(self, replica: str, emissions: list[EngineOutput]) -> None: ...
 
@@ -37,21 +39,21 @@ class OutputSink(Protocol):
 
 @dataclass(slots=True)
 class _PollLoop:
-    """The line to one replica.
+    """The state of polling one replica.
 
     Attributes:
-        live: Sequences of ours that the replica holds.
+        live: Sequences of this ingress that the replica runs.
         ack: Last number delivered, of `incarnation`.
-        heard_s: When a poll was last answered, loop time.
+        answered_s: When a poll was last answered, loop time.
         patience: Of the poll under way.
-        is_given_up: Somebody else knows that the replica is gone.
+        is_given_up: The replica was found to be gone by other means.
     """
 
     live: set[str] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
     incarnation: str | None = None
     ack: int = 0
-    heard_s: float = 0.0
+    answered_s: float = 0.0
     patience: asyncio.Timeout | None = None
     is_given_up: bool = False
 
@@ -66,7 +68,7 @@ class OutputPoller:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         ingress_id: str,
         sink: OutputSink,
         metrics: IngressMetrics,
@@ -80,113 +82,145 @@ class OutputPoller:
         self._metrics = metrics
         self._spawn = spawn
         self._poll_timeout_s = poll_timeout_s
-        self._lines: dict[str, _PollLoop] = {}
+        self._polls: dict[str, _PollLoop] = {}
         self._looked_s: float | None = None
 
     @property
     def replicas(self) -> list[str]:
-        """Replicas that hold sequences of ours."""
-        return [name for name, line in self._lines.items() if line.live]
+        """Replicas that run sequences of this ingress."""
+        return [name for name, poll in self._polls.items() if poll.live]
 
     def watch(self, replica: str, sequence_id: str) -> None:
         """Poll `replica` until `unwatch`."""
-        line = self._lines.setdefault(replica, _PollLoop())
-        line.live.add(sequence_id)
-        if line.task is None:
-            # Now: somebody may look who is silent before the task has its first turn.
-            line.heard_s = asyncio.get_running_loop().time()
-            line.task = self._spawn(self._run(replica, line))
+        poll = self._polls.setdefault(replica, _PollLoop())
+        poll.live.add(sequence_id)
+        if poll.task is None:
+            # Set here: `silences_s` may be called before the task has its first turn.
+            poll.answered_s = asyncio.get_running_loop().time()
+            poll.task = self._spawn(self._run(replica, poll))
 
     def unwatch(self, replica: str, sequence_id: str) -> None:
-        line = self._lines.get(replica)
-        if line is not None:
-            line.live.discard(sequence_id)
+        poll = self._polls.get(replica)
+        if poll is not None:
+            poll.live.discard(sequence_id)
 
     def silences_s(self) -> dict[str, float]:
         """Seconds since each replica that is being polled last answered."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        # Where this process itself stood still, answers may lie there unread.
+        # Where this process itself stood still, answers may have come and not been read.
         stood_still_s = now_s - (self._looked_s or now_s) - MAX_LOOK_GAP_S
         self._looked_s = now_s
-        lines = {n: v for n, v in self._lines.items() if v.live and v.task is not None}
+        polls = {n: v for n, v in self._polls.items() if v.live and v.task is not None}
         if stood_still_s > 0:
-            for line in lines.values():
-                line.heard_s = min(now_s, line.heard_s + stood_still_s)
-        return {name: now_s - line.heard_s for name, line in lines.items()}
+            for poll in polls.values():
+                poll.answered_s = min(now_s, poll.answered_s + stood_still_s)
+        return {name: now_s - poll.answered_s for name, poll in polls.items()}
 
     def give_up(self, replica: str) -> None:
-        """End the poll under way: the replica will not answer any more."""
-        line = self._lines.get(replica)
-        if line is None or line.task is None:
+        """End the poll under way: the replica is taken to be gone."""
+        poll = self._polls.get(replica)
+        if poll is None or poll.task is None:
             return
-        line.is_given_up = True
-        if line.patience is not None:
-            line.patience.reschedule(asyncio.get_running_loop().time())
+        poll.is_given_up = True
+        if poll.patience is not None:
+            poll.patience.reschedule(asyncio.get_running_loop().time())
 
-    async def _run(self, replica: str, line: _PollLoop) -> None:
+    async def _run(self, replica: str, poll: _PollLoop) -> None:
         try:
-            while line.live:
+            while poll.live:
                 try:
-                    await self._poll_while_live(replica, line)
-                    if not line.live:
-                        await self._acknowledge(replica, line)
-                except Exception:  # a border: all that live there would hang until their deadlines
-                    logger.exception("what %s says could not be fetched", replica)
+                    await self._poll_while_live(replica, poll)
+                    if not poll.live:
+                        await self._acknowledge(replica, poll)
+                except Exception:  # the sequences there would otherwise hang until their deadlines
+                    logger.exception("the output of %s could not be fetched", replica)
                     await asyncio.sleep(RETRY_PAUSE_S)
         finally:
-            line.task = None
-            if not line.live:
-                self._lines.pop(replica, None)
+            poll.task = None
+            if not poll.live:
+                self._polls.pop(replica, None)
 
-    async def _poll_while_live(self, replica: str, line: _PollLoop) -> None:
+    async def _poll_while_live(self, replica: str, poll: _PollLoop) -> None:
         loop = asyncio.get_running_loop()
-        line.heard_s = loop.time()
-        while line.live:
+        poll.answered_s = loop.time()
+        while poll.live:
             try:
-                reply = await self._poll(replica, line)
+                reply = await self._poll(replica, poll)
             except QuadrigaError as exc:
                 self._metrics.poll_failures.labels(exc.code).inc()
                 if isinstance(exc, ReplicaDied) and exc.code != UNREACHABLE:
-                    self._give_up(replica, line, exc)
+                    self._give_up(replica, poll, exc)
                     return
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
-            line.heard_s = loop.time()
+            poll.answered_s = loop.time()
             self._metrics.poll_replies.inc()
-            if line.incarnation not in (None, reply.incarnation):
-                self._give_up(replica, line, ReplicaDied(f"{replica} was started anew"))
+            if poll.incarnation not in (None, reply.incarnation):
+                self._give_up(replica, poll, ReplicaDied(f"{replica} was started anew"))
                 return
-            line.incarnation = reply.incarnation
+            poll.incarnation = reply.incarnation
             if reply.emissions:
                 self._sink.deliver(replica, reply.emissions)
-            line.ack = reply.last_seq
+            poll.ack = reply.last_seq
 
-    async def _poll(self, replica: str, line: _PollLoop) -> PollReply:
-        """Raises: ReplicaDied, code "hung", once somebody says that it will not answer."""
+    async def _poll(self, replica: str, poll: _PollLoop) -> PollReply:
+        """Raises: ReplicaDied, code "hung", after `give_up`."""
         try:
-            async with asyncio.timeout(0.0 if line.is_given_up else None) as line.patience:
+            async with asyncio.timeout(0.0 if poll.is_given_up else None) as poll.patience:
                 return await self._cluster.poll(
-                    replica, self._ingress_id, line.ack, self._poll_timeout_s
+                    replica, self._ingress_id, poll.ack, self._poll_timeout_s
                 )
         except TimeoutError as exc:
-            silence_s = asyncio.get_running_loop().time() - line.heard_s
+            silence_s = asyncio.get_running_loop().time() - poll.answered_s
             raise ReplicaDied(f"{replica} was silent for {silence_s:.1f} s", code=HUNG) from exc
         finally:
-            line.patience = None
+            poll.patience = None
 
-    async def _acknowledge(self, replica: str, line: _PollLoop) -> None:
-        """Let the replica drop what we have; a failure only costs it some memory for a while."""
+    async def _acknowledge(self, replica: str, poll: _PollLoop) -> None:
+        """Let the replica drop what is here; a failure only costs it some memory for a while."""
         try:
-            reply = await self._cluster.poll(replica, self._ingress_id, line.ack, 0.0)
+            reply = await self._cluster.poll(replica, self._ingress_id, poll.ack, 0.0)
         except ReplicaError:
             return
-        if reply.incarnation == line.incarnation and reply.emissions:
+        if reply.incarnation == poll.incarnation and reply.emissions:
             self._sink.deliver(replica, reply.emissions)
-            line.ack = reply.last_seq
+            poll.ack = reply.last_seq
 
-    def _give_up(self, replica: str, line: _PollLoop, error: QuadrigaError) -> None:
+    def _give_up(self, replica: str, poll: _PollLoop, error: QuadrigaError) -> None:
         lost = ReplicaDied(f"the replica that held the request was lost: {error.message}")
-        line.incarnation, line.ack, line.is_given_up = None, 0, False
+        poll.incarnation, poll.ack, poll.is_given_up = None, 0, False
         self._sink.replica_lost(replica, lost)
-        line.live.clear()
+        poll.live.clear()
+
+
+def silent_replicas(
+    silences_s: Mapping[str, float],
+    view: ClusterView,
+    *,
+    limit_s: float,
+    doubt_s: float,
+    max_age_s: float,
+) -> list[str]:
+    """Return the replicas that are to be given up: a process that is stopped raises no error.
+
+    Two signs are enough: polls without an answer for `doubt_s`, and no report to the scheduler for
+    `max_age_s` (or the controller has dropped it). Polls alone count after `limit_s`. Where half
+    of the replicas are silent at once, the machine is taken to be stalled, and it takes longer.
+
+    Args:
+        silences_s: Seconds since each polled replica last answered.
+        view: The last one of the scheduler; an old one adds no sign.
+    """
+    silences = list(silences_s.values())
+    longest_s = patience_s(silences, limit_s=limit_s)
+    ages_s = {s.info.name: view.taken_unix_s - s.taken_unix_s for s in view.snapshots}
+    is_quiet = is_stalled(silences, limit_s=2 * doubt_s) or is_stalled(
+        list(ages_s.values()), limit_s=2 * max_age_s
+    )
+    found = []
+    for name, silence_s in silences_s.items():
+        is_doubted = bool(ages_s) and ages_s.get(name, max_age_s + 1.0) > max_age_s
+        if silence_s > longest_s or (silence_s > doubt_s and is_doubted and not is_quiet):
+            found.append(name)
+    return found

@@ -1,31 +1,47 @@
-"""A request as the ingress holds it: everything emitted so far, and who is reading it.
+"""A request as the ingress holds it: what was asked, everything generated so far, its readers.
 
 A `Request` is an append-only log. Readers (an SSE response, a gRPC stream, a resumed one) each have
-their own cursor and take whatever lies beyond it in one piece; so a slow reader costs nothing but
-the tokens themselves, which are bounded by `max_tokens`, and never holds another one up.
+a cursor of their own, an `OutputStream`, and take whatever lies beyond it in one piece; so a slow
+reader costs nothing but the tokens themselves, which are bounded by `max_tokens`, and never delays
+another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import uuid
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quadriga.core.request import FinishReason, TokenLogprob, token_digest
+from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
+from quadriga.core.request import (
+    FinishReason,
+    SamplingParams,
+    SequenceState,
+    TokenLogprob,
+    token_digest,
+)
 from quadriga.errors import Cancelled, NotFound, QuadrigaError, TakenOver
 from quadriga.observability.tracing import Span
+from quadriga.text import StopMatcher, TextTokenizer
 from serve_app.request.sequence_request import SequenceRequest
-from serve_app.request.spec import GenerateSpec
+
+NO_STOPS = StopMatcher(())
+"""Shared by all sequences without stop strings: it keeps no state."""
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What a reader has not seen yet of one choice.
+    """What a reader has not seen yet of one sequence.
 
     Attributes:
+        choice: The sequence's index in the request.
         first_index: Output index of `token_ids[0]`.
         text: Complete characters only; may be empty while a character or stop string is open.
         logprobs: Parallel to `token_ids`, where asked for.
-        is_first: The reader's first piece of this choice.
+        is_first: The reader's first piece of this sequence.
     """
 
     choice: int
@@ -39,23 +55,62 @@ class OutputDelta:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request under way, or over and kept for a resumption.
+    """A validated request with its state, under way, or over and kept for a resumption.
+
+    Validation makes it, `EngineClient.open` begins it. The first group of fields is what was asked
+    for; nothing in it is optional or "auto" any more.
 
     Attributes:
+        prompts: Token ids of each prompt.
+        prompt_texts: The prompts as text; decoded from the ids where the client sent ids and wants
+            echo, else empty for those.
+        n: Sequences per prompt; number `k` of prompt `p` has index `p · n + k`.
+        sampling: Shared by all sequences; their random keys differ by index.
+        stop: Stop strings.
+        echo: The answer begins with the prompt.
+        is_auto: `model` is only the first choice: the cluster may take another.
+        ignored_fields: Fields of the request that mean nothing here.
+        traceparent: The client's, where traces are written.
+        stream: The answer is sent as events.
+        usage_chunk: A stream ends with a chunk that has the usage; the others have null.
+        usage_in_chunks: Every chunk has the usage so far.
+        return_token_ids: Choices have the output's token ids.
         key: (owner, idempotency key) under which it may be resumed, or None.
-        ended_s: When the last choice ended, monotonic; None while it runs.
+        fingerprint: Digest of the request's content; another request under its key is refused.
+        caller: Name of the API key at whose expense it is.
+        arrived_s: When it was opened, monotonic.
+        ended_s: When the last sequence ended, monotonic; None while it runs.
         num_kept_tokens: Of prompts and answers, once it ended.
-        abandoned_s: Since when nobody reads, monotonic; None while somebody does.
-        deadline_timer: Ends the session at its deadline.
+        abandoned_s: Since when it has no reader, monotonic; None while it has one.
+        deadline_timer: Ends the request at its deadline.
         span: Of its trace; None where it is not traced.
     """
 
-    spec: GenerateSpec
-    choices: list[SequenceRequest]
-    created_unix_s: int
-    arrived_s: float
+    request_id: str
+    model: str
+    prompts: list[list[int]]
+    prompt_texts: list[str]
+    n: int
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    echo: bool
+    priority: int
+    arrival_unix_s: float
+    deadline_unix_s: float
+    exits: ExitParams = FULL_DEPTH
+    is_auto: bool = False
+    ignored_fields: tuple[str, ...] = ()
+    traceparent: str | None = None
+    stream: bool = False
+    usage_chunk: bool = False
+    usage_in_chunks: bool = False
+    return_token_ids: bool = False
+
+    sequences: list[SequenceRequest] = field(default_factory=list)
     key: tuple[str, str] | None = None
     fingerprint: bytes = b""
+    caller: str = ""
+    arrived_s: float = 0.0
     ended_s: float | None = None
     num_kept_tokens: int = 0
     abandoned_s: float | None = None
@@ -64,18 +119,67 @@ class Request:
     deadline_timer: asyncio.TimerHandle | None = None
     span: Span | None = None
 
-    @property
-    def done(self) -> bool:
-        return self.error is not None or all(choice.done for choice in self.choices)
+    def make_sequences(self, tokenizer: TextTokenizer, ingress_id: str) -> None:
+        """Make the sequences of all prompts, with new names."""
+        for prompt_ids in self.prompts:
+            for k in range(self.n):
+                state = SequenceState(
+                    sequence_id=f"{self.request_id}-{uuid.uuid4().hex[:12]}",
+                    request_id=self.request_id,
+                    model=self.model,
+                    prompt_ids=prompt_ids,
+                    sampling=self.sampling,
+                    exits=self.exits,
+                    ingress_id=ingress_id,
+                    arrival_unix_s=self.arrival_unix_s,
+                    deadline_unix_s=self.deadline_unix_s,
+                    choice=k,
+                    priority=self.priority,
+                )
+                stops = StopMatcher(self.stop) if self.stop else NO_STOPS
+                sequence = SequenceRequest(
+                    len(self.sequences), state, tokenizer.detokenizer(), stops
+                )
+                sequence.is_auto = self.is_auto
+                self.sequences.append(sequence)
 
     @property
-    def failed(self) -> bool:
-        return self.error is not None or any(c.error is not None for c in self.choices)
+    def created_unix_s(self) -> int:
+        """The arrival, as answers show it."""
+        return int(self.arrival_unix_s)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or all(sequence.done for sequence in self.sequences)
+
+    @property
+    def first_error(self) -> QuadrigaError | None:
+        """The request's error, else that of the first sequence that has one."""
+        if self.error is not None:
+            return self.error
+        return next((s.error for s in self.sequences if s.error is not None), None)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether another ingress has taken over some of it."""
-        return any(isinstance(choice.error, TakenOver) for choice in self.choices)
+        return any(isinstance(sequence.error, TakenOver) for sequence in self.sequences)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once however many sequences it has."""
+        return sum(len(prompt_ids) for prompt_ids in self.prompts)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(sequence.state.output_ids) for sequence in self.sequences)
+
+    def prompt_text(self, index: int) -> str:
+        """The prompt of the sequence with this index, as text."""
+        return self.prompt_texts[index // self.n]
 
     def end(self, now_s: float) -> None:
         """Nothing will be added any more."""
@@ -83,51 +187,74 @@ class Request:
         self.num_kept_tokens = self.num_prompt_tokens + self.num_output_tokens
 
     def wake(self) -> None:
+        """Have every reader look for new output."""
         for reader in self.readers:
             reader.news.set()
 
     def fail(self, error: QuadrigaError) -> None:
-        """End every choice that still runs in `error`."""
+        """End every sequence that still runs in `error`."""
         if self.error is None and not self.done:
             self.error = error
-        for choice in self.choices:
-            choice.fail(error)
+        for sequence in self.sequences:
+            sequence.fail(error)
         self.wake()
 
     def reader(
-        self, cursors: list[int] | None = None, digests: list[int] | None = None
+        self, cursors: Sequence[int] = (), digests: Sequence[int] | None = None
     ) -> OutputStream:
-        """Start reading each choice at its token `cursors[i]`; 0 by default.
+        """Start reading each sequence at its token `cursors[i]`; 0 by default.
 
         Args:
             digests: `token_digest` of the tokens before each cursor, where they may not be there
                 yet, or others.
         """
-        reader = OutputStream(self, cursors or [0] * len(self.choices), digests)
+        reader = OutputStream(self, cursors or [0] * len(self.sequences), digests)
         self.readers.add(reader)
         self.abandoned_s = None
         return reader
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once however many choices it has."""
-        return sum(len(prompt.token_ids) for prompt in self.spec.prompts)
+    def summary(self) -> dict[str, str | int | float | None]:
+        """Sizes, times and result of a request that has ended, for log and trace; never its text.
 
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(len(choice.state.output_ids) for choice in self.choices)
+        `result` are the finish reasons, or the code of the error; `replicas` those that sent the
+        last tokens; `ttft_s` is that of the first sequence that had a token, None without one.
+        """
+        sequences, error = self.sequences, self.first_error
+        firsts = [s.first_token_s for s in sequences if s.first_token_s is not None]
+        finishes = {s.finish.value for s in sequences if s.finish is not None}
+        ended_s = self.arrived_s if self.ended_s is None else self.ended_s
+        return {
+            "request_id": self.request_id,
+            "api_key": self.caller,
+            "model": sequences[0].state.model if sequences else self.model,
+            "result": error.code if error is not None else "+".join(sorted(finishes)),
+            "replicas": " ".join(sorted({s.replica for s in sequences if s.replica is not None})),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "num_rebuilds": sum(s.num_rebuilds for s in sequences),
+            "took_s": ended_s - self.arrived_s,
+            "ttft_s": min(firsts) - self.arrived_s if firsts else None,
+        }
 
 
 class OutputStream:
-    """One consumer's cursor over a session's choices; close it when done."""
+    """One reader's cursor over the sequences of a request; close it when done.
 
-    __slots__ = ("_cursors", "_digests", "_finished", "_gone", "_started", "news", "session")
+    Attributes:
+        text_offsets: Characters shown so far of each sequence, which completions name in their
+            log-probabilities.
+    """
+
+    __slots__ = (
+        "_cursors", "_digests", "_finished", "_gone", "_started", "news", "request", "text_offsets"
+    )  # fmt: skip
 
     def __init__(
-        self, session: Request, cursors: list[int], digests: list[int] | None = None
+        self, request: Request, cursors: Sequence[int], digests: Sequence[int] | None = None
     ) -> None:
-        self.session = session
+        self.request = request
         self.news = asyncio.Event()
+        self.text_offsets = [0] * len(cursors)
         self._cursors = list(cursors)
         self._digests: list[int | None] = [*digests] if digests else [None] * len(cursors)
         self._started = [False] * len(cursors)
@@ -137,7 +264,7 @@ class OutputStream:
     async def read(self) -> list[OutputDelta]:
         """Return all that is new, at least one piece; empty when everything was read.
 
-        It waits no longer than the request's deadline, at which the session ends in an error.
+        It waits no longer than the request's deadline, at which the request ends in an error.
 
         Raises:
             QuadrigaError: What the request ended in, after every token before it was read.
@@ -150,7 +277,7 @@ class OutputStream:
             deltas = self._take()
             if deltas:
                 return deltas
-            error = self._error()
+            error = self.request.first_error
             if error is not None:
                 raise error
             if all(self._finished):
@@ -159,22 +286,17 @@ class OutputStream:
             await self.news.wait()
 
     def hang_up(self) -> None:
-        """The client is gone: whoever waits in `read` gets `Cancelled`."""
+        """The client is gone: a `read` that waits raises `Cancelled`."""
         self._gone = True
         self.news.set()
 
     def close(self) -> None:
-        self.session.readers.discard(self)
+        self.request.readers.discard(self)
 
-    def _error(self) -> QuadrigaError | None:
-        if self.session.error is not None:
-            return self.session.error
-        return next((c.error for c in self.session.choices if c.error is not None), None)
-
-    def _verify(self, index: int, choice: SequenceRequest) -> None:
-        """Compare what the reader had of a choice, once; raises: NotFound."""
+    def _verify(self, index: int, sequence: SequenceRequest) -> None:
+        """Compare what the reader had of a sequence, once; raises: NotFound."""
         wanted, self._digests[index] = self._digests[index], None
-        before = choice.state.output_ids[: self._cursors[index]]
+        before = sequence.state.output_ids[: self._cursors[index]]
         if wanted is None:
             return
         if len(before) < self._cursors[index] or token_digest(before) != wanted:
@@ -187,28 +309,71 @@ class OutputStream:
 
     def _take(self) -> list[OutputDelta]:
         deltas = []
-        for i, choice in enumerate(self.session.choices):
-            start, stop = self._cursors[i], len(choice.pieces)
-            ends = choice.finish is not None and not self._finished[i]
+        for i, sequence in enumerate(self.request.sequences):
+            start, stop = self._cursors[i], len(sequence.pieces)
+            ends = sequence.finish is not None and not self._finished[i]
             if start >= stop and not ends:
                 continue
-            self._verify(i, choice)
+            self._verify(i, sequence)
             start = min(start, stop)
-            text = "".join(choice.pieces[start:stop])
+            text = "".join(sequence.pieces[start:stop])
             if ends:
-                text += choice.tail
+                text += sequence.tail
                 self._finished[i] = True
             deltas.append(
                 OutputDelta(
                     choice=i,
                     first_index=start,
-                    token_ids=choice.state.output_ids[start:stop],
+                    token_ids=sequence.state.output_ids[start:stop],
                     text=text,
-                    logprobs=choice.logprobs[start:stop] if choice.logprobs else None,
-                    finish=choice.finish if ends else None,
+                    logprobs=sequence.logprobs[start:stop] if sequence.logprobs else None,
+                    finish=sequence.finish if ends else None,
                     is_first=not self._started[i],
                 )
             )
             self._started[i] = True
             self._cursors[i] = stop
         return deltas
+
+
+def resume_claims(request: Request, key: tuple[str, str] | None, fingerprint: bytes) -> list[str]:
+    """Return a claim for each sequence of a request: by it another ingress finds it at replicas.
+
+    It is empty where the sequence cannot be taken over: where log-probabilities are wanted, of
+    which replicas keep none, or the model is chosen for the request. Owner and content are part of
+    it, so that a key alone gives no access to another caller's answer.
+    """
+    count = request.num_sequences
+    sampling = request.sampling
+    has_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+    if key is None or request.is_auto or has_logprobs:
+        return [""] * count
+    owner, given = key
+    digest = hashlib.sha256()
+    for part in (owner.encode(), given.encode(), fingerprint):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    name = digest.hexdigest()[:32]
+    return [f"{name}:{index}" for index in range(count)]
+
+
+def caller_fingerprints(request: Request, owner: str) -> list[str]:
+    """Return a name for each sequence, the same when its caller sends the same request again.
+
+    Ids and deadlines are no part of it, as clients may change them when they retry.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    sampling = request.sampling
+    asked = (
+        owner,
+        request.model,
+        request.n,
+        request.priority,
+        sampling.max_tokens,
+        sampling.temperature,
+    )
+    digest.update(repr(asked).encode())
+    for prompt_ids in request.prompts:
+        digest.update(len(prompt_ids).to_bytes(4, "little"))
+        digest.update(array("q", prompt_ids).tobytes())
+    name = digest.hexdigest()
+    return [f"{name}:{index}" for index in range(request.num_sequences)]

@@ -1,68 +1,92 @@
-"""The road of one sequence: admitted, submitted, followed from replica to replica, let go."""
+"""All sequences of one ingress: submitted, followed from replica to replica, rebuilt, ended."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
+from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import ResumableSequence
-from quadriga.errors import NotFound, QuadrigaError, ReplicaDied
+from quadriga.core.request import AUTO_MODEL, ResumableSequence
+from quadriga.core.routing import Admission, AdmitRequest
+from quadriga.errors import (
+    NotFound,
+    Overloaded,
+    QuadrigaError,
+    ReplicaDied,
+    ReplicaError,
+    Unavailable,
+)
+from quadriga.scheduling.rebuild import num_prefill_tokens
 from serve_app.openai.errors import as_quadriga
 from serve_app.ops.auto_reports import AutoReports
 from serve_app.ops.metrics import IngressMetrics
 from serve_app.ops.tasks import Tasks
-from serve_app.request.cancellation import CancellationBatcher
-from serve_app.request.cluster import Cluster
-from serve_app.request.cluster_state import ClusterStateCache
-from serve_app.request.failure_detector import gone
-from serve_app.request.output_poller import OutputPoller
-from serve_app.request.recovery import AUDIT_AFTER_S, AUDIT_PAUSE_S, unclaimed
+from serve_app.request.cluster_client import (
+    CancellationBatcher,
+    ClusterClient,
+    ClusterStateCache,
+    unowned,
+)
+from serve_app.request.output_poller import OutputPoller, silent_replicas
 from serve_app.request.request import Request
-from serve_app.request.request_submitter import RequestSubmitter
 from serve_app.request.sequence_request import SequenceRequest
 
 logger = logging.getLogger("quadriga.ingress")
 
 DOUBT_SLACK_S = 1.0
 """A poll is answered so long after its own time-out at the latest, unless something is wrong."""
+AUDIT_AFTER_S = 5.0
+"""After so long without output of a sequence, its owners are asked whether they still have it."""
+AUDIT_PAUSE_S = 1.0
+"""They are asked again after this before the sequence counts as lost."""
+SUBMIT_ATTEMPTS = 3
+FIRST_PAUSE_S = 0.1
+MAX_ADMISSION_PAUSE_S = 1.0
+MAX_REBUILD_PAUSE_S = 2.0
 
-ChoiceEnded = Callable[[Request, SequenceRequest], None]
+SequenceEnded = Callable[[Request, SequenceRequest], None]
 
 
 class RequestManager:
     """All sequences of one ingress that are under way.
 
+    A new sequence is refused where the cluster is full, and after a few failed submissions. One
+    that is rebuilt was admitted before: it waits for room, and for replicas that are being started,
+    until `ingress.rebuild_patience_s`. The request's own deadline ends either.
+
     Args:
-        on_end: Called when a choice ended by itself, well or in an error; it is off the road then.
+        on_end: Called when a sequence ended by itself, well or in an error; it is no longer under
+            way then.
     """
 
     def __init__(
         self,
         config: QuadrigaConfig,
-        cluster: Cluster,
-        watch: ClusterStateCache,
+        cluster: ClusterClient,
+        cluster_state: ClusterStateCache,
         tasks: Tasks,
         metrics: IngressMetrics,
         clock: Clock,
         *,
         ingress_id: str,
-        on_end: ChoiceEnded,
+        on_end: SequenceEnded,
         reports: AutoReports | None = None,
     ) -> None:
         self._cluster = cluster
-        self._watch = watch
+        self._cluster_state = cluster_state
         self._tasks = tasks
         self._metrics = metrics
         self._clock = clock
         self._on_end = on_end
+        self._reports = reports
         self._ingress_id = ingress_id
-        self._max_rebuilds = config.ingress.max_rebuilds
-        self._silence_s = config.ingress.replica_silence_s
-        self._doubt_s = config.ingress.poll_timeout_s + DOUBT_SLACK_S
+        self._config = config.ingress
         self._max_age_s = config.scheduler.snapshot_max_age_s
         self._live: dict[str, tuple[Request, SequenceRequest]] = {}
         self.cancellations = CancellationBatcher(cluster, tasks, ingress_id)
@@ -74,273 +98,360 @@ class RequestManager:
             tasks.spawn,
             poll_timeout_s=config.ingress.poll_timeout_s,
         )
-        self._launcher = RequestSubmitter(
-            config.ingress,
-            cluster,
-            watch,
-            clock,
-            self.output_poller,
-            self.cancellations,
-            rename=self._rename,
-            reports=reports,
-        )
 
-    def __len__(self) -> int:
-        return len(self._live)
+    def open_requests(self) -> list[Request]:
+        """Every request with a sequence under way."""
+        return list({id(request): request for request, _ in self._live.values()}.values())
 
-    def sessions(self) -> list[Request]:
-        """Every session with a sequence under way."""
-        return list({id(session): session for session, _ in self._live.values()}.values())
-
-    def send(self, session: Request, choice: SequenceRequest) -> None:
+    def send(self, request: Request, sequence: SequenceRequest) -> None:
         """Start a sequence; its admission happens in the background."""
-        name = choice.state.sequence_id
-        self._live[name] = (session, choice)
-        self._tasks.spawn(self._launch(session, choice, name))
+        name = sequence.state.sequence_id
+        self._live[name] = (request, sequence)
+        self._tasks.spawn(self._launch(request, sequence, name))
 
     def adopt(
-        self, session: Request, choice: SequenceRequest, resumable_sequence: ResumableSequence
+        self, request: Request, sequence: SequenceRequest, resumable: ResumableSequence
     ) -> None:
         """Go on with a sequence that was another ingress's."""
-        choice.adopt(resumable_sequence)
-        choice.heard_s = choice.accepted_s = choice.lost_s = self._clock.now_s()
-        self._live[resumable_sequence.sequence_id] = (session, choice)
-        self.output_poller.watch(resumable_sequence.replica, resumable_sequence.sequence_id)
-        self._tasks.spawn(self._take_over(choice, resumable_sequence))
+        sequence.adopt(resumable)
+        now_s = self._clock.now_s()
+        sequence.last_contact_s = sequence.accepted_s = sequence.lost_s = now_s
+        self._live[resumable.sequence_id] = (request, sequence)
+        self.output_poller.watch(resumable.replica, resumable.sequence_id)
+        self._tasks.spawn(self._take_over(sequence, resumable))
 
-    def retire(self, choice: SequenceRequest, *, cancel: bool) -> None:
-        """Take a sequence off the road, and have it freed where it lives; harmless twice."""
-        sequence_id = choice.state.sequence_id
+    def retire(self, sequence: SequenceRequest, *, cancel: bool) -> None:
+        """Follow a sequence no longer, and have it freed by its owners; harmless twice."""
+        sequence_id = sequence.state.sequence_id
         if self._live.pop(sequence_id, None) is None:
             return
-        for name in choice.holders:
+        for name in sequence.owners:
             self.output_poller.unwatch(name, sequence_id)
             if cancel:
-                self.cancellations.cancel(name, sequence_id, is_ours=choice.is_ours)
-        self.cancellations.ended(sequence_id, choice.state.num_tokens)
+                self.cancellations.cancel(name, sequence_id, is_ours=sequence.is_ours)
+        self.cancellations.ended(sequence_id, sequence.state.num_tokens)
 
-    def look_after(self) -> None:
-        """Give up replicas that are silent for too long, and ask after sequences that are."""
-        for name in gone(
+    def find_lost(self) -> None:
+        """Give up replicas that are silent for too long; audit sequences without output."""
+        for name in silent_replicas(
             self.output_poller.silences_s(),
-            self._watch.view,
-            limit_s=self._silence_s,
-            doubt_s=self._doubt_s,
+            self._cluster_state.view,
+            limit_s=self._config.replica_silence_s,
+            doubt_s=self._config.poll_timeout_s + DOUBT_SLACK_S,
             max_age_s=self._max_age_s,
         ):
             self.output_poller.give_up(name)
         now_s = self._clock.now_s()
         silent = []
-        for _, choice in self._live.values():
-            if choice.heard_s is not None and now_s - choice.heard_s > AUDIT_AFTER_S:
-                choice.heard_s = now_s
-                silent.append(choice)
+        for _, sequence in self._live.values():
+            if (
+                sequence.last_contact_s is not None
+                and now_s - sequence.last_contact_s > AUDIT_AFTER_S
+            ):
+                sequence.last_contact_s = now_s
+                silent.append(sequence)
         if silent:
             self._tasks.spawn(self._audit(silent))
 
-    # What the pumps call.
+    # Output; what the poller calls.
 
-    def deliver(self, replica: str, emissions: list[EngineOutput]) -> None:
+    def deliver(self, replica: str, outputs: list[EngineOutput]) -> None:
         now_s = self._clock.now_s()
         woken: set[Request] = set()
-        for emission in emissions:
-            held = self._live.get(emission.sequence_id)
+        for output in outputs:
+            held = self._live.get(output.sequence_id)
             if held is None:
-                if emission.moved_to is not None:  # it moved while its cancellation was under way
-                    self.cancellations.cancel(emission.moved_to, emission.sequence_id)
+                if output.moved_to is not None:  # it moved while its cancellation was under way
+                    self.cancellations.cancel(output.moved_to, output.sequence_id)
                 continue
-            session, choice = held
+            request, sequence = held
             try:
-                self._deliver_one(session, choice, replica, emission, now_s)
-            except Exception as exc:  # a border: the tokens of others are in the same reply
-                logger.exception("an emission of %s could not be taken", replica)
-                self._fail(session, choice, as_quadriga(exc))
-            woken.add(session)
-        for session in woken:
-            session.wake()
+                self._deliver_one(request, sequence, replica, output, now_s)
+            except Exception as exc:  # the tokens of other sequences are in the same reply
+                logger.exception("an output of %s could not be taken", replica)
+                self._fail(request, sequence, as_quadriga(exc))
+            woken.add(request)
+        for request in woken:
+            request.wake()
 
     def replica_lost(self, replica: str, error: QuadrigaError) -> None:
-        self._watch.forget(replica)
+        self._cluster_state.forget(replica)
         in_doubt = []
-        for session, choice in list(self._live.values()):
-            if choice.done or replica not in choice.holders:
+        for request, sequence in list(self._live.values()):
+            if sequence.done or replica not in sequence.owners:
                 continue
-            if choice.lose(replica):
-                self._lose(session, choice, error)
-            else:  # on its way from one to another: who is left may have it, or never get it
-                in_doubt.append(choice)
-                self._close_gap(session, choice)
+            if sequence.lose(replica):
+                self._rebuild(request, sequence, error)
+            else:  # it was being handed over: the other owner may have it, or never get it
+                in_doubt.append(sequence)
+                self._close_gap(request, sequence)
         if in_doubt:
-            self._tasks.spawn(self._inquire(in_doubt))
+            self._tasks.spawn(self._rebuild_unowned(in_doubt))
 
     def _deliver_one(
         self,
-        session: Request,
-        choice: SequenceRequest,
+        request: Request,
+        sequence: SequenceRequest,
         replica: str,
-        emission: EngineOutput,
+        output: EngineOutput,
         now_s: float,
     ) -> None:
-        before = choice.holders
-        num_new = choice.accept(replica, emission)
-        if choice.heard_s is not None:
-            choice.heard_s = now_s
+        before = sequence.owners
+        num_new = sequence.accept(replica, output)
+        if sequence.last_contact_s is not None:
+            sequence.last_contact_s = now_s
         if num_new:
-            self._count(session, choice, num_new, now_s)
-        after = choice.holders
+            self._metrics.count_tokens(request, sequence, num_new, now_s)
+        after = sequence.owners
         if after != before:
             for name in after - before:
-                self.output_poller.watch(name, choice.state.sequence_id)
+                self.output_poller.watch(name, sequence.state.sequence_id)
             for name in before - after:
-                self.output_poller.unwatch(name, choice.state.sequence_id)
-        if choice.done:
+                self.output_poller.unwatch(name, sequence.state.sequence_id)
+        if sequence.done:
             # The replica knows of its own finish and error, but not of a stop string.
-            self.retire(choice, cancel=emission.finish is None and emission.error is None)
-            self._on_end(session, choice)
-        elif choice.failure is not None:
-            self._lose(session, choice, choice.failure)
+            self.retire(sequence, cancel=output.finish is None and output.error is None)
+            self._on_end(request, sequence)
+        elif sequence.failure is not None:
+            self._rebuild(request, sequence, sequence.failure)
         else:
-            self._close_gap(session, choice)
+            self._close_gap(request, sequence)
 
-    def _close_gap(self, session: Request, choice: SequenceRequest) -> None:
-        """Where an owner died with its last tokens, have the one that goes on say them again."""
-        heir = choice.take_gap()
-        if heir is None:
-            return
-        if choice.is_reported:
-            error = ReplicaDied("its owner died with its last tokens", code="tokens_lost")
-            self._lose(session, choice, error)
-            return
-        choice.lost_s = self._clock.now_s()
-        self._tasks.spawn(self._take_over(choice, heir))
+    # Admission and submission.
 
-    async def _take_over(
-        self, choice: SequenceRequest, resumable_sequence: ResumableSequence
-    ) -> None:
-        """Have an orphan's tokens sent here."""
-        error = ReplicaDied(
-            f"{resumable_sequence.replica} has let go of the request", code="orphan_lost"
-        )
+    async def _launch(self, request: Request, sequence: SequenceRequest, name: str) -> None:
+        """Admit and submit; a failure ends the sequence in that error."""
         try:
-            is_there = await self._cluster.adopt(
-                resumable_sequence.replica, resumable_sequence.sequence_id, self._ingress_id
-            )
+            is_accepted = await self._submit(sequence, name)
+        except QuadrigaError as exc:
+            if sequence.num_rebuilds == 0:
+                self._metrics.refused.labels(exc.code).inc()
+            self._fail(request, sequence, exc)
+            return
+        except Exception as exc:  # this task is not awaited, and the client would hang
+            logger.exception("a sequence could not be submitted")
+            self._fail(request, sequence, as_quadriga(exc))
+            return
+        if is_accepted and sequence.accepted_s is None:
+            sequence.accepted_s = self._clock.now_s()
+            waited_s = sequence.accepted_s - request.arrived_s
+            self._metrics.of(request.model).queue_time.observe(waited_s)
+
+    async def _submit(self, sequence: SequenceRequest, name: str) -> bool:
+        """Have a sequence accepted under the name `name`.
+
+        Returns:
+            Whether it was; not where it ended, or was lost and got another name, before.
+
+        That no replica is ready is often over in a moment: after a stall of the machine every
+        report is old at once although the replicas run. So it is tried again, ever more rarely.
+
+        Raises:
+            QuadrigaError: No replica takes it, or none did for too long.
+        """
+        is_rebuild = sequence.num_rebuilds > 0
+        patience_s = self._config.rebuild_patience_s if is_rebuild else None
+        give_up_s = self._clock.now_s() + (patience_s or self._config.admission_patience_s)
+        wait_s = FIRST_PAUSE_S
+        num_failures = 0
+        if is_rebuild:
+            await asyncio.sleep(rebuild_pause_s(sequence.num_stalled - 1))
+        while sequence.is_named(name):
+            try:
+                admission = await self._cluster_state.admit(_admit_request(sequence))
+            except (Unavailable, Overloaded) as exc:
+                if isinstance(exc, Overloaded) and not is_rebuild:
+                    raise
+                wait_s = await self._wait(give_up_s, wait_s, exc)
+                continue
+            if not sequence.is_named(name):
+                return False
+            try:
+                if sequence.is_auto:
+                    self._take_model(sequence, admission)
+                await self._submit_to(sequence, name, admission.prefill_replica)
+                return True
+            except QuadrigaError as exc:
+                if not sequence.is_named(name):  # it was submitted elsewhere, or is over
+                    return False
+                if not isinstance(exc, ReplicaError | Overloaded | Unavailable):
+                    raise
+                num_failures += 1
+                if isinstance(exc, ReplicaDied):
+                    self._cluster_state.forget(admission.prefill_replica)
+                if not is_rebuild and num_failures == SUBMIT_ATTEMPTS:
+                    raise
+                # The submission may still have arrived, and must not run twice under one name.
+                name = self._rename(sequence)
+                if is_rebuild:
+                    wait_s = await self._wait(give_up_s, wait_s, exc)
+        return False
+
+    def _take_model(self, sequence: SequenceRequest, admission: Admission) -> None:
+        """Note the model that was chosen, and whether the cluster wants the answer scored."""
+        state, chosen = sequence.state, admission.depth_class
+        if state.model != chosen.model:
+            # Tokens of another model count as run through all layers of this one.
+            state.exit_layers = [chosen.depth] * len(state.output_ids)
+            state.model = chosen.model
+        if admission.is_scored and state.sampling.num_logprobs is None:
+            state.sampling = replace(state.sampling, num_logprobs=0)
+        if self._reports is not None:
+            self._reports.admitted(sequence, admission.profile)
+
+    async def _submit_to(self, sequence: SequenceRequest, name: str, replica: str) -> None:
+        sequence.replica = replica
+        self.output_poller.watch(replica, name)
+        # A copy: it is sent in a moment, with others, and the sequence may be renamed until then.
+        state = sequence.state
+        await self._cluster.submit(
+            replica,
+            replace(
+                state,
+                output_ids=list(state.output_ids),
+                exit_layers=list(state.exit_layers),
+            ),
+        )
+        if sequence.is_named(name):
+            sequence.last_contact_s = self._clock.now_s()
+        else:  # it ended, or was lost, while it was being submitted
+            self.cancellations.cancel(replica, name)
+
+    async def _wait(self, give_up_s: float, wait_s: float, error: QuadrigaError) -> float:
+        """Wait a moment; returns how long the next one is. Raises: `error`, at `give_up_s`."""
+        left_s = give_up_s - self._clock.now_s()
+        if left_s <= 0:
+            raise error
+        # Spread, so that those who wait do not all come back at once.
+        await asyncio.sleep(min(left_s, wait_s * random.uniform(0.5, 1.0)))
+        return min(2 * wait_s, MAX_ADMISSION_PAUSE_S)
+
+    # Losses.
+
+    def _close_gap(self, request: Request, sequence: SequenceRequest) -> None:
+        """Where an owner died with its last tokens, have the next one send them again."""
+        resumable = sequence.take_gap()
+        if resumable is None:
+            return
+        if sequence.is_reported:
+            error = ReplicaDied("its owner died with its last tokens", code="tokens_lost")
+            self._rebuild(request, sequence, error)
+            return
+        sequence.lost_s = self._clock.now_s()
+        self._tasks.spawn(self._take_over(sequence, resumable))
+
+    async def _take_over(self, sequence: SequenceRequest, resumable: ResumableSequence) -> None:
+        """Have the tokens of a sequence that runs at a replica sent here."""
+        name, replica = resumable.sequence_id, resumable.replica
+        error = ReplicaDied(f"{replica} has let go of the request", code="orphan_lost")
+        try:
+            is_there = await self._cluster.adopt(replica, name, self._ingress_id)
         except QuadrigaError as exc:
             is_there, error = False, ReplicaDied(exc.message, code="orphan_lost")
-        except Exception:  # a border: nobody awaits this task, and the client would hang
-            logger.exception("%s could not be asked for an orphan", resumable_sequence.replica)
+        except Exception:  # this task is not awaited, and the client would hang
+            logger.exception("%s could not be asked for a sequence", replica)
             is_there = False
         if is_there:
-            choice.is_ours = True
-        held = self._live.get(resumable_sequence.sequence_id)
-        if not is_there and held is not None and choice.is_called(resumable_sequence.sequence_id):
-            self._lose(*held, error)
+            sequence.is_ours = True
+        held = self._live.get(name)
+        if not is_there and held is not None and sequence.is_named(name):
+            self._rebuild(*held, error)
 
-    def _lose(self, session: Request, choice: SequenceRequest, error: QuadrigaError) -> None:
-        """Nobody has the sequence any more: begin it anew, or end it where that was no use."""
-        if choice.is_unknown:
+    def _rebuild(self, request: Request, sequence: SequenceRequest, error: QuadrigaError) -> None:
+        """Begin a lost sequence anew, or end it where that did not help."""
+        if sequence.is_unknown:
             self._fail(
-                session,
-                choice,
+                request,
+                sequence,
                 NotFound(
                     "whoever held the request is gone; begin it anew without a resume index",
                     param="idempotency-key",
                 ),
             )
             return
-        if choice.num_stalled >= self._max_rebuilds:
-            self._fail(session, choice, error)
+        if sequence.num_stalled >= self._config.max_rebuilds:
+            self._fail(request, sequence, error)
             return
-        if choice.lost_s is None:
-            choice.lost_s = self._clock.now_s()
-        choice.num_rebuilds += 1
-        choice.num_stalled += 1
+        if sequence.lost_s is None:
+            sequence.lost_s = self._clock.now_s()
+        sequence.num_rebuilds += 1
+        sequence.num_stalled += 1
         self._metrics.rebuilds.labels(error.code).inc()
-        # Who died may have handed it on, and not lived to say to whom.
-        others = self._watch.names if isinstance(error, ReplicaDied) else set()
-        name = self._rename(choice, others)
-        self._tasks.spawn(self._launch(session, choice, name))
+        # A dead replica may have handed it on, and died before it reported to which.
+        others = self._cluster_state.names if isinstance(error, ReplicaDied) else set()
+        name = self._rename(sequence, others)
+        self._tasks.spawn(self._launch(request, sequence, name))
 
-    def _fail(self, session: Request, choice: SequenceRequest, error: QuadrigaError) -> None:
-        if choice.num_rebuilds > 0:
+    def _fail(self, request: Request, sequence: SequenceRequest, error: QuadrigaError) -> None:
+        if sequence.num_rebuilds > 0:
             self._metrics.recoveries.labels("failed").inc()
-        choice.fail(error)
-        self.retire(choice, cancel=True)
-        self._on_end(session, choice)
-        session.wake()
+        sequence.fail(error)
+        self.retire(sequence, cancel=True)
+        self._on_end(request, sequence)
+        request.wake()
 
-    async def _audit(self, choices: list[SequenceRequest]) -> None:
-        """Ask after silent sequences, twice: an ending may be on its way while nobody has them."""
-        before = [(choice, choice.num_heard) for choice in choices]
-        missing = await unclaimed(self._cluster, choices)
+    async def _audit(self, sequences: list[SequenceRequest]) -> None:
+        """Ask twice for silent sequences: an ending may be on its way while no replica has them."""
+        before = [(sequence, sequence.num_contacts) for sequence in sequences]
+        missing = await unowned(self._cluster, sequences)
         if not missing:
             return
         await asyncio.sleep(AUDIT_PAUSE_S)
         still = [
-            choice
-            for choice, num_heard in before
-            if choice.num_heard == num_heard and choice.state.sequence_id in missing
+            sequence
+            for sequence, num_contacts in before
+            if sequence.num_contacts == num_contacts and sequence.state.sequence_id in missing
         ]
-        await self._inquire([choice for choice in still if not choice.done])
+        await self._rebuild_unowned([sequence for sequence in still if not sequence.done])
 
-    async def _inquire(self, choices: list[SequenceRequest]) -> None:
-        """Begin those of the sequences anew that nobody has any more."""
-        for sequence_id in await unclaimed(self._cluster, choices):
+    async def _rebuild_unowned(self, sequences: list[SequenceRequest]) -> None:
+        """Begin those of the sequences anew that no replica has any more."""
+        for sequence_id in await unowned(self._cluster, sequences):
             held = self._live.get(sequence_id)
             if held is not None:
-                self._lose(*held, ReplicaDied("the replica that held the request was lost"))
+                self._rebuild(*held, ReplicaDied("the replica that held the request was lost"))
 
-    async def _launch(self, session: Request, choice: SequenceRequest, name: str) -> None:
-        """Admit and submit; a failure ends the choice in that error."""
-        try:
-            is_accepted = await self._launcher.launch(choice, name)
-        except QuadrigaError as exc:
-            if choice.num_rebuilds == 0:
-                self._metrics.refused.labels(exc.code).inc()
-            self._fail(session, choice, exc)
-            return
-        except Exception as exc:  # a border: nobody awaits this task, and the client would hang
-            logger.exception("a sequence could not be launched")
-            self._fail(session, choice, as_quadriga(exc))
-            return
-        if is_accepted and choice.accepted_s is None:
-            choice.accepted_s = self._clock.now_s()
-            waited_s = choice.accepted_s - session.arrived_s
-            self._metrics.of(session.spec.model).queue_time.observe(waited_s)
-
-    def _rename(self, choice: SequenceRequest, others: Collection[str] = ()) -> str:
-        """Have a sequence freed wherever it may be, and let it go on under a new name.
+    def _rename(self, sequence: SequenceRequest, others: Collection[str] = ()) -> str:
+        """Have a sequence freed at all owners, and let it go on under a new name.
 
         Args:
-            others: Replicas that may have it beside those known to.
+            others: Replicas that may have it beside the known owners.
         """
-        old = choice.state.sequence_id
-        for name in choice.holders:
+        old = sequence.state.sequence_id
+        for name in sequence.owners:
             self.output_poller.unwatch(name, old)
-        for name in choice.holders.union(others):
-            self.cancellations.cancel(name, old, is_ours=choice.is_ours)
+        for name in sequence.owners.union(others):
+            self.cancellations.cancel(name, old, is_ours=sequence.is_ours)
         self.cancellations.ended(old, 0)
-        new = choice.rename()
+        new = sequence.rename()
         self._live[new] = self._live.pop(old)
         return new
 
-    def _count(self, session: Request, choice: SequenceRequest, num_new: int, now_s: float) -> None:
-        """Record new tokens as the client experiences them."""
-        series = self._metrics.of(session.spec.model)
-        series.generation_tokens.inc(num_new)
-        if choice.lost_s is not None:
-            is_adopted = choice.num_rebuilds == 0
-            self._metrics.recoveries.labels("adopted" if is_adopted else "recovered").inc()
-            self._metrics.recovery_time.observe(now_s - choice.lost_s)
-            choice.lost_s, choice.num_stalled = None, 0
-        if choice.first_token_s is None:
-            choice.first_token_s = choice.last_token_s = now_s
-            series.ttft.observe(now_s - session.arrived_s)
-            if choice.accepted_s is not None:
-                series.prefill_time.observe(now_s - choice.accepted_s)
-            num_new -= 1
-        if num_new:
-            mean_gap_s = (now_s - choice.last_token_s) / num_new
-            for _ in range(num_new):
-                series.inter_token.observe(mean_gap_s)
-        choice.last_token_s = now_s
+
+def _admit_request(sequence: SequenceRequest) -> AdmitRequest:
+    state, exits = sequence.state, sequence.state.exits
+    num_tokens = num_prefill_tokens(state)
+    needs_depth = exits.max_depth or MAX_LAYERS if exits.policy == "strict" else 0
+    return AdmitRequest(
+        sequence_id=state.sequence_id,
+        model=AUTO_MODEL if sequence.is_auto else state.model,
+        num_prompt_tokens=num_tokens,
+        max_tokens=state.max_total_tokens - num_tokens,
+        priority=state.priority,
+        deadline_unix_s=state.deadline_unix_s,
+        needs_depth=needs_depth,
+        is_rebuild=sequence.num_rebuilds > 0,
+        visitor=sequence.caller_fingerprint,
+    )
+
+
+def rebuild_pause_s(num_stalled: int) -> float:
+    """How long to wait before the next rebuild, after so many in a row that brought no token.
+
+    The first goes at once. The others are spread, so that sequences which were lost together do
+    not all come back together.
+    """
+    if num_stalled == 0:
+        return 0.0
+    longest_s = min(MAX_REBUILD_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (num_stalled - 1))
+    return longest_s * random.uniform(0.5, 1.0)

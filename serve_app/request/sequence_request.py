@@ -1,4 +1,4 @@
-"""One sequence of a request, with all that is needed to rebuild it elsewhere."""
+"""One sequence of a request, and the rules by which it takes its replicas' output."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from quadriga.errors import (
 from quadriga.text import Detokenizer, StopMatcher
 
 
-def outlives(error: QuadrigaError) -> bool:
-    """Whether a sequence can go on elsewhere after a replica gave it up in this error.
+def is_recoverable(error: QuadrigaError) -> bool:
+    """Whether a sequence can go on elsewhere after a replica ended it in this error.
 
-    Only what befell the replica, or the way there, is no verdict on the request. `Cancelled` comes
-    from replicas that had not heard of this ingress for long; but here it is.
+    That is so where the replica failed, or the connection to it, and not the request. A replica
+    sends `Cancelled` when it had no heartbeat of this ingress for long; the ingress still runs.
     """
     return isinstance(error, ReplicaError | Unavailable | Cancelled)
 
 
 class SequenceRequest:
-    """One sequence of a request: its whole state, its text, and where it lives now.
+    """One sequence of a request: its state, its text, and the replicas that run it.
 
     Attributes:
         state: All that is needed to rebuild the sequence elsewhere.
         pieces: Text that became visible with each output token.
         tail: Text that became visible with the end.
-        replica: Who owns it now: took its submission, or sent the newest tokens. None before.
-        heirs: Replicas it is being handed to, with the epoch under which they will speak.
-        staying: Replicas that hand it over live and have not said yet how that ended: should the
-            heir die, they may speak again.
-        heard_s: When a replica last spoke of it, or accepted it, monotonic; None while it is being
-            launched.
-        num_heard: How often one spoke.
-        failure: A replica gave it up in this error, which is not its own: it can go on elsewhere.
+        replica: The owner: it accepted the submission, or sent the newest tokens. None before.
+        next_owners: Replicas it is being handed to, with the epoch under which they will send.
+        handing_over: Replicas whose live migration of it has not been reported as ended: if the
+            destination dies, they may send again.
+        last_contact_s: When a replica last sent something of it, or accepted it, monotonic; None
+            while it is being submitted.
+        num_contacts: How often a replica sent something of it.
+        failure: An error of a replica, and not of the sequence: it can go on elsewhere.
         lost_s: When it was lost, monotonic; None once it has a new token.
         num_rebuilds: How often it was begun anew after a loss.
         num_stalled: How often since its last new token.
-        visitor: By what it is known again when it was refused and comes back.
-        is_ours: Its replica knows it for this ingress's; not while it is being adopted.
+        caller_fingerprint: The same when its caller sends the same request again.
+        is_ours: Its replica knows it as this ingress's; not while it is being adopted.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
         may_begin: Whether it may be begun from its prompt. False where the client has a part of it
-            already, and could not tell another answer from the same.
+            already, and could not notice that the answer is another one.
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
@@ -58,9 +58,9 @@ class SequenceRequest:
         self.state = state
         self.replica: str | None = None
         self.next_owners: dict[str, int] = {}
-        self.staying: set[str] = set()
-        self.heard_s: float | None = None
-        self.num_heard = 0
+        self.handing_over: set[str] = set()
+        self.last_contact_s: float | None = None
+        self.num_contacts = 0
         self.failure: QuadrigaError | None = None
         self.lost_s: float | None = None
         self.num_rebuilds = 0
@@ -74,7 +74,7 @@ class SequenceRequest:
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
-        self.visitor = ""
+        self.caller_fingerprint = ""
         self.is_ours = True
         self.is_auto = False
         self.may_begin = True
@@ -85,7 +85,7 @@ class SequenceRequest:
         self._shows_logprobs = state.sampling.num_logprobs is not None
         self._detokenizer = detokenizer
         self._stops = stops
-        # Emissions of a new owner that overtook the last tokens of the one before.
+        # Output of a new owner that overtook the last tokens of the one before.
         self._early: list[tuple[str, EngineOutput]] = []
         self._has_asked = False
         self._first_name = state.sequence_id
@@ -96,62 +96,60 @@ class SequenceRequest:
         return self.finish is not None or self.error is not None
 
     @property
-    def holders(self) -> set[str]:
-        """Replicas that may hold something of it."""
+    def owners(self) -> set[str]:
+        """Replicas that may own it, now or soon."""
         owners = set() if self.replica is None else {self.replica}
-        return owners | self.next_owners.keys() | self.staying
+        return owners | self.next_owners.keys() | self.handing_over
 
     def lose(self, replica: str) -> bool:
-        """A holder is gone. Returns whether the sequence is, too: nobody else may speak for it."""
+        """Remove an owner that is gone. Returns whether no other is left."""
         self.next_owners.pop(replica, None)
-        self.staying.discard(replica)
+        self.handing_over.discard(replica)
         if self.replica == replica:
             self.replica = None
-        return not self.holders
+        return not self.owners
 
-    def is_called(self, name: str) -> bool:
-        """Whether it goes on under this name: it has not ended, nor been renamed."""
+    def is_named(self, name: str) -> bool:
+        """Whether it runs under this name: it has not ended, nor been renamed."""
         return self.state.sequence_id == name and not self.done
 
     def rename(self) -> str:
-        """Begin anew, with all that was emitted; returns the new name.
+        """Begin anew, with all that was generated; returns the new name.
 
-        Nothing that is said under the old name is listened to any more, whoever says it.
+        Output under the old name is ignored from now on, whichever replica sends it.
         """
         self.state.sequence_id = f"{self._first_name}.{self._num_names}"
         self._num_names += 1
         self.state.epoch += 1
-        self.replica, self.next_owners, self.staying = None, {}, set()
-        self.heard_s, self.failure, self._early = None, None, []
+        self.replica, self.next_owners, self.handing_over = None, {}, set()
+        self.last_contact_s, self.failure, self._early = None, None, []
         self._has_asked, self.is_ours = False, True
         return self.state.sequence_id
 
-    def adopt(self, resumable_sequence: ResumableSequence) -> None:
-        """Be the sequence that runs there; all it has said is to be heard again."""
-        self.state.sequence_id = (
-            resumable_sequence.sequence_id
-        )  # begun anew, it gets a name of its own
-        self.state.epoch = resumable_sequence.epoch
-        self.replica = resumable_sequence.replica
+    def adopt(self, resumable: ResumableSequence) -> None:
+        """Become the sequence that runs there; its output is sent again from the first token."""
+        self.state.sequence_id = resumable.sequence_id  # begun anew, it gets a name of its own
+        self.state.epoch = resumable.epoch
+        self.replica = resumable.replica
         self.is_ours = False
 
     def take_gap(self) -> ResumableSequence | None:
-        """Who goes on without the tokens before, if those died with their owner; told once."""
+        """The owner that goes on after tokens lost with its predecessor; returned once."""
         if self.replica is not None or not self._early or self._has_asked or self.done:
             return None
         self._has_asked = True
-        sender, emission = self._early[0]
-        return ResumableSequence(self.state.claim, sender, self.state.sequence_id, emission.epoch)
+        sender, output = self._early[0]
+        return ResumableSequence(self.state.claim, sender, self.state.sequence_id, output.epoch)
 
     @property
     def is_reported(self) -> bool:
-        """Whether more is wanted of its tokens than replicas keep: their log-probabilities."""
+        """Whether its log-probabilities are wanted, which replicas do not keep."""
         sampling = self.state.sampling
         return sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
 
     @property
     def is_unknown(self) -> bool:
-        """Whether to begin it anew could show the client another answer than it had."""
+        """Whether beginning it anew could show the client another answer than it had."""
         return not self.may_begin and not self.state.output_ids
 
     def fail(self, error: QuadrigaError) -> None:
@@ -159,115 +157,115 @@ class SequenceRequest:
         if not self.done:
             self.error = error
 
-    def accept(self, replica: str, emission: EngineOutput) -> int:
-        """Take an emission of `replica`; return how many new tokens it brought.
+    def accept(self, replica: str, output: EngineOutput) -> int:
+        """Take output of `replica`; return how many new tokens it brought.
 
-        Duplicates change nothing, nor do emissions of former owners, or of a second one under the
-        same epoch. Who says again what is here, and says it differently, has another sequence: that
-        is a `failure` of the replica's. A gap that nobody can fill any more ends the choice in an
-        `InvariantViolation`. A stop string ends it with `finish` set and no word from the replica.
+        Duplicates change nothing, nor does output of former owners, or of a second one under the
+        same epoch. A replica that repeats tokens which are here with other values has another
+        sequence: that is a `failure` of the replica. A gap within an epoch ends the sequence in an
+        `InvariantViolation`. A stop string ends it with `finish` set before the replica knows.
         """
         if self.done or self.failure is not None:
             return 0
-        self.num_heard += 1
-        if emission.move is not None:
-            self._follow(replica, emission)
+        self.num_contacts += 1
+        if output.move is not None:
+            self._follow(replica, output)
             return 0
-        if emission.epoch < self.state.epoch:
+        if output.epoch < self.state.epoch:
             return 0
-        if emission.epoch == self.state.epoch and self.replica not in (replica, None):
-            return 0  # an epoch has one speaker: what others go on from need not be the same
-        if emission.first_index > len(self.state.output_ids) and emission.moved_to is None:
-            self._note_gap(replica, emission)
+        if output.epoch == self.state.epoch and self.replica not in (replica, None):
+            return 0  # an epoch has one sender: what others go on from need not be the same
+        if output.first_index > len(self.state.output_ids) and output.moved_to is None:
+            self._note_gap(replica, output)
             return 0
-        num_new = self._apply(replica, emission)
+        num_new = self._apply(replica, output)
         if num_new and self._early:
             early, self._early = self._early, []
             for sender, late in early:
                 num_new += self.accept(sender, late)
         return num_new
 
-    def _follow(self, replica: str, emission: EngineOutput) -> None:
-        """Note how far a live migration is; its source's tokens up to then are all here."""
-        is_old = emission.epoch < self.state.epoch
-        peer = emission.moved_to or ""
-        if emission.move == "begun":
+    def _follow(self, replica: str, output: EngineOutput) -> None:
+        """Note the state of a live migration; the source's tokens up to then are all here."""
+        is_old = output.epoch < self.state.epoch
+        peer = output.moved_to or ""
+        if output.move == "begun":
             if not is_old:
-                self.next_owners[peer] = emission.epoch + 1
-                self.staying.add(replica)
+                self.next_owners[peer] = output.epoch + 1
+                self.handing_over.add(replica)
             return
-        self.staying.discard(replica)
-        if emission.move == "done":
+        self.handing_over.discard(replica)
+        if output.move == "done":
             if not is_old and self.replica == replica:
                 self.replica = peer
         elif not is_old:
             self.next_owners.pop(peer, None)
-            self._take_over(replica, emission.epoch)
+            self._take_over(replica, output.epoch)
 
     def _take_over(self, replica: str, epoch: int) -> None:
         self.state.epoch = epoch
         self.replica = replica
         self.next_owners = {name: at for name, at in self.next_owners.items() if at > epoch}
 
-    def _note_gap(self, replica: str, emission: EngineOutput) -> None:
-        """Keep what overtook an older owner's tokens; within one epoch nothing overtakes."""
-        if emission.epoch > self.state.epoch:
-            if (replica, emission) not in self._early:
-                self._early.append((replica, emission))
+    def _note_gap(self, replica: str, output: EngineOutput) -> None:
+        """Keep output that overtook an older owner's tokens; within an epoch there is no gap."""
+        if output.epoch > self.state.epoch:
+            if (replica, output) not in self._early:
+                self._early.append((replica, output))
             return
         self.error = InvariantViolation(
-            f"tokens {len(self.state.output_ids)} to {emission.first_index - 1} of a sequence "
+            f"tokens {len(self.state.output_ids)} to {output.first_index - 1} of a sequence "
             "never arrived"
         )
 
-    def _apply(self, replica: str, emission: EngineOutput) -> int:
-        if emission.moved_to is not None:
-            self.next_owners[emission.moved_to] = emission.epoch + 1
+    def _apply(self, replica: str, output: EngineOutput) -> int:
+        if output.moved_to is not None:
+            self.next_owners[output.moved_to] = output.epoch + 1
             return 0
-        if emission.epoch > self.state.epoch:
-            self._take_over(replica, emission.epoch)
-        if self._contradicts(emission):
+        if output.epoch > self.state.epoch:
+            self._take_over(replica, output.epoch)
+        if self._contradicts(output):
             self.failure = ReplicaError(
                 f"{replica} goes on from another answer than the client has", code="contradicted"
             )
             return 0
-        if emission.prompt_logprobs is not None:
-            self.prompt_logprobs = emission.prompt_logprobs
-        num_new = self._append(emission)
-        if self.finish is None and emission.error is not None:
-            if outlives(emission.error):
-                self.failure = emission.error
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        num_new = self._append(output)
+        if self.finish is None and output.error is not None:
+            if is_recoverable(output.error):
+                self.failure = output.error
             else:
-                self.error = emission.error
-        elif self.finish is None and emission.finish is not None:
-            self._finish(emission.finish)
+                self.error = output.error
+        elif self.finish is None and output.finish is not None:
+            self._finish(output.finish)
         return num_new
 
-    def _contradicts(self, emission: EngineOutput) -> bool:
-        """Whether it tells differently what the client has already, or ends before that does."""
-        first, count = emission.first_index, len(emission.token_ids)
+    def _contradicts(self, output: EngineOutput) -> bool:
+        """Whether it has other tokens than the client has already, or ends before them."""
+        first, count = output.first_index, len(output.token_ids)
         again = self.state.output_ids[first : first + count]
-        if again != emission.token_ids[: len(again)]:
+        if again != output.token_ids[: len(again)]:
             return True
-        return emission.finish is not None and first + count < len(self.state.output_ids)
+        return output.finish is not None and first + count < len(self.state.output_ids)
 
-    def _append(self, emission: EngineOutput) -> int:
+    def _append(self, output: EngineOutput) -> int:
         known = len(self.state.output_ids)
-        skip = known - emission.first_index
-        if not emission.token_ids or skip >= len(emission.token_ids):
+        skip = known - output.first_index
+        if not output.token_ids or skip >= len(output.token_ids):
             return 0
-        count = len(emission.token_ids)
+        count = len(output.token_ids)
         # The token that ended the sequence (end token or stop id) counts but is not shown.
-        hidden = count - 1 if emission.finish is FinishReason.STOP else count
+        hidden = count - 1 if output.finish is FinishReason.STOP else count
         for i in range(skip, count):
-            token_id = emission.token_ids[i]
+            token_id = output.token_ids[i]
             self.state.output_ids.append(token_id)
-            if i < len(emission.exit_layers):
-                self.state.exit_layers.append(emission.exit_layers[i])
-            if emission.logprobs is not None:
-                self._note_logprob(emission.logprobs[i])
-            if emission.depth:
-                self._note_depth(emission.depth)
+            if i < len(output.exit_layers):
+                self.state.exit_layers.append(output.exit_layers[i])
+            if output.logprobs is not None:
+                self._note_logprob(output.logprobs[i])
+            if output.depth:
+                self._note_depth(output.depth)
             piece = self._detokenizer.push(token_id) if i < hidden else ""
             shown, met = self._stops.push(piece)
             self.pieces.append(shown)
@@ -276,11 +274,11 @@ class SequenceRequest:
                 return i + 1 - skip
         return count - skip
 
-    def _note_logprob(self, said: TokenLogprob) -> None:
+    def _note_logprob(self, logprob: TokenLogprob) -> None:
         if self._shows_logprobs:
-            self.logprobs.append(said)
-        if self.is_auto and said.logprob is not None:
-            self.nll -= said.logprob
+            self.logprobs.append(logprob)
+        if self.is_auto and logprob.logprob is not None:
+            self.nll -= logprob.logprob
             self.num_scored += 1
 
     def _note_depth(self, depth: int) -> None:

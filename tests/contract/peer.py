@@ -101,7 +101,7 @@ class Peer(BatchedCalls):
         return ReplicaInfo(self._name, Role.DECODE, DEPTH_CLASS, "node", "incarnation", NUM_ROWS, 0)
 
     async def renew(self, transfer_id: str) -> bool:
-        is_open = self._receiver.renew(transfer_id)
+        is_open = self._receiver.leases.renew(transfer_id, now_s=self._clock.now_s())
         if is_open and transfer_id in self._renewed:
             self._renewed.pop(transfer_id).set()
         return is_open

@@ -121,7 +121,7 @@ class Move:
         self.resume: ResumePoint | None = None
         self._max_cells = max_cells
         self._checksums: list[int] = []
-        held = source.loop.departures.held(sequence_id)
+        held = source.loop.export.held(sequence_id)
         assert held is not None
         state = held.state
         self.transfer_id = f"t{next(_names)}"
@@ -149,7 +149,7 @@ class Move:
 
     def piece(self) -> bool | None:
         """Send one piece; True when the sequence may rest, None when it is over."""
-        reading = self.source.loop.departures.read(self.sequence_id, self._books, self._max_cells)
+        reading = self.source.loop.export.read(self.sequence_id, self._books, self._max_cells)
         if reading is None:
             return None
         self._send(reading)
@@ -157,10 +157,10 @@ class Move:
 
     def freeze(self) -> SequenceRemainder | None:
         """Let it rest, as soon as little enough is missing; None when it is over."""
-        found = self.source.loop.departures.freeze(self.sequence_id, self._books)
+        found = self.source.loop.export.begin_cutover(self.sequence_id, self._books)
         while isinstance(found, SequenceReading):
             self._send(found)
-            found = self.source.loop.departures.freeze(self.sequence_id, self._books)
+            found = self.source.loop.export.begin_cutover(self.sequence_id, self._books)
         return found
 
     def finish(self, rest: SequenceRemainder) -> SequenceState:

@@ -105,7 +105,7 @@ def test_an_answer_that_fills_the_context(
             for _, emission in loop.step():
                 finish = emission.finish
         assert finish is FinishReason.LENGTH
-        assert loop.num_resumes == paused > 0
+        assert loop.preemption.num_resumes == paused > 0
         loop.check()
         assert not loop.slots.num_held
     assert state.output_ids == answer(model, state.prompt_ids, max_tokens)

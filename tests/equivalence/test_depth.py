@@ -123,9 +123,9 @@ class Bench:
     def go(self, depth: int) -> None:
         if depth > self.runner.num_layers:
             with self.runner.prepare_depth(depth, timeout_s=60.0) as prepared:
-                self.loop.depth.take(prepared)
+                self.loop.take_depth(prepared)
         elif depth < self.runner.num_layers:
-            assert not self.loop.depth.drop_to(depth).blocked_by
+            assert not self.loop.drop_to(depth).blocked_by
         self.table.follow(self.runner.spec.depth_class)
         self.loop.check()
         assert self.runner.num_layers == depth
@@ -236,7 +236,7 @@ def test_strict_sequences_wait_for_layers(family: str, mode: SkippedKV, compile:
         assert {s.sequence_id for s in waiting} == {s.sequence_id for s in bench.loop.running}
         assert waiting and not bench.loop.has_work
         if depth == LAYERS:
-            blocked = bench.loop.depth.drop_to(1).blocked_by
+            blocked = bench.loop.drop_to(1).blocked_by
             assert set(blocked) == {s.sequence_id for s in waiting}
         bench.go(depth)
     bench.finish()
@@ -308,7 +308,7 @@ def test_prefilled_shallower_than_it_decodes(family: str, mode: SkippedKV, is_pa
         with pytest.raises(ConfigError, match="an engine on a GPU keeps the 6 layers"):
             bench.runner.prepare_depth(LAYERS)
         with pytest.raises(ConfigError, match="an engine on a GPU keeps the 6 layers"):
-            bench.loop.depth.drop_to(1)
+            bench.loop.drop_to(1)
 
 
 def test_paused_and_at_rest_through_changes(family: str) -> None:
@@ -334,7 +334,7 @@ def test_paused_and_at_rest_through_changes(family: str) -> None:
     late.output_ids, late.exit_layers = [token.token_id], [token.exit_layer]
     bench.loop.join(late)
     bench.finish()
-    assert bench.loop.num_pauses > 4
+    assert bench.loop.preemption.num_pauses > 4
     check(reference(family, "replay"), [*todo[:4], late], LAYERS)
 
 
@@ -408,7 +408,7 @@ def test_freed_memory_holds_more_sequences(tmp_path: Path) -> None:
     for name in "bcdef":
         bench.loop.reserve(name, 96)
     with bench.runner.prepare_depth(LAYERS) as prepared:
-        assert bench.loop.depth.take(prepared) == 0
+        assert bench.loop.take_depth(prepared) == 0
 
 
 def test_loading_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,10 +440,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     prepared = runner.prepare_depth(LAYERS)
     bench.go(1)
     with pytest.raises(ConfigError, match="made for 3 layers; this engine holds 1"):
-        bench.loop.depth.take(prepared)
+        bench.loop.take_depth(prepared)
     prepared.close()
     with pytest.raises(ConfigError, match="closed"):
-        bench.loop.depth.take(prepared)
+        bench.loop.take_depth(prepared)
     odd = NativeRunner.load(replace(runner.spec, depth=2, exits=EXITS.cut(2), exit_plan=EXITS))
     with pytest.raises(ConfigError, match="2 layers are no exit"):
         odd.prepare_depth(3)

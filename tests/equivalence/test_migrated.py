@@ -184,7 +184,7 @@ class Traffic:
         elif self._rng.random() < 0.2:
             self.aborted += 1
             loop.step()
-            loop.departures.thaw(sequence_id)
+            loop.export.abort_cutover(sequence_id)
             transfer.abort()
         else:
             self.moves += 1
@@ -220,7 +220,7 @@ def test_out_of_host_memory(small: Path, mode: SkippedKV) -> None:
     assert traffic.rested > 10
     assert traffic.waited > 3
     assert traffic.aborted > 5
-    assert sum(m.loop.num_resumes for m in members) > 30
+    assert sum(m.loop.preemption.num_resumes for m in members) > 30
 
 
 def test_a_full_replica_gives_its_paused_sequences_to_one_with_room(small: Path) -> None:

@@ -12,6 +12,7 @@ from quadriga.checkpoint.exits import ExitParams, SkippedKV
 from quadriga.core.request import SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import MigrationFailed
+from quadriga.scheduling.sequence import SequenceStatus
 from tests.equivalence.early_exit_reference import LAYERS, build_deep, save_with_exits
 from tests.equivalence.moving import Move, move
 from tests.equivalence.paged import load_on_pages
@@ -87,7 +88,7 @@ class Crowd:
         try:
             self.states[sequence_id] = transfer.finish(rest)
         except MigrationFailed as exc:
-            assert transfer.source.loop.departures.thaw(sequence_id)
+            assert transfer.source.loop.export.abort_cutover(sequence_id)
             transfer.abort()
             return exc.code
         assert transfer.resume is not None
@@ -152,7 +153,9 @@ def test_replicas_change_their_depth_under_moves() -> None:
     for turn in range(MAX_TURNS):
         bench = crowd.benches[turn % 3]
         depth = depths.choice((1, 3, LAYERS))
-        is_calm = not bench.loop.departures.at_rest and depth != bench.runner.num_layers
+        is_calm = (
+            not bench.loop.batch.having(SequenceStatus.MOVING) and depth != bench.runner.num_layers
+        )
         if turn % 6 == 0 and is_calm:
             bench.go(depth)
         if not crowd.turn():

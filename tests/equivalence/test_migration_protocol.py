@@ -15,7 +15,7 @@ import torch
 from actors.kv_transfer import handoff_sender, migration_copy
 from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
-from actors.kv_transfer.migrations import Migrations
+from actors.kv_transfer.migration import Migrations
 from actors.metrics.spans import SequenceSpans
 from actors.replica.decode import DecodeReplica
 from actors.rpc.rpc_batcher import RpcBatcher
@@ -148,7 +148,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     monkeypatch.setattr(handoff_sender, "call", network.call)
     yield network
     for side in network.sides.values():
-        assert side.receiver.num_open == side.bench.loop.slots.num_held == 0
+        assert side.receiver.leases.num_open == side.bench.loop.slots.num_held == 0
         assert not side.migrations.under_way
 
 
@@ -242,7 +242,7 @@ async def test_a_commit_whose_answer_is_lost_is_made_once(network: Network) -> N
 async def test_paused_sequences(network: Network) -> None:
     one, other = build(network, LAYERS, LAYERS)
     got = start(one)
-    preemption = one.bench.loop._preemption
+    preemption = one.bench.loop.preemption
     preemption._resume_one = lambda: False  # type: ignore[method-assign]
     assert one.bench.loop.pause(got[2].sequence_id)
     assert (await migrate(one, other, got[2].sequence_id)).outcome == "moved"

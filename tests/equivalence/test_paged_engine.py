@@ -209,7 +209,7 @@ def test_paused_under_memory_pressure(
         loop = pausing.make_loop(spec, tokens)
         answers.append(pausing.states())
         pausing.run(loop, answers[-1])
-        assert (loop.num_pauses > 0) == (capacity == 3)
+        assert (loop.preemption.num_pauses > 0) == (capacity == 3)
         assert_no_page_is_held(made[-1])
     for undisturbed, paused in zip(*answers, strict=True):
         assert paused.output_ids == undisturbed.output_ids

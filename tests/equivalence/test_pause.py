@@ -99,7 +99,7 @@ def test_paused_under_memory_pressure(checkpoint: Path, mode: SkippedKV, compile
     run(make_loop(spec, 8 * spec.row_capacity_tokens), plenty)
     loop = make_loop(spec, 3 * spec.row_capacity_tokens)
     run(loop, scarce)
-    assert loop.num_pauses > 0
+    assert loop.preemption.num_pauses > 0
     assert len({k for s in plenty for k in s.exit_layers}) > 1, "tokens leave at several exits"
     for undisturbed, paused in zip(plenty, scarce, strict=True):
         assert len(paused.output_ids) == MAX_TOKENS
@@ -117,7 +117,7 @@ def test_paused_at_any_moment(checkpoint: Path) -> None:
     run(make_loop(spec, 8 * spec.row_capacity_tokens), undisturbed)
     loop = make_loop(spec, 8 * spec.row_capacity_tokens)
     run(loop, paused, pause_every=3)
-    assert loop.num_pauses > 30
+    assert loop.preemption.num_pauses > 30
     for one, other in zip(undisturbed, paused, strict=True):
         assert one.output_ids == other.output_ids
         assert one.exit_layers == other.exit_layers

@@ -129,11 +129,11 @@ class Replica:
         if depth == self.runner.num_layers:
             return True
         if depth > self.runner.num_layers:
-            excess = self.loop.depth.take(depth)
+            excess = self.loop.take_depth(depth)
         else:
             before = self.runner.num_layers
             depth_of = self.depths()
-            shrunk = self.loop.depth.drop_to(depth)
+            shrunk = self.loop.drop_to(depth)
             if shrunk.blocked_by:
                 assert self.runner.num_layers == before and not shrunk.emissions
                 return False
@@ -237,6 +237,4 @@ def test_hundreds_of_changes_leave_nothing_behind() -> None:
     assert len(replica.finished) == number > 100
     assert replica.loop.depth.num_changes >= 600
     assert replica.loop.depth.num_repayments > 50
-    places = replica.loop._places
-    assert len(places.waiting) == len(replica.runner.segment_ends) - 1
-    assert not replica.loop.depth._came_with and replica.slots.num_held == 0
+    assert not replica.loop.batch.sequences and replica.slots.num_held == 0

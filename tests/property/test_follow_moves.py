@@ -31,7 +31,7 @@ class NoText:
         return ""
 
 
-def choice() -> SequenceRequest:
+def sequence() -> SequenceRequest:
     state = SequenceState("s", "r", "m", [1], SamplingParams(max_tokens=LENGTH), "i", 0.0, 1e18)
     made = SequenceRequest(0, state, NoText(), StopMatcher(()))
     made.replica = "prefill"
@@ -117,19 +117,19 @@ class Ingress:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.choice = choice()
+        self.sequence = sequence()
         self.acks: dict[str, int] = {}
         self.told_dead: set[str] = set()
 
     def poll(self, name: str, *, is_lost: bool) -> None:
         """Fetch a mailbox from its acknowledged entry on; a lost reply is fetched again."""
-        if self.choice.done or name not in self.choice.holders:
+        if self.sequence.done or name not in self.sequence.owners:
             self.acks.pop(name, None)  # the line is dropped, and with it what was acknowledged
             return
         if name in self.cluster.dead:
             if name not in self.told_dead:
                 self.told_dead.add(name)
-                assert not self.choice.lose(name), "somebody else still has it"
+                assert not self.sequence.lose(name), "somebody else still has it"
             return
         ack = self.acks.get(name, 0)
         self.cluster.read[name] = max(self.cluster.read.get(name, 0), ack)
@@ -137,7 +137,7 @@ class Ingress:
         if is_lost:
             return
         for emission in entries:
-            self.choice.accept(name, emission)
+            self.sequence.accept(name, emission)
         self.acks[name] = ack + len(entries)
 
     def catch_up(self) -> None:
@@ -201,7 +201,7 @@ def test_every_token_arrives_once_whoever_owned_it(actions: list[tuple[str, int,
             cluster.die(peer)
     cluster.speak(LENGTH)
     ingress.catch_up()
-    followed = ingress.choice
+    followed = ingress.sequence
     assert followed.error is None
     assert followed.finish is FinishReason.LENGTH
     assert followed.state.output_ids == list(range(LENGTH))

@@ -23,7 +23,7 @@ from quadriga.policies.helios.history import save_table
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.http.server import HttpServer
 from serve_app.openai.models import ModelDirectory
-from serve_app.request.cluster import RayCluster
+from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.engine_client import EngineClient
 from tests.ray.apps import App
 from tests.ray.ingress import call
@@ -43,7 +43,7 @@ class Door:
             config,
             ModelDirectory.load(config),
             ApiKeys(),
-            RayCluster(app.name),
+            ClusterClient(app.name),
             ingress_id="test-ingress",
         )
         self.http = httpx.AsyncClient(

@@ -83,7 +83,7 @@ class FaultyDecode(BatchedCalls):
         return self._info
 
     async def renew(self, transfer_id: str) -> bool:
-        return self._receiver.renew(transfer_id)
+        return self._receiver.leases.renew(transfer_id, now_s=SystemClock().now_s())
 
     async def kv_connect(self, offer: ChannelOffer) -> None:
         if self.fault == "connect_refused":

@@ -48,7 +48,7 @@ def open_books(replica: str) -> tuple[int, int]:
     """(transfers that come, migrations that go) of a replica."""
 
     def look(actor: Any) -> tuple[int, int]:
-        return actor.receiver.num_open, len(actor.migrations.under_way)
+        return actor.receiver.leases.num_open, len(actor.migrations.under_way)
 
     actor: Any = get_actor(replica)
     found: tuple[int, int] = ray.get(actor.__ray_call__.remote(look), timeout=10)
@@ -66,7 +66,7 @@ def pause(replica: str, sequence_id: str) -> bool:
         actor.has_paused = None
 
         def fill(core: Any) -> None:
-            core.loop._preemption._resume_one = lambda: False
+            core.loop.preemption._resume_one = lambda: False
             actor.has_paused = core.loop.pause(sequence_id)
 
         actor.engine._inbox.put(fill)
@@ -87,7 +87,7 @@ def free_memory(replica: str) -> None:
     """Let the paused come back again."""
 
     def free(actor: Any) -> None:
-        del actor.engine.core.loop._preemption._resume_one
+        del actor.engine.core.loop.preemption._resume_one
 
     actor: Any = get_actor(replica)
     ray.get(actor.__ray_call__.remote(free), timeout=10)

@@ -252,10 +252,10 @@ class Replica:
         if depth > self._native.num_layers:
             with self._native.prepare_depth(depth, timeout_s=_LOAD_TIMEOUT_S) as prepared:
                 load_s = prepared.load_s
-                self._loop.decode.depth.take(prepared)
+                self._loop.decode.take_depth(prepared)
         else:
             before, running = self._counters.breaches, self.num_running
-            shrunk = self._loop.decode.depth.drop_to(depth)
+            shrunk = self._loop.decode.drop_to(depth)
             if shrunk.blocked_by:
                 raise ConfigError(f"{len(shrunk.blocked_by)} sequences need the layers")
             emissions = [e for _, e in shrunk.emissions]

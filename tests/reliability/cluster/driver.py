@@ -231,4 +231,4 @@ def _running(core: Any) -> list[str]:
 
 
 def _open(replica: Any) -> tuple[int, int]:
-    return replica.receiver.num_open, len(replica.migrations.under_way)
+    return replica.receiver.leases.num_open, len(replica.migrations.under_way)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer import migrations
-from actors.kv_transfer.migrations import Migrations
+from actors.kv_transfer import migration as migrations
+from actors.kv_transfer.migration import Migrations
 from actors.replica.decode import DecodeReplica
 from quadriga.clock import ManualClock
 from quadriga.core.output import EngineOutput

@@ -304,7 +304,7 @@ async def test_a_replica_that_stood_still_does_not_take_it_for_silence(
     with pytest.raises(asyncio.CancelledError):
         async with asyncio.timeout(5.0):
             await DecodeReplica._sweep(replica)
-    assert receiver.num_open == num_open
+    assert receiver.leases.num_open == num_open
 
 
 async def test_a_second_try_waits_for_what_lapsed_with_others() -> None:

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from actors.kv_transfer import migration as migrations_module
 from actors.kv_transfer import migration_copy
-from actors.kv_transfer import migrations as migrations_module
-from actors.kv_transfer.migration import Migration
-from actors.kv_transfer.migrations import MAX_OUTGOING, Migrations
+from actors.kv_transfer.migration import MAX_OUTGOING, Migration, Migrations
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import ManualClock
 from quadriga.core.kv import ResumePoint, TransferOffer
@@ -32,6 +31,7 @@ from quadriga.errors import (
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.handoff import LeaseState
 from quadriga.scheduling.precopy import StepPhase
+from quadriga.scheduling.sequence import SequenceStatus
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, FakeSuspended, next_token
 
@@ -334,7 +334,7 @@ async def test_it_may_be_paused_and_come_back_while_it_is_copied(step: str) -> N
 
     replica.on = turn
     assert (await replica.migrate()).outcome == "moved"
-    assert replica.loop.num_pauses > 0
+    assert replica.loop.preemption.num_pauses > 0
     (transfer,) = replica.transfers
     assert transfer.committed is not None
     known = transfer.committed[0].num_tokens - 1
@@ -391,7 +391,7 @@ async def test_a_source_that_changes_its_depth_keeps_the_sequence() -> None:
 
     def change(name: str) -> None:
         if name == "send":
-            replica.loop.departures.num_depths += 1
+            replica.loop.batch.num_depth_changes += 1
 
     replica.on = change
     report = await replica.migrate()
@@ -614,7 +614,7 @@ async def test_a_bug_while_nobody_knows_is_asked_beyond(
     assert replica.transfers[0].num_settles == 2
     assert type(bug).__name__ in caplog.text
     assert replica.moves == ["begun", "failed"]
-    assert replica.loop.departures.at_rest == {}
+    assert replica.loop.batch.having(SequenceStatus.MOVING) == []
     assert replica.goes_on()
 
 

@@ -46,7 +46,7 @@ class Host:
         specs = resolve(self.config, Hardware(4)).replicas
         self.spec = next(s for s in specs if s.role is role)
         self.clock = SystemClock()
-        self.receiver = SimpleNamespace(offers=list, sequences=set)
+        self.receiver = SimpleNamespace(leases=SimpleNamespace(offers=list, sequences=set))
         self.report_options = SimpleNamespace(forecast=False)
         self.name = "replica"
         self.load: Any = None
@@ -97,7 +97,9 @@ def decode_host() -> tuple[Host, NativeRunner]:
     host = Host(Role.DECODE)
     runner = NativeRunner.load(host.spec.engine)
     fake: Any = host
-    host.core = DecodeEngine(fake, runner, runner.skipped, None, None, runner)
+    host.core = DecodeEngine(
+        fake, runner, receiver=fake.receiver, leaving=fake.leaving, resizable=runner
+    )
     return host, runner
 
 

@@ -80,7 +80,10 @@ def test_every_sequence_says_what_it_says_alone(reservation: str, seed: int) -> 
         loop.check()
     assert read(said) == wanted
     assert runner.attached == {} and loop.decode.slots.num_held == 0
-    assert reservation == "longest" or loop.decode.num_pauses == loop.decode.num_resumes
+    assert (
+        reservation == "longest"
+        or loop.decode.preemption.num_pauses == loop.decode.preemption.num_resumes
+    )
 
 
 def test_two_runs_share_the_batch_and_each_reads_its_own() -> None:

@@ -25,7 +25,7 @@ from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.scheduling.prefill_loop import PrefillLoop
 from quadriga.scheduling.prefill_queue import MAX_WAITING_FOR_LAYERS, PrefillQueue
-from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeRunner
@@ -210,9 +210,9 @@ def test_an_engine_without_layers_to_change_says_so() -> None:
     for runner in (plain, PacedRunner(plain, find_profile("steady-15ms"))):
         loop = loop_of(runner)
         with pytest.raises(ConfigError, match="runs its model as it is"):
-            loop.depth.take(8)
+            loop.take_depth(8)
         with pytest.raises(ConfigError, match="runs its model as it is"):
-            loop.depth.drop_to(2)
+            loop.drop_to(2)
     loop = loop_of(plain)
     state = make_state("a", outputs=1)
     loop.reserve("a", 20)
@@ -224,7 +224,7 @@ def test_an_engine_without_layers_to_change_says_so() -> None:
 def test_a_prompt_of_a_shallower_prefill_replica_is_run_again_in_pieces() -> None:
     runner = FakeDepthRunner(2, 8)
     loop = loop_of(runner)
-    loop._rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
+    loop.batch.rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
     state = make_state("a", prompt=50, outputs=1)
     state.sampling = SamplingParams(max_tokens=10)
     state.exits = ExitParams(0.999, "strict")
@@ -242,7 +242,7 @@ def test_who_waits_for_a_debt_is_run_to_the_end_before_layers_go() -> None:
     """Bounded, in host memory while its replica grew; nobody may be stuck behind layers that go."""
     runner = FakeDepthRunner(2, 8)
     loop = loop_of(runner)
-    loop._rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
+    loop.batch.rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
     state = make_state("a", prompt=50, outputs=1)
     state.sampling = SamplingParams(max_tokens=30)
     state.exits = ExitParams(0.999, "bounded")
@@ -252,21 +252,21 @@ def test_who_waits_for_a_debt_is_run_to_the_end_before_layers_go() -> None:
     assert not loop.rows_waiting_at(0)
     loop.step()  # to the first exit, where it waits
     assert loop.rows_waiting_at(0) == [0]
-    running = loop._places.running[0]
+    sequence = loop.batch.sequences["a"]
+    loop.batch.lift(sequence, SequenceStatus.MOVING)
     runner.set_depth_of(0, 2)
-    place = loop._places.lift(0).place
-    loop._enter(0, state, place)  # as one that comes back
-    assert list(loop._places.parked[0]) == [0] and running is not loop._places.running[0]
-    shrunk = loop.depth.drop_to(2)
+    loop.batch.enter(sequence)
+    assert sequence.is_parked and sequence.next_segment == 1
+    shrunk = loop.drop_to(2)
     assert not shrunk.blocked_by and [e.exit_layers for _, e in shrunk.emissions] == [[8]]
-    assert loop.num_running == 1 and loop._places.num_runnable == 1
+    assert loop.num_running == 1 and loop.batch.num_parked == 0
     loop.check()
 
 
 def test_a_refused_change_takes_no_token_from_anybody() -> None:
     runner = FakeDepthRunner(2, 8)
     loop = loop_of(runner)
-    loop._rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
+    loop.batch.rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
     state = make_state("a", outputs=1)
     state.exits = ExitParams(0.999, "bounded")
     loop.reserve("a", 20)
@@ -274,7 +274,7 @@ def test_a_refused_change_takes_no_token_from_anybody() -> None:
     loop.join(state)
     loop.step()
     with pytest.raises(ConfigError, match="8 is not below 8"):
-        loop.depth.drop_to(8)
+        loop.drop_to(8)
     with pytest.raises(ConfigError, match="4 is not below 8"):
-        loop.depth.drop_to(4)
+        loop.drop_to(4)
     assert loop.rows_waiting_at(0) == [0] and len(state.output_ids) == 1

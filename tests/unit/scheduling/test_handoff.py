@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from quadriga.core.kv import KVExtent, KVPart, TransferOffer
 from quadriga.core.replica import DepthClass
-from quadriga.errors import KVTransportError, MigrationFailed
-from quadriga.scheduling.handoff import MAX_REMEMBERED, LeaseState, LeaseTable
+from quadriga.errors import KVTransportError, MigrationFailed, Overloaded
+from quadriga.scheduling.handoff import MAX_LIVE, MAX_REMEMBERED, Lease, LeaseState, LeaseTable
 
 DEPTH = 4
 CLASS = DepthClass("m", DEPTH)
@@ -215,12 +215,15 @@ def test_a_replica_that_lost_layers_meanwhile_refuses_who_needs_them() -> None:
     assert table.commit("t", epoch=1, num_tokens=10, checksums=[7], extents=extents(10, 10))
 
 
-def test_live_transfers_are_counted(table: LeaseTable) -> None:
-    assert table.num_live == 0
-    table.open(replace(offer("u", "v"), is_live=True), row=1, now_s=0.0)
-    assert table.num_live == 1
-    table.abort("u")
-    assert table.num_live == 0
+def test_only_a_few_running_sequences_come_at_once(table: LeaseTable) -> None:
+    for i in range(MAX_LIVE):
+        table.open(replace(offer(f"u{i}", f"v{i}"), is_live=True), row=i, now_s=0.0)
+    one_more = replace(offer("w", "w"), is_live=True)
+    with pytest.raises(Overloaded, match="on their way here"):
+        table.check_offer(one_more)
+    assert table.check_offer(offer("w", "w")) == [], "a prefilled one may come"
+    table.abort("u0")
+    assert table.check_offer(one_more) == []
 
 
 def test_fewer_parts_than_the_source_sent(table: LeaseTable) -> None:
@@ -329,9 +332,13 @@ def test_a_row_is_not_released_under_a_writer(table: LeaseTable, by: str) -> Non
     lease = table.begin_store("source", part(0), now_s=0.0)
     ended = table.abort("t") if by == "abort" else table.lapse(now_s=99.0)
     assert not ended, "somebody is still writing"
-    assert table.num_closing == 1
+    assert table.sequences() == {"s"}
+    with pytest.raises(Overloaded, match="not free yet"):
+        table.check_row("s")
     assert table.end_store(lease, part(0), 7, now_s=99.0) is True
-    assert table.num_closing == 0
+    table.freed(lease)
+    assert table.sequences() == set()
+    table.check_row("s")
 
 
 def test_an_abort_before_the_offer_wins() -> None:
@@ -387,11 +394,12 @@ def test_every_row_is_released_exactly_once(actions: list[tuple[str, int]]) -> N
     table = LeaseTable(CLASS)
     held: set[str] = set()
     committed: set[str] = set()
-    writing: list[tuple[str, object]] = []
+    writing: list[tuple[str, Lease]] = []
 
-    def release(transfer_id: str) -> None:
-        assert transfer_id in held - committed
-        held.remove(transfer_id)
+    def release(lease: Lease) -> None:
+        assert lease.offer.transfer_id in held - committed
+        held.remove(lease.offer.transfer_id)
+        table.freed(lease)
 
     for now_s, (action, i) in enumerate(actions):
         name = f"t{i}"
@@ -408,19 +416,21 @@ def test_every_row_is_released_exactly_once(actions: list[tuple[str, int]]) -> N
         elif action == "end" and writing:
             owner, lease = writing.pop(i % len(writing))
             done = part(0, transfer_id=owner)
-            if table.end_store(lease, done, 7, now_s=float(now_s)):  # type: ignore[arg-type]
-                release(owner)
+            if table.end_store(lease, done, 7, now_s=float(now_s)):
+                release(lease)
         elif action == "commit":
             try:
                 if table.commit(name, epoch=1, num_tokens=10, checksums=[7]) is not None:
                     committed.add(name)
             except MigrationFailed:
                 pass
-        elif action == "abort" and table.abort(name) is not None:
-            release(name)
+        elif action == "abort":
+            ended = table.abort(name)
+            if ended is not None:
+                release(ended)
         elif action == "lapse":
             for lease in table.lapse(now_s=float(now_s)):
-                release(lease.offer.transfer_id)
+                release(lease)
         closing = {owner for owner, lease in writing if table.state(owner) is not LeaseState.OPEN}
         assert held == set(table.open_transfers()) | committed | (closing & held)
-        assert len(held - committed) == table.num_open + table.num_closing
+        assert {f"s{name[1:]}" for name in held - committed} == table.sequences()

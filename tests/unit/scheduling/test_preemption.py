@@ -18,8 +18,8 @@ def test_many_fit_by_what_they_use_and_all_end() -> None:
         replica.take(f"s{i}", max_tokens=60 + 4 * i)
     assert replica.loop.num_running == 10
     replica.finish()
-    assert replica.loop.num_pauses > 3
-    assert replica.loop.num_resumes == replica.loop.num_pauses
+    assert replica.loop.preemption.num_pauses > 3
+    assert replica.loop.preemption.num_resumes == replica.loop.preemption.num_pauses
 
 
 def test_newcomers_are_let_in_up_to_the_mark() -> None:
@@ -28,19 +28,19 @@ def test_newcomers_are_let_in_up_to_the_mark() -> None:
         replica.take(f"s{i}", max_tokens=10)
     with pytest.raises(KVCacheExhausted, match="up to 288 tokens"):
         replica.take("one too many")
-    assert replica.loop.num_pauses == 0
+    assert replica.loop.preemption.num_pauses == 0
     replica.finish()
 
 
 def test_nothing_is_paused_by_the_longest() -> None:
     replica = Replica(reservation="longest")
     assert replica.take("a").priority == 0
-    assert replica.loop.least_priority is None
+    assert replica.loop.preemption.least_priority is None
     replica.take("b", max_tokens=140)
     with pytest.raises(KVCacheExhausted, match="tokens are free"):
         replica.take("important", priority=-9, max_tokens=140)
     replica.finish()
-    assert replica.loop.num_pauses == 0
+    assert replica.loop.preemption.num_pauses == 0
 
 
 def test_the_important_take_the_place_of_the_least_important() -> None:
@@ -49,14 +49,14 @@ def test_the_important_take_the_place_of_the_least_important() -> None:
     replica.take("first", priority=1, max_tokens=50)
     replica.take("least", priority=5, max_tokens=40)
     replica.take("long", priority=1, max_tokens=90)
-    assert replica.loop.least_priority == 5
+    assert replica.loop.preemption.least_priority == 5
     with pytest.raises(KVCacheExhausted, match="0 of 3 rows"):
         replica.take("equal", priority=5)
     replica.take("important", priority=0)
     assert replica.paused == {"least"}
     replica.take("more important", priority=-1)
     assert replica.paused == {"least", "long"}
-    assert replica.loop.least_priority == 1
+    assert replica.loop.preemption.least_priority == 1
     replica.finish()
 
 
@@ -70,7 +70,7 @@ def test_the_paused_come_before_newcomers_of_their_rank() -> None:
     replica.take("urgent", priority=-1)
     assert replica.paused == {"b"}
     replica.finish()
-    assert replica.loop.num_resumes == replica.loop.num_pauses >= 1
+    assert replica.loop.preemption.num_resumes == replica.loop.preemption.num_pauses >= 1
 
 
 def test_who_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_who_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(replica.loop._preemption._runner, "suspend", full)
+        patched.setattr(replica.runner, "suspend", full)
         with pytest.raises(MemoryError):
             replica.take("important", priority=0)
     assert replica.paused == set() and replica.loop.num_running == 1
@@ -96,7 +96,7 @@ def test_nobody_is_paused_in_vain() -> None:
         replica.take("large", prompt=140, max_tokens=10, priority=0)
     with pytest.raises(ContextTooLong):
         replica.take("larger than a row", prompt=150, max_tokens=11, priority=-1)
-    assert replica.loop.num_pauses == 0
+    assert replica.loop.preemption.num_pauses == 0
     replica.finish()
 
 
@@ -110,7 +110,7 @@ def test_an_engine_whose_room_is_all_promised_does_not_spin() -> None:
     replica.loop.leave("urgent")
     assert replica.loop.has_work
     replica.finish()
-    assert replica.loop.num_resumes == 1
+    assert replica.loop.preemption.num_resumes == 1
 
 
 def test_a_newcomer_is_promised_what_answers_usually_add() -> None:
@@ -131,7 +131,7 @@ def test_where_every_row_fits_at_its_longest_all_of_the_memory_is_promised() -> 
         replica.take(name, prompt=20, max_tokens=140)
     assert replica.loop.slots.reserved_tokens == 320
     replica.finish()
-    assert replica.loop.num_pauses == 0
+    assert replica.loop.preemption.num_pauses == 0
 
 
 def test_a_known_length_counts_instead_of_the_usual_one() -> None:
@@ -150,7 +150,7 @@ def test_what_is_promised_and_not_used_is_taken_back_before_anybody_is_paused() 
     replica.take("promised much", prompt=100, max_tokens=60)
     assert replica.loop.slots.reserved_tokens == 128 + 160
     replica.finish()
-    assert replica.loop.num_pauses == 0
+    assert replica.loop.preemption.num_pauses == 0
 
 
 def test_answers_that_end_teach_what_to_promise() -> None:
@@ -174,7 +174,7 @@ def test_who_was_paused_least_often_is_paused_next() -> None:
     assert replica.loop.pause("long")
     replica.step()
     assert replica.paused == set()
-    running = {r.state.sequence_id: r for r in replica.loop._places.running.values()}
+    running = replica.loop.batch.sequences
     victim = choose_victim(running.values())
     assert victim is not None and victim.state.sequence_id == "short"
     replica.finish()

@@ -91,7 +91,7 @@ class MortalReplica:
 
 
 class MortalCluster:
-    """Implements `serve_app.request.cluster.Cluster`.
+    """Implements `serve_app.request.cluster_client.ClusterClient`.
 
     Args:
         step_s: Between two tokens of a sequence.

@@ -17,7 +17,7 @@ from serve_app.__main__ import _arguments, _own_key, main
 from serve_app.auth.api_keys import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
 from serve_app.auth.keys import ANONYMOUS, KeyLimits
 from serve_app.cli.startup import describe
-from serve_app.request.requests import check_key
+from serve_app.request.resumption import check_key
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,11 @@ from serve_app.openai.rendering import usage
 from serve_app.ops.auto_reports import AutoReports
 from serve_app.request.request import Request
 from serve_app.request.sequence_request import SequenceRequest
-from serve_app.request.spec import GenerateSpec, Prompt
 from tests.fakes import FakeCluster
 from tests.unit.serve_app.conftest import MODEL
 
 
-def choice(**sampling: Any) -> SequenceRequest:
+def sequence(**sampling: Any) -> SequenceRequest:
     state = SequenceState(
         sequence_id="s",
         request_id="r",
@@ -54,7 +53,7 @@ def say(
 
 
 def served(*, depths: tuple[int, int] = (4, 4), **sampling: Any) -> SequenceRequest:
-    made = choice(**sampling)
+    made = sequence(**sampling)
     made.replica, made.first_token_s, made.last_token_s = "decode", 11.0, 13.0
     say(made, 0, 8, [8])
     say(made, 1, depths[0], [2, 4, 4])
@@ -91,17 +90,21 @@ async def test_what_was_served_at_two_depths_is_no_row_of_either() -> None:
     assert kinds == [("started", "scout"), ("lost", "scout")]
 
 
+def request_of(sequence: SequenceRequest) -> Request:
+    sampling = SamplingParams(8)
+    request = Request("r", "quadriga-s", [[5]], [""], 1, sampling, (), False, 0, 0.0, 9e9)
+    request.sequences.append(sequence)
+    return request
+
+
 async def test_spans_in_the_usage_and_nothing_where_depths_never_change() -> None:
-    spec = GenerateSpec(
-        "r", "quadriga-s", (Prompt([5], ""),), 1, SamplingParams(8), (), False, 0, 0.0, 9e9
-    )
     made = served(depths=(4, 8))
-    spans = usage(Request(spec, [made], created_unix_s=0, arrived_s=0.0))["quadriga"]["spans"]
+    spans = usage(request_of(made))["quadriga"]["spans"]
     assert [(s["depth"], s["tokens"]) for s in spans] == [(8, 1), (4, 3), (8, 1)]
-    plain = choice()
+    plain = sequence()
     plain.is_auto = False
     say(plain, 0, 0, [8], last=True)
-    counts = usage(Request(spec, [plain], created_unix_s=0, arrived_s=0.0))
+    counts = usage(request_of(plain))
     assert "spans" not in counts["quadriga"]
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from quadriga.errors import ReplicaDied, ReplicaError
 from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
-from serve_app.request.cluster import RayCluster
+from serve_app.request.cluster_client import ClusterClient
 
 
-class Beats(RayCluster):
+class Beats(ClusterClient):
     """Notes who is called; each call takes as long as it is told to, by the clock alone."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr("serve_app.request.cluster.own_actor", lambda: "")
+        monkeypatch.setattr("serve_app.request.cluster_client.own_actor", lambda: "")
         super().__init__("app")
         self.heard: list[str] = []
         self.restarted: list[float] = []

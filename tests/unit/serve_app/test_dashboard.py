@@ -17,7 +17,7 @@ from quadriga.observability.load_history import VALUES
 from quadriga.observability.metrics import MetricsHub
 from serve_app.http.dashboard_pages import FILES, FOLDER
 from serve_app.ops.admin import AdminServer
-from serve_app.request.cluster import RayCluster
+from serve_app.request.cluster_client import ClusterClient
 from tests.unit.serve_app.conftest import MakeStand, Stand
 from tests.unit.serve_app.dashboard_views import NAMES, busy_view, counted, crowded_view
 
@@ -94,15 +94,15 @@ async def test_however_many_look_the_actors_are_asked_rarely(
 
 
 async def test_a_part_whose_actor_is_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = object.__new__(RayCluster)
+    cluster = object.__new__(ClusterClient)
     cluster._scheduler, cluster._controller = "q:scheduler", "q:controller"
 
-    async def called(self: RayCluster, name: str, method: str, **_: Any) -> dict[str, Any]:
+    async def called(self: ClusterClient, name: str, method: str, **_: Any) -> dict[str, Any]:
         if name == "q:scheduler":
             raise ReplicaDied("q:scheduler died")
         return {"exits": {"d": {}}}
 
-    monkeypatch.setattr(RayCluster, "_call", called)
+    monkeypatch.setattr(ClusterClient, "_call", called)
     view = await cluster.operators_view()
     assert view["missing"] == {"q:scheduler": "q:scheduler died"}
     assert view["exits"] == {"d": {}}

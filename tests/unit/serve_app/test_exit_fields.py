@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.config.loader import load_config
 from quadriga.errors import InvalidRequest
-from serve_app.openai.exit_fields import read_exit_fields
 from serve_app.openai.models import ModelDirectory, ServedModel
 from serve_app.openai.schema import CompletionBody
+from serve_app.openai.validation import read_exit_fields
 
 
 def served(**config: Any) -> ServedModel:

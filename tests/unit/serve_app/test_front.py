@@ -32,7 +32,9 @@ async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> Non
 
 async def is_idle(stand: Stand) -> None:
     """Nothing is on the road, nothing is held, and the scheduler was told of every end."""
-    await until(lambda: stand.cluster.num_held == 0 and not stand.desk._request_manager.sessions())
+    await until(
+        lambda: stand.cluster.num_held == 0 and not stand.desk._request_manager.open_requests()
+    )
     submitted = {s.sequence_id for s in stand.cluster.submitted}
     await until(lambda: submitted <= {*stand.cluster.finished_ids})
 
@@ -130,7 +132,7 @@ async def test_the_deadline_and_the_client_end_the_waiting(stand: Stand) -> None
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await until(lambda: not stand.desk._request_manager.sessions())
+    await until(lambda: not stand.desk._request_manager.open_requests())
     seen = asked
     await asyncio.sleep(0.5)  # longer than the next pause would be
     assert asked == seen, "nobody asks for those who are gone"
@@ -157,7 +159,7 @@ async def test_submissions_are_not_tried_for_ever(stand: Stand) -> None:
 
 
 async def test_without_the_scheduler_the_last_view_admits(stand: Stand) -> None:
-    await until(lambda: bool(stand.desk._watch.view.snapshots))
+    await until(lambda: bool(stand.desk._cluster_state.view.snapshots))
     stand.cluster.refuse_admission = ReplicaDied("scheduler")
     assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
 
@@ -251,7 +253,7 @@ async def test_a_failed_request_may_be_tried_again_under_its_key(stand: Stand) -
 
 
 async def test_health_follows_the_cluster(stand: Stand) -> None:
-    await until(lambda: bool(stand.desk._watch.view.snapshots))
+    await until(lambda: bool(stand.desk._cluster_state.view.snapshots))
     assert (await stand.http.get("/health")).status_code == 200
     stand.desk.drain(60.0)
     assert (await stand.http.get("/health")).status_code == 503

@@ -72,26 +72,27 @@ def test_a_slow_rate_lets_the_first_one_in() -> None:
 def test_tokens_per_minute_are_waited_for() -> None:
     gate, clock = gate_of(a=KeyLimits(tokens_per_min=600))
     caller = gate.http_caller("Bearer a")
-    ticket = gate.begin(caller, 500)
-    other = gate.begin(caller, 50)
-    ticket.close(200)  # 150 in debt at ten a second
+    gate.begin(caller, 500)
+    gate.begin(caller, 50)
+    gate.end(caller.name, 200)  # 150 in debt at ten a second
     with pytest.raises(KeyLimitReached, match="600 tokens per minute") as caught:
         gate.begin(caller, 1)
     assert caught.value.retry_after_s == pytest.approx(15)
-    other.close(0)
+    gate.end(caller.name, 0)
     clock.advance(15)
-    gate.begin(caller, 1).close(0)
+    gate.begin(caller, 1)
 
 
 def test_a_new_limit_counts_at_once_and_what_runs_is_not_forgotten() -> None:
     gate, _ = gate_of(a=KeyLimits(concurrency=5))
     caller = gate.http_caller("Bearer a")
-    running = [gate.begin(caller, 1) for _ in range(3)]
+    for _ in range(3):
+        gate.begin(caller, 1)
     gate.keys = keys_of(a=KeyLimits(concurrency=3))
     caller = gate.http_caller("Bearer a")
     with pytest.raises(KeyLimitReached, match="3 requests at once"):
         gate.begin(caller, 1)
-    running.pop().close(0)
+    gate.end(caller.name, 0)
     gate.begin(caller, 1)
 
 

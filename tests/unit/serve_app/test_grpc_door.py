@@ -181,7 +181,7 @@ async def test_a_closed_stream_frees_everything(make_stand: MakeStand) -> None:
 async def test_health(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS)
     door = GrpcServer(stand.desk)
-    await until(lambda: bool(stand.desk._watch.view.snapshots))
+    await until(lambda: bool(stand.desk._cluster_state.view.snapshots))
     kinds = health_pb2.HealthCheckResponse
     assert door.health("").status == kinds.SERVING
     assert door.health("other").status == kinds.SERVICE_UNKNOWN

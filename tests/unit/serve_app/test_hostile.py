@@ -61,7 +61,7 @@ KEYS = ApiKeys.of(["secret"], is_http_open=True)
 async def expect_rest(stand: Stand) -> None:
     """Whatever was asked has ended, and the cluster holds nothing of it."""
     for _ in range(200):
-        if stand.desk._num_open_choices == 0 and stand.cluster.num_held == 0:
+        if stand.desk._num_open_sequences == 0 and stand.cluster.num_held == 0:
             return
         await asyncio.sleep(0)
     raise AssertionError("a request was left behind")
@@ -242,7 +242,7 @@ async def test_a_line_of_the_log_is_a_line(
 @tried(80)
 @given(data=broken(MESSAGE))
 async def test_broken_messages(stand: Stand, data: bytes) -> None:
-    stand.desk.gate.keys = KEYS
+    stand.desk.rate_limiter.keys = KEYS
     door = GrpcServer(stand.desk)
     once, stream = Context(), Context()
     await door.generate_once(data, once)
@@ -257,7 +257,7 @@ async def test_broken_messages(stand: Stand, data: bytes) -> None:
 @tried(40)
 @given(value=st.text(max_size=60) | st.binary(max_size=60))
 async def test_hostile_metadata(stand: Stand, value: str | bytes) -> None:
-    stand.desk.gate.keys = KEYS
+    stand.desk.rate_limiter.keys = KEYS
     context = Context()
     context.metadata = [("authorization", value)]  # type: ignore[list-item]
     await GrpcServer(stand.desk).list_models(b"", context)

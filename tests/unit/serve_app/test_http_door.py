@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from quadriga.errors import InvalidRequest
 from serve_app.auth.api_keys import ApiKeys
-from serve_app.http.json_body import parse_json
-from serve_app.openai.bodies import parse_body
+from serve_app.openai.bodies import parse_body, parse_json
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.unsupported import CHAT, COMPLETIONS
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
@@ -140,7 +139,7 @@ async def test_the_page_of_the_api_needs_no_internet(stand: Stand) -> None:
 
 
 async def test_routes_of_other_servers(stand: Stand) -> None:
-    await until(lambda: stand.desk._watch.view.snapshots != [])
+    await until(lambda: stand.desk._cluster_state.view.snapshots != [])
     for method in ("GET", "POST"):
         reply = await stand.http.request(method, "/ping")
         assert (reply.status_code, reply.content) == (200, b"")

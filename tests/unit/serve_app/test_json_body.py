@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from quadriga.errors import InvalidRequest
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.grpc.server import GrpcServer
-from serve_app.http.json_body import MAX_PIECES, parse_json
-from serve_app.openai.bodies import parse_body
-from serve_app.openai.prompts import SLICE_TOKENS, check_token_ids
+from serve_app.openai.bodies import MAX_PIECES, parse_body, parse_json
 from serve_app.openai.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationFields,
 )
+from serve_app.openai.validation import SLICE_TOKENS, check_token_ids
 from tests.unit.serve_app.conftest import MODEL, MakeStand
 from tests.unit.serve_app.test_grpc_door import KEYS, Context
 

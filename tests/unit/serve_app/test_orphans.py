@@ -114,7 +114,7 @@ async def test_who_waits_where_it_was_is_told_and_may_come_back(
 
     async with asyncio.timeout(20.0), another(first, is_alone=False) as second:
         here = follow(first)
-        while not any(s.readers for s in first.desk.sessions._by_key.values()):  # noqa: ASYNC110
+        while not any(s.readers for s in first.desk.requests._by_key.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         there = follow(second)
         assert '"code": "taken_over"' in (await here).text
@@ -197,7 +197,7 @@ async def test_an_orphan_that_is_moving_is_asked_for_again(
     make_stand: MakeStand, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On its way between two replicas it is at neither; that is no reason to say it is lost."""
-    monkeypatch.setattr("serve_app.request.engine_client.ORPHAN_PAUSE_S", 0.001)
+    monkeypatch.setattr("serve_app.request.engine_client.RESUME_PAUSE_S", 0.001)
     first = await make_stand(gate=gate, step_s=0.001)
     headers = {"idempotency-key": "k"}
     await begin(first, headers, gate)

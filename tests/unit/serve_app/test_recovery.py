@@ -32,7 +32,6 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.openai.models import ModelDirectory
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import Request
-from serve_app.request.spec import GenerateSpec, Prompt
 from tests.unit.serve_app.conftest import MODEL
 from tests.unit.serve_app.mortal_cluster import MortalCluster, MortalReplica, expected
 
@@ -79,20 +78,30 @@ def ask(
     num_logprobs: int | None = None,
 ) -> Request:
     now = time.time()
-    prompt = Prompt([30 + number, 31, 32], "abc")
+    prompt = [30 + number, 31, 32]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=num_logprobs)
     return desk.open(
-        GenerateSpec(
-            f"r{number}", "quadriga-s", (prompt,), 1, sampling, (), False, 0, now, now + deadline_s
+        Request(
+            f"r{number}",
+            "quadriga-s",
+            [prompt],
+            ["abc"],
+            1,
+            sampling,
+            (),
+            False,
+            0,
+            now,
+            now + deadline_s,
         )
     )
 
 
-async def read(session: Request) -> list[int]:
+async def read(request: Request) -> list[int]:
     """Read to the end as a client does; a token twice, or one missing, is an error."""
     tokens: list[int] = []
     num_first = 0
-    reader = session.reader()
+    reader = request.reader()
     finish: FinishReason | None = None
     while deltas := await reader.read():
         for delta in deltas:
@@ -102,19 +111,19 @@ async def read(session: Request) -> list[int]:
             finish = delta.finish
     assert finish is FinishReason.LENGTH
     assert num_first == 1
-    assert session.num_output_tokens == len(tokens)
+    assert request.num_output_tokens == len(tokens)
     return tokens
 
 
-async def all_well(desk: EngineClient, cluster: MortalCluster, sessions: list[Request]) -> None:
-    got = await asyncio.gather(*(read(s) for s in sessions))
-    for session, tokens in zip(sessions, got, strict=True):
-        (choice,) = session.choices
-        assert tokens == expected(choice.state.prompt_ids, len(tokens))
-        assert len(tokens) == choice.state.sampling.max_tokens
-        assert len(choice.state.exit_layers) == len(tokens)
+async def all_well(desk: EngineClient, cluster: MortalCluster, requests: list[Request]) -> None:
+    got = await asyncio.gather(*(read(s) for s in requests))
+    for request, tokens in zip(requests, got, strict=True):
+        (sequence,) = request.sequences
+        assert tokens == expected(sequence.state.prompt_ids, len(tokens))
+        assert len(tokens) == sequence.state.sampling.max_tokens
+        assert len(sequence.state.exit_layers) == len(tokens)
     assert cluster.num_doubled == 0, "a name was submitted twice"
-    assert not desk._request_manager.sessions()
+    assert not desk._request_manager.open_requests()
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -123,8 +132,8 @@ async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
             await asyncio.sleep(0.001)
 
 
-def owner(cluster: MortalCluster, session: Request) -> MortalReplica:
-    name = session.choices[0].replica
+def owner(cluster: MortalCluster, request: Request) -> MortalReplica:
+    name = request.sequences[0].replica
     assert name is not None
     return cluster.replicas[name]
 
@@ -132,14 +141,14 @@ def owner(cluster: MortalCluster, session: Request) -> MortalReplica:
 async def test_the_owner_dies_in_mid_stream() -> None:
     cluster = MortalCluster()
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 60)
+        request = ask(desk, 0, 60)
         for _ in range(4):
-            seen = session.num_output_tokens
-            await until(lambda seen=seen: session.num_output_tokens > seen + 5)
-            cluster.kill(owner(cluster, session))
-        await all_well(desk, cluster, [session])
-        (choice,) = session.choices
-        assert choice.num_rebuilds >= 4
+            seen = request.num_output_tokens
+            await until(lambda seen=seen: request.num_output_tokens > seen + 5)
+            cluster.kill(owner(cluster, request))
+        await all_well(desk, cluster, [request])
+        (sequence,) = request.sequences
+        assert sequence.num_rebuilds >= 4
         assert [s.sequence_id for s in cluster.submitted[1:]] == [
             f"{cluster.submitted[0].sequence_id}.{k}" for k in range(1, len(cluster.submitted))
         ]
@@ -193,13 +202,13 @@ async def test_the_prefill_replica_dies_with_the_first_token(num_logprobs: int |
     """Nobody waits for the rest of the answer to hear its beginning."""
     cluster = HastyCluster()
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 60, num_logprobs=num_logprobs)
-        (choice,) = session.choices
-        await until(lambda: len(choice.state.output_ids) > 5)
+        request = ask(desk, 0, 60, num_logprobs=num_logprobs)
+        (sequence,) = request.sequences
+        await until(lambda: len(sequence.state.output_ids) > 5)
         cluster.may_end.set()
-        await all_well(desk, cluster, [session])
+        await all_well(desk, cluster, [request])
         # Log-probabilities are kept by nobody: they are computed again.
-        assert choice.num_rebuilds == (0 if num_logprobs is None else 1)
+        assert sequence.num_rebuilds == (0 if num_logprobs is None else 1)
         if num_logprobs is not None:
             assert cluster.heir is not None
             assert cluster.submitted[0].sequence_id in cluster.heir.cancelled
@@ -209,24 +218,24 @@ async def test_an_heir_that_nobody_has_heard_of_does_not_run_on() -> None:
     """It holds a slot for an answer that is being given elsewhere."""
     cluster = HastyCluster(announces=False)
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 40)
+        request = ask(desk, 0, 40)
         await until(
             lambda: (
                 cluster.heir is not None
                 and cluster.submitted[0].sequence_id in cluster.heir.cancelled
             )
         )
-        await all_well(desk, cluster, [session])
+        await all_well(desk, cluster, [request])
 
 
 async def test_the_prefill_replica_dies_before_the_first_token() -> None:
     cluster = MortalCluster(gap=50)
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 10)
+        request = ask(desk, 0, 10)
         await until(lambda: bool(cluster.submitted))
-        cluster.kill(owner(cluster, session))
-        await all_well(desk, cluster, [session])
-        assert session.choices[0].num_rebuilds == 1
+        cluster.kill(owner(cluster, request))
+        await all_well(desk, cluster, [request])
+        assert request.sequences[0].num_rebuilds == 1
 
 
 @pytest.mark.parametrize("gap", [0, 1, 3, 30])
@@ -253,40 +262,40 @@ async def test_deaths_around_a_hand_off(victims: str, moment: str, gap: int) -> 
 async def test_a_hung_replica_that_wakes_does_no_harm() -> None:
     cluster = MortalCluster()
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 300)
-        await until(lambda: session.num_output_tokens > 5)
-        sleeper = owner(cluster, session)
+        request = ask(desk, 0, 300)
+        await until(lambda: request.num_output_tokens > 5)
+        sleeper = owner(cluster, request)
         sleeper.awake.clear()
-        await until(lambda: session.choices[0].num_rebuilds == 1)
-        await until(lambda: session.choices[0].replica not in (None, sleeper.name))
+        await until(lambda: request.sequences[0].num_rebuilds == 1)
+        await until(lambda: request.sequences[0].replica not in (None, sleeper.name))
         sleeper.awake.set()
-        await all_well(desk, cluster, [session])
+        await all_well(desk, cluster, [request])
         await until(lambda: not sleeper.own)
-        assert session.choices[0].num_rebuilds == 1
+        assert request.sequences[0].num_rebuilds == 1
 
 
 async def test_a_sequence_that_nobody_has_is_found() -> None:
     """Its owner lives and has lost it: the ingress asks in the end, and begins it anew."""
     cluster = MortalCluster()
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 100)
-        await until(lambda: session.num_output_tokens > 5)
-        owner(cluster, session).own.clear()
-        await all_well(desk, cluster, [session])
-        assert session.choices[0].num_rebuilds == 1
+        request = ask(desk, 0, 100)
+        await until(lambda: request.num_output_tokens > 5)
+        owner(cluster, request).own.clear()
+        await all_well(desk, cluster, [request])
+        assert request.sequences[0].num_rebuilds == 1
 
 
 @pytest.mark.parametrize("error", [MigrationFailed("4 failed"), Cancelled("silent ingress")])
 async def test_what_befell_the_replica_is_no_verdict(error: QuadrigaError) -> None:
     cluster = MortalCluster()
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 100)
-        await until(lambda: session.num_output_tokens > 5)
-        state = session.choices[0].state
-        replica = owner(cluster, session)
+        request = ask(desk, 0, 100)
+        await until(lambda: request.num_output_tokens > 5)
+        state = request.sequences[0].state
+        replica = owner(cluster, request)
         replica.own.clear()
         replica.put(EngineOutput(state.sequence_id, state.epoch, 0, error=error))
-        await all_well(desk, cluster, [session])
+        await all_well(desk, cluster, [request])
 
 
 async def test_what_cannot_be_read_of_a_replica_is_asked_for_again(
@@ -306,11 +315,11 @@ async def test_what_cannot_be_read_of_a_replica_is_asked_for_again(
 
     cluster.poll = fails_once  # type: ignore[method-assign]
     async with desk_over(cluster, **{"ingress.replica_silence_s": 5.0}) as desk:
-        session = ask(desk, 0, 60)
+        request = ask(desk, 0, 60)
         async with asyncio.timeout(5):
-            await all_well(desk, cluster, [session])
+            await all_well(desk, cluster, [request])
         assert num_failed == 1
-        assert session.choices[0].num_rebuilds == 0
+        assert request.sequences[0].num_rebuilds == 0
         assert "could not be fetched" in caplog.text
 
 
@@ -333,23 +342,23 @@ class LateVerdict(MortalCluster):
 async def test_a_verdict_on_a_sequence_that_went_elsewhere_is_none() -> None:
     cluster = LateVerdict()
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 200)
+        request = ask(desk, 0, 200)
         await until(lambda: cluster.victim is not None)
         assert cluster.victim is not None
         cluster.kill(cluster.victim)
-        await until(lambda: session.num_output_tokens > 5)
+        await until(lambda: request.num_output_tokens > 5)
         cluster.may_come.set()
-        await all_well(desk, cluster, [session])
-        assert session.choices[0].num_rebuilds == 1
+        await all_well(desk, cluster, [request])
+        assert request.sequences[0].num_rebuilds == 1
 
 
-def contradict(cluster: MortalCluster, session: Request) -> MortalReplica:
+def contradict(cluster: MortalCluster, request: Request) -> MortalReplica:
     """Have a sequence moved to a replica that goes on from other tokens than were said."""
-    state, source = session.choices[0].state, owner(cluster, session)
+    state, source = request.sequences[0].state, owner(cluster, request)
     heir = next(r for r in cluster.of(Role.DECODE) if r is not source)
     source.own.discard(state.sequence_id)
     source.put(
-        EngineOutput(state.sequence_id, state.epoch, session.num_output_tokens, moved_to=heir.name)
+        EngineOutput(state.sequence_id, state.epoch, request.num_output_tokens, moved_to=heir.name)
     )
     heir.own.add(state.sequence_id)
     heir.put(EngineOutput(state.sequence_id, state.epoch + 1, 1, [7] * 500, [8] * 500))
@@ -359,12 +368,12 @@ def contradict(cluster: MortalCluster, session: Request) -> MortalReplica:
 async def test_another_answer_is_begun_anew_from_the_one_that_the_client_has() -> None:
     cluster = MortalCluster()
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 100)
-        await until(lambda: session.num_output_tokens > 5)
-        name = session.choices[0].state.sequence_id
-        liar = contradict(cluster, session)
-        await all_well(desk, cluster, [session])
-        assert session.choices[0].num_rebuilds == 1
+        request = ask(desk, 0, 100)
+        await until(lambda: request.num_output_tokens > 5)
+        name = request.sequences[0].state.sequence_id
+        liar = contradict(cluster, request)
+        await all_well(desk, cluster, [request])
+        assert request.sequences[0].num_rebuilds == 1
         assert name in liar.cancelled, "it does not run on"
         assert desk.metrics.rebuilds.labels("contradicted")._value.get() == 1
 
@@ -372,12 +381,12 @@ async def test_another_answer_is_begun_anew_from_the_one_that_the_client_has() -
 async def test_another_answer_where_nothing_may_be_begun_anew() -> None:
     cluster = MortalCluster()
     async with desk_over(cluster, **{"ingress.max_rebuilds": 0}) as desk:
-        session = ask(desk, 0, 100)
-        await until(lambda: session.num_output_tokens > 5)
-        liar = contradict(cluster, session)
+        request = ask(desk, 0, 100)
+        await until(lambda: request.num_output_tokens > 5)
+        liar = contradict(cluster, request)
         with pytest.raises(ReplicaError, match="another answer"):
-            await read(session)
-        assert 7 not in session.choices[0].state.output_ids
+            await read(request)
+        assert 7 not in request.sequences[0].state.output_ids
         await until(lambda: not liar.own)
 
 
@@ -395,14 +404,14 @@ async def test_who_may_have_taken_over_unheard_is_told_to_end() -> None:
 
     cluster.on_move = unanswered
     async with desk_over(cluster) as desk:
-        session = ask(desk, 0, 40)
+        request = ask(desk, 0, 40)
         await until(
             lambda: (
                 bool(next_owners) and cluster.submitted[0].sequence_id in next_owners[0].cancelled
             )
         )
-        await all_well(desk, cluster, [session])
-        assert session.choices[0].num_rebuilds == 1
+        await all_well(desk, cluster, [request])
+        assert request.sequences[0].num_rebuilds == 1
         assert len(next_owners) == 2
 
 
@@ -428,19 +437,19 @@ def test_any_order_of_deaths_and_hangs(
 async def _survive(strikes: list[tuple[int, str, Role, int]], gap: int, num_streams: int) -> None:
     cluster = MortalCluster(gap=gap)
     async with desk_over(cluster) as desk:
-        sessions = [ask(desk, i, 40) for i in range(num_streams)]
-        striking = asyncio.ensure_future(_strike(cluster, sessions, sorted(strikes)))
+        requests = [ask(desk, i, 40) for i in range(num_streams)]
+        striking = asyncio.ensure_future(_strike(cluster, requests, sorted(strikes)))
         try:
-            await all_well(desk, cluster, sessions)
+            await all_well(desk, cluster, requests)
         finally:
             striking.cancel()
 
 
 async def _strike(
-    cluster: MortalCluster, sessions: list[Request], strikes: list[tuple[int, str, Role, int]]
+    cluster: MortalCluster, requests: list[Request], strikes: list[tuple[int, str, Role, int]]
 ) -> None:
     for at, action, role, which in strikes:
-        while sum(s.num_output_tokens for s in sessions) < at:  # noqa: ASYNC110
+        while sum(s.num_output_tokens for s in requests) < at:  # noqa: ASYNC110
             await asyncio.sleep(0)
         able = [r for r in cluster.of(role) if r.is_well]
         victim = able[which % len(able)]
@@ -461,26 +470,26 @@ async def test_rebuilding_ends() -> None:
 
     cluster.on_move = strike
     async with desk_over(cluster, **{"ingress.max_rebuilds": 2}) as desk:
-        session = ask(desk, 0, 10)
+        request = ask(desk, 0, 10)
         with pytest.raises(ReplicaDied):
-            await read(session)
-        assert session.choices[0].num_rebuilds == 2
-        assert not desk._request_manager.sessions()
+            await read(request)
+        assert request.sequences[0].num_rebuilds == 2
+        assert not desk._request_manager.open_requests()
 
 
 async def test_the_deadline_ends_a_rebuild() -> None:
     cluster = MortalCluster()
     async with desk_over(cluster, **{"ingress.rebuild_patience_s": 60.0}) as desk:
-        session = ask(desk, 0, 500, deadline_s=3.5)
-        await until(lambda: session.num_output_tokens > 5)
+        request = ask(desk, 0, 500, deadline_s=3.5)
+        await until(lambda: request.num_output_tokens > 5)
         for replica in cluster.of(Role.PREFILL):
             replica.awake.clear()
-        cluster.kill(owner(cluster, session))
+        cluster.kill(owner(cluster, request))
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded):
-            await read(session)
+            await read(request)
         assert time.monotonic() - started < 10.0
-        assert not desk._request_manager.sessions()
+        assert not desk._request_manager.open_requests()
         for replica in cluster.of(Role.PREFILL):
             replica.awake.set()
         await until(lambda: not any(r.own for r in cluster.replicas.values()))
@@ -496,7 +505,7 @@ async def test_what_breaks_over_one_sequence_leaves_the_others_alone() -> None:
         def broken(*_: Any) -> int:
             raise KeyError("a bug")
 
-        bad.choices[0].accept = broken  # type: ignore[method-assign]
+        bad.sequences[0].accept = broken  # type: ignore[method-assign]
         with pytest.raises(QuadrigaError, match="internal error"):
             async with asyncio.timeout(5):
                 await read(bad)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import Overloaded
 from serve_app.auth.api_keys import ApiKeys
-from serve_app.auth.concurrency_limiter import MAX_READERS, ConcurrencyLimiter
+from serve_app.auth.rate_limiter import MAX_READERS, ConcurrencyLimiter
 from serve_app.grpc import server as grpc_door
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
@@ -37,7 +37,7 @@ def test_a_place_is_given_back_on_every_way_out() -> None:
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/tokenize"])
 async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> None:
-    stand.desk.bodies = ConcurrencyLimiter(2, "send their bodies")
+    stand.desk.body_limiter = ConcurrencyLimiter(2, "send their bodies")
     whole = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -46,7 +46,7 @@ async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> 
         yield b'"hi", "max_tokens": 100}' if route == "/v1/completions" else b'"hi"}'
 
     slow = [asyncio.ensure_future(stand.http.post(route, content=slowly())) for _ in range(2)]
-    await until(lambda: stand.desk.bodies.is_full)
+    await until(lambda: stand.desk.body_limiter.is_full)
     refused = await stand.complete()
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1"
@@ -86,7 +86,9 @@ async def test_one_request_has_so_many_readers_at_once(make_stand: MakeStand) ->
 
     readers = [follow() for _ in range(MAX_READERS)]
     await until(
-        lambda: any(len(s.readers) == MAX_READERS for s in stand.desk._request_manager.sessions())
+        lambda: any(
+            len(s.readers) == MAX_READERS for s in stand.desk._request_manager.open_requests()
+        )
     )
     assert (await follow()).status_code == 429
     gate.set()

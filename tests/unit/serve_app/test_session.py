@@ -1,4 +1,4 @@
-"""A choice takes emissions in any order that a cluster can deliver them."""
+"""A sequence takes emissions in any order that a cluster can deliver them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied, ReplicaE
 from quadriga.text import StopMatcher
 from serve_app.openai.models import ServedModel
 from serve_app.request.request import Request
-from serve_app.request.requests import MAX_KEPT_TOKENS, RequestStore
+from serve_app.request.resumption import MAX_KEPT_TOKENS, RequestStore
 from serve_app.request.sequence_request import SequenceRequest
-from serve_app.request.spec import GenerateSpec, Prompt
 
 
 @pytest.fixture
-def choice(model: ServedModel) -> SequenceRequest:
+def sequence(model: ServedModel) -> SequenceRequest:
     return make_choice(model)
 
 
@@ -35,18 +34,18 @@ def tokens(
     return EngineOutput("s", epoch, first, list(ids), [8] * len(ids), finish=finish)
 
 
-def test_tokens_follow_each_other(choice: SequenceRequest) -> None:
-    assert choice.accept("p", tokens(0, 40, 41)) == 2
-    assert choice.accept("p", tokens(2, 42)) == 1
-    assert choice.state.output_ids == [40, 41, 42]
-    assert choice.state.exit_layers == [8, 8, 8]
+def test_tokens_follow_each_other(sequence: SequenceRequest) -> None:
+    assert sequence.accept("p", tokens(0, 40, 41)) == 2
+    assert sequence.accept("p", tokens(2, 42)) == 1
+    assert sequence.state.output_ids == [40, 41, 42]
+    assert sequence.state.exit_layers == [8, 8, 8]
 
 
-def test_duplicates_change_nothing(choice: SequenceRequest) -> None:
-    choice.accept("p", tokens(0, 40, 41))
-    assert choice.accept("p", tokens(0, 40, 41)) == 0
-    assert choice.accept("p", tokens(1, 41, 42)) == 1
-    assert choice.state.output_ids == [40, 41, 42]
+def test_duplicates_change_nothing(sequence: SequenceRequest) -> None:
+    sequence.accept("p", tokens(0, 40, 41))
+    assert sequence.accept("p", tokens(0, 40, 41)) == 0
+    assert sequence.accept("p", tokens(1, 41, 42)) == 1
+    assert sequence.state.output_ids == [40, 41, 42]
 
 
 @pytest.mark.parametrize(
@@ -61,148 +60,150 @@ def test_duplicates_change_nothing(choice: SequenceRequest) -> None:
     ids=["told_again", "goes_on", "ends", "ends_before", "of_the_same_epoch"],
 )
 def test_another_answer_is_not_mixed_with_the_one_that_is_shown(
-    choice: SequenceRequest, said: EngineOutput
+    sequence: SequenceRequest, said: EngineOutput
 ) -> None:
-    choice.accept("p", EngineOutput("s", 0, moved_to="d"))
-    choice.accept("p", tokens(0, 40, 41, 42))
-    assert choice.accept("d" if said.epoch else "p", said) == 0
-    assert isinstance(choice.failure, ReplicaError)
-    assert choice.failure.code == "contradicted"
-    assert choice.accept("d", tokens(3, 43, epoch=1)) == 0, "nor is what it says after"
-    assert choice.state.output_ids == [40, 41, 42]
-    assert len(choice.pieces) == 3
-    assert not choice.done, "it can be begun anew from there"
-    assert ("d" if said.epoch else "p") in choice.holders, "where it is to be cancelled"
+    sequence.accept("p", EngineOutput("s", 0, moved_to="d"))
+    sequence.accept("p", tokens(0, 40, 41, 42))
+    assert sequence.accept("d" if said.epoch else "p", said) == 0
+    assert isinstance(sequence.failure, ReplicaError)
+    assert sequence.failure.code == "contradicted"
+    assert sequence.accept("d", tokens(3, 43, epoch=1)) == 0, "nor is what it says after"
+    assert sequence.state.output_ids == [40, 41, 42]
+    assert len(sequence.pieces) == 3
+    assert not sequence.done, "it can be begun anew from there"
+    assert ("d" if said.epoch else "p") in sequence.owners, "where it is to be cancelled"
 
 
-def test_what_overtook_is_compared_as_well(choice: SequenceRequest) -> None:
+def test_what_overtook_is_compared_as_well(sequence: SequenceRequest) -> None:
     """It was kept until the tokens before it were here, and those are more than it goes on from."""
-    choice.accept("p", EngineOutput("s", 0, moved_to="d"))
-    choice.accept("d", tokens(1, 41, epoch=1))
-    choice.accept("d", tokens(2, 42, epoch=1))
-    assert choice.accept("p", tokens(0, 40, 51)) == 2
-    assert choice.failure is not None
-    assert choice.state.output_ids == [40, 51]
+    sequence.accept("p", EngineOutput("s", 0, moved_to="d"))
+    sequence.accept("d", tokens(1, 41, epoch=1))
+    sequence.accept("d", tokens(2, 42, epoch=1))
+    assert sequence.accept("p", tokens(0, 40, 51)) == 2
+    assert sequence.failure is not None
+    assert sequence.state.output_ids == [40, 51]
 
 
-def test_a_gap_within_an_epoch_is_an_error(choice: SequenceRequest) -> None:
-    choice.accept("p", tokens(0, 40))
-    choice.accept("p", tokens(2, 42))
-    assert isinstance(choice.error, InvariantViolation)
-    assert "tokens 1 to 1" in choice.error.message
+def test_a_gap_within_an_epoch_is_an_error(sequence: SequenceRequest) -> None:
+    sequence.accept("p", tokens(0, 40))
+    sequence.accept("p", tokens(2, 42))
+    assert isinstance(sequence.error, InvariantViolation)
+    assert "tokens 1 to 1" in sequence.error.message
 
 
-def test_the_move_may_be_known_before_the_first_token(choice: SequenceRequest) -> None:
-    choice.accept("p", EngineOutput("s", 0, moved_to="d"))
-    assert choice.holders == {"p", "d"}
-    assert choice.accept("d", tokens(1, 41, epoch=1)) == 0, "kept until token 0 is here"
-    assert choice.accept("d", tokens(1, 41, epoch=1)) == 0, "also when delivered twice"
-    assert choice.accept("p", tokens(0, 40)) == 2
-    assert choice.state.output_ids == [40, 41]
-    assert (choice.replica, choice.next_owners) == ("d", {})
+def test_the_move_may_be_known_before_the_first_token(sequence: SequenceRequest) -> None:
+    sequence.accept("p", EngineOutput("s", 0, moved_to="d"))
+    assert sequence.owners == {"p", "d"}
+    assert sequence.accept("d", tokens(1, 41, epoch=1)) == 0, "kept until token 0 is here"
+    assert sequence.accept("d", tokens(1, 41, epoch=1)) == 0, "also when delivered twice"
+    assert sequence.accept("p", tokens(0, 40)) == 2
+    assert sequence.state.output_ids == [40, 41]
+    assert (sequence.replica, sequence.next_owners) == ("d", {})
 
 
-def test_former_owners_are_ignored(choice: SequenceRequest) -> None:
-    choice.accept("p", tokens(0, 40))
-    choice.accept("p", EngineOutput("s", 0, 1, moved_to="d"))
-    choice.accept("d", tokens(1, 41, epoch=1))
-    assert choice.accept("p", tokens(2, 99)) == 0
-    choice.accept("p", EngineOutput("s", 0, 2, error=ReplicaDied("late")))
-    assert choice.error is None
-    assert choice.state.output_ids == [40, 41]
+def test_former_owners_are_ignored(sequence: SequenceRequest) -> None:
+    sequence.accept("p", tokens(0, 40))
+    sequence.accept("p", EngineOutput("s", 0, 1, moved_to="d"))
+    sequence.accept("d", tokens(1, 41, epoch=1))
+    assert sequence.accept("p", tokens(2, 99)) == 0
+    sequence.accept("p", EngineOutput("s", 0, 2, error=ReplicaDied("late")))
+    assert sequence.error is None
+    assert sequence.state.output_ids == [40, 41]
 
 
-def test_an_epoch_has_one_speaker(choice: SequenceRequest) -> None:
+def test_an_epoch_has_one_speaker(sequence: SequenceRequest) -> None:
     """Who died may have taken over and spoken before the hand-off was made to another."""
-    choice.accept("p", EngineOutput("s", 0, moved_to="dead"))
-    choice.accept("p", tokens(0, 40))
-    choice.accept("dead", tokens(1, 41, epoch=1))
-    choice.accept("p", EngineOutput("s", 0, 1, moved_to="d"))
-    assert choice.accept("d", tokens(1, 51, 52, epoch=1)) == 0, "what it goes on from is not shown"
-    choice.accept("d", EngineOutput("s", 1, 3, error=Cancelled("not wanted")))
-    assert choice.failure is choice.error is None
-    assert choice.state.output_ids == [40, 41]
-    assert choice.lose("dead"), "begun anew from what is shown"
+    sequence.accept("p", EngineOutput("s", 0, moved_to="dead"))
+    sequence.accept("p", tokens(0, 40))
+    sequence.accept("dead", tokens(1, 41, epoch=1))
+    sequence.accept("p", EngineOutput("s", 0, 1, moved_to="d"))
+    assert sequence.accept("d", tokens(1, 51, 52, epoch=1)) == 0, "not shown"
+    sequence.accept("d", EngineOutput("s", 1, 3, error=Cancelled("not wanted")))
+    assert sequence.failure is sequence.error is None
+    assert sequence.state.output_ids == [40, 41]
+    assert sequence.lose("dead"), "begun anew from what is shown"
 
 
 def test_the_ending_token_counts_and_is_not_shown(
-    choice: SequenceRequest, model: ServedModel
+    sequence: SequenceRequest, model: ServedModel
 ) -> None:
     ids = model.tokenizer.encode("ok")
-    choice.accept("p", tokens(0, *ids, 0, finish=FinishReason.STOP))
-    assert choice.finish is FinishReason.STOP
-    assert "".join(choice.pieces) + choice.tail == "ok"
-    assert len(choice.state.output_ids) == len(ids) + 1
+    sequence.accept("p", tokens(0, *ids, 0, finish=FinishReason.STOP))
+    assert sequence.finish is FinishReason.STOP
+    assert "".join(sequence.pieces) + sequence.tail == "ok"
+    assert len(sequence.state.output_ids) == len(ids) + 1
 
 
-def test_a_length_finish_shows_the_last_token(choice: SequenceRequest, model: ServedModel) -> None:
+def test_a_length_finish_shows_the_last_token(
+    sequence: SequenceRequest, model: ServedModel
+) -> None:
     ids = model.tokenizer.encode("ok")
-    choice.accept("p", tokens(0, *ids, finish=FinishReason.LENGTH))
-    assert "".join(choice.pieces) + choice.tail == "ok"
+    sequence.accept("p", tokens(0, *ids, finish=FinishReason.LENGTH))
+    assert "".join(sequence.pieces) + sequence.tail == "ok"
 
 
 def test_a_stop_string_ends_before_the_replica_does(model: ServedModel) -> None:
-    choice = make_choice(model, "lo w")
+    sequence = make_choice(model, "lo w")
     ids = model.tokenizer.encode("hello world")
-    num_new = choice.accept("p", tokens(0, *ids))
-    assert "".join(choice.pieces) == "hel"
-    assert choice.finish is FinishReason.STOP
-    assert num_new == len(choice.state.output_ids) < len(ids)
+    num_new = sequence.accept("p", tokens(0, *ids))
+    assert "".join(sequence.pieces) == "hel"
+    assert sequence.finish is FinishReason.STOP
+    assert num_new == len(sequence.state.output_ids) < len(ids)
 
 
 def test_held_back_text_comes_with_the_end(model: ServedModel) -> None:
-    choice = make_choice(model, "never")
+    sequence = make_choice(model, "never")
     ids = model.tokenizer.encode("one nev")
-    choice.accept("p", tokens(0, *ids, finish=FinishReason.LENGTH))
-    assert "".join(choice.pieces) + choice.tail == "one nev"
-    assert choice.tail
+    sequence.accept("p", tokens(0, *ids, finish=FinishReason.LENGTH))
+    assert "".join(sequence.pieces) + sequence.tail == "one nev"
+    assert sequence.tail
 
 
-def session_of(choice: SequenceRequest) -> Request:
-    spec = GenerateSpec(
-        "r", "quadriga-s", (Prompt([5], "x"),), 1, choice.state.sampling, (), False, 0, 0.0, 1e12
-    )
-    return Request(spec, [choice], created_unix_s=0, arrived_s=0.0)
+def request_of(sequence: SequenceRequest) -> Request:
+    sampling = sequence.state.sampling
+    request = Request("r", "quadriga-s", [[5]], ["x"], 1, sampling, (), False, 0, 0.0, 1e12)
+    request.sequences.append(sequence)
+    return request
 
 
-async def test_readers_are_independent_and_coalesce(choice: SequenceRequest) -> None:
-    session = session_of(choice)
-    quick, slow = session.reader(), session.reader()
+async def test_readers_are_independent_and_coalesce(sequence: SequenceRequest) -> None:
+    request = request_of(sequence)
+    quick, slow = request.reader(), request.reader()
     for i in range(5):
-        choice.accept("p", tokens(i, 40 + i))
+        sequence.accept("p", tokens(i, 40 + i))
         (delta,) = await quick.read()
         assert (delta.first_index, delta.token_ids) == (i, [40 + i])
     (delta,) = await slow.read()
     assert delta.token_ids == [40, 41, 42, 43, 44]
-    late = session.reader([3])
+    late = request.reader([3])
     assert (await late.read())[0].token_ids == [43, 44]
 
 
-async def test_a_waiting_reader_wakes(choice: SequenceRequest) -> None:
-    session = session_of(choice)
-    reader = session.reader()
+async def test_a_waiting_reader_wakes(sequence: SequenceRequest) -> None:
+    request = request_of(sequence)
+    reader = request.reader()
     waiting = asyncio.ensure_future(reader.read())
     await asyncio.sleep(0)
-    choice.accept("p", tokens(0, 40, finish=FinishReason.LENGTH))
-    session.wake()
+    sequence.accept("p", tokens(0, 40, finish=FinishReason.LENGTH))
+    request.wake()
     (delta,) = await waiting
     assert delta.finish is FinishReason.LENGTH
     assert await reader.read() == []
 
 
-async def test_tokens_come_before_the_error(choice: SequenceRequest) -> None:
-    session = session_of(choice)
-    reader = session.reader()
-    choice.accept("p", tokens(0, 40))
-    session.fail(ReplicaDied("gone"))
+async def test_tokens_come_before_the_error(sequence: SequenceRequest) -> None:
+    request = request_of(sequence)
+    reader = request.reader()
+    sequence.accept("p", tokens(0, 40))
+    request.fail(ReplicaDied("gone"))
     assert (await reader.read())[0].token_ids == [40]
     with pytest.raises(ReplicaDied):
         await reader.read()
 
 
-async def test_hanging_up(choice: SequenceRequest) -> None:
-    session = session_of(choice)
-    reader = session.reader()
+async def test_hanging_up(sequence: SequenceRequest) -> None:
+    request = request_of(sequence)
+    reader = request.reader()
     waiting = asyncio.ensure_future(reader.read())
     await asyncio.sleep(0)
     reader.hang_up()
@@ -212,11 +213,11 @@ async def test_hanging_up(choice: SequenceRequest) -> None:
 
 def kept(name: str, prompt: list[int], *, is_over: bool = True) -> Request:
     sampling = SamplingParams(max_tokens=0)
-    spec = GenerateSpec(name, "m", (Prompt(prompt, ""),), 1, sampling, (), True, 0, 0.0, 1e12)
-    session = Request(spec, [], created_unix_s=0, arrived_s=0.0, key=("anyone", name))
+    request = Request(name, "m", [prompt], [""], 1, sampling, (), True, 0, 0.0, 1e12)
+    request.key = ("anyone", name)
     if is_over:
-        session.end(1.0)
-    return session
+        request.end(1.0)
+    return request
 
 
 def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import ClusterView
-from serve_app.request.failure_detector import gone
+from serve_app.request.output_poller import silent_replicas
 
 NOW = 1000.0
 
@@ -23,7 +23,7 @@ def view(**ages_s: float) -> ClusterView:
 
 
 def given_up(told: ClusterView, **silences_s: float) -> list[str]:
-    return gone(silences_s, told, limit_s=10.0, doubt_s=3.0, max_age_s=5.0)
+    return silent_replicas(silences_s, told, limit_s=10.0, doubt_s=3.0, max_age_s=5.0)
 
 
 def test_who_answers_stays() -> None:

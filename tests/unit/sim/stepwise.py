@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.slot_reservation import AnswerLengths
-from quadriga.scheduling.preemption import PausedSequence, choose_return, choose_victim
+from quadriga.scheduling.preemption import choose_return, choose_victim
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 
@@ -124,7 +125,7 @@ class StepwiseReplica:
         while is_full and self.tokens > (self.limit if len(self.running) > 1 else capacity):
             victim = choose_victim(
                 [
-                    PausedSequence(self._state(s), None, None, 0.0, s.num_pauses)
+                    RunningSequence(self._state(s), num_pauses=s.num_pauses)
                     for s in self.running.values()
                 ]
             )
@@ -140,10 +141,7 @@ class StepwiseReplica:
     def _resume(self, happened: Happened) -> None:
         while self.halted_at:
             first = choose_return(
-                (
-                    PausedSequence(self._state(s), None, None, at)
-                    for at, s in self.halted_at.values()
-                ),
+                (RunningSequence(self._state(s), since_s=at) for at, s in self.halted_at.values()),
                 self.anchor_s,
             )
             assert first is not None

@@ -1,21 +1,21 @@
-"""Requests that can be resumed, found by who asked and under which key."""
+"""Requests that can be resumed, by owner and idempotency key."""
 
 from __future__ import annotations
 
 from quadriga.errors import InvalidRequest
 from serve_app.request.request import Request
 
-MAX_KEPT_SESSIONS = 4096
+MAX_KEPT_REQUESTS = 4096
 MAX_KEPT_TOKENS = 16 << 20
 """Of those that ended, prompts included: some hundred megabytes."""
 MAX_KEY_LENGTH = 256
 
 
 class RequestStore:
-    """Live sessions with a key, and ended ones for a while.
+    """Requests under way that have a key, and ended ones for a while.
 
     Args:
-        keep_s: A request nobody reads, or one that ended, is kept this long.
+        keep_s: How long a request is kept that has no reader, or that ended.
     """
 
     def __init__(self, *, keep_s: float) -> None:
@@ -25,44 +25,44 @@ class RequestStore:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def add(self, session: Request) -> None:
-        if session.key is not None:
-            self._by_key[session.key] = session
+    def add(self, request: Request) -> None:
+        if request.key is not None:
+            self._by_key[request.key] = request
 
     def find(self, key: tuple[str, str], fingerprint: bytes) -> Request | None:
-        """Return the session under this key; None too where another ingress has taken it over.
+        """Return the request under this key; None too where another ingress has taken it over.
 
         Raises: InvalidRequest when the key belongs to a different request.
         """
-        session = self._by_key.get(key)
-        if session is not None and session.fingerprint != fingerprint:
+        request = self._by_key.get(key)
+        if request is not None and request.fingerprint != fingerprint:
             raise InvalidRequest(
                 "this idempotency key was used for a different request; use a new key",
                 param="idempotency-key",
                 code="idempotency_key_reused",
             )
-        return None if session is None or session.is_elsewhere else session
+        return None if request is None or request.is_elsewhere else request
 
     def get(self, key: tuple[str, str]) -> Request | None:
         return self._by_key.get(key)
 
     def expire(self, now_s: float) -> list[Request]:
-        """Drop what is over; return the running ones that nobody came back for."""
+        """Drop what is over; return the running ones that had no reader for too long."""
         abandoned = []
-        for key, session in list(self._by_key.items()):
-            if session.ended_s is not None:
-                if now_s - session.ended_s > self._keep_s and not session.readers:
+        for key, request in list(self._by_key.items()):
+            if request.ended_s is not None:
+                if now_s - request.ended_s > self._keep_s and not request.readers:
                     del self._by_key[key]
-            elif session.abandoned_s is not None and now_s - session.abandoned_s > self._keep_s:
+            elif request.abandoned_s is not None and now_s - request.abandoned_s > self._keep_s:
                 del self._by_key[key]
-                abandoned.append(session)
+                abandoned.append(request)
         ended = {k: s for k, s in self._by_key.items() if s.ended_s is not None and not s.readers}
         num_tokens = sum(s.num_kept_tokens for s in ended.values())
-        for key, session in ended.items():  # the oldest first
-            if len(self._by_key) <= MAX_KEPT_SESSIONS and num_tokens <= MAX_KEPT_TOKENS:
+        for key, request in ended.items():  # the oldest first
+            if len(self._by_key) <= MAX_KEPT_REQUESTS and num_tokens <= MAX_KEPT_TOKENS:
                 break
             del self._by_key[key]
-            num_tokens -= session.num_kept_tokens
+            num_tokens -= request.num_kept_tokens
         return abandoned
 
 

@@ -11,6 +11,7 @@ from quadriga.errors import DeadlineExceeded, MigrationFailed
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.precopy import PreCopy
+from quadriga.scheduling.sequence import SequenceStatus
 from quadriga.scheduling.sequence_export import SequenceRemainder
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeSegmentRunner
@@ -55,12 +56,12 @@ class Replica:
         self.loop.join(state)
         return state
 
-    def freeze(self, name: str) -> SequenceRemainder:
+    def begin_cutover(self, name: str) -> SequenceRemainder:
         books = PreCopy()
-        found = self.loop.departures.freeze(name, books)
+        found = self.loop.export.begin_cutover(name, books)
         while not isinstance(found, SequenceRemainder):
             assert found is not None
-            found = self.loop.departures.freeze(name, books)
+            found = self.loop.export.begin_cutover(name, books)
         return found
 
 
@@ -70,7 +71,7 @@ def test_at_rest_it_is_silent_and_holds_its_row() -> None:
     one, other = replica.take("one"), replica.take("other")
     for _ in range(6):
         loop.step()
-    rest = replica.freeze("one")
+    rest = replica.begin_cutover("one")
     said = list(one.output_ids)
     num_other = len(other.output_ids)
     for _ in range(12):
@@ -83,8 +84,8 @@ def test_at_rest_it_is_silent_and_holds_its_row() -> None:
     assert {s.sequence_id for s in loop.running} == {"one", "other"}, "it is still held"
     assert loop.num_running == 1
     assert set(loop.slots.holders) == {"one", "other"}
-    assert loop.departures.thaw("one", epoch=7)
-    assert not loop.departures.thaw("one")
+    assert loop.export.abort_cutover("one", epoch=7)
+    assert not loop.export.abort_cutover("one")
     assert one.epoch == 7
     while loop.has_work:
         loop.step()
@@ -96,10 +97,10 @@ def test_resting_it_may_be_cancelled() -> None:
     replica = Replica()
     state = replica.take("one")
     replica.loop.step()
-    replica.freeze("one")
+    replica.begin_cutover("one")
     assert replica.loop.leave("one") is state
     assert replica.loop.slots.holders == []
-    assert not replica.loop.departures.thaw("one")
+    assert not replica.loop.export.abort_cutover("one")
     replica.take("one")
 
 
@@ -110,11 +111,11 @@ def test_it_does_not_expire_at_rest_but_right_afterwards() -> None:
     replica.take("one", deadline_unix_s=replica.clock.unix_s() + 10.0)
     replica.take("other")
     loop.step()
-    replica.freeze("one")
+    replica.begin_cutover("one")
     replica.clock.advance(60.0)
     for _ in range(3):
         assert all(e.error is None for _, e in loop.step())
-    loop.departures.thaw("one")
+    loop.export.abort_cutover("one")
     errors = [e.error for _, e in loop.step() if e.sequence_id == "one"]
     assert len(errors) == 1
     assert isinstance(errors[0], DeadlineExceeded)
@@ -123,10 +124,10 @@ def test_it_does_not_expire_at_rest_but_right_afterwards() -> None:
 
 def test_who_is_not_here_is_not_read() -> None:
     replica = Replica()
-    departures = replica.loop.departures
+    departures = replica.loop.export
     assert departures.state("one") is None
     assert departures.read("one", PreCopy(), 1) is None
-    assert departures.freeze("one", PreCopy()) is None
+    assert departures.begin_cutover("one", PreCopy()) is None
     replica.take("one")
     assert departures.state("one") is not None
     assert departures.read("one", PreCopy(), 1) is not None
@@ -136,17 +137,17 @@ def test_who_is_not_here_is_not_read() -> None:
 
 def test_a_paused_sequence_rests_in_host_memory() -> None:
     replica = Replica()
-    loop, departures = replica.loop, replica.loop.departures
+    loop, departures = replica.loop, replica.loop.export
     state, other = replica.take("one"), replica.take("other")
     for _ in range(6):
         loop.step()
-    while loop._places.front.get(loop._places.rows["one"]) is not None:
+    while loop.batch.sequences["one"].status is not SequenceStatus.AT_EXIT:
         loop.step()  # until its token waits at an exit
     assert loop.pause("one")
     held = departures.held("one")
     assert held is not None
     assert (held.state, held.depth, held.is_paused) == (state, 8, True)
-    rest = replica.freeze("one")
+    rest = replica.begin_cutover("one")
     assert not loop.is_paused("one")
     assert rest.resume.waited_at is not None
     assert rest.resume.rest == rest.resume.waited_at + 1, "where the runner left it"
@@ -156,7 +157,7 @@ def test_a_paused_sequence_rests_in_host_memory() -> None:
         loop.step()
         loop.check()
     assert state.output_ids == said, "nobody takes it up again"
-    assert departures.thaw("one")
+    assert departures.abort_cutover("one")
     assert loop.is_paused("one")
     while loop.has_work:
         loop.step()
@@ -169,7 +170,7 @@ def test_a_paused_sequence_at_rest_is_let_go() -> None:
     state = replica.take("one")
     replica.loop.step()
     assert replica.loop.pause("one")
-    replica.freeze("one")
+    replica.begin_cutover("one")
     assert replica.loop.leave("one") is state
     assert not replica.loop.has_work
     assert replica.loop.slots.holders == []
@@ -179,48 +180,47 @@ def test_a_paused_sequence_at_rest_is_let_go() -> None:
 def test_fewer_layers_go_and_a_token_behind_them_is_run_again() -> None:
     replica = Replica()
     replica.take("one")
-    waiting = replica.loop._places.waiting
-    while not waiting[1]:
+    while not replica.loop.rows_waiting_at(1):
         replica.loop.step()  # until its token waits behind five layers
     for depth, waited_at in ((8, 1), (5, 1), (2, None)):
         books = PreCopy(depth)
         while not isinstance(
-            rest := replica.loop.departures.freeze("one", books), SequenceRemainder
+            rest := replica.loop.export.begin_cutover("one", books), SequenceRemainder
         ):
             assert rest is not None
         assert rest.resume.extents[-1].stop_layer == depth
         assert rest.resume.waited_at == waited_at
         assert all(span.stop_layer <= depth for span, _ in rest.reading.parts)
-        assert replica.loop.departures.thaw("one")
+        assert replica.loop.export.abort_cutover("one")
 
 
 def test_a_change_of_depth_ends_what_was_begun() -> None:
     replica = Replica()
     replica.take("one")
     books = PreCopy()
-    assert replica.loop.departures.read("one", books, 1) is not None
-    replica.loop.departures.num_depths += 1
+    assert replica.loop.export.read("one", books, 1) is not None
+    replica.loop.batch.num_depth_changes += 1
     for look in (
-        replica.loop.departures.freeze,
-        lambda n, b: replica.loop.departures.read(n, b, 1),
+        replica.loop.export.begin_cutover,
+        lambda n, b: replica.loop.export.read(n, b, 1),
     ):
         with pytest.raises(MigrationFailed, match="while it was copied"):
             look("one", books)
-    assert isinstance(replica.freeze("one"), SequenceRemainder), "and another one begins"
+    assert isinstance(replica.begin_cutover("one"), SequenceRemainder), "and another one begins"
 
 
 def test_a_token_that_went_deep_costs_another_piece_before_the_rest() -> None:
     replica = Replica()
     state = replica.take("one")
     books = PreCopy()
-    while not (reading := replica.loop.departures.read("one", books, 1)) or reading.parts:
+    while not (reading := replica.loop.export.read("one", books, 1)) or reading.parts:
         assert reading is not None
     deep = next(
         i for i in range(200) if replica.loop.step() is not None and len(state.output_ids) > 8
     )
     assert deep > 5
-    found = replica.loop.departures.freeze("one", books)
+    found = replica.loop.export.begin_cutover("one", books)
     assert not isinstance(found, SequenceRemainder), "more than may be left came about since"
     assert found is not None
     assert found.parts
-    assert isinstance(replica.freeze("one"), SequenceRemainder)
+    assert isinstance(replica.begin_cutover("one"), SequenceRemainder)

@@ -1,0 +1,367 @@
+"""Calls of the ingress to the cluster's actors, its cached view of them, and batched cancellations.
+
+Every method raises errors of `quadriga.errors` only; Ray's own exceptions end in `ray_rpc`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from quadriga.clock import Clock
+from quadriga.core.output import PollReply
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.core.request import AUTO_MODEL, ResumableSequence, SequenceState
+from quadriga.core.routing import Admission, AdmitRequest, AutoReport, ClusterView
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, Unavailable
+from quadriga.policies.liveness import HeartbeatMonitor, Liveness, event_loop_stall_s
+from serve_app.ops.tasks import Tasks
+from serve_app.request.sequence_request import SequenceRequest
+
+logger = logging.getLogger("quadriga.ingress")
+
+CALL_TIMEOUT_S = 10.0
+SCHEDULER_TIMEOUT_S = 2.0
+"""The ingress can do without the scheduler: a later answer is worth less than the wait."""
+HEARTBEAT_TIMEOUT_S = 3.0
+PASSED_OVER = (ReplicaError, MemoryError)
+POLL_SLACK_S = 5.0
+HOLDING_TIMEOUT_S = 5.0
+UNREACHABLE = "unreachable"
+"""Code of an error: the connection broke; the process may live."""
+ENDED_PAUSE_S = 0.25
+
+
+class ClusterClient:
+    """The named Ray actors of one application. Every method raises QuadrigaError only.
+
+    Args:
+        app_name: `QuadrigaConfig.name`; scheduler and controller are called after it.
+    """
+
+    def __init__(self, app_name: str) -> None:
+        from actors.rpc.ray_rpc import call
+        from actors.rpc.rpc_batcher import RpcBatcher
+
+        self._calls = RpcBatcher(call)
+        self._scheduler = f"{app_name}:scheduler"
+        self._controller = f"{app_name}:controller"
+        self._monitor = HeartbeatMonitor(time.monotonic())
+        self._actor = own_actor()
+
+    async def admit(self, request: AdmitRequest) -> Admission:
+        reply: Admission = await self._calls.call(
+            self._scheduler, "admit", request, timeout_s=SCHEDULER_TIMEOUT_S
+        )
+        return reply
+
+    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
+        await self._call(self._scheduler, "finished", list(sequence_ids), tokens)
+
+    async def directory(self) -> ClusterView:
+        view: ClusterView = await self._call(
+            self._scheduler, "directory", deadline_s=SCHEDULER_TIMEOUT_S
+        )
+        return view
+
+    async def submit(self, replica: str, state: SequenceState) -> None:
+        await self._calls.call(replica, "submit", state, timeout_s=CALL_TIMEOUT_S)
+
+    async def cancel(
+        self, replica: str, sequence_ids: Sequence[str], ingress_id: str | None
+    ) -> None:
+        """Have sequences freed that belong to this ingress; None: to any."""
+        await self._call(replica, "cancel", list(sequence_ids), ingress_id)
+
+    async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
+        """Those of the sequences that the replica has."""
+        held: list[str] = await self._call(
+            replica, "holding", list(sequence_ids), deadline_s=HOLDING_TIMEOUT_S
+        )
+        return held
+
+    async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
+        """Those of the sequences that still run, with their replicas."""
+        found: list[ResumableSequence] = await self._call(
+            self._scheduler, "find_resumable", list(claims), deadline_s=SCHEDULER_TIMEOUT_S
+        )
+        return found
+
+    async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
+        """Have a sequence's tokens sent here, from the first on; False where it is not there."""
+        is_there: bool = await self._call(
+            replica, "adopt", sequence_id, ingress_id, deadline_s=HOLDING_TIMEOUT_S
+        )
+        return is_there
+
+    async def poll(self, replica: str, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
+        reply: PollReply = await self._call(
+            replica, "poll", ingress_id, ack, timeout_s, deadline_s=timeout_s + POLL_SLACK_S
+        )
+        return reply
+
+    async def heartbeat(self, ingress_id: str, replicas: Sequence[str]) -> None:
+        """Send a heartbeat to controller, scheduler and replicas; those that are dead are skipped.
+
+        A controller that hangs is restarted, and adopts what runs. An ingress without any answer
+        ends its own process; see `HeartbeatMonitor`.
+        """
+        beats: list[tuple[str, tuple[str, ...]]] = [(self._controller, (ingress_id, self._actor))]
+        beats += [(name, (ingress_id,)) for name in (self._scheduler, *replicas)]
+        began_s = time.monotonic()
+        results = await asyncio.gather(
+            *(
+                self._call(name, "ingress_heartbeat", *who, deadline_s=HEARTBEAT_TIMEOUT_S)
+                for name, who in beats
+            ),
+            return_exceptions=True,
+        )
+        now_s = time.monotonic()
+        answered = [not _is_lost(result) for result in results]
+        verdict = self._monitor.judge(
+            answered[0],
+            any(answered),
+            now_s=now_s,
+            stood_still_s=event_loop_stall_s(began_s, now_s, HEARTBEAT_TIMEOUT_S),
+        )
+        if verdict is Liveness.END_ITSELF:
+            self._end("no actor answers it")
+        elif verdict is Liveness.RESTART_CONTROLLER:
+            await self._restart(self._controller)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, PASSED_OVER):
+                raise result
+
+    def _end(self, reason: str) -> None:
+        """End this process at once; Serve starts another one."""
+        logger.error("this ingress ends: %s", reason)
+        os._exit(1)
+
+    async def _restart(self, name: str) -> None:
+        from actors.rpc.ray_rpc import restart
+
+        logger.warning("%s hangs; it is restarted", name)
+        await restart(name)
+
+    async def push_metrics(self, source: str, families: bytes) -> None:
+        await self._call(self._controller, "push_metrics", source, families)
+
+    async def auto_reports(self, reports: Sequence[AutoReport]) -> None:
+        await self._call(self._controller, "auto_reports", list(reports))
+
+    async def history(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = await self._call(self._controller, "history")
+        return found
+
+    async def operators_view(self) -> dict[str, Any]:
+        """What scheduler and controller show; `missing` names those that do not answer, and why."""
+        actors = (self._scheduler, self._controller)
+        answers = await asyncio.gather(
+            *(self._call(n, "operators_view", deadline_s=SCHEDULER_TIMEOUT_S) for n in actors),
+            return_exceptions=True,
+        )
+        view: dict[str, Any] = {"at_unix_s": time.time(), "replicas": [], "missing": {}}
+        for name, answer in zip(actors, answers, strict=True):
+            if isinstance(answer, QuadrigaError):
+                view["missing"][name] = answer.message
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                view |= answer
+        return view
+
+    async def metrics(self) -> bytes:
+        page: bytes = await self._call(self._controller, "metrics")
+        return page
+
+    async def _call(
+        self, name: str, method: str, *args: object, deadline_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        from actors.rpc.ray_rpc import call
+
+        return await call(name, method, *args, timeout_s=deadline_s)
+
+
+class ClusterStateCache:
+    """The last view of the replicas, and admission while the scheduler does not answer.
+
+    Args:
+        max_age_s: An older view does not show that the cluster is ready.
+    """
+
+    def __init__(self, cluster: ClusterClient, clock: Clock, *, max_age_s: float) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._taken_s = float("-inf")
+        self._is_scheduler_away = False
+        self.view = ClusterView(0.0, [])
+
+    async def refresh(self) -> None:
+        """Ask the scheduler. Raises: ReplicaError; the old view stays."""
+        try:
+            self.view = await self._cluster.directory()
+        except ReplicaError:
+            self._is_scheduler_away = True
+            raise
+        self._is_scheduler_away = False
+        self._taken_s = self._clock.now_s()
+
+    @property
+    def names(self) -> set[str]:
+        return {s.info.name for s in self.view.snapshots}
+
+    def forget(self, replica: str) -> None:
+        """Remove a replica that is gone, until a newer view has it again."""
+        self.view.snapshots = [s for s in self.view.snapshots if s.info.name != replica]
+
+    def check_ready(self) -> None:
+        """Raises: Unavailable while a role has no replica that is known to serve."""
+        if self._clock.now_s() - self._taken_s > self._max_age_s:
+            raise Unavailable("the cluster has not been heard of lately", retry_after_s=1.0)
+        for role in Role:
+            if not self._serving(role):
+                raise Unavailable(f"no {role} replica is ready", retry_after_s=1.0)
+
+    async def admit(self, request: AdmitRequest) -> Admission:
+        """Ask the scheduler where a sequence shall go first; without it, choose by the last view.
+
+        Raises: Overloaded, UnknownModel, Unavailable, ContextTooLong.
+        """
+        try:
+            if self._is_scheduler_away and self.view.snapshots:
+                raise ReplicaDied("the scheduler did not answer lately")  # nor would it now
+            return await self._cluster.admit(request)
+        except ReplicaError as exc:
+            model = None if request.model == AUTO_MODEL else request.model
+            candidates = self._serving(Role.PREFILL, model)
+            if not candidates:
+                raise Unavailable(
+                    "the scheduler is away and no replica is known", retry_after_s=2.0
+                ) from exc
+            best = min(candidates, key=lambda s: (s.waiting_tokens, s.num_waiting, s.info.name))
+            best.waiting_tokens += request.num_prompt_tokens  # until the next view
+            return Admission(best.info.name, best.info.depth_class)
+
+    def _serving(self, role: Role, model: str | None = None) -> list[ReplicaSnapshot]:
+        return [
+            s
+            for s in self.view.snapshots
+            if s.info.role is role
+            and not s.draining
+            and (model is None or s.info.depth_class.model == model)
+        ]
+
+
+class CancellationBatcher:
+    """Sends cancellations to replicas and ended sequences to the scheduler, many at a time.
+
+    Cancellations free rows and are sent at once; ended sequences are sent `ENDED_PAUSE_S` later.
+    """
+
+    def __init__(self, cluster: ClusterClient, tasks: Tasks, ingress_id: str) -> None:
+        self._cluster = cluster
+        self._ingress_id = ingress_id
+        self._tasks = tasks
+        self._timer: asyncio.TimerHandle | None = None
+        self._to_cancel: dict[tuple[str, str | None], list[str]] = {}
+        self._ended: list[str] = []
+        self._ended_tokens = 0
+        self._work = asyncio.Event()
+
+    def cancel(self, replica: str, sequence_id: str, *, is_ours: bool = True) -> None:
+        """Have `replica` free a sequence.
+
+        Args:
+            is_ours: Not if another ingress has adopted it meanwhile; else whichever owns it.
+        """
+        owner = self._ingress_id if is_ours else None
+        self._to_cancel.setdefault((replica, owner), []).append(sequence_id)
+        self._work.set()
+
+    def ended(self, sequence_id: str, tokens: int) -> None:
+        """A sequence is over, with this many tokens in all."""
+        self._ended.append(sequence_id)
+        self._ended_tokens += tokens
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(ENDED_PAUSE_S, self._work.set)
+
+    async def report_ended_sequences(self) -> None:
+        """Wait for something to report, and send it; a call without an answer delays no other."""
+        await self._work.wait()
+        self._work.clear()
+        for call in self._calls():
+            self._tasks.spawn(_send(call))
+
+    async def flush(self) -> None:
+        """Report all there is, and wait for the answers."""
+        await asyncio.gather(*(_send(call) for call in self._calls()))
+
+    def _calls(self) -> list[Coroutine[Any, Any, None]]:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        cancels, self._to_cancel = self._to_cancel, {}
+        ended, self._ended = self._ended, []
+        tokens, self._ended_tokens = self._ended_tokens, 0
+        calls = [
+            self._cluster.cancel(replica, ids, owner) for (replica, owner), ids in cancels.items()
+        ]
+        if ended:
+            calls.append(self._cluster.finished(ended, tokens))
+        return calls
+
+
+async def _send(call: Coroutine[Any, Any, None]) -> None:
+    """Make a call; a replica that cannot be reached is dead, or frees by itself."""
+    with suppress(ReplicaError):
+        await call
+
+
+def _is_lost(result: object) -> bool:
+    """Whether a call had no answer that this process could read."""
+    if isinstance(result, ReplicaError):
+        return result.code == "timeout"
+    return isinstance(result, MemoryError)
+
+
+def own_actor() -> str:
+    """Name of the Ray actor this process is; empty where it is none."""
+    import ray
+
+    return ray.get_runtime_context().get_actor_name() or ""
+
+
+async def unowned(cluster: ClusterClient, sequences: Sequence[SequenceRequest]) -> list[str]:
+    """Ask all owners for these sequences; return the ids of those that none has any more.
+
+    Where a replica does not answer, it counts as having its sequences: `silent_replicas` judges
+    its silence. A sequence with output while its owners were asked is owned.
+    """
+    asked: dict[str, list[str]] = {}
+    # One without owners was lost meanwhile, and is being submitted to new ones.
+    before = [(s, s.state.sequence_id, s.num_contacts) for s in sequences if s.owners]
+    for sequence, sequence_id, _ in before:
+        for name in sequence.owners:
+            asked.setdefault(name, []).append(sequence_id)
+    answers = await asyncio.gather(*(_held(cluster, name, ids) for name, ids in asked.items()))
+    held = {sequence_id for answer in answers for sequence_id in answer}
+    return [
+        sequence_id
+        for sequence, sequence_id, num_contacts in before
+        if sequence_id not in held and sequence.num_contacts == num_contacts
+    ]
+
+
+async def _held(cluster: ClusterClient, replica: str, sequence_ids: list[str]) -> Sequence[str]:
+    try:
+        return await cluster.holding(replica, sequence_ids)
+    except ReplicaDied as exc:
+        return sequence_ids if exc.code == UNREACHABLE else ()
+    except QuadrigaError:
+        return sequence_ids
