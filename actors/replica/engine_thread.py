@@ -35,7 +35,7 @@ class EngineBroken(ReplicaError):
 
 
 class StepLoop(Protocol):
-    """What the thread drives: `PrefillLoop` and `DecodeLoop` in their hosts' clothing."""
+    """What the thread drives: `PrefillLoop` and `DecodeLoop` as a replica runs them."""
 
     @property
     def has_work(self) -> bool: ...

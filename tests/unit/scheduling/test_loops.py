@@ -48,6 +48,7 @@ class Events:
     started: list[str] = field(default_factory=list)
     kv: list[tuple[str, int, int, int, int]] = field(default_factory=list)
     done: dict[str, FinishReason | None] = field(default_factory=dict)
+    rebuilt: list[str] = field(default_factory=list)
     errors: dict[str, QuadrigaError] = field(default_factory=dict)
 
     def on_start(self, sequence: RunningSequence) -> None:
@@ -61,8 +62,9 @@ class Events:
 
     def take(self, outputs: list[PrefillOutput]) -> None:
         for sequence, output in outputs:
-            assert output is not None, "nothing is rebuilt here"
-            if output.error is not None:
+            if output is None:
+                self.rebuilt.append(sequence.state.sequence_id)
+            elif output.error is not None:
                 self.errors[sequence.state.sequence_id] = output.error
             else:
                 self.done[sequence.state.sequence_id] = output.finish
