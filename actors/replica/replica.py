@@ -48,7 +48,7 @@ from quadriga.observability.logs import configure_logging
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transports.gloo_frames import ChannelOffer
+    from actors.kv_transfer.transports.channel import ChannelOffer
 
 Result = TypeVar("Result")
 

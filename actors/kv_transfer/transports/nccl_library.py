@@ -190,7 +190,7 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         import cupy
 
-        with cupy.cuda.CudaInterface(device.index):
+        with cupy.cuda.Device(device.index):
             self._owner = cupy.cuda.Stream(non_blocking=True)
         self.stream: Any = torch.cuda.ExternalStream(self._owner.ptr, device=device)  # type: ignore[no-untyped-call]
 
@@ -217,7 +217,7 @@ def gpu_name(index: int) -> str:
 
     Not the UUID: those of a GPU's partitions differ.
     """
-    from cupy.cuda import CudaInterface as CupyDevice
+    from cupy.cuda import Device as CupyDevice
 
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else os.uname().nodename
     return f"{boot}/{CupyDevice(index).pci_bus_id}"
