@@ -23,7 +23,6 @@ from serve_app.openai.models import ModelDirectory
 from serve_app.ops.admin import serve_admin
 from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.engine_client import EngineClient
-from serve_app.serve_replica import stop_timeout_s
 
 LOOK_INTERVAL_S = 0.5
 CUT_MARGIN_S = 2.0
@@ -31,7 +30,7 @@ CUT_MARGIN_S = 2.0
 
 
 class Ingress:
-    """Holds its clients' streams for their whole life.
+    """One ingress replica; it holds its clients' streams until they end.
 
     Args:
         config: `QuadrigaConfig` as a plain dict, without API keys.
@@ -60,7 +59,7 @@ class Ingress:
             ingress_id=ingress_id,
         )
         self._grpc = GrpcServer(self._engine_client, needs_tls=grpc_tls_port())
-        # Started here and not by a request: Ray cancels with a request what the request started.
+        # Started here: what a request starts, Ray cancels with the request.
         self._engine_client.start()
         self._engine_client.tasks.spawn(serve_admin(self._engine_client))
         self._engine_client.tasks.repeat(self._follow_serve, LOOK_INTERVAL_S)
@@ -89,7 +88,7 @@ class Ingress:
 
         New ones are taken: a router that does not know yet that this replica ends sends some.
         """
-        timeout_s = stop_timeout_s()
+        timeout_s = _stop_timeout_s()
         if timeout_s is not None:
             self._engine_client.drain(
                 timeout_s - min(CUT_MARGIN_S, timeout_s / 2), refuses_new=False
@@ -118,3 +117,21 @@ class Ingress:
         async with aclosing(self._grpc.watch(request.service)) as answers:
             async for answer in answers:
                 yield answer
+
+
+def _stop_timeout_s() -> float | None:
+    """Seconds that Serve gives this replica to end, once Serve has asked it to; None before that.
+
+    Serve notifies a replica's own code only after its last request. Ray keeps the actors of this
+    process in a private place; where it is another one in a later Ray, this is always None, and
+    requests that outlast the time limit are cut without an error.
+    """
+    from ray._private import worker
+
+    process: Any = worker.global_worker
+    for actor in getattr(process, "actors", {}).values():
+        replica = getattr(actor, "_replica_impl", None)
+        if getattr(replica, "_shutting_down", False):
+            deployment = serve.get_replica_context()._deployment_config
+            return float(deployment.graceful_shutdown_timeout_s)
+    return None

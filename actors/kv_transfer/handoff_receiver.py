@@ -1,7 +1,7 @@
-"""Moving a sequence to another replica, the destination's side: leases on rows, parts, commit.
+"""The destination's side of a hand-off: leases on rows, parts of KV, commit.
 
-The reservation is kept only while the source is heard of. Why the sequence moves is not known
-here: after a prefill, or between decode replicas, the calls are the same.
+A reservation is kept only while its source gives signs of life. After a prefill and between decode
+replicas the calls are the same.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class HandoffReceiver:
         try:
             await self._host.join(state, resume, lease.offer.depth_class.depth)
         except QuadrigaError as exc:
-            # A source that hears of a cancellation does not try elsewhere.
+            # A source that learns of a cancellation does not try elsewhere.
             end = LeaseState.CANCELLED if exc.code == "cancelled" else LeaseState.ABORTED
             self.leases.revoke(lease, end)
             await self._host.release_row(state.sequence_id)
@@ -187,27 +187,25 @@ class HandoffReceiver:
         return state
 
     async def _give_back(self, lease: Lease) -> None:
-        """Let the row of a transfer that ended be somebody else's."""
+        """Free the row of a transfer that ended."""
         await self._host.release_row(lease.offer.sequence_id)
         self.leases.freed(lease)
 
     async def cancel(self, sequence_id: str) -> None:
-        """End every open transfer of a sequence that nobody wants; its source will hear of it."""
-        transfers = self.leases.transfers_of(sequence_id)
-        for transfer_id in transfers:
+        """End every open transfer of a cancelled sequence; its source learns of it."""
+        for transfer_id in self.leases.transfers_of(sequence_id):
             await self.abort(transfer_id, LeaseState.CANCELLED)
 
     async def abort_all(self) -> None:
         """End every open transfer: the replica is going away."""
-        transfers = self.leases.open_transfers()
-        for transfer_id in transfers:
+        for transfer_id in self.leases.open_transfers():
             await self.abort(transfer_id)
 
     async def sweep(self, *, stood_still_s: float = 0.0) -> int:
         """Release what lapsed; called every fraction of a lease. Returns how many.
 
         Args:
-            stood_still_s: So long since the last time nobody was heard here: no silence of theirs.
+            stood_still_s: How long this process could receive nothing: no silence of the sources.
         """
         now_s = self._clock.now_s()
         self.leases.stood_still(stood_still_s, now_s=now_s)

@@ -25,7 +25,7 @@ from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, Replica
 from quadriga.interfaces import KVTransport
 from quadriga.scheduling.forecasts import remaining_of
 from quadriga.scheduling.handoff import LeaseState
-from quadriga.scheduling.precopy import StepPhase
+from quadriga.scheduling.sequence_export import StepPhase
 
 if TYPE_CHECKING:
     import torch

@@ -1,18 +1,20 @@
 """Live migration, the source's side: a running sequence goes to another decode replica.
 
-    reserve ─▶ copy, while it decodes on ─▶ rest ─▶ commit ─▶ acknowledged: let go
-       │                │                     │        │
-       ▼                ▼                     ▼        ▼
-    refused          failed; or it         thaw:    settle: COMMITTED, let go; ABORTED, or the
-                     ended: finished       failed   destination is dead: thaw
+    reserve ─▶ copy, while it decodes on ─▶ cutover ─▶ commit ─▶ acknowledged: let go
+       │                │                     │           │
+       ▼                ▼                     ▼           ▼
+    refused          failed; or it         aborted:    settle: COMMITTED, let go; ABORTED, or the
+                     ended: finished       failed      destination is dead: goes on here
 
-A paused sequence goes the same way, and decodes nowhere meanwhile. The last KV goes with the commit
-where it is small. A destination of another depth gets the layers that both have.
+During the cutover the sequence stands still. A paused one goes the same way, and decodes nowhere
+meanwhile. The last KV goes with the commit where it is small. A destination of another depth gets
+the layers that both have.
 
 Until the commit leaves, the destination cannot own the sequence, so whatever goes wrong it decodes
 on here. Afterwards the destination is asked until it answers or is known to be dead; meanwhile the
-sequence rests. So it runs in one place, never in two and never in none. Where the destination died
-without an answer it may have spoken before: the source then goes on under a yet higher epoch.
+sequence stands still. So it runs on one replica, never on two and never on none. Where the
+destination died without an answer it may have emitted tokens before: the source then goes on under
+a yet higher epoch.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 REST_DEADLINE_S = 2.0
-"""For the last KV, and again for the commit, while the sequence rests."""
+"""For the last KV, and again for the commit, while the sequence stands still."""
 MAX_SETTLE_PAUSE_S = 1.0
 MAX_OUTGOING = 2
 """Sequences a replica hands over at once: each costs its steps a little."""
@@ -89,33 +91,33 @@ class Migration:
         self._copying: Copy | None = None
 
     async def run(self) -> None:
-        """Move it, or leave everything as it was; never raises for what is none of our bugs."""
+        """Move it, or leave everything as it was; raises for programming errors only."""
         sequence_id = self.order.sequence_id
         try:
             held = await self._engine(lambda core: core.loop.export.held(sequence_id))
             if held is None:
                 self._conclude("refused", "not_running: it is not here")
                 return
-            state = held.state
+            state, depth = held
             self._traceparent = state.traceparent
             transfer = await self._sender.reserve(
                 self.order.destination,
                 state,
-                replace(self.order.depth_class, depth=held.depth),
+                replace(self.order.depth_class, depth=depth),
                 is_live=True,
                 depths=depth_bounds(
-                    state.exits, held.depth, deterministic=self._replica.config.deterministic
+                    state.exits, depth, deterministic=self._replica.config.deterministic
                 ),
             )
         except QuadrigaError as exc:
             self._conclude("refused", _reason(exc))
             return
         self._replica.remember_peer(transfer.peer)
-        # Now, so that the ingress polls the destination by the time it speaks.
-        self._tell(state, transfer, "begun")
+        # Now, so that the ingress polls the destination by the time it emits tokens.
+        self._announce(state, transfer, "begun")
         try:
-            rest = await self._copy(transfer, held.depth)
-        except Exception as exc:  # a border: nobody else would take up what rests
+            rest = await self._copy(transfer, depth)
+        except Exception as exc:  # whatever it is: nothing else would let the sequence go on
             await self._give_up(state, transfer, _as_failure(exc))
             return
         try:
@@ -126,7 +128,7 @@ class Migration:
             await self._let_go(state, transfer)
 
     async def _copy(self, transfer: OutgoingTransfer, held_depth: int) -> SequenceRemainder:
-        """Send what there is while the sequence runs, until it rests; the last of it is carried.
+        """Send what there is until the cutover, while it runs; the commit carries the remainder.
 
         Args:
             held_depth: Layers of its KV; those that the destination has not got do not go.
@@ -145,7 +147,7 @@ class Migration:
         )
         try:
             async with asyncio.timeout(deadline_s):
-                rest = await self._copying.until_rest()
+                rest = await self._copying.until_cutover()
         except TimeoutError as exc:
             raise MigrationFailed(
                 f"copying to {transfer.peer.name} took longer than {deadline_s:.1f} s",
@@ -172,26 +174,27 @@ class Migration:
     ) -> None:
         """Nothing was committed: the sequence goes on here, if it is not over."""
         background(transfer.abort())
-        # A rest that was asked for may have come about although nobody waited for it.
-        await self._thaw(state, transfer, None)
+        # A cutover that was asked for may have begun although its result was not awaited.
+        await self._go_on(state, transfer, None)
         self._conclude("finished" if isinstance(reason, Ended) else "failed", _reason(reason))
 
-    async def _thaw(
+    async def _go_on(
         self, state: SequenceState, transfer: OutgoingTransfer, epoch: int | None
     ) -> None:
+        """Let the sequence go on here, under another epoch where one is given."""
         sequence_id = self.order.sequence_id
 
-        def thaw(core: DecodeEngine) -> bool:
+        def go_on(core: DecodeEngine) -> bool:
             core.loop.export.abort_cutover(sequence_id, epoch)
-            return core.loop.export.state(sequence_id) is not None
+            return core.loop.export.held(sequence_id) is not None
 
         try:
-            is_here = await self._engine(thaw)
+            is_here = await self._engine(go_on)
         except QuadrigaError as exc:  # the engine is over, and this process with it
-            logger.info("%s is not taken up again: %s", sequence_id, exc)
+            logger.info("%s does not go on here: %s", sequence_id, exc)
             return
         if is_here:
-            self._tell(state, transfer, "failed")
+            self._announce(state, transfer, "failed")
 
     async def _settle(
         self, state: SequenceState, transfer: OutgoingTransfer, reason: QuadrigaError
@@ -203,11 +206,11 @@ class Migration:
                 end = await transfer.settle()
             except ReplicaDied as exc:
                 if exc.code != "unreachable":
-                    # It may have spoken under the offered epoch before it died.
-                    await self._thaw(state, transfer, transfer.offer.epoch + 1)
+                    # It may have emitted tokens under the offered epoch before it died.
+                    await self._go_on(state, transfer, transfer.offer.epoch + 1)
                     self._conclude("failed", _reason(exc))
                     return
-            except Exception as exc:  # a border: nobody else would take up what rests
+            except Exception as exc:  # whatever it is: nothing else would let the sequence go on
                 failure = _as_failure(exc)
                 logger.info("%s at %s: %s", self.order.sequence_id, transfer.peer.name, failure)
             if end is None:
@@ -220,7 +223,7 @@ class Migration:
         if end is LeaseState.COMMITTED:
             await self._let_go(state, transfer)
         else:
-            await self._thaw(state, transfer, None)
+            await self._go_on(state, transfer, None)
             self._conclude("failed", _reason(reason))
 
     async def _let_go(self, state: SequenceState, transfer: OutgoingTransfer) -> None:
@@ -231,16 +234,16 @@ class Migration:
             await self._engine(lambda core: core.loop.leave(sequence_id))
         except QuadrigaError as exc:  # the engine is over, and this process with it
             logger.info("the row of %s is not released: %s", sequence_id, exc)
-        self._tell(state, transfer, "done")
+        self._announce(state, transfer, "done")
         self._conclude("moved", "")
 
-    def _tell(
+    def _announce(
         self,
         state: SequenceState,
         transfer: OutgoingTransfer,
         move: Literal["begun", "done", "failed"],
     ) -> None:
-        """Let the ingress know where the sequence is."""
+        """Send the ingress word of the move: it polls both replicas meanwhile."""
         emission = EngineOutput(
             state.sequence_id,
             state.epoch,
@@ -254,7 +257,7 @@ class Migration:
         return await self._replica.engine.call(command)
 
     def _conclude(self, outcome: MigrationOutcome, reason: str) -> None:
-        """Say how it ended: to whoever waits for it, and to the metrics."""
+        """Report how it ended to the caller, the metrics and the trace."""
         report = self._report(outcome, reason)
         self._replica.metrics.migrated(self.order.cause, report)
         self._trace(report)
@@ -313,12 +316,14 @@ class Migrations:
     def __init__(self, replica: Replica[DecodeEngine]) -> None:
         self._replica = replica
         self._sender: HandoffSender | None = None
-        self._under_way: frozenset[str] = frozenset()  # replaced, never changed: others look
+        self._under_way: frozenset[str] = (
+            frozenset()
+        )  # replaced, never changed
         self._moved: OrderedDict[str, str] = OrderedDict()  # sequence → where it went
 
     @property
     def under_way(self) -> Collection[str]:
-        """Sequences on their way; from any thread."""
+        """Ids of the sequences on their way; from any thread."""
         return self._under_way
 
     async def migrate(self, order: MigrationOrder) -> MigrationReport:
@@ -330,7 +335,7 @@ class Migrations:
             return report
         self._under_way |= {order.sequence_id}
         migration = Migration(self, self._replica, self._require_sender(), order)
-        # It runs to its end whatever becomes of whoever ordered it.
+        # It runs to its end whatever becomes of the caller.
         background(self._run(migration))
         return await asyncio.shield(migration.verdict)
 
@@ -348,7 +353,7 @@ class Migrations:
     async def _run(self, migration: Migration) -> None:
         try:
             await migration.run()
-        except Exception as exc:  # whoever waits for the verdict must not wait forever
+        except Exception as exc:  # the caller must not wait for ever
             if not migration.verdict.done():
                 migration.verdict.set_exception(exc)
             raise
@@ -368,7 +373,7 @@ class Migrations:
         if len(self._under_way) >= MAX_OUTGOING:
             return f"busy: {MAX_OUTGOING} sequences are on their way from here"
         if replica.is_cancelled(order.sequence_id):
-            return "cancelled: nobody wants it any more"
+            return "cancelled: it was cancelled"
         return None
 
     async def move_all(self, destination: str) -> list[MigrationReport]:
@@ -405,10 +410,10 @@ class Migrations:
         self._moved.pop(sequence_id, None)
 
     def forward(self, sequence_ids: Sequence[str], ingress_id: str | None = None) -> None:
-        """Cancel what was moved away where it went: the ingress may not know of that yet.
+        """Cancel sequences where they went: the ingress may not know of the moves yet.
 
         Args:
-            ingress_id: Who cancels; see `Replica.cancel`.
+            ingress_id: The caller; see `Replica.cancel`.
         """
         for sequence_id in sequence_ids:
             peer = self._moved.pop(sequence_id, None)
@@ -420,4 +425,4 @@ async def _cancel(peer: str, sequence_id: str, ingress_id: str | None) -> None:
     try:
         await call(peer, "cancel", [sequence_id], ingress_id, timeout_s=CANCEL_TIMEOUT_S)
     except QuadrigaError:
-        return  # whoever does not answer is settled by its controller, and by the deadline
+        return  # a replica that does not answer is replaced, and the deadline ends the sequence

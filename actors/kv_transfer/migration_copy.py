@@ -1,4 +1,4 @@
-"""Live migration, the copying: pieces of a sequence's KV go while it decodes, until it may rest."""
+"""Copies the KV of a sequence piece by piece while it decodes, until its cutover."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.clock import Clock
 from quadriga.errors import MigrationFailed
-from quadriga.scheduling.precopy import MAX_HOLDS, MAX_REMAINDER_TOKENS, PreCopy, StepPhase, hold_s
-from quadriga.scheduling.sequence_export import SequenceReading, SequenceRemainder
+from quadriga.scheduling.sequence_export import (
+    MAX_HOLDS,
+    MAX_REMAINDER_TOKENS,
+    PreCopy,
+    SequenceReading,
+    SequenceRemainder,
+    StepPhase,
+    hold_s,
+)
 
 if TYPE_CHECKING:
     from actors.kv_transfer.handoff_sender import OutgoingTransfer
@@ -42,7 +49,7 @@ class _Piece:
     """A reading, how long it took, and what a step takes.
 
     Attributes:
-        is_paused: Of a sequence in host memory: it has no steps that anybody waits for.
+        is_paused: Of a sequence in host memory, which takes part in no step.
     """
 
     reading: SequenceReading
@@ -68,7 +75,7 @@ class Copy:
         depth: Layers that go.
 
     Attributes:
-        rounds: Readings so far, the last one, at rest, included.
+        rounds: Readings so far, the last one, in the cutover, included.
         bytes_sent: Of KV.
     """
 
@@ -87,17 +94,17 @@ class Copy:
         self._transfer = transfer
         self._engine = engine
         self._clock = clock
-        self._books = PreCopy(depth)
+        self._precopy = PreCopy(depth)
         self._depth = depth
         self._sending_s = 0.0
         self._cell_bytes = 0.0
 
-    async def until_rest(self) -> SequenceRemainder:
-        """Send what there is, piece by piece, each as large as the others may feel.
+    async def until_cutover(self) -> SequenceRemainder:
+        """Send what there is, in pieces whose reading costs other sequences little time.
 
         Raises:
             Ended: The sequence is over.
-            QuadrigaError: It cannot be sent; it may be at rest nevertheless.
+            QuadrigaError: It cannot be sent; its cutover may have begun nevertheless.
         """
         cells, num_holds = FIRST_READ_CELLS, 0
         while True:
@@ -107,7 +114,7 @@ class Copy:
                 is_free = piece.is_paused or num_holds >= MAX_HOLDS
                 aim = None if is_free else await self._aim()
                 found: SequenceRemainder | _Piece | None = await self._engine(
-                    partial(self._freeze, aim)
+                    partial(self._begin_cutover, aim)
                 )
                 if isinstance(found, SequenceRemainder):
                     return found
@@ -132,7 +139,7 @@ class Copy:
             self._cell_bytes = sum(kv.nbytes for _, kv in reading.parts) / reading.num_cells
 
     async def send_last(self, reading: SequenceReading, *, deadline_s: float) -> None:
-        """Have the commit carry what was left at rest; send it, where it is too large for that.
+        """Have the commit carry the remainder; send it, where it is too large for that.
 
         Raises: KVTransportError.
         """
@@ -158,16 +165,18 @@ class Copy:
     def _read(self, max_cells: int, core: DecodeEngine) -> _Piece:
         began_s = self._clock.now_s()
         loop = core.loop
-        reading = loop.export.read(self._sequence_id, self._books, max_cells)
+        reading = loop.export.read(self._sequence_id, self._precopy, max_cells)
         if reading is None:
             raise Ended("it was over before it could move")
         took_s = self._clock.now_s() - began_s
         return _Piece(reading, took_s, loop.step_time_s, loop.is_paused(self._sequence_id))
 
-    def _freeze(self, aim: _Aim | None, core: DecodeEngine) -> SequenceRemainder | _Piece | None:
+    def _begin_cutover(
+        self, aim: _Aim | None, core: DecodeEngine
+    ) -> SequenceRemainder | _Piece | None:
         """None: not now, the next step was held back for a better moment."""
-        departures = core.loop.export
-        if departures.state(self._sequence_id) is None:
+        export = core.loop.export
+        if export.held(self._sequence_id) is None:
             raise Ended("it was over before it could move")
         if aim is not None:
             age_s = self._clock.now_s() - aim.at_s
@@ -175,6 +184,6 @@ class Copy:
             if held_s > 0.0:
                 time.sleep(held_s)
                 return None
-        found = departures.begin_cutover(self._sequence_id, self._books)
+        found = export.begin_cutover(self._sequence_id, self._precopy)
         assert found is not None
         return found if isinstance(found, SequenceRemainder) else _Piece(found)

@@ -1,4 +1,4 @@
-"""The decode replica: takes sequences over from others and runs them to their end."""
+"""The decode replica: takes sequences over from other replicas and runs them to their end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quadriga.errors import MigrationFailed, TakenOver
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.scheduling.handoff import LeaseState
 from quadriga.scheduling.paced_runner import PacedRunner
-from quadriga.scheduling.precopy import StepPhase
+from quadriga.scheduling.sequence_export import StepPhase
 
 
 class DecodeReplica(Replica[DecodeEngine]):
@@ -35,7 +35,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     reply_spacing_s = 0.0005
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
-        self.migrations = Migrations(self)  # the engine's thread asks it who is leaving
+        self.migrations = Migrations(self)  # the engine's thread reads which sequences leave
         super().__init__(name, spec, config)
         background(self._never_ending(self._sweep()))
 
@@ -81,7 +81,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     # RPC: the receiving side of a hand-off
 
     async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
-        """Promise a row to a sequence that another replica wants to hand over.
+        """Promise a row to a sequence that another replica is to hand over.
 
         Raises:
             KVCacheExhausted, ContextTooLong: No room now, or ever.
@@ -135,9 +135,9 @@ class DecodeReplica(Replica[DecodeEngine]):
         return [o for o in found if o.sequence_id not in self.leaving()]
 
     async def adopt(self, sequence_id: str, ingress_id: str) -> bool:
-        """Tell another ingress of a sequence from now on, and first all that it has said so far.
+        """Send a sequence's tokens to another ingress from now on, first all those there are.
 
-        The one before hears that it was taken over.
+        The ingress before gets an error: the request was resumed elsewhere.
 
         Returns:
             Whether it runs here; one that is on its way elsewhere does not.
@@ -149,17 +149,17 @@ class DecodeReplica(Replica[DecodeEngine]):
             if state is None or sequence_id in self.leaving():
                 return False
             before, state.ingress_id = state.ingress_id, ingress_id
-            said = EngineOutput(
+            so_far = EngineOutput(
                 sequence_id,
                 state.epoch,
                 token_ids=list(state.output_ids),
                 exit_layers=list(state.exit_layers),
             )
-            news = [(ingress_id, said)]
-            if before != ingress_id:  # it may live, and some client may wait there
+            outputs = [(ingress_id, so_far)]
+            if before != ingress_id:  # it may be up, and a client may wait there
                 error = TakenOver("the request was resumed elsewhere, and goes on there")
-                news.append((before, EngineOutput(sequence_id, state.epoch, error=error)))
-            self.post(self.mail.put, news)
+                outputs.append((before, EngineOutput(sequence_id, state.epoch, error=error)))
+            self.post(self.mail.put, outputs)
             return True
 
         return await self.engine.call(adopt)
@@ -208,7 +208,7 @@ class DecodeReplica(Replica[DecodeEngine]):
             self._require_wanted(state.sequence_id)  # a cancellation may have been faster
             core.loop.join(state, resume, depth)
             if resume is not None and resume.unacknowledged:
-                # What the source said last comes first, and only now that this replica owns it.
+                # The source's last outputs come first, and only now that this replica owns it.
                 again = [(state.ingress_id, emission) for emission in resume.unacknowledged]
                 self.post(self.mail.put, again)
 
@@ -246,8 +246,8 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     async def _cancel(self, sequence_ids: Sequence[str], ingress_id: str | None) -> None:
         def leave(core: DecodeEngine) -> list[str]:
-            # Here, where sequences are adopted, joined and let go: whose one is cannot change
-            # before it has left, and what is noted as cancelled does not run.
+            # On this thread sequences are adopted, joined and let go: the ingress of one cannot
+            # change before it has left, and what is noted as cancelled does not run.
             running = {state.sequence_id: state.ingress_id for state in core.loop.running}
             over = [
                 sequence_id

@@ -1,4 +1,4 @@
-"""What a decode replica's engine thread runs: the loop, its forecasts, its changes of depth."""
+"""The engine of a decode replica: its loop, its forecasts, its changes of depth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.idle_check import IdleCheck, Leaks
 from quadriga.scheduling.meters import Ewma
-from quadriga.scheduling.precopy import StepPhase
+from quadriga.scheduling.sequence_export import StepPhase
 from quadriga.scheduling.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class DecodeEngine:
         return self.loop.has_work
 
     def _check(self) -> bool:
-        """Verify the books; a slot must belong to a running sequence or to a transfer."""
+        """Verify the table; a slot must belong to a sequence there or to a transfer."""
         loop = self.loop
         loop.check()
         claimed = self._receiver.leases.sequences()
@@ -173,7 +173,7 @@ class DecodeEngine:
         """See `ResizableEngine`: nothing was held back."""
 
     def _look_at_strict(self) -> None:
-        """Who may need how many layers, now and then."""
+        """Note how many layers strict sequences may need, now and then."""
         now_s = self._replica.clock.now_s()
         if now_s - self._parked_looked_s < LOOK_EVERY_S:
             return

@@ -156,7 +156,7 @@ class ColocatedLoop:
     def release(self, sequence_id: str) -> None:
         """Let go of a sequence, wherever it is; an unknown one is no error."""
         self._forget(sequence_id)
-        if self.decode.export.state(sequence_id) is not None:
+        if self.decode.export.held(sequence_id) is not None:
             self.decode.leave(sequence_id)
         else:
             self.prefill.release(sequence_id)

@@ -9,7 +9,8 @@ table that holds all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 from quadriga.checkpoint.exits import Criterion, ExitCounters, ExitUse
@@ -22,7 +23,7 @@ from quadriga.errors import DeadlineExceeded, InvariantViolation
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
-from quadriga.policies.rebatching import Range, Rebatcher, Waiting
+from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Rebatcher, Waiting
 from quadriga.policies.slot_reservation import AnswerLengths
 from quadriga.scheduling.decode_batch import (
     MOVING,
@@ -33,7 +34,6 @@ from quadriga.scheduling.decode_batch import (
     summary,
 )
 from quadriga.scheduling.depth import DepthChanges, Emissions, Shrunk
-from quadriga.scheduling.exit_gate import Group, judge
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
 from quadriga.scheduling.sequence import RunningSequence
@@ -41,6 +41,8 @@ from quadriga.scheduling.sequence_export import SequenceExport
 from quadriga.scheduling.slots import Slot, SlotTable
 
 RATE_WINDOW_S = 10.0
+
+Group = list[RunningSequence]
 
 
 class DecodeLoop:
@@ -453,3 +455,101 @@ class DecodeLoop:
     def step_time_s(self) -> float:
         """Recent time from one token of a sequence to its next."""
         return self._token_time.value
+
+
+def judge(
+    batch: DecodeBatch,
+    ran: Range,
+    groups: Sequence[Group],
+    confidences: list[float],
+    num_tokens: int,
+    now_s: float,
+) -> tuple[Group, int | None]:
+    """Ask the policy about a group at the exit behind `ran`, and carry out what it decides.
+
+    Args:
+        groups: Per segment, the sequences whose token it could run next, before the pass.
+        num_tokens: Context tokens of the group that ran.
+
+    Returns:
+        The sequences that leave, and how many may; the others wait there from now on.
+    """
+    group = groups[ran.first]
+    if ran.stop == len(batch.ends):
+        return _leave_last(batch, group, confidences, now_s), None
+    passed = [c >= s.min_confidence for c, s in zip(confidences, group, strict=True)]
+    stays = [s for s, p in zip(group, passed, strict=True) if not p]
+    at_exit = ExitGroup(
+        ran=ran,
+        confidences=confidences,
+        thresholds=[s.threshold for s in group],
+        passed=passed,
+        num_tokens=num_tokens,
+        waiting=summary(groups[ran.stop]),
+        remaining=summary(stays),
+    )
+    decision = batch.rebatcher.judge(at_exit, now_s)
+    count = len(group) - len(stays)
+    if batch.num_limited or decision is BatchDecision.LEAVE:
+        return _leave_some(batch, decision, at_exit, group, now_s), count
+    if decision is BatchDecision.SPLIT:
+        leavers = list(compress(group, passed))
+    else:
+        leavers, stays = [], group
+        batch.counters.involuntary_stays += count
+    for sequence in stays:
+        batch.wait(sequence, ran.stop, now_s)
+    batch.counters.buffered += len(stays)
+    return leavers, count
+
+
+def _leave_last(batch: DecodeBatch, group: Group, confidences: list[float], now_s: float) -> Group:
+    """At the deepest exit all leave, but for strict ones that need more depth than there is."""
+    if not batch.is_partial:
+        return group
+    depth, leavers, left_with = batch.ends[-1], [], []
+    for sequence, confidence in zip(group, confidences, strict=True):
+        needs_more = sequence.is_strict and not 0 < sequence.state.exits.max_depth <= depth
+        if batch.parks_strict and needs_more and confidence < sequence.min_confidence:
+            batch.wait(sequence, len(batch.ends), now_s, is_parked=True)
+        else:
+            leavers.append(sequence)
+            left_with.append(confidence)
+    _count_breaches(batch, leavers, left_with)
+    return leavers
+
+
+def _leave_some(
+    batch: DecodeBatch, decision: BatchDecision, at: ExitGroup, group: Group, now_s: float
+) -> Group:
+    """The general case: sequences at the end of their own depth leave whatever the decision."""
+    segment = at.ran.stop - 1
+    leavers = []
+    for sequence, confidence, passed in zip(group, at.confidences, at.passed, strict=True):
+        if sequence.last_segment == segment:
+            if sequence.lacks_layers and not passed:
+                sequence.needs_layers = True
+                if sequence.is_strict:
+                    batch.wait(sequence, at.ran.stop, now_s, is_parked=True)
+                    continue
+            _count_breaches(batch, [sequence], [confidence])
+            leavers.append(sequence)
+        elif decision is BatchDecision.LEAVE or (passed and decision is BatchDecision.SPLIT):
+            batch.counters.involuntary_exits += not passed
+            leavers.append(sequence)
+        else:
+            batch.counters.involuntary_stays += passed
+            batch.wait(sequence, at.ran.stop, now_s)
+    batch.counters.buffered += len(group) - len(leavers)
+    return leavers
+
+
+def _count_breaches(batch: DecodeBatch, group: Group, confidences: Sequence[float]) -> None:
+    breaches = [
+        s
+        for c, s in zip(confidences, group, strict=True)
+        if c < s.min_confidence and s.min_confidence < math.inf
+    ]
+    depth = batch.ends[-1]
+    batch.counters.breaches += len(breaches)
+    batch.counters.limited += sum(0 < s.state.exits.max_depth <= depth for s in breaches)

@@ -4,7 +4,7 @@
                  │  ╲
                  │   ╲──▶ ABORTED    by either side
                  │    ╲─▶ CANCELLED  the sequence is not wanted any more, here or anywhere
-                 │     ╲▶ LAPSED     nothing was heard for `lease_s`
+                 │     ╲▶ LAPSED     no sign of life for `lease_s`
                  ▼
              COMMITTED               all parts there, checksums equal, every position covered
 
@@ -92,12 +92,16 @@ class LeaseTable:
     Args:
         depth_class: Of the replica; `follow` changes it.
         any_depth: Sequences of other depths of the model are taken, too: layers that are not here
-            are left out. What runs already says which depths it can do with.
+            are left out. The offer of a running sequence names the depths that it can do with.
+        max_live: Running sequences that it receives at once.
     """
 
-    def __init__(self, depth_class: DepthClass, *, any_depth: bool = False) -> None:
+    def __init__(
+        self, depth_class: DepthClass, *, any_depth: bool = False, max_live: int = MAX_LIVE
+    ) -> None:
         self._depth_class = depth_class
         self._any_depth = any_depth
+        self._max_live = max_live
         self._lock = threading.RLock()
         self._leases: dict[str, Lease] = {}  # by transfer
         self._ended: OrderedDict[str, LeaseState] = OrderedDict()
@@ -162,8 +166,8 @@ class LeaseTable:
 
     def _check_live(self, offer: TransferOffer) -> None:
         num_live = sum(lease.offer.is_live for lease in self._open())
-        if offer.is_live and num_live >= MAX_LIVE:
-            raise Overloaded(f"{MAX_LIVE} running sequences are on their way here", code="busy")
+        if offer.is_live and num_live >= self._max_live:
+            raise Overloaded(f"{num_live} running sequences are on their way here", code="busy")
 
     @_locked
     def check_row(self, sequence_id: str) -> None:
@@ -372,13 +376,13 @@ class LeaseTable:
 
     @_locked
     def stood_still(self, seconds: float, *, now_s: float) -> None:
-        """Count a time no silence in which this process could hear nobody."""
+        """Do not count as silence a time in which this process could receive nothing."""
         for lease in self._open():
             lease.heard_s = min(now_s, lease.heard_s + seconds)
 
     @_locked
     def lapse(self, *, now_s: float) -> list[Lease]:
-        """End the leases nothing was heard of; returns those whose row is to be released now."""
+        """End the leases of silent sources; returns those whose row is to be released now."""
         silent = [v for v in self._open() if now_s - v.heard_s > v.offer.lease_s]
         for lease in silent:
             self._end(lease, LeaseState.LAPSED)

@@ -1,4 +1,4 @@
-"""API keys as they are kept: a name, a hash, and limits; one line each.
+"""API keys as files hold them: a name, a hash, and limits; one line each.
 
     alice sha256:9f86d081… requests_per_s=5 tokens_per_min=60000 concurrency=8
     prometheus sha256:60303ae2… admin
@@ -46,9 +46,9 @@ class ApiKey:
     """One key, without the key.
 
     Attributes:
-        name: Who has it; no secret, appears in logs.
+        name: The holder; no secret, appears in logs.
         digest: SHA-256 of the key.
-        is_admin: It opens what operators look at as well.
+        is_admin: It gives access to metrics and the admin port as well.
     """
 
     name: str

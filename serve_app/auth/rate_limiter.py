@@ -98,7 +98,7 @@ class ConcurrencyLimiter:
         return self.num_taken >= self._limit
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def slot(self) -> Iterator[None]:
         """Hold one place. Raises: Overloaded."""
         if self.is_full:
             raise Overloaded(

@@ -1,4 +1,4 @@
-"""How the commands of this package take their arguments, and say what is wrong with them."""
+"""The argument parser of this package's commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 MAX_PORT = 65_535
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class ServeHelpFormatter(
+    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+):
     """Shows the defaults that there are, and examples as they are written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -23,7 +25,7 @@ class ServeParser(argparse.ArgumentParser):
     """Reports an error in one line, without the whole usage around it."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(formatter_class=_HelpFormatter, **given)
+        super().__init__(formatter_class=ServeHelpFormatter, **given)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"quadriga: {message}; see {self.prog} --help\n")

@@ -11,7 +11,7 @@ from serve_app.cli.local_stop import Drain
 REPORT_INTERVAL_S = 5.0
 """Between two lines about the drain, where they cannot be written over each other."""
 REWRITE = "\r\x1b[2K\x1b[?7l{}\x1b[?7h"
-"""One line of a terminal anew; what is too long for it is cut and does not begin another one."""
+"""Rewrites one line of a terminal; longer text is cut and does not begin another line."""
 
 
 class Console:

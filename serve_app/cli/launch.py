@@ -211,7 +211,7 @@ class LocalService:
         try:
             with self._processes.starting():
                 ray.init("local", **(options | self._ray_options))
-        except Exception as exc:  # a border: Ray has no common base for what fails here
+        except Exception as exc:  # Ray has no common base for what fails here
             waited_s = time.monotonic() - began_s
             raise explain(
                 "starting Ray on this machine", exc, waited_s=waited_s, remedy=LOCAL_REMEDY
@@ -242,7 +242,7 @@ class LocalService:
             )
         except QuadrigaError:
             raise
-        except Exception as exc:  # a border: Serve has no common base for what fails here
+        except Exception as exc:  # Serve has no common base for what fails here
             what = f"starting Ray Serve on {self.addresses.http_url}"
             waited_s = time.monotonic() - began_s
             remedy = f"the reason is in {self.log_folder()}"

@@ -91,7 +91,7 @@ class LocalStop:
             steps.join(POLL_INTERVAL_S)
             if is_hurried() and not self._is_hurried.is_set():
                 self._is_hurried.set()
-                # Once the requests have ended, nothing is left that anybody waits for.
+                # Once the requests have ended, there is nothing left to wait for.
                 left_s = 0.0 if self._is_drained.is_set() else HURRIED_END_TIMEOUT_S
                 give_up_s = time.monotonic() + left_s
         if self._is_ended.is_set():
@@ -139,7 +139,7 @@ class LocalStop:
             await self._drained(drain, report)
         except TimeoutError:
             self._progress("running requests were not ended in time")
-        except Exception as exc:  # a border: Serve has no common base for what fails here
+        except Exception as exc:  # Serve has no common base for what fails here
             self._progress(f"running requests were not ended in order: {exc}")
 
     async def _drained(self, drain: Drain, report: Callable[[Drain], None]) -> None:
@@ -192,7 +192,7 @@ class LocalStop:
         try:
             await asyncio.to_thread(_end_proxies)
             await serve.shutdown_async()  # type: ignore[no-untyped-call]
-        except Exception as exc:  # a border: Serve has no common base for what fails here
+        except Exception as exc:  # Serve has no common base for what fails here
             self._progress(f"Serve did not stop in order: {exc}")
 
 

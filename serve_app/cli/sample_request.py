@@ -51,7 +51,7 @@ ENGLISH = Samples(
     SampleRequest("Why is the sky blue?"),
 )
 TASKS = Samples(SampleRequest("Sort: 42 7 19 3 88"), SampleRequest("Reverse: 5 6 7 8 9"))
-"""What the bundled models were trained on; they know nothing else."""
+"""The task that the bundled models were trained on; they do no other."""
 UNKNOWN = Samples(
     SampleRequest("The capital of France is", is_chat=False),
     SampleRequest("The sky is blue because", is_chat=False),

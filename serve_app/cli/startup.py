@@ -34,7 +34,7 @@ async def announce_when_ready(config: QuadrigaConfig, *, needs_key: bool) -> Non
 
 
 def _http_url() -> str:
-    """Where Serve's proxy listens; only its private client knows."""
+    """Where Serve's proxy listens, from Serve's private client."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client()

@@ -42,7 +42,7 @@ from serve_app.openai.validation import (
 )
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import OutputStream, Request
-from serve_app.request.resumption import check_key
+from serve_app.request.resumption import check_cursors, check_key
 
 logger = logging.getLogger("quadriga.grpc")
 
@@ -172,7 +172,7 @@ class GrpcServer:
         yield answer
         if self._watches.is_full:
             return
-        with self._watches.taken():
+        with self._watches.slot():
             while not self._engine_client.is_draining:
                 await asyncio.sleep(HEALTH_WATCH_INTERVAL_S)
                 last, answer = answer, self.health(service)
@@ -216,7 +216,7 @@ class GrpcServer:
         )
 
     async def _validated(self, message: Any) -> Request:
-        # What is far too long is refused before it is made a list of.
+        # Fields that are far too long are refused before they become lists.
         _check_counts(message, largest_n(self._limits))
         models = self._engine_client.models
         model = models.find(message.model or AUTO_MODEL)
@@ -278,30 +278,17 @@ def _check_counts(message: Any, max_n: int) -> None:
 
 
 def _is_secure(context: Any) -> bool:
-    """Whether the call came over TLS, as gRPC itself knows."""
+    """Whether gRPC marks the call as come over TLS."""
     return b"ssl" in (context.auth_context() or {}).get("transport_security_type", ())
 
 
 def _resume_cursors(message: Any, request: Request) -> list[int]:
     """Read `resume_from`: tokens already had, per sequence."""
     count = len(request.sequences)
-    cursors = list(message.resume_from) or [0] * count
-    if len(cursors) != count:
-        raise InvalidRequest(
-            f"resume_from: {len(cursors)} numbers for {count} choices", param="resume_from"
-        )
     num_digests = len(message.resume_digest)
     if num_digests not in (0, count):
         raise InvalidRequest(
             f"resume_digest: {num_digests} numbers for {count} choices", param="resume_digest"
         )
-    for cursor, sequence in zip(cursors, request.sequences, strict=True):
-        is_awaited = bool(num_digests) or sequence.is_unknown
-        most = sequence.state.sampling.max_tokens if is_awaited else len(sequence.state.output_ids)
-        if not 0 <= cursor <= most:
-            raise InvalidRequest(
-                f"resume_from: choice {sequence.index} has {len(sequence.state.output_ids)} "
-                f"tokens so far, not {cursor}",
-                param="resume_from",
-            )
-    return cursors
+    cursors = list(message.resume_from) or [0] * count
+    return check_cursors(request, cursors, "resume_from", has_digests=num_digests > 0)

@@ -26,6 +26,7 @@ Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 
 CLIENT_GONE = Cancelled.http_status
 
@@ -73,7 +74,7 @@ class Call:
     async def read_body(self, engine_client: EngineClient) -> bytes:
         """Read the body within the deployment's limits. Raises: as `body`, and Overloaded."""
         limits = engine_client.config.ingress
-        with engine_client.body_limiter.taken():
+        with engine_client.body_limiter.slot():
             return await self.body(max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
 
     async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
@@ -109,7 +110,7 @@ class Call:
             pass
         hang_up()
 
-    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def start(self, status: int, headers: Headers) -> None:
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -121,7 +122,7 @@ class Call:
         data: bytes,
         *,
         status: int = 200,
-        headers: list[tuple[bytes, bytes]] | None = None,
+        headers: Headers | None = None,
         content_type: bytes = b"application/json",
     ) -> None:
         """Send a whole answer."""
@@ -129,9 +130,7 @@ class Call:
         await self.start(status, fixed + (headers or []))
         await self.write(data, more=False)
 
-    async def answer_json(
-        self, value: object, headers: list[tuple[bytes, bytes]] | None = None
-    ) -> None:
+    async def answer_json(self, value: object, headers: Headers | None = None) -> None:
         await self.answer(json.dumps(value).encode(), headers=headers)
 
     async def answer_error(self, exc: QuadrigaError) -> None:

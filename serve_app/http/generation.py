@@ -12,7 +12,7 @@ from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError
 from quadriga.observability import tracing
 from quadriga.text import TextTokenizer
 from serve_app.auth.keys import ApiKey
-from serve_app.http.call import Call
+from serve_app.http.call import Call, Headers
 from serve_app.openai.bodies import parse_body, parse_json
 from serve_app.openai.errors import error_frame
 from serve_app.openai.rendering import CHAT, COMPLETION, AnswerFormat
@@ -20,7 +20,7 @@ from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.validation import chat_request, completion_request
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import OutputStream, Request
-from serve_app.request.resumption import check_key
+from serve_app.request.resumption import check_cursors, check_key
 
 logger = logging.getLogger("quadriga.http")
 
@@ -115,7 +115,7 @@ class HttpGeneration:
             request, caller, key, fingerprint, is_resumption=_is_resumption(call)
         )
 
-    def _warning_headers(self, request: Request) -> list[tuple[bytes, bytes]]:
+    def _warning_headers(self, request: Request) -> Headers:
         """Headers that name the ignored fields; the log names each once."""
         names = [f for f in request.ignored_fields if f.isascii() and f.replace("_", "").isalnum()]
         names = [name[:64] for name in names[:MAX_WARNED_FIELDS]]
@@ -133,7 +133,7 @@ async def _stream(
     stream: OutputStream,
     answer_format: AnswerFormat,
     tokenizer: TextTokenizer,
-    headers: list[tuple[bytes, bytes]],
+    headers: Headers,
 ) -> None:
     """Answer as events; what fails before the first token is still an ordinary error."""
     deltas = await stream.read()
@@ -158,27 +158,12 @@ def _is_resumption(call: Call) -> bool:
 def _resume_cursors(call: Call, request: Request) -> list[int]:
     """Read `x-resume-index`: tokens already had, per choice, separated by commas."""
     given = call.headers.get("x-resume-index")
-    count = len(request.sequences)
     if given is None:
-        return [0] * count
+        return [0] * len(request.sequences)
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) <= 9 for part in parts):
         raise InvalidRequest(
             "x-resume-index: must be a whole number, or one per choice with commas between",
             param="x-resume-index",
         )
-    cursors = [int(part) for part in parts]
-    if len(cursors) != count:
-        raise InvalidRequest(
-            f"x-resume-index: {len(cursors)} numbers for {count} choices", param="x-resume-index"
-        )
-    for cursor, sequence in zip(cursors, request.sequences, strict=True):
-        # A sequence that was just taken over from another ingress has its tokens in a moment.
-        is_awaited = sequence.is_unknown and cursor <= sequence.state.sampling.max_tokens
-        if cursor > len(sequence.state.output_ids) and not is_awaited:
-            raise InvalidRequest(
-                f"x-resume-index: choice {sequence.index} has "
-                f"{len(sequence.state.output_ids)} tokens so far, not {cursor}",
-                param="x-resume-index",
-            )
-    return cursors
+    return check_cursors(request, [int(part) for part in parts], "x-resume-index")

@@ -47,11 +47,11 @@ RETRY_S = 1.0
 CLOSE = (b"connection", b"close")
 WANTED_FILES = 65_536
 FILES_FOR_OTHERS = 4
-"""One in so many file descriptors is kept for what is no client's connection."""
+"""One in so many file descriptors is not used for clients' connections."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One client's connection; what it may not do is answered in OpenAI's form, then closed."""
+    """One client's connection; beyond a limit it gets an error in OpenAI's form and is closed."""
 
     silent: ClassVar[dict[LimitedHttpProtocol, float]] = {}
     """Connections without a complete head → since when, the oldest first."""

@@ -106,7 +106,7 @@ class OpenAIErrors:
         except asyncio.CancelledError:
             await exchange.end(Unavailable("the server is shutting down", retry_after_s=RETRY_S))
             raise
-        except Exception as exc:  # a border: whatever it is, the client gets the documented form
+        except Exception as exc:  # whatever it is, the client gets the documented form
             logger.exception("unexpected failure in Serve at %s", exchange.route)
             await exchange.end(InvariantViolation(f"an internal error ({type(exc).__name__})"))
             return
@@ -130,7 +130,7 @@ class OpenAIErrors:
             try:
                 for name in set((await serve_routes(self._app)).values()):
                     await _push(name)
-            except Exception as exc:  # a border: Serve's routes, and actors of strangers
+            except Exception as exc:  # Serve's routes, and actors of strangers
                 logger.debug("metrics not pushed: %s", exc)
             await asyncio.sleep(PUSH_INTERVAL_S)
 

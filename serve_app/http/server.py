@@ -23,8 +23,8 @@ from quadriga.errors import (
 from quadriga.observability.metrics import CONTENT_TYPE
 from serve_app.http.call import Call, Endpoint
 from serve_app.http.cors import cors_middleware
-from serve_app.http.docs_pages import docs_pages
 from serve_app.http.generation import HttpGeneration
+from serve_app.http.pages import docs_pages
 from serve_app.openai.bodies import parse_body, parse_json
 from serve_app.openai.errors import as_quadriga, error_headers, error_json
 from serve_app.openai.openapi import openapi_document

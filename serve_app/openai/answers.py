@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answer(BaseModel):
-    """What is not named here is not sent."""
+    """Has no fields but those that are named."""
 
     model_config = ConfigDict(extra="forbid")
 

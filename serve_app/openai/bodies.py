@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from quadriga.errors import InvalidRequest
-from serve_app.openai.schema import Body
+from serve_app.openai.schema import RequestBody
 from serve_app.openai.unsupported import UnsupportedField
 
 MAX_PIECES = 65_536
@@ -30,7 +30,7 @@ MAX_FIELDS = 256
 """Of a body, ignored ones included."""
 
 
-BodyModel = TypeVar("BodyModel", bound=Body)
+BodyModel = TypeVar("BodyModel", bound=RequestBody)
 
 
 def parse_json(data: bytes) -> Any:
@@ -137,7 +137,7 @@ def _field_name(location: tuple[int | str, ...]) -> str:
     return ".".join(known) or "body"
 
 
-def ignored_fields(body: Body) -> tuple[str, ...]:
+def ignored_fields(body: RequestBody) -> tuple[str, ...]:
     """Fields that mean nothing here; not those that are known and ask for nothing."""
     return tuple(sorted((body.model_extra or {}).keys() - body.unsupported.keys()))
 

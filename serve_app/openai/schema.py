@@ -22,7 +22,7 @@ MAX_TOKENS_LIMIT = 10_000_000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_STOPS_READ = 1024
-"""Longer lists of stop strings are not looked into; what is allowed is the server's to say."""
+"""Longer lists of stop strings are refused unread; the deployment's own limit is lower."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 _DEFAULT = "default: that of the model's generation_config.json, unless set otherwise."
@@ -48,11 +48,11 @@ def _bounded_bias(bias: Any) -> Any:
     return bias
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Strict about types, lenient about unknown fields (they are reported back as ignored).
 
-    Lists stop at their first item that is wrong: to say what is wrong with each takes far longer
-    than to read them.
+    Validation of a list stops at its first wrong item: errors about all of them would take far
+    longer than reading them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -69,14 +69,14 @@ class Body(BaseModel):
         return tree
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """What a stream carries beside the text; needs `stream: true`."""
 
     include_usage: bool | None = Field(None, description="One last chunk with the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
 
 
-class GenerationFields(Body):
+class GenerationFields(RequestBody):
     """Fields that completions, chats and gRPC share."""
 
     model: str = Field(
@@ -188,7 +188,7 @@ class CompletionBody(GenerationFields):
     best_of: int | None = Field(None, ge=1, le=INT32_MAX, description="Must equal `n`.")
 
 
-class ContentPart(Body):
+class ContentPart(RequestBody):
     """A part of a message's content."""
 
     type: str = Field(
@@ -199,7 +199,7 @@ class ContentPart(Body):
     refusal: str | None = Field(None, description="With type refusal.")
 
 
-class ChatMessage(Body):
+class ChatMessage(RequestBody):
     """One turn of a conversation."""
 
     unsupported = MESSAGE
@@ -253,7 +253,7 @@ class ChatBody(GenerationFields):
     )
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """POST /tokenize: give `prompt` or `messages`."""
 
     unsupported = TOKENIZE
@@ -271,7 +271,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = Field(None, description="The text of each token as well.")
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
     model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")

@@ -140,7 +140,7 @@ INPUT = (
     _Field("mm_processor_kwargs", ({},)),
     _Field("media_io_kwargs", ({},)),
 )
-"""What the model is given beside the text."""
+"""Input beside the text."""
 
 OTHER_NAMES = (
     _Field("max_new_tokens", instead="max_tokens"),
@@ -150,7 +150,7 @@ OTHER_NAMES = (
     _Field("stop_sequences", ([],), instead="stop"),
     _Field("random_seed", instead="seed"),
 )
-"""What is supported here under another name."""
+"""Fields with another name here."""
 
 COMPLETIONS = _table(
     STRUCTURE,

@@ -21,7 +21,7 @@ from quadriga.config.ingress import AdminConfig
 from quadriga.errors import ConfigError, Forbidden
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.http.call import Call, Endpoint, Handler
-from serve_app.http.dashboard_pages import dashboard_pages
+from serve_app.http.pages import dashboard_pages
 from serve_app.http.protocol import LimitedHttpProtocol
 from serve_app.http.server import answer_metrics, routing_error
 from serve_app.http.tls import is_loopback

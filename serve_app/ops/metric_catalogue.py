@@ -1,7 +1,7 @@
 """Every metric of the service, with its type, labels and meaning.
 
 docs/metrics.md is made from it, and dashboards and alerts are checked against it; a running
-service shows those of them that something has happened to.
+service shows those of them that have been counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HUB_LABEL = "replica"
 
 
 def catalogue() -> dict[str, list[Declared]]:
-    """Return the metrics by who counts them, labels as on the page."""
+    """Return the metrics by the process that counts them, labels as on the page."""
     lazy = Registry("decode")
     for rows in ON_FIRST_USE.values():
         MetricTable(lazy, rows)

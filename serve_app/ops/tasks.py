@@ -1,4 +1,4 @@
-"""Tasks that belong to the ingress and not to the request that happened to cause them."""
+"""Background tasks of the ingress, which outlive the requests that start them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger("quadriga.ingress")
 class Tasks:
     """Owns background tasks until `close`.
 
-    Ray cancels with a request whatever the request started, and knows it by its context; so tasks
-    run in the context in which this object was made.
+    With a request Ray cancels all that was started in the request's context; so tasks run in the
+    context in which this object was made.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Tasks:
                 await turn()
             except QuadrigaError as exc:
                 logger.warning("%s: %s", name, exc.message)
-            except Exception:  # a border: the loop must outlive a bug in one turn
+            except Exception:  # the loop goes on after a failure in one turn
                 logger.exception("%s failed", name)
             await asyncio.sleep(pause_s)
 

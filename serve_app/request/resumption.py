@@ -73,3 +73,30 @@ def check_key(key: str, name: str) -> str:
             f"{name}: must be 1 to {MAX_KEY_LENGTH} printable ASCII characters", param=name
         )
     return key
+
+
+def check_cursors(
+    request: Request, cursors: list[int], field: str, *, has_digests: bool = False
+) -> list[int]:
+    """Check how many tokens a client has of each sequence.
+
+    Args:
+        field: The cursors' name, for the error.
+        has_digests: The client can compare: tokens it has may still have to be generated again.
+
+    Raises:
+        InvalidRequest: There is not one cursor per sequence, or one is beyond the tokens.
+    """
+    count = len(request.sequences)
+    if len(cursors) != count:
+        raise InvalidRequest(f"{field}: {len(cursors)} numbers for {count} choices", param=field)
+    for cursor, sequence in zip(cursors, request.sequences, strict=True):
+        # A sequence that was just taken over from another ingress has its tokens in a moment.
+        is_awaited = has_digests or sequence.is_unknown
+        num_tokens = len(sequence.state.output_ids)
+        if not 0 <= cursor <= (sequence.state.sampling.max_tokens if is_awaited else num_tokens):
+            raise InvalidRequest(
+                f"{field}: choice {sequence.index} has {num_tokens} tokens so far, not {cursor}",
+                param=field,
+            )
+    return cursors

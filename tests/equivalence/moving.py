@@ -17,8 +17,12 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.handoff import LeaseTable
-from quadriga.scheduling.precopy import PreCopy
-from quadriga.scheduling.sequence_export import SequenceReading, SequenceRemainder, depth_bounds
+from quadriga.scheduling.sequence_export import (
+    PreCopy,
+    SequenceReading,
+    SequenceRemainder,
+    depth_bounds,
+)
 from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import whole_prompt
 
@@ -62,7 +66,7 @@ class Member:
             counters=counters,
             criterion=spec.exits.criterion,
         )
-        self.table = LeaseTable(spec.depth_class)
+        self.table = LeaseTable(spec.depth_class, max_live=99)
 
     def begin(self, state: SequenceState) -> None:
         """Prefill and join."""
@@ -123,14 +127,14 @@ class Move:
         self._checksums: list[int] = []
         held = source.loop.export.held(sequence_id)
         assert held is not None
-        state = held.state
+        state, depth = held
         self.transfer_id = f"t{next(_names)}"
         self._epoch = state.epoch + 1
-        least, most = depth_bounds(state.exits, held.depth, deterministic=deterministic)
+        least, most = depth_bounds(state.exits, depth, deterministic=deterministic)
         self._offer = TransferOffer(
             self.transfer_id,
             sequence_id,
-            replace(destination.runner.spec.depth_class, depth=held.depth),
+            replace(destination.runner.spec.depth_class, depth=depth),
             "source",
             self._epoch,
             state.num_tokens,
@@ -145,7 +149,7 @@ class Move:
         slot = destination.loop.reserve(sequence_id, state.max_total_tokens, state.num_tokens)
         self._row = slot.row
         self.lease = destination.table.open(self._offer, self._row, now_s=0.0)
-        self._books = PreCopy(min(held.depth, destination.runner.num_layers))
+        self._books = PreCopy(min(depth, destination.runner.num_layers))
 
     def piece(self) -> bool | None:
         """Send one piece; True when the sequence may rest, None when it is over."""

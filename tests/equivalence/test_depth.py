@@ -99,7 +99,7 @@ class Bench:
             is_partial=depth < LAYERS,
             parks_strict=True,
         )
-        self.table = LeaseTable(spec.depth_class, any_depth=True)
+        self.table = LeaseTable(spec.depth_class, any_depth=True, max_live=99)
 
     def join(self, state: SequenceState, depth: int = LAYERS) -> None:
         """Prefill elsewhere; `depth` layers of the KV are sent."""

@@ -29,7 +29,7 @@ from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import ReplicaError
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
-from quadriga.scheduling.precopy import StepPhase
+from quadriga.scheduling.sequence_export import StepPhase
 from tests.equivalence.early_exit_reference import LAYERS, build_deep, save_with_exits
 from tests.equivalence.test_depth import EXITS, MODELS, Bench, check, reference, states
 

@@ -25,7 +25,7 @@ from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.grpc.server import GrpcServer
 from tests.unit.actors.test_migration import Replica as MovingReplica
 from tests.unit.serve_app.conftest import MakeStand, make_stand
-from tests.unit.serve_app.test_grpc_door import KEYS, Context
+from tests.unit.serve_app.test_grpc_server import KEYS, Context
 
 __all__ = ["make_stand"]
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -198,7 +198,7 @@ async def test_the_grpc_door_reads_it_too(
     context: Any = Context()
     context.metadata.append(("traceparent", CLIENT))
     request = pb.GenerateRequest(prompt="hi", model="quadriga-s")
-    await GrpcServer(stand.desk).generate_once(request.SerializeToString(), context)
+    await GrpcServer(stand.engine).generate_once(request.SerializeToString(), context)
     roots = [s for s in exporter.get_finished_spans() if s.name == "request"]
     assert [f"{s.parent.span_id:016x}" for s in roots if s.parent] == [CLIENT.split("-")[2]]
 

@@ -30,8 +30,8 @@ from quadriga.errors import (
 )
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.handoff import LeaseState
-from quadriga.scheduling.precopy import StepPhase
 from quadriga.scheduling.sequence import SequenceStatus
+from quadriga.scheduling.sequence_export import StepPhase
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, FakeSuspended, next_token
 

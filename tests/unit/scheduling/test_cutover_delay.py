@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.scheduling.precopy import (
+from quadriga.scheduling.sequence_export import (
     MARGIN_SHARE,
     MAX_HOLD_SHARE,
     MAX_HOLDS,

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from quadriga.core.kv import KVExtent
 from quadriga.errors import InvariantViolation, MigrationFailed
-from quadriga.scheduling.precopy import MAX_REMAINDER_TOKENS, MIN_PIECE_TOKENS, KVSpan, PreCopy
+from quadriga.scheduling.sequence_export import (
+    MAX_REMAINDER_TOKENS,
+    MIN_PIECE_TOKENS,
+    KVSpan,
+    PreCopy,
+)
 
 ENDS = (2, 5, 8)
 

@@ -10,9 +10,8 @@ from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import DeadlineExceeded, MigrationFailed
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.precopy import PreCopy
 from quadriga.scheduling.sequence import SequenceStatus
-from quadriga.scheduling.sequence_export import SequenceRemainder
+from quadriga.scheduling.sequence_export import PreCopy, SequenceRemainder
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeSegmentRunner
 
@@ -124,29 +123,27 @@ def test_it_does_not_expire_at_rest_but_right_afterwards() -> None:
 
 def test_who_is_not_here_is_not_read() -> None:
     replica = Replica()
-    departures = replica.loop.export
-    assert departures.state("one") is None
-    assert departures.read("one", PreCopy(), 1) is None
-    assert departures.begin_cutover("one", PreCopy()) is None
+    export = replica.loop.export
+    assert export.held("one") is None
+    assert export.read("one", PreCopy(), 1) is None
+    assert export.begin_cutover("one", PreCopy()) is None
     replica.take("one")
-    assert departures.state("one") is not None
-    assert departures.read("one", PreCopy(), 1) is not None
+    assert export.held("one") is not None
+    assert export.read("one", PreCopy(), 1) is not None
     replica.loop.leave("one")
-    assert departures.read("one", PreCopy(), 1) is None
+    assert export.read("one", PreCopy(), 1) is None
 
 
 def test_a_paused_sequence_rests_in_host_memory() -> None:
     replica = Replica()
-    loop, departures = replica.loop, replica.loop.export
+    loop, export = replica.loop, replica.loop.export
     state, other = replica.take("one"), replica.take("other")
     for _ in range(6):
         loop.step()
     while loop.batch.sequences["one"].status is not SequenceStatus.AT_EXIT:
         loop.step()  # until its token waits at an exit
     assert loop.pause("one")
-    held = departures.held("one")
-    assert held is not None
-    assert (held.state, held.depth, held.is_paused) == (state, 8, True)
+    assert export.held("one") == (state, 8)
     rest = replica.begin_cutover("one")
     assert not loop.is_paused("one")
     assert rest.resume.waited_at is not None
@@ -157,7 +154,7 @@ def test_a_paused_sequence_rests_in_host_memory() -> None:
         loop.step()
         loop.check()
     assert state.output_ids == said, "nobody takes it up again"
-    assert departures.abort_cutover("one")
+    assert export.abort_cutover("one")
     assert loop.is_paused("one")
     while loop.has_work:
         loop.step()

@@ -26,9 +26,9 @@ END_ID = 0
 
 @dataclass(slots=True)
 class Stand:
-    """A front desk over a fake cluster, and an HTTP client of its door."""
+    """An engine client over a fake cluster, and an HTTP client of its server."""
 
-    desk: EngineClient
+    engine: EngineClient
     cluster: FakeCluster
     http: httpx.AsyncClient
 
@@ -47,7 +47,7 @@ def model() -> ServedModel:
 
 @pytest_asyncio.fixture
 async def make_stand() -> AsyncIterator[MakeStand]:
-    """Make stands; keyword arguments go to `FakeCluster`, `config` and `keys` to the desk."""
+    """Make stands; keyword arguments go to `FakeCluster`, `config` and `keys` to the engine."""
     made: list[Stand] = []
 
     async def make(
@@ -55,23 +55,23 @@ async def make_stand() -> AsyncIterator[MakeStand]:
     ) -> Stand:
         script = [*MODEL.tokenizer.encode(ANSWER), END_ID]
         cluster = FakeCluster("quadriga-s", script, **fake)
-        desk = EngineClient(
+        engine = EngineClient(
             load_config(config or {}),
             ModelDirectory([MODEL]),
             keys or ApiKeys(),
             cluster,
             ingress_id="ingress-0",
         )
-        desk.start()
-        app = HttpServer(desk).application()
+        engine.start()
+        app = HttpServer(engine).application()
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-        made.append(Stand(desk, cluster, client))
+        made.append(Stand(engine, cluster, client))
         return made[-1]
 
     yield make
     for stand in made:
         await stand.http.aclose()
-        await stand.desk.close()
+        await stand.engine.close()
 
 
 @pytest_asyncio.fixture

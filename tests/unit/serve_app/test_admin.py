@@ -23,12 +23,12 @@ KEYS = ApiKeys(
 
 
 def client(stand: Stand, host: str) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(AdminServer(stand.desk).application())
+    transport = httpx.ASGITransport(AdminServer(stand.engine).application())
     return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
 
 
 def paths(stand: Stand) -> list[str]:
-    return [path for path, _ in AdminServer(stand.desk).routes()]
+    return [path for path, _ in AdminServer(stand.engine).routes()]
 
 
 async def test_on_loopback_every_route_is_open(make_stand: MakeStand) -> None:
@@ -75,7 +75,7 @@ async def test_on_the_clients_port_metrics_are_an_admins(make_stand: MakeStand) 
 async def test_one_of_several_has_the_port_and_another_takes_over(make_stand: MakeStand) -> None:
     port = free_port()
     stands = [await make_stand(config={"admin.port": port}) for _ in range(2)]
-    tasks = [asyncio.ensure_future(serve_admin(stand.desk)) for stand in stands]
+    tasks = [asyncio.ensure_future(serve_admin(stand.engine)) for stand in stands]
 
     async def until_it_answers() -> None:
         transport = httpx.AsyncHTTPTransport(retries=6)  # of the connection, with growing pauses
@@ -106,7 +106,7 @@ async def test_one_of_several_has_the_port_and_another_takes_over(make_stand: Ma
         ("admin.example", ApiKeys(), False),
     ],
 )
-def test_it_is_never_open_to_everybody(host: str, keys: ApiKeys, is_fine: bool) -> None:
+def test_the_port_needs_a_key_off_loopback(host: str, keys: ApiKeys, is_fine: bool) -> None:
     config: Any = load_config({"admin.host": host, "admin.port": 8001}).admin
     if is_fine:
         check_admin(config, keys)

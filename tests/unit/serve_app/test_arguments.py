@@ -10,7 +10,7 @@ from serve_app.cli import demo
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is told on standard error of arguments that are refused."""
+    """The message on standard error about arguments that are refused."""
     try:
         status = main(list(words))
     except SystemExit as exc:
@@ -73,7 +73,7 @@ def test_port_is_the_http_port_and_settings_stand_anywhere() -> None:
         assert options.settings == ["model=x", "decode_replicas=2"]
 
 
-def test_a_taken_admin_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_admin_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUADRIGA_ADMIN_PORT", raising=False)
     monkeypatch.setattr("serve_app.__main__.is_free", lambda port: False)
     arguments, note = _with_admin_port({})

@@ -1,4 +1,4 @@
-"""What an ingress tells of requests whose model was chosen, and what its clients see of it."""
+"""Reports of requests whose model was chosen, and what their clients see of it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_spans_in_the_usage_and_nothing_where_depths_never_change() -> Non
     assert "spans" not in counts["quadriga"]
 
 
-def test_auto_means_a_choice_only_where_somebody_chooses() -> None:
+def test_auto_is_a_choice_only_with_helios() -> None:
     assert not ModelDirectory([MODEL]).find("quadriga-auto").is_auto
     directory = ModelDirectory([MODEL], chooses=True)
     assert directory.find("quadriga-auto").is_auto and not directory.find("quadriga-s").is_auto

@@ -15,7 +15,7 @@ from quadriga.config.loader import load_config
 from quadriga.errors import ReplicaDied
 from quadriga.observability.load_history import VALUES
 from quadriga.observability.metrics import MetricsHub
-from serve_app.http.dashboard_pages import FILES, FOLDER
+from serve_app.http.pages import FILES, FOLDER
 from serve_app.ops.admin import AdminServer
 from serve_app.request.cluster_client import ClusterClient
 from tests.unit.serve_app.conftest import MakeStand, Stand
@@ -39,7 +39,7 @@ def run(function: str, *arguments: Any) -> Any:
 
 
 def client(stand: Stand) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(AdminServer(stand.desk).application())
+    transport = httpx.ASGITransport(AdminServer(stand.engine).application())
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
@@ -228,7 +228,7 @@ def test_durations(value: float, text: str) -> None:
 
 
 def exit_view(uses: list[dict[str, str]], tokens: dict[str, float]) -> dict[str, Any]:
-    """Replicas of one class with what each says of its exits; the first one has the tokens."""
+    """Replicas of one class with their exits' state; the first one has the tokens."""
     names = [f"q:decode:{k}:x" for k in range(len(uses))]
     counters = {"breaches": 0, "involuntary_exits": 0, "involuntary_stays": 0}
     return {
@@ -252,7 +252,7 @@ def exit_view(uses: list[dict[str, str]], tokens: dict[str, float]) -> dict[str,
         ("idle", "nothing has run here yet"),
     ],
 )
-def test_an_unused_exit_says_why(use: ExitUse, words: str) -> None:
+def test_an_unused_exit_shows_why(use: ExitUse, words: str) -> None:
     [found] = run("Exits.byClass", exit_view([{"2": use}], {"6": 40.0}))
     two, six = found["bars"]
     assert (two["layer"], two["share"]) == (2, 0)
@@ -260,13 +260,13 @@ def test_an_unused_exit_says_why(use: ExitUse, words: str) -> None:
     assert (six["share"], six["why"]) == (1, "")
 
 
-def test_every_use_of_an_exit_has_words() -> None:
+def test_every_use_of_an_exit_has_a_text() -> None:
     for use in get_args(ExitUse):
         [found] = run("Exits.byClass", exit_view([{"2": use}], {}))
         assert found["bars"][0]["why"] not in ("", use)
 
 
-def test_an_exit_left_out_for_others_says_so_and_replicas_that_differ_are_counted() -> None:
+def test_an_exit_left_out_for_others_is_marked_and_replicas_that_differ_are_counted() -> None:
     uses = [{"2": "not_worth_it", "4": "tested"}] * 2 + [{"2": "tested", "4": "tested"}]
     [found] = run("Exits.byClass", exit_view(uses, {"4": 9.0, "6": 1.0}))
     assert [b["layer"] for b in found["bars"]] == [2, 4, 6]
@@ -284,7 +284,7 @@ def history(**values: list[float | None]) -> dict[str, Any]:
     return IDLE | {"load_history": {"interval_s": 5.0, "ended_unix_s": 0.0, **empty, **values}}
 
 
-def test_charts_have_scales_and_words() -> None:
+def test_charts_have_scales_and_labels() -> None:
     view = history(
         tokens_per_s=[0.0, None, 730.0, 410.0],
         ttft_p50_s=[None, None, 0.12, 0.2],
@@ -327,7 +327,7 @@ def quiet(view: dict[str, Any], charts: bool = True, exits: bool = True) -> dict
     return {line["subject"]: f"{line['text']} {line['setting']}".strip() for line in lines}
 
 
-def test_what_has_nothing_to_show_says_why_in_a_line() -> None:
+def test_an_empty_panel_shows_why_in_a_line() -> None:
     replicas = [r | {"forecast": []} for r in busy_view()["replicas"]]
     default = {"at_unix_s": 0.0, "mode": "off", "replicas": replicas, "recent": [], "helios": None}
     found = quiet(default | {"load_history": {}}, charts=False, exits=False)

@@ -63,7 +63,7 @@ async def show(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> AsyncI
                 return view
 
             monkeypatch.setattr(stand.cluster, "operators_view", operators_view)
-            tasks.append(asyncio.ensure_future(serve_admin(stand.desk)))
+            tasks.append(asyncio.ensure_future(serve_admin(stand.engine)))
             opened = await browser.new_page(**({"viewport": {"width": 1400, "height": 900}} | page))
             shown = Shown(opened, view, [], [])
             opened.on("console", lambda m: m.type == "error" and shown.complaints.append(m.text))
@@ -153,7 +153,7 @@ async def test_off_loopback_it_asks_for_a_key(show: Show) -> None:
     await expect(page.locator("#login")).to_be_hidden()
 
 
-async def test_it_says_when_nobody_answers(show: Show) -> None:
+async def test_the_page_shows_that_no_answer_comes(show: Show) -> None:
     shown = await show(busy_view())
     await expect(shown.page.locator("#state")).to_have_text("● live")
     await shown.page.route("**/cluster", lambda route: route.abort())
@@ -210,7 +210,7 @@ async def test_two_hundred_replicas_can_be_looked_at(show: Show) -> None:
     assert shown.complaints == []
 
 
-async def test_an_idle_service_says_so(show: Show) -> None:
+async def test_an_idle_service_is_shown_as_idle(show: Show) -> None:
     shown = await show({"at_unix_s": 0.0, "replicas": [], "missing": {}})
     await expect(shown.page.locator("#replicas")).to_contain_text("No replica has reported yet")
     await expect(shown.page.locator("#quiet")).to_contain_text("rescheduling is off")

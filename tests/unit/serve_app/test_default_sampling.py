@@ -14,7 +14,7 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.openai.models import ModelDirectory, ServedModel
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_grpc_door import Context
+from tests.unit.serve_app.test_grpc_server import Context
 
 RECOMMENDED = SamplingDefaults(0.6, 0.9, 20, 0.05, 1.1)
 OPENAI = {"ingress.default_sampling": "openai"}
@@ -40,7 +40,7 @@ async def over_http_chat(stand: Stand, fields: dict[str, Any]) -> SamplingDefaul
 async def over_grpc(stand: Stand, fields: dict[str, Any]) -> SamplingDefaults:
     """As the SDK sends it."""
     request = make_request("hi", None, None, fields)  # type: ignore[arg-type]
-    await GrpcServer(stand.desk).generate_once(request.SerializeToString(), Context())
+    await GrpcServer(stand.engine).generate_once(request.SerializeToString(), Context())
     return defaults(stand.cluster.submitted[-1].sampling)
 
 
@@ -54,7 +54,7 @@ async def stand_with(
 ) -> Stand:
     stand = await make_stand(keys=ApiKeys.of(["secret"], is_http_open=True), config=config)
     checkpoint = replace(model.checkpoint, sampling=recommended)
-    stand.desk.models = ModelDirectory([replace(model, checkpoint=checkpoint)])
+    stand.engine.models = ModelDirectory([replace(model, checkpoint=checkpoint)])
     return stand
 
 

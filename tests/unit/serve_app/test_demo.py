@@ -1,4 +1,4 @@
-"""The demonstration says what is wrong with a service, and ends with status 1."""
+"""The demonstration names what is wrong with a service, and ends with status 1."""
 
 from __future__ import annotations
 

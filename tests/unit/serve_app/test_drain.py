@@ -23,15 +23,15 @@ from serve_app.cli.signals import StopSignals
 from serve_app.cli.stdio_redirect import StdioRedirect
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_front import is_idle, until
-from tests.unit.serve_app.test_grpc_door import KEYS, Context, wants
+from tests.unit.serve_app.test_engine_client import is_idle, until
+from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
 
 
 async def begun(stand: Stand, **fields: Any) -> asyncio.Task[httpx.Response]:
     """A request that has its first token and waits for more."""
-    before = stand.desk._num_answering
+    before = stand.engine._num_answering
     sent = asyncio.create_task(stand.complete(**fields))
-    await until(lambda: stand.desk._num_answering > before)
+    await until(lambda: stand.engine._num_answering > before)
     return sent
 
 
@@ -41,21 +41,21 @@ async def test_a_draining_ingress_refuses_new_requests_and_ends_old_ones(
     gate = asyncio.Event()
     stand = await make_stand(gate=gate, keys=KEYS)
     running = await begun(stand, stream=True)
-    assert stand.desk.drain(60.0) == 1
+    assert stand.engine.drain(60.0) == 1
     for stream in (False, True):
         refused = await stand.complete(stream=stream)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "unavailable"
     context = Context()
-    (answer,) = [m async for m in GrpcServer(stand.desk).generate(wants(), context)]
+    (answer,) = [m async for m in GrpcServer(stand.engine).generate(wants(), context)]
     assert answer.error.code == "unavailable"
     assert context.code is not None and context.code.name == "UNAVAILABLE"
-    once = await GrpcServer(stand.desk).generate_once(wants(), Context())
+    once = await GrpcServer(stand.engine).generate_once(wants(), Context())
     assert once.error.code == "unavailable"
     gate.set()
     assert (await running).text.endswith("data: [DONE]\n\n")
-    await until(lambda: stand.desk.drain(60.0) == 0)
+    await until(lambda: stand.engine.drain(60.0) == 0)
 
 
 async def test_what_outlasts_the_drain_ends_in_an_error(make_stand: MakeStand) -> None:
@@ -66,12 +66,12 @@ async def test_what_outlasts_the_drain_ends_in_an_error(make_stand: MakeStand) -
     messages: list[pb.GenerateResponse] = []
 
     async def follow() -> None:
-        stream = GrpcServer(stand.desk).generate(wants(), context)
+        stream = GrpcServer(stand.engine).generate(wants(), context)
         messages.extend([message async for message in stream])
 
     following = asyncio.create_task(follow())
-    await until(lambda: stand.desk._num_answering == 3)
-    assert stand.desk.drain(0.01) == 3
+    await until(lambda: stand.engine._num_answering == 3)
+    assert stand.engine.drain(0.01) == 3
     *_, last = (await stream).text.strip().split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert (await whole).status_code == 503
@@ -79,16 +79,16 @@ async def test_what_outlasts_the_drain_ends_in_an_error(make_stand: MakeStand) -
     await following
     assert messages[-1].error.code == "unavailable"
     assert context.code is not None and context.code.name == "UNAVAILABLE"
-    assert stand.desk.drain(0.0) == 0
+    assert stand.engine.drain(0.0) == 0
     await is_idle(stand)
 
 
 async def test_a_drain_is_brought_forward_and_never_put_off(make_stand: MakeStand) -> None:
     stand = await make_stand(gate=asyncio.Event())
     running = await begun(stand, stream=True)
-    stand.desk.drain(60.0)
-    assert stand.desk.drain(0.0) == 1  # its error is not written yet
-    stand.desk.drain(60.0)
+    stand.engine.drain(60.0)
+    assert stand.engine.drain(0.0) == 1  # its error is not written yet
+    stand.engine.drain(60.0)
     assert '"error"' in (await running).text
 
 
@@ -96,7 +96,7 @@ async def test_an_ingress_that_serve_stops_takes_what_serve_still_sends(
     make_stand: MakeStand,
 ) -> None:
     stand = await make_stand()
-    stand.desk.drain(60.0, refuses_new=False)
+    stand.engine.drain(60.0, refuses_new=False)
     assert (await stand.complete()).status_code == 200
 
 
@@ -105,17 +105,17 @@ async def test_a_health_watch_ends_with_the_drain(
 ) -> None:
     """Serve waits for it as for any other call."""
     monkeypatch.setattr("serve_app.grpc.server.HEALTH_WATCH_INTERVAL_S", 0.001)
-    watch = GrpcServer(stand.desk).watch("")
+    watch = GrpcServer(stand.engine).watch("")
     await anext(watch)
     rest = asyncio.create_task(anext(watch, None))
-    stand.desk.drain(60.0, refuses_new=False)
+    stand.engine.drain(60.0, refuses_new=False)
     await asyncio.wait_for(rest, 30.0)
 
 
 # The command's terminal and signals.
 
 
-def test_the_line_says_what_is_waited_for_and_how_long() -> None:
+def test_the_progress_line_shows_open_requests_and_time_left() -> None:
     drain = Drain(60.0)
     assert re.search(r"up to \d+ s for the running requests", drain_text(drain))
     drain.num_requests = 12
@@ -160,7 +160,7 @@ def test_a_terminal_has_one_line_that_is_written_anew() -> None:
     assert progress.endswith(" s  the actors did not stop in order")
 
 
-def test_what_nobody_can_read_any_more_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_to_a_closed_terminal_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     """The terminal was closed, or the reader of a pipe has ended: the service ends in order."""
     reader, writer = os.pipe()
     saved = os.dup(1)

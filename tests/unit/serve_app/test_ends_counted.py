@@ -11,45 +11,45 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.server import HttpServer
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_front import until
-from tests.unit.serve_app.test_grpc_door import Context, wants
+from tests.unit.serve_app.test_engine_client import until
+from tests.unit.serve_app.test_grpc_server import Context, wants
 
 KEYS = ApiKeys.of(["secret"], is_http_open=True)
 
 
-async def counted(stand: Stand, door: str) -> dict[str, float]:
-    series = parse_exposition((await stand.desk.metrics_page()).decode())
+async def counted(stand: Stand, server: str) -> dict[str, float]:
+    series = parse_exposition((await stand.engine.metrics_page()).decode())
     begin = "quadriga_requests_total{"
     return {
         key.split('code="')[1].split('"')[0]: value
         for key, value in series.items()
-        if key.startswith(begin) and f'door="{door}"' in key
+        if key.startswith(begin) and f'door="{server}"' in key
     }
 
 
 async def test_grpc_calls_whose_client_left(make_stand: MakeStand) -> None:
     gate = asyncio.Event()
     stand = await make_stand(keys=KEYS, gate=gate)
-    door = GrpcServer(stand.desk)
-    stream = door.generate(wants(), Context())
+    server = GrpcServer(stand.engine)
+    stream = server.generate(wants(), Context())
     await anext(stream)
     await stream.aclose()
     await until(lambda: stand.cluster.num_held == 0)
-    once = asyncio.create_task(door.generate_once(wants(), Context()))
+    once = asyncio.create_task(server.generate_once(wants(), Context()))
     await until(lambda: bool(stand.cluster.decode.held))
     once.cancel()
     await asyncio.wait({once})
     assert await counted(stand, "grpc") == {"CANCELLED": 2}
     gate.set()
-    assert [m async for m in door.generate(wants(), Context())]
-    await door.generate_once(wants(), Context())
+    assert [m async for m in server.generate(wants(), Context())]
+    await server.generate_once(wants(), Context())
     assert await counted(stand, "grpc") == {"CANCELLED": 2, "OK": 2}
 
 
 async def test_an_http_call_that_is_cancelled_before_its_answer(make_stand: MakeStand) -> None:
     """As Serve does with a request whose client is gone."""
     stand = await make_stand(gate=asyncio.Event())
-    app: Any = HttpServer(stand.desk).application()
+    app: Any = HttpServer(stand.engine).application()
     body = json.dumps({"model": "quadriga-s", "prompt": "hi"}).encode()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 

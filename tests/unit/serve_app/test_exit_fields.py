@@ -1,4 +1,4 @@
-"""What a request may ask of early exits, and what it is told where it may not."""
+"""What a request may ask of early exits, and the errors where it may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that mean harm at both doors: never an internal error, and nothing stays behind."""
+"""Hostile bytes over HTTP and gRPC: never an internal error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from tests.hostile import VALUES, broken, tried
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_grpc_door import Context
+from tests.unit.serve_app.test_grpc_server import Context
 
 COMPLETION = {
     "model": "quadriga-s",
@@ -61,7 +61,7 @@ KEYS = ApiKeys.of(["secret"], is_http_open=True)
 async def expect_rest(stand: Stand) -> None:
     """Whatever was asked has ended, and the cluster holds nothing of it."""
     for _ in range(200):
-        if stand.desk._num_open_sequences == 0 and stand.cluster.num_held == 0:
+        if stand.engine._num_open_sequences == 0 and stand.cluster.num_held == 0:
             return
         await asyncio.sleep(0)
     raise AssertionError("a request was left behind")
@@ -99,7 +99,7 @@ HEADER_VALUES = st.text(
 @tried(60)
 @given(headers=st.dictionaries(HEADER_NAMES, HEADER_VALUES, max_size=4))
 async def test_hostile_headers(stand: Stand, headers: dict[str, str]) -> None:
-    """Nothing that a client says in a header comes back in one."""
+    """No text of a client's header comes back in a header."""
     reply = await stand.http.post(
         "/v1/completions",
         json={"prompt": "a", "max_tokens": 2},
@@ -117,8 +117,8 @@ async def test_names_that_a_client_makes_up(stand: Stand, name: str, value: Any)
     body = json.dumps({"prompt": "a", "max_tokens": 1, name: value}).encode()
     reply = await stand.http.post("/v1/completions", content=body)
     assert reply.status_code < 500, reply.text
-    told = reply.headers.get("x-quadriga-ignored", "")
-    assert told.replace("_", "").replace(",", "").isalnum() or not told
+    ignored = reply.headers.get("x-quadriga-ignored", "")
+    assert ignored.replace("_", "").replace(",", "").isalnum() or not ignored
     await expect_rest(stand)
 
 
@@ -153,10 +153,10 @@ async def test_a_model_is_a_name_and_no_path(
         await stand.http.post(path, json=body | {"model": name}) for path, body in ROUTES.items()
     ]
     replies.append(await stand.http.get("/v1/models/" + name.replace("\r\n", "%0d%0a")))
-    door = GrpcServer(stand.desk)
+    server = GrpcServer(stand.engine)
     context = Context()
     request = pb.GenerateRequest(model=name, prompt="a").SerializeToString()
-    reply = await door.generate_once(request, context)
+    reply = await server.generate_once(request, context)
     monkeypatch.undo()
     for answer in replies:
         assert answer.status_code == 404, answer.text
@@ -184,7 +184,7 @@ async def test_nothing_is_unpacked(stand: Stand, make: Any, encoding: str) -> No
 async def test_pieces_of_content_are_counted_before_each_is_looked_at(
     stand: Stand, path: str
 ) -> None:
-    """A hundred thousand of them fit into a body, and took 0.4 s of everybody's time."""
+    """A hundred thousand of them fit into a body, and blocked the event loop for 0.4 s."""
     for num_messages, num_parts, status in ((4, 1025, 400), (3, 1000, 200)):
         content = [{"type": "text", "text": ""}] * num_parts
         messages = [{"role": "user", "content": content}] * num_messages
@@ -197,7 +197,7 @@ async def test_pieces_of_content_are_counted_before_each_is_looked_at(
 
 
 async def test_a_bug_on_the_way_ends_the_request(stand: Stand) -> None:
-    """Nobody awaits the task that launches a sequence; its failure is still an answer."""
+    """The task that submits a sequence is not awaited; its failure is still an answer."""
     stand.cluster.refuse_admission = RuntimeError("a bug")  # type: ignore[assignment]
     async with asyncio.timeout(10.0):
         reply = await stand.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
@@ -210,7 +210,7 @@ async def test_a_bug_on_the_way_ends_the_request(stand: Stand) -> None:
 async def test_a_line_of_the_log_is_a_line(
     make_stand: MakeStand, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Who writes line breaks into what is logged forges no line of its own."""
+    """Line breaks in logged text do not make lines of their own."""
     from quadriga.observability.logs import configure_logging
 
     forged = "ERROR everything is lost"
@@ -242,24 +242,24 @@ async def test_a_line_of_the_log_is_a_line(
 @tried(80)
 @given(data=broken(MESSAGE))
 async def test_broken_messages(stand: Stand, data: bytes) -> None:
-    stand.desk.rate_limiter.keys = KEYS
-    door = GrpcServer(stand.desk)
+    stand.engine.rate_limiter.keys = KEYS
+    server = GrpcServer(stand.engine)
     once, stream = Context(), Context()
-    await door.generate_once(data, once)
-    async for _ in door.generate(data, stream):
+    await server.generate_once(data, once)
+    async for _ in server.generate(data, stream):
         pass
     for context in (once, stream):
         assert context.code is None or context.code.name not in ("INTERNAL", "UNKNOWN")
-    await door.cancel(data, Context())
+    await server.cancel(data, Context())
     await expect_rest(stand)
 
 
 @tried(40)
 @given(value=st.text(max_size=60) | st.binary(max_size=60))
 async def test_hostile_metadata(stand: Stand, value: str | bytes) -> None:
-    stand.desk.rate_limiter.keys = KEYS
+    stand.engine.rate_limiter.keys = KEYS
     context = Context()
     context.metadata = [("authorization", value)]  # type: ignore[list-item]
-    await GrpcServer(stand.desk).list_models(b"", context)
+    await GrpcServer(stand.engine).list_models(b"", context)
     assert context.code is not None
     assert context.code.name == "UNAUTHENTICATED"

@@ -27,7 +27,7 @@ from serve_app.http.server import HttpServer
 from serve_app.http.server_metrics import HTTP_SERVER
 from tests.hostile import broken, tried
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.test_front import until
+from tests.unit.serve_app.test_engine_client import until
 
 PATIENCE_S = 60.0
 METHODS = (
@@ -100,7 +100,7 @@ async def server(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> Asyn
     stand = await make_stand(
         config={"ingress.body_timeout_s": 0.1, "ingress.cors_origins": ["https://b.example"]}
     )
-    app = OpenAIErrors(HttpServer(stand.desk).application())
+    app = OpenAIErrors(HttpServer(stand.engine).application())
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, lifespan="off", log_config=None, http=LimitedHttpProtocol
     )

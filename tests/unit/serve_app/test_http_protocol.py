@@ -19,7 +19,7 @@ from serve_app.http import protocol as http_protocol
 from serve_app.http import server_metrics as http_server_metrics
 from serve_app.http.protocol import MAX_HEAD_BYTES, LimitedHttpProtocol
 from serve_app.http.server_metrics import HTTP_SERVER, ThrottledLog
-from tests.unit.serve_app.test_front import until
+from tests.unit.serve_app.test_engine_client import until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[..., Awaitable[Streams]]
@@ -196,7 +196,7 @@ async def test_all_unfinished_heads_together_are_bounded(
     assert await status(reader) == b"200"
 
 
-async def test_of_too_many_silent_connections_the_oldest_is_told_and_closed(
+async def test_of_too_many_silent_connections_the_oldest_gets_an_error_and_is_closed(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_protocol, "MAX_SILENT", 3)
@@ -238,7 +238,7 @@ async def test_a_burst_above_the_limit_of_silent_connections_is_answered(
     assert closed("too_many_silent") == before
 
 
-async def test_a_connection_above_the_limit_is_told_so(
+async def test_a_connection_above_the_limit_gets_an_error(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LimitedHttpProtocol, "max_open", 8)

@@ -25,7 +25,7 @@ from serve_app.openai.schema import (
 )
 from serve_app.openai.validation import SLICE_TOKENS, check_token_ids
 from tests.unit.serve_app.conftest import MODEL, MakeStand
-from tests.unit.serve_app.test_grpc_door import KEYS, Context
+from tests.unit.serve_app.test_grpc_server import KEYS, Context
 
 SIZE = 4_000_000
 LIMIT_S = 0.4
@@ -160,7 +160,7 @@ def test_a_body_of_too_many_fields() -> None:
         parse_body(CompletionBody, {"prompt": "a"} | {f"x{i}": 0 for i in range(299)})
 
 
-async def test_others_have_their_turn_while_tokens_are_looked_at() -> None:
+async def test_the_event_loop_runs_while_tokens_are_checked() -> None:
     turns = 0
 
     async def count() -> None:
@@ -205,6 +205,6 @@ async def test_a_message_of_too_many_items_is_not_made_a_list_of(
     monkeypatch.setattr("serve_app.grpc.messages.generation_fields", unreachable)
     stand = await make_stand(keys=KEYS)
     data = TOO_MANY[field]().SerializeToString()
-    reply = await GrpcServer(stand.desk).generate_once(data, Context())
+    reply = await GrpcServer(stand.engine).generate_once(data, Context())
     assert reply.error.param == field
     assert reply.error.code in ("invalid_value", "context_length_exceeded")

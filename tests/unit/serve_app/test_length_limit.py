@@ -30,7 +30,7 @@ def test_the_least_that_any_replica_of_a_model_takes_counts() -> None:
     assert limits(directory) == (512, 2048, 512)
     assert directory.describe("a")["max_model_len"] == 512
     directory.follow([])
-    assert limits(directory) == (512, 2048, 512), "nobody serves: the last that was known"
+    assert limits(directory) == (512, 2048, 512), "no replica serves: the last that was known"
     directory.follow([said("a", 768), said("b", 256)])
     assert limits(directory) == (768, 256, 768)
 
@@ -42,7 +42,7 @@ def test_where_the_model_is_chosen_the_least_of_all_counts() -> None:
 
 
 async def test_a_refusal_names_the_limit_and_how_it_could_be_higher(stand: Stand) -> None:
-    stand.desk.models.follow([said("quadriga-s", 64)])
+    stand.engine.models.follow([said("quadriga-s", 64)])
     for fields in ({"prompt": [7] * 65}, {"prompt": [7] * 64}, {"prompt": [7], "max_tokens": 64}):
         reply = await stand.complete(**({"max_tokens": 1} | fields))
         error = reply.json()["error"]
@@ -50,12 +50,12 @@ async def test_a_refusal_names_the_limit_and_how_it_could_be_higher(stand: Stand
         assert "64" in error["message"] and "has 2048 positions" in error["message"]
         assert "engine.kv_memory_bytes" in error["message"]
     assert (await stand.complete(prompt=[7] * 40, max_tokens=24)).status_code == 200
-    stand.desk.models.follow([said("quadriga-s", 2048)])
+    stand.engine.models.follow([said("quadriga-s", 2048)])
     reply = await stand.complete(prompt=[7] * 2049, max_tokens=1)
     assert "positions" not in reply.json()["error"]["message"]
 
 
-def test_the_banner_says_how_long_a_sequence_may_be_and_why() -> None:
+def test_the_banner_shows_the_longest_sequence_and_why() -> None:
     why = "8192 of 131072 positions: half of 1.0 GiB of KV memory"
     text = describe({"models": ["m"], "contexts": {"m": why}}, http_url="http://h:1")
     assert f"m: prompt and answer together {why}" in text

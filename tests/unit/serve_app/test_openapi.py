@@ -21,7 +21,7 @@ DOCUMENT = openapi_document(load_config({}).ingress)
 
 
 def application(stand: Stand) -> FastAPI:
-    return HttpServer(stand.desk).application()
+    return HttpServer(stand.engine).application()
 
 
 async def test_every_route_is_on_the_page(stand: Stand) -> None:
@@ -119,7 +119,7 @@ def test_every_error_a_client_can_meet_is_on_the_page() -> None:
         return {cls}.union(*(tree(sub) for sub in cls.__subclasses__()))
 
     documented = {e.http_status for op in OPERATIONS for e in op.errors}
-    elsewhere = {405, 499}  # the router's, told in the description; and nobody there to read it
+    elsewhere = {405, 499}  # the router's, named in the description; and a client that is gone
     assert {cls.http_status for cls in tree(QuadrigaError)} <= documented | elsewhere
 
 

@@ -65,4 +65,4 @@ def test_only_what_has_more_tokens_is_called_too_long(words: list[str], limit: i
     if tokenizer.exceeds(text, limit, piece_chars=512):
         assert num_tokens > limit
     else:
-        assert num_tokens <= limit + 16 * (len(text) // 512 + 1), "by much, it is said"
+        assert num_tokens <= limit + 16 * (len(text) // 512 + 1), "refused only far above it"

@@ -109,7 +109,7 @@ async def test_headers_that_serve_cannot_decode(
     assert "printable ASCII" in error["message"]
 
 
-async def test_headers_by_which_serve_is_steered_are_dropped() -> None:
+async def test_headers_that_control_serve_are_dropped() -> None:
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -129,7 +129,7 @@ def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert f"--http-port: {port} is taken by another process" in the_line(capfd)
 
 
-def test_a_missing_model_is_said_before_ray_starts(
+def test_a_missing_model_is_an_error_before_ray_starts(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray, "init", lambda *args, **kwargs: pytest.fail("Ray was started"))
@@ -165,7 +165,7 @@ def test_reasons_are_short_and_one_line() -> None:
     assert len(error.message) < 400
 
 
-def test_serve_run_says_that_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_run_reports_a_closed_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_errors, "CONNECT_PATIENCE_S", 0.1)
     port = free_port()
     monkeypatch.setattr(sys, "argv", ["/bin/serve", "run", "--address", f"127.0.0.1:{port}", "x:y"])

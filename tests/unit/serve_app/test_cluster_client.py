@@ -1,4 +1,4 @@
-"""An ingress's heartbeats: who hears them, and who is taken for hung: the controller, or itself."""
+"""An ingress's heartbeats, and what it does where no actor answers them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.request.cluster_client import ClusterClient
 
 
 class Beats(ClusterClient):
-    """Notes who is called; each call takes as long as it is told to, by the clock alone."""
+    """Records the calls; each takes a given time of a fake clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
@@ -40,7 +40,7 @@ class Beats(ClusterClient):
         self.ended.append(self.now_s)
 
 
-async def test_all_who_end_without_ingresses_hear_of_this_one(
+async def test_heartbeats_go_to_controller_scheduler_and_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = Beats(monkeypatch)
@@ -60,7 +60,7 @@ async def test_a_silent_controller_is_restarted(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("lost", [ReplicaError("no answer", code="timeout"), MemoryError()])
-async def test_who_hears_nobody_ends_and_blames_nobody(
+async def test_an_ingress_without_any_answer_ends_itself_and_restarts_no_actor(
     lost: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without memory it sends, but takes no answer; it had the controller restarted for that."""
@@ -79,7 +79,9 @@ async def test_who_hears_nobody_ends_and_blames_nobody(
     assert len(cluster.ended) == 1
 
 
-async def test_an_ingress_that_stood_still_restarts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ingress_that_stood_still_restarts_no_actor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cluster = Beats(monkeypatch)
     lost = ReplicaError("no answer", code="timeout")
     cluster.failures = {"app:controller": lost, "app:scheduler": lost}

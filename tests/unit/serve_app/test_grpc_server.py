@@ -1,4 +1,4 @@
-"""The gRPC door over the fake cluster, without a server."""
+"""The gRPC methods over the fake cluster, without a socket."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.messages import generation_fields
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand
-from tests.unit.serve_app.test_front import until
+from tests.unit.serve_app.test_engine_client import until
 
 KEYS = ApiKeys.of(["secret"], is_http_open=True)
 
 
 class Context:
-    """Serve's gRPC context, as far as the door uses it."""
+    """Serve's gRPC context, as far as the server uses it."""
 
     def __init__(self, authorization: str | None = "Bearer secret") -> None:
         self.metadata = [] if authorization is None else [("authorization", authorization)]
@@ -52,7 +52,7 @@ def wants(**fields: Any) -> bytes:
 async def test_a_stream(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS)
     context = Context()
-    messages = [m async for m in GrpcServer(stand.desk).generate(wants(logprobs=1), context)]
+    messages = [m async for m in GrpcServer(stand.engine).generate(wants(logprobs=1), context)]
     deltas = [delta for m in messages for delta in m.choices]
     assert "".join(d.text for d in deltas) == ANSWER
     assert [t for d in deltas for t in d.token_ids] == stand.cluster.script
@@ -63,24 +63,24 @@ async def test_a_stream(make_stand: MakeStand) -> None:
     assert context.code is None
 
 
-async def test_the_usage_says_who_served_what(make_stand: MakeStand) -> None:
+async def test_the_usage_lists_models_and_depths(make_stand: MakeStand) -> None:
     num_tokens = 5
     stand = await make_stand(keys=KEYS, loaded=[8, 4, 4, 12, 4])
-    door = GrpcServer(stand.desk)
+    server = GrpcServer(stand.engine)
     asked = {"max_tokens": num_tokens, "model": "quadriga-s"}
-    messages = [m async for m in door.generate(wants(**asked), Context())]
+    messages = [m async for m in server.generate(wants(**asked), Context())]
     wanted = [("quadriga-s", 8, 1), ("quadriga-s", 4, 2), ("quadriga-s", 12, 1)]
     wanted.append(("quadriga-s", 4, 1))
     assert spans(messages[-1].usage) == wanted
     assert not any(m.HasField("usage") for m in messages[:-1])
-    once = await door.generate_once(wants(n=2, **asked), Context())
+    once = await server.generate_once(wants(n=2, **asked), Context())
     assert spans(once.usage) == 2 * wanted, "choice after choice"
     assert completion(once).usage.spans == tuple(DepthSpan(*span) for span in 2 * wanted)
 
 
 async def test_no_spans_where_depths_never_change(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS)
-    once = await GrpcServer(stand.desk).generate_once(wants(), Context())
+    once = await GrpcServer(stand.engine).generate_once(wants(), Context())
     assert spans(once.usage) == []
 
 
@@ -90,7 +90,7 @@ def spans(usage: Any) -> list[tuple[str, int, int]]:
 
 async def test_once(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS)
-    reply = await GrpcServer(stand.desk).generate_once(wants(n=2, stop=["wör"]), Context())
+    reply = await GrpcServer(stand.engine).generate_once(wants(n=2, stop=["wör"]), Context())
     assert [c.text for c in reply.choices] == ["Hello ", "Hello "]
 
 
@@ -98,7 +98,7 @@ async def test_a_refusal_carries_its_retry(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS)
     stand.cluster.refuse_admission = Overloaded("full", retry_after_s=2.5)
     context = Context()
-    (message,) = [m async for m in GrpcServer(stand.desk).generate(wants(), context)]
+    (message,) = [m async for m in GrpcServer(stand.engine).generate(wants(), context)]
     assert (message.error.code, message.error.retry_after_s) == ("overloaded", 2.5)
     assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert context.trailing["retry-after-ms"] == "2500"
@@ -107,8 +107,8 @@ async def test_a_refusal_carries_its_retry(make_stand: MakeStand) -> None:
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong", "Basic secret"])
 async def test_keys(make_stand: MakeStand, authorization: str | None) -> None:
     stand = await make_stand(keys=KEYS)
-    door = GrpcServer(stand.desk)
-    for call in (door.generate_once, door.cancel, door.list_models):
+    server = GrpcServer(stand.engine)
+    for call in (server.generate_once, server.cancel, server.list_models):
         context = Context(authorization)
         await call(b"", context)
         assert context.code is grpc.StatusCode.UNAUTHENTICATED
@@ -117,30 +117,30 @@ async def test_keys(make_stand: MakeStand, authorization: str | None) -> None:
 async def test_without_keys_grpc_stays_closed(make_stand: MakeStand) -> None:
     stand = await make_stand()
     context = Context()
-    await GrpcServer(stand.desk).list_models(b"", context)
+    await GrpcServer(stand.engine).list_models(b"", context)
     assert context.trailing["quadriga-error-code"] == "api_keys_off"
 
 
 async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
     gate = asyncio.Event()
     stand = await make_stand(keys=KEYS, gate=gate)
-    door = GrpcServer(stand.desk)
-    stream = door.generate(wants(request_id="r1"), Context())
+    server = GrpcServer(stand.engine)
+    stream = server.generate(wants(request_id="r1"), Context())
     first = await anext(stream)
     assert first.choices[0].text == "H"
     await stream.aclose()
     assert stand.cluster.num_held == 1
     gate.set()
-    rest = [m async for m in door.generate(wants(request_id="r1", resume_from=[1]), Context())]
+    rest = [m async for m in server.generate(wants(request_id="r1", resume_from=[1]), Context())]
     assert "".join(d.text for m in rest for d in m.choices) == ANSWER[1:]
     assert len(stand.cluster.submitted) == 1
     context = Context()
-    await door.generate_once(wants(request_id="r1", max_tokens=7), context)
+    await server.generate_once(wants(request_id="r1", max_tokens=7), context)
     assert context.trailing["quadriga-error-code"] == "idempotency_key_reused"
     gate.clear()
-    running = door.generate(wants(request_id="r2"), Context())
+    running = server.generate(wants(request_id="r2"), Context())
     await anext(running)
-    reply = await door.cancel(pb.CancelRequest(request_id="r2").SerializeToString(), Context())
+    reply = await server.cancel(pb.CancelRequest(request_id="r2").SerializeToString(), Context())
     assert reply.found
     await until(lambda: stand.cluster.num_held == 0)
 
@@ -148,13 +148,13 @@ async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
 async def test_an_ingress_that_never_held_a_request_goes_on_with_it(
     make_stand: MakeStand,
 ) -> None:
-    """Whoever held it is gone: it is begun anew, and what the client has is not sent again."""
+    """Its ingress is gone: it is begun anew, and the client's tokens are not sent again."""
     stand = await make_stand(keys=KEYS)
-    door = GrpcServer(stand.desk)
+    server = GrpcServer(stand.engine)
     had = stand.cluster.script[:4]
     fields = {"request_id": "r1", "resume_from": [4]}
     right = wants(**fields, resume_digest=[token_digest(had)])
-    rest = [m async for m in door.generate(right, Context())]
+    rest = [m async for m in server.generate(right, Context())]
     tokens = [t for m in rest for d in m.choices for t in d.token_ids]
     assert tokens == stand.cluster.script[4:]
     assert "".join(d.text for m in rest for d in m.choices) == ANSWER[4:]
@@ -162,17 +162,21 @@ async def test_an_ingress_that_never_held_a_request_goes_on_with_it(
     assert rest[-1].usage.completion_tokens == len(stand.cluster.script)
     context = Context()
     wrong = wants(request_id="r2", resume_from=[4], resume_digest=[1])
-    (message,) = [m async for m in door.generate(wrong, context)]
+    (message,) = [m async for m in server.generate(wrong, context)]
     assert (message.error.code, context.code) == ("answer_changed", grpc.StatusCode.NOT_FOUND)
     context = Context()
-    (message,) = [m async for m in door.generate(wants(request_id="r3", resume_from=[4]), context)]
-    assert context.code is grpc.StatusCode.NOT_FOUND, "who cannot tell gets no other answer"
+    (message,) = [
+        m async for m in server.generate(wants(request_id="r3", resume_from=[4]), context)
+    ]
+    assert context.code is grpc.StatusCode.NOT_FOUND, (
+        "a client that cannot compare gets no other answer"
+    )
     await until(lambda: stand.cluster.num_held == 0)
 
 
 async def test_a_closed_stream_frees_everything(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS, gate=asyncio.Event())
-    stream = GrpcServer(stand.desk).generate(wants(), Context())
+    stream = GrpcServer(stand.engine).generate(wants(), Context())
     await anext(stream)
     await stream.aclose()
     await until(lambda: stand.cluster.num_held == 0)
@@ -180,13 +184,13 @@ async def test_a_closed_stream_frees_everything(make_stand: MakeStand) -> None:
 
 async def test_health(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=KEYS)
-    door = GrpcServer(stand.desk)
-    await until(lambda: bool(stand.desk._cluster_state.view.snapshots))
+    server = GrpcServer(stand.engine)
+    await until(lambda: bool(stand.engine._cluster_state.view.snapshots))
     kinds = health_pb2.HealthCheckResponse
-    assert door.health("").status == kinds.SERVING
-    assert door.health("other").status == kinds.SERVICE_UNKNOWN
-    stand.desk.drain(60.0)
-    assert door.health("quadriga.v1.Quadriga").status == kinds.NOT_SERVING
+    assert server.health("").status == kinds.SERVING
+    assert server.health("other").status == kinds.SERVICE_UNKNOWN
+    stand.engine.drain(60.0)
+    assert server.health("quadriga.v1.Quadriga").status == kinds.NOT_SERVING
 
 
 def test_every_field_of_the_message_is_read() -> None:

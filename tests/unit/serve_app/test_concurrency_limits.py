@@ -18,26 +18,26 @@ from serve_app.auth.rate_limiter import MAX_READERS, ConcurrencyLimiter
 from serve_app.grpc import server as grpc_door
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
-from tests.unit.serve_app.test_front import is_idle, until
-from tests.unit.serve_app.test_gate import bearer
-from tests.unit.serve_app.test_grpc_door import Context, wants
+from tests.unit.serve_app.test_engine_client import is_idle, until
+from tests.unit.serve_app.test_grpc_server import Context, wants
+from tests.unit.serve_app.test_rate_limiter import bearer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_a_place_is_given_back_on_every_way_out() -> None:
-    room = ConcurrencyLimiter(1, "do a thing")
-    with room.taken(), pytest.raises(Overloaded, match="1 calls at once do a thing"):
-        room.taken().__enter__()
-    with contextlib.suppress(ValueError), room.taken():
+    limiter = ConcurrencyLimiter(1, "do a thing")
+    with limiter.slot(), pytest.raises(Overloaded, match="1 calls at once do a thing"):
+        limiter.slot().__enter__()
+    with contextlib.suppress(ValueError), limiter.slot():
         raise ValueError
-    assert room.num_taken == 0
+    assert limiter.num_taken == 0
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/tokenize"])
 async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> None:
-    stand.desk.body_limiter = ConcurrencyLimiter(2, "send their bodies")
+    stand.engine.body_limiter = ConcurrencyLimiter(2, "send their bodies")
     whole = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -46,7 +46,7 @@ async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> 
         yield b'"hi", "max_tokens": 100}' if route == "/v1/completions" else b'"hi"}'
 
     slow = [asyncio.ensure_future(stand.http.post(route, content=slowly())) for _ in range(2)]
-    await until(lambda: stand.desk.body_limiter.is_full)
+    await until(lambda: stand.engine.body_limiter.is_full)
     refused = await stand.complete()
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1"
@@ -56,22 +56,22 @@ async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> 
     assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
 
 
-async def test_of_too_many_health_watches_the_last_is_told_once(
+async def test_of_too_many_health_watches_the_last_gets_the_state_once(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_door, "HEALTH_WATCH_INTERVAL_S", 0.001)
-    door = GrpcServer(stand.desk)
-    door._watches = ConcurrencyLimiter(1, "watch")
-    await until(lambda: door.health("").status == SERVING)
-    first = door.watch("")
+    server = GrpcServer(stand.engine)
+    server._watches = ConcurrencyLimiter(1, "watch")
+    await until(lambda: server.health("").status == SERVING)
+    first = server.watch("")
     assert (await anext(first)).status == SERVING
     news = asyncio.ensure_future(anext(first))
-    await until(lambda: door._watches.is_full)
-    assert [answer.status async for answer in door.watch("")] == [SERVING]
-    stand.desk.drain(60.0)
+    await until(lambda: server._watches.is_full)
+    assert [answer.status async for answer in server.watch("")] == [SERVING]
+    stand.engine.drain(60.0)
     assert (await asyncio.wait_for(news, 5.0)).status == NOT_SERVING
     await first.aclose()
-    assert door._watches.num_taken == 0
+    assert server._watches.num_taken == 0
 
 
 async def test_one_request_has_so_many_readers_at_once(make_stand: MakeStand) -> None:
@@ -87,7 +87,7 @@ async def test_one_request_has_so_many_readers_at_once(make_stand: MakeStand) ->
     readers = [follow() for _ in range(MAX_READERS)]
     await until(
         lambda: any(
-            len(s.readers) == MAX_READERS for s in stand.desk._request_manager.open_requests()
+            len(s.readers) == MAX_READERS for s in stand.engine._request_manager.open_requests()
         )
     )
     assert (await follow()).status_code == 429
@@ -125,13 +125,13 @@ async def test_a_refused_caller_is_known_again_by_what_it_asks(make_stand: MakeS
         await call(name="n", priority=1),
     ]
     assert len({first, *others}) == 5
-    door = GrpcServer(stand.desk)
-    async for _ in door.generate(
+    server = GrpcServer(stand.engine)
+    async for _ in server.generate(
         wants(prompt="hi", temperature=1.0, request_id="r"), Context(f"Bearer {'a' * 32}")
     ):
         pass
     by_grpc = asked[-1]
-    async for _ in door.generate(
+    async for _ in server.generate(
         wants(prompt="hi", temperature=1.0, request_id="s"), Context(f"Bearer {'a' * 32}")
     ):
         pass

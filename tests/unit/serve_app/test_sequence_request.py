@@ -1,4 +1,4 @@
-"""A sequence takes emissions in any order that a cluster can deliver them."""
+"""A sequence takes output in any order that a cluster can deliver them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_duplicates_change_nothing(sequence: SequenceRequest) -> None:
     ],
     ids=["told_again", "goes_on", "ends", "ends_before", "of_the_same_epoch"],
 )
-def test_another_answer_is_not_mixed_with_the_one_that_is_shown(
+def test_contradicting_output_is_not_mixed_into_the_answer(
     sequence: SequenceRequest, said: EngineOutput
 ) -> None:
     sequence.accept("p", EngineOutput("s", 0, moved_to="d"))
@@ -67,14 +67,14 @@ def test_another_answer_is_not_mixed_with_the_one_that_is_shown(
     assert sequence.accept("d" if said.epoch else "p", said) == 0
     assert isinstance(sequence.failure, ReplicaError)
     assert sequence.failure.code == "contradicted"
-    assert sequence.accept("d", tokens(3, 43, epoch=1)) == 0, "nor is what it says after"
+    assert sequence.accept("d", tokens(3, 43, epoch=1)) == 0, "nor is its later output taken"
     assert sequence.state.output_ids == [40, 41, 42]
     assert len(sequence.pieces) == 3
     assert not sequence.done, "it can be begun anew from there"
     assert ("d" if said.epoch else "p") in sequence.owners, "where it is to be cancelled"
 
 
-def test_what_overtook_is_compared_as_well(sequence: SequenceRequest) -> None:
+def test_output_that_overtook_is_compared_as_well(sequence: SequenceRequest) -> None:
     """It was kept until the tokens before it were here, and those are more than it goes on from."""
     sequence.accept("p", EngineOutput("s", 0, moved_to="d"))
     sequence.accept("d", tokens(1, 41, epoch=1))
@@ -111,8 +111,8 @@ def test_former_owners_are_ignored(sequence: SequenceRequest) -> None:
     assert sequence.state.output_ids == [40, 41]
 
 
-def test_an_epoch_has_one_speaker(sequence: SequenceRequest) -> None:
-    """Who died may have taken over and spoken before the hand-off was made to another."""
+def test_an_epoch_has_one_sender(sequence: SequenceRequest) -> None:
+    """A dead replica may have taken over and sent tokens before the hand-off to another."""
     sequence.accept("p", EngineOutput("s", 0, moved_to="dead"))
     sequence.accept("p", tokens(0, 40))
     sequence.accept("dead", tokens(1, 41, epoch=1))
@@ -201,7 +201,7 @@ async def test_tokens_come_before_the_error(sequence: SequenceRequest) -> None:
         await reader.read()
 
 
-async def test_hanging_up(sequence: SequenceRequest) -> None:
+async def test_a_waiting_reader_ends_when_its_client_hangs_up(sequence: SequenceRequest) -> None:
     request = request_of(sequence)
     reader = request.reader()
     waiting = asyncio.ensure_future(reader.read())

@@ -1,4 +1,4 @@
-"""An ingress is gone: another one takes over what still runs, and only for who asked for it."""
+"""When an ingress is gone, another one takes over what still runs, for its owner only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from serve_app.http.server import HttpServer
 from serve_app.openai.models import ModelDirectory
 from serve_app.request.engine_client import EngineClient
 from tests.unit.serve_app.conftest import ANSWER, MODEL, MakeStand, Stand
-from tests.unit.serve_app.test_grpc_door import KEYS, Context, wants
+from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
 
 BODY = {"prompt": "hi", "max_tokens": 100, "stream": True, "return_token_ids": True}
 HAD = 6
@@ -36,21 +36,21 @@ async def another(
         is_alone: The first one has died without a word.
     """
     if is_alone:
-        await stand.desk.tasks.close()
-    desk = EngineClient(
+        await stand.engine.tasks.close()
+    engine_client = EngineClient(
         load_config({}),
         ModelDirectory([MODEL]),
         keys or ApiKeys(),
         stand.cluster,
         ingress_id="ingress-1",
     )
-    desk.start()
-    app = HttpServer(desk).application()
+    engine_client.start()
+    app = HttpServer(engine_client).application()
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://test"
     ) as client:
-        yield Stand(desk, stand.cluster, client)
-    await desk.close()
+        yield Stand(engine_client, stand.cluster, client)
+    await engine_client.close()
 
 
 async def begin(stand: Stand, headers: dict[str, str], gate: asyncio.Event) -> None:
@@ -94,11 +94,11 @@ async def test_an_http_client_resumes_at_another_ingress(
         assert tokens == stand.cluster.script[HAD:]
         assert len(stand.cluster.submitted) == 1, "nothing was computed again"
         assert stand.cluster.num_orphan_calls == 1
-        page = stand.desk.metrics.registry.snapshot()
+        page = stand.engine.metrics.registry.snapshot()
         assert b"adopted" in page
 
 
-async def test_who_waits_where_it_was_is_told_and_may_come_back(
+async def test_a_reader_at_the_former_ingress_gets_an_error_and_may_resume(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
     """Two connections follow one request, at two ingresses that both live."""
@@ -114,12 +114,12 @@ async def test_who_waits_where_it_was_is_told_and_may_come_back(
 
     async with asyncio.timeout(20.0), another(first, is_alone=False) as second:
         here = follow(first)
-        while not any(s.readers for s in first.desk.requests._by_key.values()):  # noqa: ASYNC110
+        while not any(s.readers for s in first.engine.requests._by_key.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         there = follow(second)
         assert '"code": "taken_over"' in (await here).text
         assert not there.done()
-        again = follow(first)  # it is not told again what became of it then
+        again = follow(first)  # the earlier error is not repeated
         assert '"code": "taken_over"' in (await there).text
         gate.set()
         text = "".join(f["choices"][0]["text"] for f in frames(await again))
@@ -161,7 +161,7 @@ async def test_an_ingress_that_ends_leaves_alone_what_another_one_has_adopted(
         )
         async with asyncio.timeout(5.0):
             await adopted.wait()
-        await first.desk.close()
+        await first.engine.close()
         assert cluster.decode.cancelled == [cluster.submitted[0].sequence_id], "it tried"
         gate.set()
         text = "".join(f["choices"][0]["text"] for f in frames(await reading))
@@ -193,7 +193,7 @@ async def test_an_adoption_that_fails_in_any_way_ends_the_request(
                 await asyncio.sleep(0.001)
 
 
-async def test_an_orphan_that_is_moving_is_asked_for_again(
+async def test_a_sequence_that_is_moving_is_looked_for_again(
     make_stand: MakeStand, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On its way between two replicas it is at neither; that is no reason to say it is lost."""
@@ -225,7 +225,7 @@ async def test_the_sdk_resumes_at_another_ingress(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
     first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
-    stream = GrpcServer(first.desk).generate(wants(request_id="r"), Context())
+    stream = GrpcServer(first.engine).generate(wants(request_id="r"), Context())
     gate.set()
     had: list[int] = []
     while len(had) < HAD:
@@ -234,7 +234,7 @@ async def test_the_sdk_resumes_at_another_ingress(
     async with another(first, KEYS) as stand:
         gate.set()
         again = wants(request_id="r", resume_from=[len(had)], resume_digest=[token_digest(had)])
-        rest = [m async for m in GrpcServer(stand.desk).generate(again, Context())]
+        rest = [m async for m in GrpcServer(stand.engine).generate(again, Context())]
         assert had + [t for m in rest for d in m.choices for t in d.token_ids] == (
             stand.cluster.script
         )
@@ -250,7 +250,7 @@ async def test_the_sdk_resumes_at_another_ingress(
         {"headers": {"authorization": "Bearer b"}},
     ],
 )
-async def test_nobody_gets_what_is_not_his(
+async def test_a_sequence_is_adopted_only_by_its_owner(
     make_stand: MakeStand, gate: asyncio.Event, other: dict[str, Any]
 ) -> None:
     keys = ApiKeys.of(["a", "b"])
@@ -270,11 +270,11 @@ async def test_nobody_gets_what_is_not_his(
 async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
-    """Over HTTP nobody can tell whether the answer is the same; over gRPC its digest can."""
+    """Over HTTP the answers cannot be compared; over gRPC a digest compares them."""
     first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
     headers = {"idempotency-key": "k", "authorization": "Bearer one"}
     await begin(first, headers, gate)
-    stream = GrpcServer(first.desk).generate(wants(request_id="r"), Context())
+    stream = GrpcServer(first.engine).generate(wants(request_id="r"), Context())
     await anext(stream)
     first.cluster.loses_orphans = True
     async with another(first, KEYS) as stand:
@@ -285,7 +285,7 @@ async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
         gate.set()
         had = stand.cluster.script[:1]
         again = wants(request_id="r", resume_from=[1], resume_digest=[token_digest(had)])
-        rest = [m async for m in GrpcServer(stand.desk).generate(again, Context())]
+        rest = [m async for m in GrpcServer(stand.engine).generate(again, Context())]
         assert [t for m in rest for d in m.choices for t in d.token_ids] == (
             stand.cluster.script[1:]
         )

@@ -19,20 +19,20 @@ CALL_TIMEOUT_S = 0.05
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """A function of the whole past: who goes on with another past says something else."""
+    """A function of all tokens before: with others before it, the next token is another one."""
     return 20 + zlib.crc32(repr(list(token_ids)).encode()) % 500
 
 
 def expected(prompt_ids: Sequence[int], count: int) -> list[int]:
-    """What an undisturbed run says."""
+    """The tokens of an undisturbed run."""
     tokens = list(prompt_ids)
     for _ in range(count):
         tokens.append(next_token(tokens))
     return tokens[len(prompt_ids) :]
 
 
-class MortalReplica:
-    """A process as others see it: it answers, or is gone, or says nothing at all."""
+class FailingReplica:
+    """A process as others see it: it answers, is dead, or hangs."""
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
@@ -75,7 +75,7 @@ class MortalReplica:
             raise ReplicaDied(f"{self.name} died")
 
     async def poll(self, ack: int, timeout_s: float) -> PollReply:
-        await self.awake.wait()  # whoever asks has his own patience
+        await self.awake.wait()  # the caller has a deadline of its own
         self.check()
         self._log = [(seq, e) for seq, e in self._log if seq > ack]
         if not self._log:
@@ -90,7 +90,7 @@ class MortalReplica:
         return PollReply(self.name, self._seq, [e for _, e in self._log])
 
 
-class MortalCluster:
+class FailingCluster:
     """Implements `serve_app.request.cluster_client.ClusterClient`.
 
     Args:
@@ -105,11 +105,11 @@ class MortalCluster:
     def __init__(self, *, step_s: float = 0.001, gap: int = 3) -> None:
         self.step_s = step_s
         self.gap = gap
-        self.replicas: dict[str, MortalReplica] = {}
+        self.replicas: dict[str, FailingReplica] = {}
         self.submitted: list[SequenceState] = []
         self.finished_ids: set[str] = set()
         self.num_doubled = 0
-        self.on_move: Callable[[str, MortalReplica, MortalReplica], None] = lambda *_: None
+        self.on_move: Callable[[str, FailingReplica, FailingReplica], None] = lambda *_: None
         self._numbers = itertools.count()
         self._turn = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,12 +120,12 @@ class MortalCluster:
 
     def spawn(self, role: Role) -> None:
         name = f"{role}-{next(self._numbers)}"
-        self.replicas[name] = MortalReplica(name, role)
+        self.replicas[name] = FailingReplica(name, role)
 
-    def of(self, role: Role) -> list[MortalReplica]:
+    def of(self, role: Role) -> list[FailingReplica]:
         return [r for r in self.replicas.values() if r.role is role]
 
-    def kill(self, replica: MortalReplica) -> None:
+    def kill(self, replica: FailingReplica) -> None:
         """A process dies; the controller starts another one."""
         if not replica.is_dead:
             replica.die()
@@ -209,7 +209,7 @@ class MortalCluster:
             raise Unavailable(f"no {role} replica is ready", retry_after_s=0.1)
         return able[next(self._turn) % len(able)].name
 
-    async def _arrive(self, source: MortalReplica, state: SequenceState) -> None:
+    async def _arrive(self, source: FailingReplica, state: SequenceState) -> None:
         """A submission is handled when its process runs, however late that is."""
         await source.awake.wait()
         if source.is_dead or state.sequence_id in source.cancelled:
@@ -240,17 +240,17 @@ class MortalCluster:
             await self._decode(peer, state)
             return
 
-    async def _decode(self, replica: MortalReplica, state: SequenceState) -> None:
+    async def _decode(self, replica: FailingReplica, state: SequenceState) -> None:
         await self._turns(replica)
         while self._has(replica, state):
             self._say(replica, state)
             await asyncio.sleep(self.step_s)
             await replica.awake.wait()
 
-    def _has(self, replica: MortalReplica, state: SequenceState) -> bool:
+    def _has(self, replica: FailingReplica, state: SequenceState) -> bool:
         return not replica.is_dead and state.sequence_id in replica.own
 
-    def _say(self, replica: MortalReplica, state: SequenceState) -> None:
+    def _say(self, replica: FailingReplica, state: SequenceState) -> None:
         if not self._has(replica, state):
             return
         token = next_token(state.prompt_ids + state.output_ids)
@@ -269,7 +269,7 @@ class MortalCluster:
         if is_last:
             replica.own.discard(state.sequence_id)
 
-    async def _turns(self, replica: MortalReplica) -> None:
+    async def _turns(self, replica: FailingReplica) -> None:
         for _ in range(self.gap):
             await asyncio.sleep(0)
         await replica.awake.wait()

@@ -1,4 +1,4 @@
-"""The desk over a fake cluster: admission, moves, losses, cancellation, resumption."""
+"""The engine client over a fake cluster: admission, moves, losses, cancellation, resumption."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> Non
 
 
 async def is_idle(stand: Stand) -> None:
-    """Nothing is on the road, nothing is held, and the scheduler was told of every end."""
+    """Nothing runs, nothing is held, and every end was reported to the scheduler."""
     await until(
-        lambda: stand.cluster.num_held == 0 and not stand.desk._request_manager.open_requests()
+        lambda: stand.cluster.num_held == 0 and not stand.engine._request_manager.open_requests()
     )
     submitted = {s.sequence_id for s in stand.cluster.submitted}
     await until(lambda: submitted <= {*stand.cluster.finished_ids})
@@ -120,25 +120,25 @@ async def test_waiting_for_replicas_ends(make_stand: MakeStand) -> None:
 async def test_the_deadline_and_the_client_end_the_waiting(stand: Stand) -> None:
     asked = 0
 
-    async def nobody(request: AdmitRequest) -> Admission:
+    async def unavailable(request: AdmitRequest) -> Admission:
         nonlocal asked
         asked += 1
         raise Unavailable("no replica is ready", retry_after_s=1.0)
 
-    stand.cluster.admit = nobody  # type: ignore[method-assign]
+    stand.cluster.admit = unavailable  # type: ignore[method-assign]
     assert (await stand.complete(deadline_ms=50)).status_code == 504
     waiting = asyncio.ensure_future(stand.complete())
     await until(lambda: asked >= 2)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await until(lambda: not stand.desk._request_manager.open_requests())
+    await until(lambda: not stand.engine._request_manager.open_requests())
     seen = asked
     await asyncio.sleep(0.5)  # longer than the next pause would be
-    assert asked == seen, "nobody asks for those who are gone"
+    assert asked == seen, "requests of clients that are gone are not admitted"
 
 
-async def test_what_is_no_moment_is_refused_at_once(stand: Stand) -> None:
+async def test_an_unknown_model_is_refused_at_once(stand: Stand) -> None:
     stand.cluster.refuse_admission = UnknownModel("not served")
     asked_s = time.monotonic()
     assert (await stand.complete()).status_code == 404
@@ -159,7 +159,7 @@ async def test_submissions_are_not_tried_for_ever(stand: Stand) -> None:
 
 
 async def test_without_the_scheduler_the_last_view_admits(stand: Stand) -> None:
-    await until(lambda: bool(stand.desk._cluster_state.view.snapshots))
+    await until(lambda: bool(stand.engine._cluster_state.view.snapshots))
     stand.cluster.refuse_admission = ReplicaDied("scheduler")
     assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
 
@@ -253,9 +253,9 @@ async def test_a_failed_request_may_be_tried_again_under_its_key(stand: Stand) -
 
 
 async def test_health_follows_the_cluster(stand: Stand) -> None:
-    await until(lambda: bool(stand.desk._cluster_state.view.snapshots))
+    await until(lambda: bool(stand.engine._cluster_state.view.snapshots))
     assert (await stand.http.get("/health")).status_code == 200
-    stand.desk.drain(60.0)
+    stand.engine.drain(60.0)
     assert (await stand.http.get("/health")).status_code == 503
     assert (await stand.http.get("/live")).status_code == 200
 

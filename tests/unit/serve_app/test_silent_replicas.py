@@ -10,7 +10,7 @@ NOW = 1000.0
 
 
 def view(**ages_s: float) -> ClusterView:
-    """What the scheduler told: how old each replica's last report was."""
+    """The scheduler's view with the age of each replica's last report."""
     return ClusterView(
         NOW,
         [
@@ -22,27 +22,27 @@ def view(**ages_s: float) -> ClusterView:
     )
 
 
-def given_up(told: ClusterView, **silences_s: float) -> list[str]:
-    return silent_replicas(silences_s, told, limit_s=10.0, doubt_s=3.0, max_age_s=5.0)
+def given_up(known: ClusterView, **silences_s: float) -> list[str]:
+    return silent_replicas(silences_s, known, limit_s=10.0, doubt_s=3.0, max_age_s=5.0)
 
 
-def test_who_answers_stays() -> None:
+def test_a_replica_that_answers_is_kept() -> None:
     assert given_up(view(a=0.5, b=0.5), a=0.1, b=2.9) == []
     assert given_up(view(a=90.0, b=0.5, c=0.5), a=0.1) == [], "an old report alone is nothing"
 
 
-def test_one_witness_is_believed_late() -> None:
+def test_silent_polls_alone_count_late() -> None:
     assert given_up(view(a=0.5, b=0.5), a=9.9, b=0.1) == []
     assert given_up(view(a=0.5, b=0.5), a=10.1, b=0.1) == ["a"]
     assert given_up(ClusterView(0.0, []), a=10.1) == ["a"], "also without a scheduler"
 
 
-def test_two_witnesses_are_believed_soon() -> None:
+def test_silent_polls_and_an_old_report_count_soon() -> None:
     assert given_up(view(a=5.5, b=0.5, c=0.5), a=3.1, b=0.1) == ["a"]
     assert given_up(view(a=4.5, b=0.5, c=0.5), a=3.1, b=0.1) == []
 
 
-def test_whom_the_controller_dropped_is_not_waited_for() -> None:
+def test_a_replica_without_a_report_counts_soon() -> None:
     assert given_up(view(b=0.5, c=0.5), a=3.1, b=0.1) == ["a"]
     assert given_up(ClusterView(0.0, []), a=3.1, b=0.1) == [], "nothing is known at all"
 
