@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer.placement import STARVING_S, Placement
+from actors.kv_transfer.placement import Placement
 from quadriga.config.loader import load_config
 from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.scheduling.prefill_queue import STARVING_S
 from quadriga.scheduling.sequence import RunningSequence
 
 
