@@ -58,7 +58,7 @@ class PrefillReplica(Replica[PrefillEngine]):
         """Queue a sequence for prefill.
 
         Raises:
-            Overloaded: The queue is full; says when to come back.
+            Overloaded: The queue is full; with the time after which to retry.
             Unavailable: Draining, or the weights are not loaded yet.
             DeadlineExceeded: It is late already.
         """

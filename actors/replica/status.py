@@ -1,4 +1,4 @@
-"""What a replica tells its controller about itself."""
+"""The load and the state of a replica, as it reports them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Kind = Literal["auto", "nccl", "gloo", "object_store"]
 RETRY_S = 60.0
 """A peer that a transport did not reach is tried again that way after this long."""
 NO_ROUTE_RETRY_S = 3600.0
-"""The same where it said that it never will."""
+"""The same where it never reaches that peer."""
 SHARE = 0.5
 """Of a part's deadline: what one transport may use up before the next gets the rest."""
 

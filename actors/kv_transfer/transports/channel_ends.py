@@ -189,7 +189,7 @@ class SendingChannel:
             what = f"{self._channels.name} to {self._peer}: {first_line(exc)}"
             self._failed(KVTransportError(what, code="timeout" if is_late else None))
         except BaseException as exc:
-            # The border of the thread: what is queued for nobody would run into its deadline.
+            # The border of the thread: parts that stay queued would run into their deadlines.
             logger.exception("the channel to %s failed", self._peer)
             self._failed(KVTransportError(f"{self._channels.name} to {self._peer}: {exc!r}"))
         finally:
@@ -198,7 +198,7 @@ class SendingChannel:
                 self._channel = None
 
     def _failed(self, error: QuadrigaError) -> None:
-        # Closed first: whoever hears of the failure and sends again must find a new channel.
+        # Closed first: a caller that sends again after the failure must find a new channel.
         self._reason = error
         waiting = self._shut()
         job = self._current
@@ -292,7 +292,7 @@ class ReceivingChannel:
                 self._channel = None
 
     def _receive(self, channel: Channel) -> bool:
-        """Take one frame and what follows it; False when the sender said goodbye."""
+        """Take one frame and what follows it; False when the sender ends the channel."""
         header = channel.receive_frame(SILENCE_TIMEOUT_S)
         if header.get("kind") != "part":
             return header.get("kind") == "ping"

@@ -78,7 +78,7 @@ class Staging:
         return self._taken_bytes
 
     def take(self, num_bytes: int, deadline_s: float) -> torch.Tensor:
-        """Memory, uint8 [num_bytes]; whoever takes it gives it back.
+        """Memory, uint8 [num_bytes]; the caller gives it back.
 
         Raises:
             KVTransportError: There is never, or not in time, or on the whole device, that much.
@@ -123,8 +123,8 @@ class Staging:
 class NcclChannel:
     """One end of a pair and of the link beside it.
 
-    No part goes unasked: a transfer that nobody takes would have to be aborted, and the pair with
-    it.
+    No part goes unasked: a transfer that is not received would have to be aborted, and
+    the pair with it.
     """
 
     max_eager_bytes = 0
@@ -324,7 +324,7 @@ class Link:
                 raise ConnectionResetError("the peer closed its control link")
 
     def shut(self) -> None:
-        """Make whoever waits on either end return; from any thread."""
+        """Make waiting calls on either end return; from any thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -36,7 +36,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DeviceStream(Protocol):
-    """A stream that nobody else uses."""
+    """A stream with one user."""
 
     @property
     def ptr(self) -> int:
@@ -184,7 +184,7 @@ class CudaStream:
     """A stream of our own, apart from the default stream.
 
     Not one of torch's: those are handed out again and again, and behind a transfer that hangs
-    somebody else's copies would hang.
+    the copies of another user would hang.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class CudaStream:
 
 
 def gpu_name(index: int) -> str:
-    """The machine's boot and the GPU's place on its bus: what NCCL tells GPUs apart by.
+    """The machine's boot and the GPU's place on its bus: by which NCCL tells GPUs apart.
 
     Not the UUID: those of a GPU's partitions differ.
     """

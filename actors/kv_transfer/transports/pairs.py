@@ -1,7 +1,7 @@
 """KV parts over a private channel for each ordered pair of replicas, whatever it runs over.
 
 The sender owns the channel: it opens it and asks the peer to join. One
-thread on either side works a channel, so a slow peer delays nobody else. A channel that failed, or
+thread on either side works a channel, so a slow peer delays no other. A channel that failed, or
 whose transfer was aborted in mid-part, is abandoned, and the next use builds a new one (its
 generation counts up).
 """
