@@ -32,7 +32,7 @@ from loadgen.report.output import file_to_write
 from quadriga.catalogue.energy import DEFAULT_WATTS
 from quadriga.catalogue.files import read_catalogue, require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
-from quadriga.catalogue.records import CatalogueModel, DepthRecord, Measured, depth_records
+from quadriga.catalogue.records import CatalogueModel, DepthRecord, Measurement, depth_records
 from quadriga.errors import ConfigError
 
 LINE_TIMEOUT_S = 600.0
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
                     progress.update(bar, description=f"{model.id}@{depth}")
                     records.append(_measure(replace(base, depth=depth), progress, bar))
             profiled.append((name, replace(model, depths=_joined(records))))
-    measured = Measured(
+    measured = Measurement(
         datetime.now(UTC).isoformat(timespec="seconds"),
         _machine(),
         provenance.commit(),

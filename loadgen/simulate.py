@@ -387,7 +387,11 @@ def _print_line(
 
 
 def _find_capacity(
-    args: argparse.Namespace, load: SimLoad, config: SimConfig, slo: Slo, console: Console
+    args: argparse.Namespace,
+    load: SimLoad,
+    config: SimConfig,
+    slo: Slo,
+    console: Console,
 ) -> int:
     """Search each policy's largest rate; prints every run of the search, and what it found."""
     if not load.rate > 0.0:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LOCK_INTERVAL_S = 0.1
+LOCK_INTERVAL_S = 0.02
 
 
-class LockTimeout(Exception):
+class LockTimeout(TimeoutError):
     """Another process holds a lock and makes no progress. The message names the lock file."""
 
 
@@ -52,18 +52,25 @@ def write_atomically(path: Path, content: bytes) -> None:
 @contextmanager
 def file_lock(
     path: Path, patience_s: float, *, progress: Callable[[], object] = lambda: None
-) -> Iterator[None]:
-    """Hold an advisory lock; the system drops it when the holder dies.
+) -> Iterator[int]:
+    """Hold an advisory lock on a file, which is made if need be and keeps its content.
+
+    The system drops the lock when the process that holds it dies.
 
     Args:
         patience_s: Longest wait while `progress` stays the same; 0 does not wait.
         progress: Something that changes while the holder works, such as a file's size.
 
+    Yields:
+        The file's descriptor, open for reading and writing.
+
     Raises:
         LockTimeout: Another process kept the lock for that long.
+        OSError: The file cannot be opened.
     """
     seen, deadline_s = progress(), time.monotonic() + patience_s
-    with path.open("w") as handle:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,4 +81,6 @@ def file_lock(
                 elif time.monotonic() >= deadline_s:
                     raise LockTimeout(f"another process holds {path}") from None
                 time.sleep(LOCK_INTERVAL_S)
-        yield
+        yield handle
+    finally:
+        os.close(handle)  # which releases the lock

@@ -18,12 +18,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from quadriga.gguf.tensors import can_read
+from quadriga.gguf import tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-READABLE = [kind for kind in GGMLQuantizationType if can_read(kind)]
+READABLE = [kind for kind in GGMLQuantizationType if kind.name in tensors.READABLE]
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Model type of `transformers` to GGUF's."""
 _PARTS = {

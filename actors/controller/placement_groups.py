@@ -20,6 +20,7 @@ from actors.rpc.ray_rpc import NAMESPACE, forget_actor
 from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.resolve import Hardware, ReplicaSpec
 from quadriga.core.replica import Role
+from quadriga.engine.kernels.build import has_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -108,4 +109,5 @@ def cluster_hardware() -> Hardware:
         num_cpus=float(resources.get("CPU", 1.0)),
         num_gpus=float(resources.get("GPU", 0.0)),
         nodes=tuple(nodes),
+        has_compiler=has_compiler(),
     )

@@ -26,7 +26,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from actors.kv_transfer.migration_copy import Copy, Ended
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
 from actors.rpc.tasks import background
@@ -41,6 +40,7 @@ from quadriga.core.request import SequenceState
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied
 from quadriga.observability import tracing
 from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.migration_copy import Copy, Ended
 from quadriga.scheduling.sequence_export import depth_bounds
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Migration:
         self._copying = Copy(
             self.order.sequence_id,
             transfer,
-            self._replica.engine.call,
+            lambda command: self._engine(lambda core: command(core.loop)),
             self._replica.clock,
             depth=min(held_depth, transfer.peer.depth_class.depth),
         )
@@ -316,9 +316,7 @@ class Migrations:
     def __init__(self, replica: Replica[DecodeEngine]) -> None:
         self._replica = replica
         self._sender: HandoffSender | None = None
-        self._under_way: frozenset[str] = (
-            frozenset()
-        )  # replaced, never changed
+        self._under_way: frozenset[str] = frozenset()  # replaced, never changed
         self._moved: OrderedDict[str, str] = OrderedDict()  # sequence → where it went
 
     @property

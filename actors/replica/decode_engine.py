@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,6 @@ class DecodeEngine:
         self.resizable = resizable
         self._strict_depth = 0
         self._parked: tuple[ParkedSequence, ...] = ()
-        self._parked_looked_s = 0.0
         self.runner = runner
         self._replica = replica
         self._receiver = receiver
@@ -103,9 +102,8 @@ class DecodeEngine:
         self._bytes_per_token = _kv_bytes(spec)
         self._relay = relay
         self._relay_memory: RelayMemory | None = None
-        self._looked_s = 0.0
+        self._looked_s = -LOOK_EVERY_S
         self._exit_uses: dict[int, ExitUse] = {}
-        self._exits_looked_s = -LOOK_EVERY_S
         self._began_s = 0.0
         self._pass_s = Ewma(0.2)
         self._leaks = Leaks()
@@ -172,19 +170,34 @@ class DecodeEngine:
     def give_up(self) -> None:
         """See `ResizableEngine`: nothing was held back."""
 
-    def _look_at_strict(self) -> None:
-        """Note how many layers strict sequences may need, now and then."""
-        now_s = self._replica.clock.now_s()
-        if now_s - self._parked_looked_s < LOOK_EVERY_S:
+    def _look(self) -> None:
+        """Note what takes more than a few additions, now and then."""
+        loop, now_s = self.loop, self._replica.clock.now_s()
+        if now_s - self._looked_s < LOOK_EVERY_S:
             return
-        self._parked_looked_s = now_s
-        full = self._replica.spec.engine.checkpoint.num_layers
-        needs = [s.exits.max_depth or full for s in self.loop.running if s.exits.policy == "strict"]
-        self._strict_depth = max(needs, default=0)
-        self._parked = tuple(
-            ParkedSequence(s.sequence_id, s.num_tokens, s.max_total_tokens)
-            for s in self.loop.depth.needs_deeper
-        )
+        if loop.num_running:  # an idle look must not put the next one off
+            self._looked_s = now_s
+        spec = self._replica.spec.engine
+        if spec.runner == "native":  # the relay batch has no exits
+            self._look_at_exits(spec.checkpoint.exits.layers)
+        if self._relay is not None:
+            self._relay_memory = self._relay.memory()
+        if self._is_watched:
+            full = spec.checkpoint.num_layers
+            strict = [s for s in loop.running if s.exits.policy == "strict"]
+            self._strict_depth = max((s.exits.max_depth or full for s in strict), default=0)
+            self._parked = tuple(
+                ParkedSequence(s.sequence_id, s.num_tokens, s.max_total_tokens)
+                for s in loop.depth.needs_deeper
+            )
+
+    def _look_at_exits(self, layers: Iterable[int]) -> None:
+        """Note which exits are in use; what ran last is remembered while nothing runs."""
+        before = {k: use for k, use in self._exit_uses.items() if use not in ("not_loaded", "off")}
+        self._exit_uses = {
+            layer: before.get(layer, use) if use == "idle" else use
+            for layer, use in self.loop.exit_uses(layers).items()
+        }
 
     def phase(self) -> StepPhase:
         """Where it is in its steps; from any thread."""
@@ -196,9 +209,7 @@ class DecodeEngine:
     def publish(self) -> None:
         loop = self.loop
         self.forecasting.look(loop)
-        self._look_at_exits()
-        if self._is_watched:
-            self._look_at_strict()
+        self._look()
         self._replica.publish_load(
             ReplicaLoad(
                 num_running=loop.num_running,
@@ -218,33 +229,11 @@ class DecodeEngine:
                 num_resumes=loop.preemption.num_resumes,
                 least_priority=loop.preemption.least_priority,
                 upper_tokens=loop.answers.upper_tokens,
-                relay=self._relay_figures(),
+                relay=self._relay_memory,
                 strict_depth=self._strict_depth,
                 parked=self._parked,
             )
         )
-
-    def _look_at_exits(self) -> None:
-        """Note which exits are in use; what ran last is remembered while nothing runs."""
-        now_s = self._replica.clock.now_s()
-        spec = self._replica.spec.engine
-        if now_s - self._exits_looked_s < LOOK_EVERY_S or spec.runner != "native":
-            return  # the relay batch has no exits
-        if self.loop.num_running:  # an idle look must not put the next one off
-            self._exits_looked_s = now_s
-        before = {k: use for k, use in self._exit_uses.items() if use not in ("not_loaded", "off")}
-        uses = self.loop.exit_uses(spec.checkpoint.exits.layers)
-        self._exit_uses = {
-            layer: before.get(layer, use) if use == "idle" else use for layer, use in uses.items()
-        }
-
-    def _relay_figures(self) -> RelayMemory | None:
-        """What the relay batch holds; looked at now and then, as it takes a lock and a sum."""
-        now_s = self._replica.clock.now_s()
-        if self._relay is not None and now_s - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s = now_s
-            self._relay_memory = self._relay.memory()
-        return self._relay_memory
 
     def _exit_counters(self) -> ExitCounters:
         counters = self.loop.counters.copy()

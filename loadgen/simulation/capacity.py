@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from loadgen.simulation.loads import SimLoad
-from quadriga.sim.results import Run, Slo, latencies
+from quadriga.sim.results import SimulatedRun, Slo, latencies
 
 MAX_DOUBLINGS = 12
 """From the rate as given, up or down, until one that keeps the SLO and one that does not are known.
@@ -81,12 +81,12 @@ def find_capacity(probe: Callable[[float], Probe]) -> Capacity:
 
 def is_hopeless(
     load: SimLoad, slo: Slo, share: float, *, from_s: float
-) -> Callable[[float, Run], bool]:
+) -> Callable[[float, SimulatedRun], bool]:
     """Return a question to ask during a run: are too many requests late for the share already?"""
     mine = load.arrivals_s >= from_s
     allowed = (1.0 - share) * int(mine.sum()) + 1e-9
 
-    def ask(now_s: float, run: Run) -> bool:
+    def ask(now_s: float, run: SimulatedRun) -> bool:
         ttft, tpot = latencies(run, load.arrivals_s, load.output_tokens)
         is_late = (ttft > slo.ttft_s) | (tpot > slo.tpot_s)
         is_late |= np.isnan(run.first_token_s) & (now_s - load.arrivals_s > slo.ttft_s)

@@ -17,7 +17,7 @@ from quadriga.policies.ares import AresSettings
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
 from quadriga.sim.policies import make_policy
-from quadriga.sim.results import Run, Slo, Summary, summarise
+from quadriga.sim.results import RunSummary, SimulatedRun, Slo, summarise
 
 SLO_TTFT_S = 5.0
 SLO_TPOT_FACTOR = 1.5
@@ -111,7 +111,7 @@ def make_simulation(
     *,
     settings: AresSettings | None = None,
     on_tick: Callable[[float, int], None] | None = None,
-    stop: Callable[[float, Run], bool] | None = None,
+    stop: Callable[[float, SimulatedRun], bool] | None = None,
     on_decision: Callable[..., None] | None = None,
 ) -> Simulation:
     """Return a simulation of a load under a policy, not yet run; see `Simulation`."""
@@ -128,7 +128,12 @@ def make_simulation(
 
 
 def summary_of(
-    run: Run, load: SimLoad, slo: Slo, *, from_s: float = 0.0, to_s: float = np.inf
-) -> Summary:
+    run: SimulatedRun,
+    load: SimLoad,
+    slo: Slo,
+    *,
+    from_s: float = 0.0,
+    to_s: float = np.inf,
+) -> RunSummary:
     """Figures of the requests that arrived in a window."""
     return summarise(run, load.arrivals_s, load.output_tokens, slo, from_s=from_s, to_s=to_s)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from loadgen.simulation.loads import SimLoad
-from quadriga.sim.results import Run, Slo, latencies
+from quadriga.sim.results import SimulatedRun, Slo, latencies
 
 
-def write_run_plot(path: Path, run: Run, load: SimLoad, slo: Slo, title: str) -> Path:
+def write_run_plot(path: Path, run: SimulatedRun, load: SimLoad, slo: Slo, title: str) -> Path:
     """Draw one run: step times and their variance, memory, TPOT, migrations."""
     import matplotlib
 

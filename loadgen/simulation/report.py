@@ -13,7 +13,7 @@ from rich.table import Table
 from loadgen.report.figures import figures, for_json, several, shown
 from loadgen.simulation.capacity import Capacity, Probe
 from loadgen.simulation.loads import SimLoad
-from quadriga.sim.results import Run, Slo, Spread, Summary
+from quadriga.sim.results import RunSummary, SimulatedRun, Slo, Spread
 
 COMPLETE = "complete"
 
@@ -28,8 +28,8 @@ class Outcome:
     """
 
     policy: str
-    run: Run
-    summary: Summary
+    run: SimulatedRun
+    summary: RunSummary
     ended: str
     wall_s: float
 
@@ -57,7 +57,7 @@ def print_outcomes(console: Console, outcomes: Sequence[Outcome], slo: Slo, titl
         )
 
 
-def _caption(summary: Summary) -> str:
+def _caption(summary: RunSummary) -> str:
     if not np.isfinite(summary.rate):
         return "All requests arrive at once: there is no time in which they arrive."
     return (

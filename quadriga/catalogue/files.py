@@ -24,7 +24,7 @@ from quadriga.catalogue.records import (
     CatalogueModel,
     DepthRecord,
     EnergySource,
-    Measured,
+    Measurement,
     depth_records,
 )
 from quadriga.checkpoint.folder import ASSETS
@@ -164,7 +164,7 @@ def _read_yaml(path: Path, cache_dir: str | None) -> Catalogue:
     if file.version != VERSION:
         raise _error(f"{path}: version {file.version} is not known; this release reads {VERSION}")
     models = tuple(_model(entry, path, cache_dir) for entry in file.models)
-    return Catalogue(models, str(path), Measured(**file.measured.model_dump()))
+    return Catalogue(models, str(path), Measurement(**file.measured.model_dump()))
 
 
 def _model(entry: _Model, file: Path, cache_dir: str | None) -> CatalogueModel:
@@ -224,7 +224,7 @@ def _plain(depth: _Depth) -> dict[str, Any]:
 
 
 def write_catalogue(
-    path: Path, models: Sequence[tuple[str, CatalogueModel]], measured: Measured
+    path: Path, models: Sequence[tuple[str, CatalogueModel]], measured: Measurement
 ) -> None:
     """Write a catalogue whole or not at all.
 

@@ -132,15 +132,10 @@ def read_checkpoint_headers(path: Path) -> dict[str, TensorPlace]:
                 param="model",
             )
         return {p.name: p for p in read_header(path / SINGLE_FILE)}
-    content = read_object(index)
-    try:
-        names = {split_name(str(k))[0]: str(v) for k, v in content["weight_map"].items()}
-    except GARBLED as exc:
-        raise _broken(index, f"it is no weight index ({exc})") from exc
+    stored = read_index(index)
+    names = {split_name(name)[0]: shard for name, shard in stored.items()}
     places: dict[str, TensorPlace] = {}
     for shard in sorted(set(names.values())):
-        if Path(shard).name != shard:
-            raise _broken(index, f"it points outside its folder: {shard!r}")
         if not (path / shard).is_file():
             raise ConfigError(
                 f"model: {path} lacks the shard {shard} that its index names", param="model"
@@ -150,6 +145,23 @@ def read_checkpoint_headers(path: Path) -> dict[str, TensorPlace]:
     if missing:
         raise _broken(index, f"its shards lack {len(missing)} tensors, the first is {missing[0]}")
     return places
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Return the shard of each stored tensor, as `INDEX_FILE` lists them.
+
+    Raises:
+        ConfigError: It is no index, or names a file outside its folder.
+    """
+    content = read_object(file)
+    try:
+        shards = {str(name): str(shard) for name, shard in content["weight_map"].items()}
+    except GARBLED as exc:
+        raise _broken(file, f"it is no weight index ({exc})") from exc
+    for shard in sorted(set(shards.values())):
+        if Path(shard).name != shard:
+            raise _broken(file, f"it points outside its folder: {shard!r}")
+    return shards
 
 
 def layer_of(name: str) -> int | None:

@@ -100,8 +100,8 @@ class CatalogueModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Where the figures of a catalogue come from; empty where there are none."""
+class Measurement:
+    """When, where and with which commit a catalogue was measured; empty where it was not."""
 
     at: str = ""
     machine: str = ""
@@ -118,7 +118,7 @@ class Catalogue:
 
     models: tuple[CatalogueModel, ...]
     source: str
-    measured: Measured = field(default_factory=Measured)
+    measured: Measurement = field(default_factory=Measurement)
 
     def find(self, model_id: str) -> CatalogueModel:
         """Return a model. Raises: UnknownModel."""

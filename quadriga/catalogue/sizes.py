@@ -1,7 +1,7 @@
 """How many parameters a model has, layer by layer, from its `config.json` alone.
 
 Weights and KV memory at any depth follow by multiplication, before a byte of weights is read; so a
-planner needs no checkpoint, and a catalogue can tell a file that does not fit its configuration.
+planner needs no checkpoint, and a catalogue can find a file that does not fit its configuration.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a model's length heads are, and what they say: pure records, no torch.
 
-A length head reads the hidden state with which a token leaves, and tells how many tokens its
+A length head reads the hidden state with which a token leaves, and predicts how many tokens its
 sequence will still generate. There is one head per exit, because a token that leaves early has no
 state of the last layer. Where it stands, which attention hardly tells it, may be told beside: how
 long the prompt was, and how far the answer is.

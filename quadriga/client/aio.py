@@ -15,7 +15,7 @@ from quadriga.client.results import Completion, Model, Piece
 from quadriga.client.retries import RetryPolicy
 from quadriga.client.wire import (
     CHANNEL_OPTIONS,
-    Options,
+    CallOptions,
     Prompt,
     StreamProgress,
     affinity,
@@ -92,7 +92,7 @@ class AsyncClient:
         model: str | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[CallOptions],
     ) -> Completion:
         """Generate and return the whole answer.
 
@@ -124,7 +124,7 @@ class AsyncClient:
         model: str | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[CallOptions],
     ) -> AsyncGenerator[Piece, None]:
         """Generate and yield the answer as it comes; takes the arguments of `generate`.
 

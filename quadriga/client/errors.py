@@ -47,7 +47,7 @@ _BY_CODE = {cls.default_code: cls for cls in _subclasses(QuadrigaError)}
 
 
 def from_rpc(exc: grpc.RpcError) -> QuadrigaError:
-    """Return the error a failed call stands for: exact where the server said more than a status."""
+    """Return the error a failed call stands for: exact where the server sent more than a status."""
     call: Any = exc
     status = call.code().name
     metadata = dict(call.trailing_metadata() or ())

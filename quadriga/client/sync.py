@@ -15,7 +15,7 @@ from quadriga.client.results import Completion, Model, Piece
 from quadriga.client.retries import RetryPolicy
 from quadriga.client.wire import (
     CHANNEL_OPTIONS,
-    Options,
+    CallOptions,
     Prompt,
     StreamProgress,
     affinity,
@@ -79,7 +79,7 @@ class Client:
         model: str | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[CallOptions],
     ) -> Completion:
         """Generate and return the whole answer; see `AsyncClient.generate`.
 
@@ -103,7 +103,7 @@ class Client:
         model: str | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[CallOptions],
     ) -> Generator[Piece, None, None]:
         """Generate and yield the answer as it comes; see `AsyncClient.stream`.
 

@@ -38,7 +38,7 @@ _FINISH = {
 }
 
 
-class Options(TypedDict, total=False):
+class CallOptions(TypedDict, total=False):
     """Sampling and limits of one request; what is left out has the server's default."""
 
     max_tokens: int
@@ -87,7 +87,7 @@ def credentials(
 
 
 def make_request(
-    prompt: Prompt, model: str | None, request_id: str | None, options: Options
+    prompt: Prompt, model: str | None, request_id: str | None, options: CallOptions
 ) -> Any:
     """Build the message of a request; it can always be resumed, as it has an id and a seed.
 
@@ -96,7 +96,7 @@ def make_request(
     Raises: TypeError for an unknown option, or a prompt of another kind; ValueError where a value
         fits no field.
     """
-    unknown = set(options) - set(Options.__annotations__)
+    unknown = set(options) - set(CallOptions.__annotations__)
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     request = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex, model=model or "")
@@ -236,7 +236,7 @@ class StreamProgress:
             index, first = delta.index, delta.first_token_index
             if not 0 <= index < self.num_choices:
                 raise InvariantViolation(
-                    f"the server tells of choice {index}, there are {self.num_choices}"
+                    f"the server names choice {index}, there are {self.num_choices}"
                 )
             if first > self.received[index]:
                 raise InvariantViolation(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from quadriga.catalogue.headers import read_checkpoint_headers
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.stored_forms import BLOCK_FORMS
 from quadriga.config.engine_spec import Runner
 from quadriga.errors import ConfigError
 
@@ -34,6 +35,7 @@ SEQUENCES = {"native": 2, "baton": 8}
 as much as the longest beside them, so this is how many rows there are."""
 PARTS = {2: "half", 8: "an eighth"}
 ROUND_TOKENS = 256
+_KEPT_FORMS = {"F32", "BF16", "F16", *BLOCK_FORMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,26 @@ class WeightBytes:
     num_copies: int
 
 
-def weight_bytes(checkpoint: Checkpoint, value_bytes: int) -> int:
-    """Bytes of a checkpoint's weights at `value_bytes` each, all layers; reads headers alone.
+def weight_bytes(checkpoint: Checkpoint, value_bytes: int, *, keeps_forms: bool) -> int:
+    """Return the bytes that an engine holds of a checkpoint's weights, all layers; reads headers.
 
-    0 where they cannot be read: whoever loads them says why.
+    0 where the headers cannot be read: the engine that loads them raises the error.
+
+    Args:
+        value_bytes: Of a number that the engine computes with.
+        keeps_forms: Matrices take the bytes that they are stored in, 16-bit floats and blocks
+            included; otherwise every value takes `value_bytes`.
     """
     try:
         places = read_checkpoint_headers(checkpoint.path)
     except ConfigError:  # the engine says what is wrong with them
         return 0
-    return value_bytes * sum(place.num_values for place in places.values())
+    return sum(
+        place.num_bytes
+        if keeps_forms and len(place.shape) == 2 and place.dtype in _KEPT_FORMS
+        else place.num_values * value_bytes
+        for place in places.values()
+    )
 
 
 def kv_bytes_per_replica(

@@ -41,11 +41,14 @@ class Hardware:
 
     Attributes:
         nodes: Those that may run replicas, as far as they have joined.
+        has_compiler: Whether kernels can be compiled on the nodes. Without them an engine on CPUs
+            writes its weights out as float32.
     """
 
     num_cpus: float
     num_gpus: float = 0
     nodes: tuple[NodeMemory, ...] = ()
+    has_compiler: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +267,12 @@ def _kv_memory(
     if device == "cuda":
         return lambda _: None
     width = DTYPE_BYTES[dtype]
+    has_kernels = hardware.has_compiler and config.engine.compile != "off" and dtype == "float32"
     weights = {
         pool.checkpoint.id: WeightBytes(
-            weight_bytes(pool.checkpoint, width),
+            weight_bytes(
+                pool.checkpoint, width, keeps_forms=has_kernels and pool.runner == "native"
+            ),
             # Only the native engine reads weights from one copy for all processes of a node.
             1
             if pool.runner == "native"

@@ -1,9 +1,14 @@
-"""`ModelRunner` over a natively implemented model: passes over its rows, sampling, its depth."""
+"""`NativeRunner`: a natively implemented model over its KV rows.
+
+In the order in which a sequence meets it: `load`, `attach`, `prefill`, `decode` (or `advance` and
+`emit`, where tokens may leave at exits), `suspend` or `read_rest` on its way out of a row. At the
+end: loading more layers and dropping some while sequences are in their rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,52 +16,60 @@ import numpy.typing as npt
 import torch
 
 from quadriga.config.engine_spec import EngineSpec
-from quadriga.core.request import SampledToken
-from quadriga.engine.compiled import CompiledDecoder, Kernels
-from quadriga.engine.cuda.decoder import PagedDecoder
+from quadriga.core.kv import KVExtent
+from quadriga.core.request import SampledToken, SequenceState
+from quadriga.engine.compiled import CompiledDecoder
 from quadriga.engine.cuda.loading import find_gpu, load_paged
-from quadriga.engine.depth import PreparedLayers, repay
-from quadriga.engine.early_exit.exit_logits import ExitLogits
-from quadriga.engine.early_exit.exited_tokens import ExitedTokens
+from quadriga.engine.early_exit.exit_logits import ExitedTokens, ExitLogits
+from quadriga.engine.early_exit.recorded_pass import RecordedPass, recorded_depths, repay
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache
+from quadriga.engine.loaded_model import (
+    EngineParts,
+    LoadedModel,
+    PreparedLayers,
+    kept_at_end,
+    load_rows,
+)
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.prompt_scores import PromptScores, wants_scores
-from quadriga.engine.rebuild import RecordedPass, recorded_depths
-from quadriga.engine.row_engine import load_rows
-from quadriga.engine.rows import NativeRows
 from quadriga.engine.sampler import RowSampler, sample
+from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
-from quadriga.engine.weights.loaded_model import LoadedModel
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
 
 Ints = npt.NDArray[np.int64]
 
 
-class NativeRunner(NativeRows):
+class NativeRunner:
     """One model at one depth on one device; see `quadriga.interfaces.ModelRunner`.
 
+    Nothing moves when a token waits at an exit: the pass that runs it next finds it by its row.
     One thread calls everything except `read_kv` and `write_kv`, which other threads may call for
     rows that no pass is working on, and `prepare_depth`.
 
     Attributes:
-        left: Who left in the last pass; None where nobody did, or before the first.
+        model: What is loaded.
+        positions: Of each row's current token, int64 [num_rows]; −1 where none was run.
+        hidden: [num_rows, hidden], with which that token left its last segment.
+        skipped: What early tokens left behind; None without exits.
+        exited: The tokens that left in the last pass; None where none did, or before the first.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        decoder: Decoder | PagedDecoder,
-        cache: KVCache,
-        skipped: SkippedKVStore | None = None,
-        kernels: Kernels | None = None,
-    ) -> None:
-        super().__init__(LoadedModel(spec, decoder, cache, kernels or Kernels()), skipped)
-        self.left: ExitedTokens | None = None
+    def __init__(self, parts: EngineParts) -> None:
+        self.model = LoadedModel(parts)
+        weights, num_rows = self.model.weights, parts.cache.num_rows
+        self.positions = np.zeros(num_rows, dtype=np.int64)
+        self.hidden = torch.zeros(
+            num_rows, self.model.config.hidden_size, dtype=weights.dtype, device=weights.device
+        )
+        self.skipped = parts.skipped
+        self.exited: ExitedTokens | None = None
         self._device = self.hidden.device
+        self._samplers: list[RowSampler | None] = [None] * num_rows
         self._exit: ExitLogits | None = None
         self._scores = PromptScores()
 
@@ -76,10 +89,8 @@ class NativeRunner(NativeRows):
                 param="engine.max_model_len",
             )
         if spec.device == "cuda":
-            engine = load_paged(spec, config, find_gpu())
-            return cls(engine.spec, engine.decoder, engine.cache, engine.skipped)
-        loaded = load_rows(spec, config)
-        return cls(spec, loaded.decoder, loaded.cache, loaded.skipped, loaded.kernels)
+            return cls(load_paged(spec, config, find_gpu()))
+        return cls(load_rows(spec, config))
 
     @property
     def spec(self) -> EngineSpec:
@@ -108,10 +119,59 @@ class NativeRunner(NativeRows):
         """Give the device memory that is not tensors' back; the runner is of no use afterwards."""
         self.model.close()
 
+    @property
+    def num_rows(self) -> int:
+        return self._cache.num_rows
+
+    @property
+    def row_capacity_tokens(self) -> int:
+        return self._cache.capacity
+
+    # Rows, and the sequences in them.
+
+    def attach(self, row: int, state: SequenceState) -> None:
+        """See `ModelRunner.attach`. Raises: InvariantViolation when the row is taken or absent."""
+        if not 0 <= row < self.num_rows:
+            raise InvariantViolation(f"row {row} is outside the {self.num_rows} rows")
+        if self._samplers[row] is not None:
+            raise InvariantViolation(f"row {row} is taken: {state.sequence_id} cannot attach")
+        self._samplers[row] = RowSampler(
+            state, self.model.config.vocab_size, self.model.spec.checkpoint.eos_token_ids
+        )
+        self.positions[row] = -1
+        if self.skipped is not None:
+            self.skipped.start(row, state.num_tokens - 1)
+
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""
-        super().detach(row)
+        self._samplers[row] = None
         self._scores.take(row)
+        self._cache.release(row)
+        if self.skipped is not None:
+            self.skipped.release(row)
+
+    @property
+    def _cache(self) -> KVCache:
+        return self.model.cache
+
+    def _sampler(self, row: int) -> RowSampler:
+        """The row's. Raises: InvariantViolation: It has no sequence."""
+        return self._samplers_of((row,))[0]
+
+    def _samplers_of(self, rows: Sequence[int]) -> list[RowSampler]:
+        """The rows' samplers. Raises: InvariantViolation for a row without a sequence."""
+        found = self._samplers
+        samplers = [s for row in rows if (s := found[row]) is not None]
+        if len(samplers) < len(rows):
+            missing = [row for row in rows if found[row] is None]
+            raise InvariantViolation(f"row {missing[0]} has no sequence attached")
+        return samplers
+
+    def _lengths(self) -> dict[int, int]:
+        """Row with a sequence → its positions that were run to their end."""
+        return {row: s.state.num_tokens - 1 for row, s in enumerate(self._samplers) if s}
+
+    # Passes over rows.
 
     @torch.inference_mode()
     def prefill(
@@ -162,13 +222,13 @@ class NativeRunner(NativeRows):
                     logits = self._decoder.logits(states, self.num_layers)
                     self._scores.add(chunk.row, state, logits, targets)
         ended = [i for i, chunk in enumerate(chunks) if chunk.is_last]
-        self.left = None
+        self.exited = None
         if not ended:
             return results
         last = x[[spans[i].end - 1 for i in ended]]
         logits = self._decoder.logits(last, self.num_layers)
         samplers = [self._sampler(chunks[i].row) for i in ended]
-        self.left = ExitedTokens(self.num_layers, samplers, last)
+        self.exited = ExitedTokens(self.num_layers, samplers, last)
         for i, token in zip(ended, sample(logits, samplers, self.num_layers), strict=True):
             token.prompt_logprobs = self._scores.take(chunks[i].row)
             results[i] = token
@@ -182,7 +242,7 @@ class NativeRunner(NativeRows):
         samplers = self._samplers_of(rows)
         depth, num_segments = self.num_layers, len(self.model.ends)
         x = self._pass(rows, samplers, 0, num_segments)
-        self.left = ExitedTokens(depth, samplers, x)
+        self.exited = ExitedTokens(depth, samplers, x)
         if self.skipped is not None and self.skipped.keeps_last:
             indices = np.array(rows, dtype=np.int64)
             self.skipped.leave(indices, self.positions[indices], num_segments - 1, x)
@@ -194,7 +254,7 @@ class NativeRunner(NativeRows):
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         """See `ModelRunner.advance`."""
         samplers = self._samplers_of(rows)
-        self.left = None
+        self.exited = None
         x = self._pass(rows, samplers, first, stop)
         depth = self.model.ends[stop - 1]
         self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
@@ -207,7 +267,7 @@ class NativeRunner(NativeRows):
         places = at.places(rows) if at is not None else None
         if at is None or places is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the exit just run")
-        self.left = ExitedTokens(at.depth, at.samplers, at.hidden, places)
+        self.exited = ExitedTokens(at.depth, at.samplers, at.hidden, places)
         some = np.array(places, dtype=np.int64)
         if self.skipped is not None and (at.depth < self.num_layers or self.skipped.keeps_last):
             indices = np.array(rows, dtype=np.int64)
@@ -298,11 +358,114 @@ class NativeRunner(NativeRows):
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """See `NativeRows.dry_run`."""
-        exit_ = self._exit
-        with super().dry_run():
+        """Let passes be run for their time alone: afterwards all is as it was.
+
+        Between two segments of a token only; KV that such a pass writes is either what the real
+        pass will write again, or is marked as missing again.
+        """
+        hidden, positions, exit_ = self.hidden.clone(), self.positions.copy(), self._exit
+        with self.skipped.dry_run() if self.skipped is not None else nullcontext():
             yield
-        self._exit = exit_
+        self.hidden, self.positions, self._exit = hidden, positions, exit_
+
+    # The ways out of a row and back into one.
+
+    def held_bytes(self, rows: Sequence[int]) -> int:
+        """Bytes of KV, of hidden states that wait and of kept ones, as far as they are in use."""
+        layers = np.diff(np.array([0, *self.model.ends]))
+        unit = 2 * self.model.config.kv_size * self.hidden.element_size()
+        total = 0
+        for row in rows:
+            tokens = self._sampler(row).state.num_tokens - 1
+            if self.skipped is None:
+                total += tokens * self.model.spec.depth * unit
+            else:
+                total += int((self.skipped.computed(row, tokens) * layers).sum()) * unit
+        if self.skipped is None:
+            return total
+        staged = len(rows) * self.hidden.shape[1] * self.hidden.element_size()
+        return total + staged + self.skipped.kept_bytes()
+
+    @torch.inference_mode()
+    def suspend(self, row: int) -> SuspendedRow:
+        """See `ModelRunner.suspend`."""
+        extents = self.extents(row)
+        kv = [
+            self.read_kv(row, e.first_layer, e.stop_layer - e.first_layer, 0, e.num_tokens).cpu()
+            for e in extents
+        ]
+        suspended = SuspendedRow(extents, kv, self.read_rest(row))
+        self.detach(row)
+        return suspended
+
+    @torch.inference_mode()
+    def restore(self, row: int, state: SequenceState, suspended: SuspendedRow) -> None:
+        """See `ModelRunner.restore`."""
+        for extent, kv in zip(suspended.extents, suspended.kv, strict=True):
+            if extent.first_layer < self.model.spec.depth:
+                self.write_kv(row, extent.first_layer, 0, kv)
+        self.resume(row, state, suspended.rest)
+
+    def extents(self, row: int) -> list[KVExtent]:
+        """See `ModelRunner.extents`; one for each segment."""
+        state = self._sampler(row).state
+        # The newest token has KV where it was run already and waits at an exit.
+        is_run = int(self.positions[row]) == state.num_tokens - 1
+        num_tokens = state.num_tokens if is_run else state.num_tokens - 1
+        ends = self.model.ends
+        tokens = [num_tokens] * len(ends)
+        if self.skipped is not None:
+            tokens = self.skipped.computed(row, num_tokens).tolist()
+        return [KVExtent(*e) for e in zip((0, *ends[:-1]), ends, tokens, strict=True)]
+
+    @torch.inference_mode()
+    def read_rest(self, row: int) -> RowRest:
+        """See `ModelRunner.read_rest`."""
+        num_tokens = self._sampler(row).state.num_tokens
+        return RowRest(
+            position=int(self.positions[row]),
+            hidden=HostTensor.of(self.hidden[row]),
+            skipped=None if self.skipped is None else self.skipped.suspend(row, num_tokens),
+        )
+
+    @torch.inference_mode()
+    def resume(
+        self, row: int, state: SequenceState, rest: RowRest, depth: int | None = None
+    ) -> None:
+        """See `ModelRunner.resume`."""
+        if (rest.skipped is None) != (self.skipped is None):
+            raise InvariantViolation("a row with exits cannot go on in one without, nor one back")
+        if self.skipped is not None and rest.skipped is not None:
+            self.skipped.check_segments(rest.skipped, depth)
+        self.attach(row, state)
+        self.positions[row] = rest.position
+        self.hidden[row] = rest.hidden.tensor(self.hidden.device)
+        if self.skipped is not None and rest.skipped is not None:
+            self.skipped.restore(row, rest.skipped, self.model.fastest(), depth)
+
+    def read_kv(
+        self, row: int, first_layer: int, num_layers: int, start: int, stop: int
+    ) -> torch.Tensor:
+        """See `ModelRunner.read_kv`."""
+        return self._cache.read(row, first_layer, num_layers, start, stop)
+
+    def write_kv(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
+        """See `ModelRunner.write_kv`; layers of the model that are not loaded are left out."""
+        cache = self._cache
+        num_layers = max(0, min(kv.shape[0], cache.num_layers - first_layer))
+        if num_layers < kv.shape[0] <= self.model.full_depth - first_layer:
+            kv = kv[:num_layers]
+        if len(kv):
+            cache.write(row, first_layer, start, kv)
+
+    def set_depth_of(self, row: int, depth: int) -> None:
+        """See `ResizableRunner.set_depth_of`."""
+        if self.skipped is not None and depth < self.model.spec.depth:
+            self.skipped.start(row, self._sampler(row).state.num_tokens - 1, depth)
+
+    def depth_of(self, row: int) -> int:
+        """See `ResizableRunner.depth_of`."""
+        return self.model.spec.depth if self.skipped is None else self.skipped.depth_of(row)
 
     # Changing the depth: see `LoadedModel`, and `ResizableRunner` of `quadriga.interfaces`.
 
@@ -356,8 +519,10 @@ class NativeRunner(NativeRows):
                 f"{num_used} rows are in use; without exits the depth changes between sequences"
             )
         old = self.model.put(spec, eager, compiled)
-        self._exit = self.left = None
-        self._follow_depth()
+        self._exit = self.exited = None
+        if self.skipped is not None:
+            model = self.model
+            self.skipped.resize(model.ends, model.cache, kept_at_end(model.spec), self._lengths())
         self.model.let_go(old)
 
     def wait_freed(self, timeout_s: float) -> bool:

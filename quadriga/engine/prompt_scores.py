@@ -10,12 +10,12 @@ from quadriga.interfaces import PrefillChunk
 
 
 def wants_scores(chunk: PrefillChunk, state: SequenceState) -> bool:
-    """Whether a chunk's tokens are to be scored; a rebuilt sequence has told them."""
+    """Whether a chunk's tokens are to be scored; a rebuilt sequence was scored before."""
     return state.sampling.num_prompt_logprobs is not None and chunk.depths is None
 
 
 class PromptScores:
-    """What was found so far, by row."""
+    """The scores computed so far, by row."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[TokenLogprob]] = {}

@@ -139,7 +139,7 @@ def _convert(conversion: Conversion, folder: Path, sha256: str) -> None:
             with _shown_progress(conversion) as progress:
                 conversion.write(partial, sha256, progress)
             _write_record(partial, conversion.file, sha256)
-            shutil.rmtree(folder, ignore_errors=True)  # one that somebody took files out of
+            shutil.rmtree(folder, ignore_errors=True)  # one that lacks files by now
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -159,7 +159,7 @@ def _remove_abandoned(root: Path, own: Path) -> None:
             with file_lock(_lock(folder), 0.0):
                 shutil.rmtree(partial, ignore_errors=True)
         except LockTimeout:
-            continue  # somebody is at work there
+            continue  # another process is at work there
 
 
 class _Advance:
@@ -200,7 +200,7 @@ def _sha256(file: Path) -> str:
 
 
 def _remembered(root: Path, file: Path, state: list[int]) -> str | None:
-    """The hash that the file in this state has; None where nobody looked yet."""
+    """The hash that the file in this state has; None where none was computed yet."""
     memory = _memory(root, file)
     if not memory.is_file():
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf import GGMLQuantizationType, dequantize
 
 from quadriga.checkpoint.stored_forms import BLOCK_FORMS
 from quadriga.gguf.header import DAMAGED, SUPPORTED, GgufHeader, TensorEntry
@@ -28,6 +27,12 @@ _STORED = {
 }
 """Types of numbers that are kept. So are the blocks of `stored_forms`, in matrices; all others
 are written as float32, which holds each of their values."""
+READABLE = {
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K"),
+    *("Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL"),
+    *("IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+}
+"""Types that the library turns into numbers."""
 _NUM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
@@ -129,23 +134,12 @@ def plan_tensors(model: GgufModel, *, keeps_blocks: bool = True) -> list[TensorC
 
 def _dtype(header: GgufHeader, entry: TensorEntry) -> str:
     """How a tensor is written. Raises: ConfigError: Its type cannot be read."""
-    if not can_read(entry.kind):
+    if entry.kind.name not in READABLE:
         header.refuse(
             f"the tensor {entry.name} is of type {entry.kind.name}, which cannot be read",
             "use another quantisation",
         )
     return _STORED.get(entry.kind, "F32")
-
-
-@functools.cache
-def can_read(kind: GGMLQuantizationType) -> bool:
-    """Whether the library turns values of this type into numbers."""
-    _, block_bytes = GGML_QUANT_SIZES[kind]
-    try:
-        _numbers(bytes(block_bytes), kind)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def frequency_factors(model: GgufModel) -> npt.NDArray[np.float32] | None:

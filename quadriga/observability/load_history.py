@@ -2,7 +2,7 @@
 
 Whoever owns the hub samples it every `INTERVAL_S`; a point describes what was counted between two
 samples. The history has a fixed number of points, and goes through `dump` and `restore` to a
-successor of the process. A time at which nobody sampled is a gap, and stays one.
+successor of the process. A time without a sample is a gap, and stays one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Buckets = dict[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LoadPoint:
     """One interval of the whole service; a value is None where there was nothing to measure.
 
     Attributes:
@@ -52,7 +52,7 @@ class Point:
     token_p99_s: float | None = None
 
 
-VALUES = tuple(f.name for f in fields(Point) if f.name != "number")
+VALUES = tuple(f.name for f in fields(LoadPoint) if f.name != "number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class LoadHistory:
     """The newest `NUM_POINTS` points; owned by one process, not thread-safe."""
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=NUM_POINTS)
+        self._points: deque[LoadPoint] = deque(maxlen=NUM_POINTS)
         self._before: dict[str, _Counted] = {}
 
     def sample(self, hub: MetricsHub, *, now_s: float, now_unix_s: float) -> None:
@@ -94,7 +94,7 @@ class LoadHistory:
         open_requests = hub.present(OPEN_REQUESTS, now_s=now_s)
         running = hub.present(RUNNING, now_s=now_s)
         self._points.append(
-            Point(
+            LoadPoint(
                 number,
                 sum(_rate(c, b) for c, b in pairs) if pairs else None,
                 _total(open_requests),
@@ -131,7 +131,7 @@ class LoadHistory:
         Raises: ValueError when the bytes are not a dump; nothing is taken then.
         """
         try:
-            points = [Point(**values) for values in json.loads(data)]
+            points = [LoadPoint(**values) for values in json.loads(data)]
         except (ValueError, TypeError) as exc:
             raise ValueError(f"not a dump of a load history: {exc}") from exc
         self._points = deque(sorted(points, key=lambda p: p.number), maxlen=NUM_POINTS)

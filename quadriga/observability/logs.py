@@ -2,7 +2,7 @@
 
 `configure_logging` is called once, first thing in a process. Records may carry fields beside their
 message (`extra={"request_id": …}`): with JSON they are keys of their own. Prompts and completions
-are never logged, at any level: what is said of a request is its id, sizes, times and codes.
+are never logged, at any level: a log line has a request's id, sizes, times and codes.
 """
 
 from __future__ import annotations

@@ -89,11 +89,11 @@ def stop() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StageSpan:
     """A span that is open.
 
     Attributes:
-        traceparent: What its children are told.
+        traceparent: Context of its children.
     """
 
     traceparent: str
@@ -106,7 +106,7 @@ class Span:
 
 def begin(
     name: str, parent: str | None, unix_s: float, attributes: Attributes | None = None
-) -> Span | None:
+) -> StageSpan | None:
     """Open a span; None while tracing is off, or where the request is not sampled.
 
     Args:
@@ -119,7 +119,7 @@ def begin(
         return None
     context = span.get_span_context()
     flags = int(context.trace_flags)
-    return Span(f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}", span)
+    return StageSpan(f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}", span)
 
 
 def record(

@@ -28,21 +28,21 @@ from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import Slot, SlotTable
 
 AHEAD = 2
-"""Of a run, so many sequences for each slot are running or queued: prompts of similar length are
-found among them, and a long line costs nothing."""
+"""Of a run, this many sequences for each slot are running or queued: prompts of similar length are
+found among them."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """Sequences that somebody reads.
+    """The sequences of one call of `run`.
 
     Attributes:
         names: Those that have not ended.
-        said: What was not read yet.
+        outputs: Outputs that the caller has not taken yet.
     """
 
     names: set[str] = field(default_factory=set)
-    said: list[EngineOutput] = field(default_factory=list)
+    outputs: list[EngineOutput] = field(default_factory=list)
 
 
 class ColocatedLoop:
@@ -51,8 +51,8 @@ class ColocatedLoop:
     Args:
         spec: What the runner was loaded from.
         chunk_tokens: Most prompt tokens in one forward pass.
-        max_age_s: See `PrefillQueue`, which has no limits here: who submits holds the prompts. At
-            0 the first come is the first computed.
+        max_age_s: See `PrefillQueue`, which has no limits here: the caller holds the prompts. At 0
+            the first to come is the first to be computed.
         max_slots: Sequences at once, at most; None: as many as the runner has rows.
         kv_capacity_tokens: Tokens of KV over all rows; None: as many as `spec` says.
         rebatcher, counters, is_partial: See `DecodeLoop`.
@@ -111,37 +111,37 @@ class ColocatedLoop:
         self._runs: dict[str, _Run] = {}
 
     def run(self, states: Iterable[SequenceState]) -> Generator[list[EngineOutput]]:
-        """Run sequences to their ends, and yield what they say, pass by pass.
+        """Run sequences to their ends, and yield their outputs, pass by pass.
 
-        Several runs may be read in turn: whoever is read runs the passes, for all. Closing the
-        generator lets go of those that have not ended.
+        Several runs may be read in turn: the one that is read runs the passes, for all. Closing
+        the generator lets go of the sequences that have not ended.
         """
         waiting, run = deque(states), _Run()
         most = AHEAD * self.decode.slots.num_rows
         try:
-            while waiting or run.names or run.said:
+            while waiting or run.names or run.outputs:
                 while waiting and len(self._runs) < most:
                     state = waiting.popleft()
                     self._runs[state.sequence_id] = run
                     run.names.add(state.sequence_id)
                     self.submit(state)
-                if not run.said:
+                if not run.outputs:
                     self._deliver()
-                if run.said:
-                    said, run.said = run.said, []
-                    yield said
+                if run.outputs:
+                    outputs, run.outputs = run.outputs, []
+                    yield outputs
         finally:
             for name in list(run.names):
                 self.release(name)
 
     def _deliver(self) -> None:
-        """Run one pass, and put what was said where it is read. Raises: InvariantViolation."""
-        said = self.step()
-        for emission in said:
-            self._runs[emission.sequence_id].said.append(emission)
+        """Run one pass, and hand its outputs to their runs. Raises: InvariantViolation."""
+        outputs = self.step()
+        for emission in outputs:
+            self._runs[emission.sequence_id].outputs.append(emission)
             if emission.finish is not None or emission.error is not None:
                 self._forget(emission.sequence_id)
-        if not said and not self.has_work:
+        if not outputs and not self.has_work:
             raise InvariantViolation(f"{len(self._runs)} sequences wait, and nothing can run")
 
     def _forget(self, sequence_id: str) -> None:
@@ -154,7 +154,7 @@ class ColocatedLoop:
         self.prefill.submit(RunningSequence(state))
 
     def release(self, sequence_id: str) -> None:
-        """Let go of a sequence, wherever it is; an unknown one is no error."""
+        """Let go of a sequence, whatever its status is; an unknown one is no error."""
         self._forget(sequence_id)
         if self.decode.export.held(sequence_id) is not None:
             self.decode.leave(sequence_id)
@@ -164,16 +164,16 @@ class ColocatedLoop:
 
     def compute_prompts(self) -> list[EngineOutput]:
         """Run prompts while there is room for more; returns their first tokens."""
-        said = []
+        outputs = []
         while self.prefill.has_work:
-            said += self.step()
-        return said
+            outputs += self.step()
+        return outputs
 
     def step(self) -> list[EngineOutput]:
         """Run one pass: of prompts while there is room for more, else one step of the batch.
 
         Returns:
-            What is new; of no sequence more than one emission.
+            The new outputs; of each sequence at most one.
         """
         prefill = self.prefill
         if prefill.has_work:
@@ -182,10 +182,10 @@ class ColocatedLoop:
                 if output is None or (output.finish is None and output.error is None):
                     self.on_computed(sequence)
             return [output for _, output in computed if output is not None]
-        said = [emission for _, emission in self.decode.step()]
-        if prefill.is_stalled and any(e.finish is not None or e.error for e in said):
+        outputs = [emission for _, emission in self.decode.step()]
+        if prefill.is_stalled and any(e.finish is not None or e.error for e in outputs):
             prefill.retry()
-        return said
+        return outputs
 
     @property
     def has_work(self) -> bool:
@@ -193,7 +193,7 @@ class ColocatedLoop:
         return self.prefill.has_work or self.decode.has_work
 
     def check(self) -> None:
-        """Verify the books of both loops against the slots. Raises: InvariantViolation."""
+        """Verify the tables of both loops against the slots. Raises: InvariantViolation."""
         slots = self.decode.slots
         slots.check()
         self.decode.check()

@@ -9,7 +9,6 @@ table pauses some sequences (BATON).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from quadriga.core.forecast import LengthPrediction
@@ -23,15 +22,10 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One sequence's place: a KV row and the tokens promised to it.
-
-    Attributes:
-        num_tokens: What it had when it came; 0 where that is not known.
-    """
+    """A KV row and the tokens promised to the sequence in it."""
 
     row: int
     reserved_tokens: int
-    num_tokens: int = 0
 
 
 class SlotTable:
@@ -89,7 +83,7 @@ class SlotTable:
                 f"{self.kv_capacity_tokens - self._reserved_tokens} of {self.kv_capacity_tokens} "
                 "tokens are free"
             )
-        slot = Slot(self._free_rows.pop(), tokens, num_tokens or 0)
+        slot = Slot(self._free_rows.pop(), tokens)
         self._slots[sequence_id] = slot
         self._reserved_tokens += tokens
         return slot
@@ -191,10 +185,6 @@ class SlotTable:
     def holders(self) -> list[str]:
         """Sequences that hold a slot."""
         return list(self._slots)
-
-    def came_with(self, *, except_for: Collection[str]) -> int:
-        """Tokens that the holders, but for some, had when they came."""
-        return sum(s.num_tokens for name, s in self._slots.items() if name not in except_for)
 
     @property
     def num_free_rows(self) -> int:

@@ -25,7 +25,7 @@ from quadriga.policies.ares.forecast import (
     tokens_ahead,
 )
 from quadriga.sim.decode import SimulatedDecodeReplica
-from quadriga.sim.prediction import Predictor
+from quadriga.sim.prediction import RemainingPredictor
 from quadriga.sim.profiles import CostProfile
 
 NOWHERE = -1
@@ -165,7 +165,7 @@ class Board:
         now_s: float,
         grid_s: NDArray[np.float64],
         capacity_tokens: float,
-        predictor: Predictor | None,
+        predictor: RemainingPredictor | None,
     ) -> ClusterForecast:
         """What the packed snapshots of all living replicas would say at this moment."""
         new_steps = self.new_steps(now_s)
@@ -178,8 +178,8 @@ class Board:
         mean = lower = upper = np.zeros(len(requests))
         if predictor is not None:
             remaining = self.final_tokens[requests] - tokens
-            said = predictor.predict(requests, tokens - self.input_tokens[requests], remaining)
-            mean, lower, upper = said.mean, said.lower, said.upper
+            predicted = predictor.predict(requests, tokens - self.input_tokens[requests], remaining)
+            mean, lower, upper = predicted.mean, predicted.lower, predicted.upper
         rows = forecast_rows(
             tokens=tokens,
             remaining=mean,

@@ -1,4 +1,4 @@
-"""The simulated cluster: an event queue, and the road of a request through it.
+"""The simulated cluster: an event queue, and the path of a request through it.
 
     arrival → admission → prefill queue → prefill pass → placement → KV transfer → decode batch
                                   ↑                          ↑ no room: waits         │ ↑
@@ -31,11 +31,11 @@ from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.moving import Moving
 from quadriga.sim.placing import Placing
 from quadriga.sim.policies import PolicySet
-from quadriga.sim.prediction import Predictor
+from quadriga.sim.prediction import RemainingPredictor
 from quadriga.sim.prefill import SimulatedPrefillReplica
 from quadriga.sim.profiles import NO_DELAYS, drawn
 from quadriga.sim.records import Gaps, Happened, Sequence
-from quadriga.sim.results import Run, Sample
+from quadriga.sim.results import Sample, SimulatedRun
 from quadriga.sim.scaling import Autoscaler
 
 _SCHEDULER = SchedulerConfig()
@@ -70,9 +70,9 @@ class Simulation:
         input_tokens: NDArray[np.int64],
         output_tokens: NDArray[np.int64],
         *,
-        predictor: Predictor | None = None,
+        predictor: RemainingPredictor | None = None,
         on_tick: Callable[[float, int], None] | None = None,
-        stop: Callable[[float, Run], bool] | None = None,
+        stop: Callable[[float, SimulatedRun], bool] | None = None,
         on_decision: Callable[..., None] | None = None,
         make_replica: Callable[..., SimulatedDecodeReplica] = SimulatedDecodeReplica,
     ) -> None:
@@ -80,7 +80,7 @@ class Simulation:
         self._arrivals_s = arrivals_s
         self._input, self._output = input_tokens.tolist(), output_tokens.tolist()
         self._on_tick, self._stop, self._on_decision = on_tick, stop, on_decision
-        self.result = self._run = run = Run(len(arrivals_s), config.num_prefill)
+        self.result = self._run = run = SimulatedRun(len(arrivals_s), config.num_prefill)
         profile = config.profile
         names = [f"decode-{i:04}" for i in range(config.num_decode)]
         self._decode = [make_replica(n, profile, config.memory, run.gaps.append) for n in names]
@@ -118,7 +118,7 @@ class Simulation:
 
     # Events
 
-    def run(self) -> Run:
+    def run(self) -> SimulatedRun:
         """Simulate until every request is finished or failed, or time is up, or `stop` says so."""
         for index, at_s in enumerate(self._queued_s.tolist()):
             self._at(at_s, self._arrive, index)

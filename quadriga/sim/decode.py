@@ -137,7 +137,7 @@ class SimulatedDecodeReplica:
     # Time
 
     def next_event_s(self) -> float:
-        """When something happens next, if nobody interferes; infinite when idle."""
+        """When something happens next, if no call interferes; infinite when idle."""
         if not self.running:
             if self._joining:  # whom a paused one may have to wait for
                 return max(self._joining[0][0], self.anchor_s)
@@ -252,7 +252,7 @@ class SimulatedDecodeReplica:
                 break
             victim = choose_victim(self._candidate(s) for s in self.running.values())
             if victim is None:
-                raise InvariantViolation(f"{self.name}: memory is full and nobody runs")
+                raise InvariantViolation(f"{self.name}: memory is full and no sequence runs")
             sequence = self._take_out(self.running[int(victim.state.sequence_id)])
             sequence.num_pauses += 1
             self._halted[sequence.index] = sequence

@@ -24,7 +24,7 @@ from quadriga.sim.board import Board
 from quadriga.sim.config import SimConfig
 from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.records import Sequence
-from quadriga.sim.results import Moved, Run
+from quadriga.sim.results import Moved, SimulatedRun
 
 MAX_ROUNDS = 8
 REST_SHARE = 0.1
@@ -48,7 +48,7 @@ class Moving:
     """All migrations under way.
 
     Args:
-        changed: Tell the cluster that a replica's state changed.
+        changed: Notify the cluster that a replica's state changed.
         at: Have the cluster call something at a time.
 
     Attributes:
@@ -60,7 +60,7 @@ class Moving:
         config: SimConfig,
         board: Board,
         replicas: list[SimulatedDecodeReplica],
-        run: Run,
+        run: SimulatedRun,
         *,
         changed: Callable[[int], None],
         at: Callable[..., None],

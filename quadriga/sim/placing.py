@@ -16,7 +16,7 @@ from quadriga.policies.slot_reservation import promised_tokens
 from quadriga.sim.board import Board
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
 from quadriga.sim.policies import PolicySet
-from quadriga.sim.prediction import NoisyPredictor, OraclePredictor, Predictions, Predictor
+from quadriga.sim.prediction import NoisyPredictor, OraclePredictor, Predictions, RemainingPredictor
 
 
 class Placing:
@@ -35,10 +35,10 @@ class Placing:
         policy: PolicySet,
         board: Board,
         output_tokens: NDArray[np.int64],
-        predictor: Predictor | None,
+        predictor: RemainingPredictor | None,
     ) -> None:
         self._config, self._policy, self._board = config, policy, board
-        self.predictor: Predictor | None = None
+        self.predictor: RemainingPredictor | None = None
         if policy.foresees:
             own = OraclePredictor if policy.knows else None
             self.predictor = predictor or (
@@ -116,7 +116,7 @@ class Placing:
         return chosen, promised
 
     def reported(self, now_s: float, replica: int) -> None:
-        """A replica tells what it holds, what is on its way to it included."""
+        """A replica reports what it holds, what is on its way to it included."""
         board = self._board
         new_steps = board.new_steps(now_s)
         self._reported_tokens[replica] = board.used_tokens(new_steps)[replica]

@@ -40,7 +40,7 @@ class Predictions:
         )
 
 
-class Predictor(Protocol):
+class RemainingPredictor(Protocol):
     """Says how long sequences still run."""
 
     def predict(

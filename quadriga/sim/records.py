@@ -31,7 +31,7 @@ class MemoryRules:
 
     @property
     def reservation(self) -> Reservation:
-        """How the cluster's own rules are told: who pauses promises memory as it is used."""
+        """As on a cluster: where sequences can be paused, memory is promised as it is used."""
         return "used" if self.on_full == "pause" else "longest"
 
 

@@ -1,6 +1,6 @@
 """What came of a simulated run: its records, and the figures computed from them.
 
-Rates are given over two spans, because neither tells the whole. The arrival window is the time in
+Rates are given over two spans, because neither is enough. The arrival window is the time in
 which the counted requests arrive; what ends after it does not count there, so that a queue that
 only the end of the load empties is not mistaken for throughput. The makespan lasts until the last
 counted request finished; everything that finished counts.
@@ -75,7 +75,7 @@ class Moved:
 
 
 @dataclass(slots=True)
-class Run:
+class SimulatedRun:
     """Per request, in the order of arrival, and of the cluster as a whole.
 
     Attributes:
@@ -84,7 +84,7 @@ class Run:
         prefill_wait_s: In the prefill queue, the first time; NaN where it was never prefilled.
         room_wait_s: Prefilled, without a decode replica that has room; summed.
         failures: Reason by request.
-        examples: Reason → what the first request that failed for it was told.
+        examples: Reason → the message of the first request that failed for it.
         produced: Output tokens.
         preempted, rebuilt: Times.
         full_s: When a sequence was preempted because a memory was full ("out of memory").
@@ -176,7 +176,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """The figures of a run over the requests that arrived in a window.
 
     Attributes:
@@ -224,14 +224,14 @@ class Summary:
 
 
 def summarise(
-    run: Run,
+    run: SimulatedRun,
     arrivals_s: Floats,
     output_tokens: NDArray[np.int64],
     slo: Slo,
     *,
     from_s: float = 0.0,
     to_s: float = np.inf,
-) -> Summary:
+) -> RunSummary:
     """Return the figures of the requests that arrived in [from_s, to_s).
 
     Latencies, waits and failures are those requests'. What belongs to the cluster (memory, steps,
@@ -251,7 +251,7 @@ def summarise(
     busy = [s.variance_ms2 for s in samples if s.num_running]
     moves = [m for m in run.migrations if from_s <= m.started_s <= until_s]
     prefill_s = run.num_prefill * (window[1] - window[0])
-    return Summary(
+    return RunSummary(
         num_requests=int(mine.sum()),
         rate=_ratio(float(mine.sum()), window[1] - window[0]),
         window=_rates(run, output_tokens, is_good, everyone, window),
@@ -276,7 +276,7 @@ def summarise(
 
 
 def latencies(
-    run: Run, arrivals_s: Floats, output_tokens: NDArray[np.int64]
+    run: SimulatedRun, arrivals_s: Floats, output_tokens: NDArray[np.int64]
 ) -> tuple[Floats, Floats]:
     """TTFT and TPOT of each request, seconds; NaN where there is none."""
     ttft = run.first_token_s - arrivals_s
@@ -287,7 +287,7 @@ def latencies(
 
 
 def _rates(
-    run: Run,
+    run: SimulatedRun,
     output_tokens: NDArray[np.int64],
     is_good: NDArray[np.bool_],
     mine: NDArray[np.bool_],

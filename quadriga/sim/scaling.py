@@ -41,7 +41,7 @@ class Autoscaler:
 
     Args:
         waiting: Asked for (sequences without a decode replica, tokens of their KV).
-        changed: Tell the cluster that a replica's state changed.
+        changed: Notify the cluster that a replica's state changed.
         at: Have the cluster call something at a time.
 
     Attributes:

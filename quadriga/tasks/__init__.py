@@ -4,7 +4,7 @@
 the same example on every machine. `check(task, prompt, answer)` judges any answer text, so load
 generators can score what a service returned. Neither torch nor ray is loaded.
 
-`Example.text` is what a model is sent, line end included: nobody else puts one behind a prompt.
+`Example.text` is what a model is sent, line end included; no client adds one.
 
     >>> example = make_example("count", seed=1, index=0)
     >>> check(example.task, example.prompt, example.answer)

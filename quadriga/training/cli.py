@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quadriga.training",
-        description="Train, measure and export the bundled models; docs/training.md tells how.",
+        description="Train, measure and export the bundled models; see docs/training.md.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -317,8 +317,8 @@ def _train(args: argparse.Namespace) -> int:
 
     from quadriga.training.hardware import fastest_dtype
     from quadriga.training.recipe.loop import (
-        RunOptions,
         Trainer,
+        TrainingOptions,
         append_json,
         budget_name,
         resume,
@@ -331,7 +331,7 @@ def _train(args: argparse.Namespace) -> int:
     name = f"{args.model}-equal" if args.mix == "equal" else args.model
     named = {"fp32": torch.float32, "bf16": torch.bfloat16}
     dtype = named[args.dtype] if args.dtype in named else fastest_dtype(device)
-    options = RunOptions(
+    options = TrainingOptions(
         folder=args.folder or RESULTS / name,
         device=device,
         dtype=dtype,

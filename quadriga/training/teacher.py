@@ -1,4 +1,4 @@
-"""Teacher-forced measurements: one pass over known answers tells what every exit would say.
+"""Teacher-forced measurements: one pass over known answers gives what every exit would emit.
 
 For a task with one right answer, "every token is the arg-max" is the same event as "greedy
 generation is right", so this is also a cheap stand-in for generation while a model trains.

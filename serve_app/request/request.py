@@ -24,7 +24,7 @@ from quadriga.core.request import (
     token_digest,
 )
 from quadriga.errors import Cancelled, NotFound, QuadrigaError, TakenOver
-from quadriga.observability.tracing import Span
+from quadriga.observability.tracing import StageSpan
 from quadriga.text import StopMatcher, TextTokenizer
 from serve_app.request.sequence_request import SequenceRequest
 
@@ -117,7 +117,7 @@ class Request:
     readers: set[OutputStream] = field(default_factory=set)
     error: QuadrigaError | None = None
     deadline_timer: asyncio.TimerHandle | None = None
-    span: Span | None = None
+    span: StageSpan | None = None
 
     def make_sequences(self, tokenizer: TextTokenizer, ingress_id: str) -> None:
         """Make the sequences of all prompts, with new names."""

@@ -26,7 +26,10 @@ from tests.deploy.wheel import (
 
 PACKAGES = ("quadriga", "actors", "serve_app", "loadgen")
 _SDK = ("quadriga.client", "quadriga.protos")
-_SERVICE_METRICS = ("quadriga.observability.metrics", "quadriga.observability.load_history")
+_SERVICE_METRICS = tuple(
+    f"quadriga.observability.{name}"
+    for name in ("cluster_metrics", "load_history", "metric_table", "metrics")
+)
 _GPU_ONLY = ("quadriga.engine.cuda.triton_attention",)
 OF_EXTRA: dict[str, tuple[str, ...]] = {
     "client": _SDK,

@@ -30,7 +30,7 @@ def load_on_pages(
     config = read_model_config(spec.checkpoint.path)
     device = device or torch.device("cpu")
     engine = load_paged(spec, config, device, recorder, page_tokens)
-    return NativeRunner(engine.spec, engine.decoder, engine.cache, engine.skipped)
+    return NativeRunner(engine)
 
 
 def loader(

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quadriga.catalogue.headers import SINGLE_FILE
 from quadriga.checkpoint.exits import ExitCounters, ExitParams, ExitPolicy, ExitSpec, SkippedKV
 from quadriga.clock import ManualClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.engine.weights.tensor_files import SINGLE_FILE
 from quadriga.errors import ConfigError, DeadlineExceeded, KVCacheExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
@@ -421,7 +421,7 @@ def test_loading_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.Monkey
         gave_up.set()
 
     path = save_with_exits(build_deep("llama"), tmp_path, EXITS)
-    monkeypatch.setattr("quadriga.engine.depth._load", endless)
+    monkeypatch.setattr("quadriga.engine.loaded_model._load", endless)
     with pytest.raises(DeadlineExceeded, match=r"not loaded in 0\.05 s"):
         Bench(path, 3).runner.prepare_depth(LAYERS, timeout_s=0.05)
     assert gave_up.wait(10.0), "the thread learns that nobody waits for it"

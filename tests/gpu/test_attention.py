@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quadriga.config.engine_spec import Attention
-from quadriga.engine.cuda.attention import Runs, TorchAttention, choose_attention
+from quadriga.engine.cuda.attention import TorchAttention, choose_attention
+from quadriga.engine.cuda.paged_attention import Runs
 from quadriga.engine.cuda.pages import PAGE_TOKENS
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError

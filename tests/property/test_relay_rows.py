@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quadriga.engine.baton.geometry import CacheGeometry
+from quadriga.engine.baton.row_kv import CacheGeometry
 from quadriga.engine.baton.rows import RelayRows
 
 GEOMETRY = CacheGeometry(num_layers=2, num_kv_heads=2, head_dim=3, vocab_size=0)

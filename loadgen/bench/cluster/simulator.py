@@ -62,7 +62,7 @@ from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
 from quadriga.sim.policies import PolicySet, make_policy
 from quadriga.sim.records import PAUSE
-from quadriga.sim.results import Run, latencies
+from quadriga.sim.results import SimulatedRun, latencies
 
 SIMULATED = {
     "off": "least_work",
@@ -179,7 +179,7 @@ def simulate(
     load: SimLoad,
     *,
     seed: int,
-) -> Run:
+) -> SimulatedRun:
     """Give a load to the simulated cluster."""
     simulated = SimConfig(
         profile=costs.profile,

@@ -25,7 +25,7 @@ from loadgen.bench.cluster.simulator_fit import (
 from loadgen.report.metrics import tpot_s
 from loadgen.simulation.loads import SimLoad
 from quadriga.config.pacing import PaceProfile
-from quadriga.sim.results import Run, latencies
+from quadriga.sim.results import SimulatedRun, latencies
 
 TABLE_WIDTH = 120
 PERCENTILES = (50, 90, 99)
@@ -74,7 +74,7 @@ def real_outcome(played: Played, step: PaceProfile) -> Outcome:
     )
 
 
-def simulated_outcome(run: Run, load: SimLoad, costs: Costs) -> Outcome:
+def simulated_outcome(run: SimulatedRun, load: SimLoad, costs: Costs) -> Outcome:
     """What the simulator made of the same load."""
     ttft, tpot = latencies(run, load.arrivals_s, load.output_tokens)
     by_load = _mean([s.variance_ms2 for s in run.samples if s.num_running])

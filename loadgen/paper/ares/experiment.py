@@ -44,7 +44,7 @@ from quadriga.policies.ares import AresSettings
 from quadriga.sim.config import SimConfig
 from quadriga.sim.policies import POLICY_NAMES
 from quadriga.sim.profiles import find_profile
-from quadriga.sim.results import Slo, Summary
+from quadriga.sim.results import RunSummary, Slo
 
 PARTS = ("rates", "bandwidth", "sizes", "hardware", "settings", "traces")
 SHAREGPT_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23, 0.26)
@@ -113,7 +113,7 @@ class Outcome:
     """A point and its figures; `series` is (times, variance in ms²)."""
 
     point: Point
-    summary: Summary
+    summary: RunSummary
     grid_goodput: tuple[float, ...]
     series: tuple[list[float], list[float]]
     wall_s: float

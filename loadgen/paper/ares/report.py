@@ -12,7 +12,7 @@ from rich.table import Table
 
 from loadgen.report.figures import shown
 from quadriga.sim.profiles import PROFILES
-from quadriga.sim.results import Summary
+from quadriga.sim.results import RunSummary
 
 if TYPE_CHECKING:
     from loadgen.paper.ares.experiment import Outcome
@@ -55,7 +55,9 @@ class Figures:
     def outcomes(self, part: str, x: float | str, policy: str) -> list[Outcome]:
         return self._by_key.get((part, x, policy), [])
 
-    def mean(self, part: str, x: float | str, policy: str, of: Callable[[Summary], float]) -> float:
+    def mean(
+        self, part: str, x: float | str, policy: str, of: Callable[[RunSummary], float]
+    ) -> float:
         """Mean over the seeds that have the figure, NaN where none has."""
         found = np.array([of(o.summary) for o in self.outcomes(part, x, policy)], dtype=np.float64)
         found = found[~np.isnan(found)]
@@ -95,10 +97,10 @@ def _part_table(figures: Figures, part: str) -> Table:
 
 
 def _row(figures: Figures, part: str, x: float | str, policy: str) -> list[str]:
-    def mean(of: Callable[[Summary], float]) -> float:
+    def mean(of: Callable[[RunSummary], float]) -> float:
         return figures.mean(part, x, policy, of)
 
-    cells: list[tuple[Callable[[Summary], float], str]] = [
+    cells: list[tuple[Callable[[RunSummary], float], str]] = [
         (lambda s: s.rate, ".3g"),
         (lambda s: s.good_share, ".1%"),
         (lambda s: s.window.good, ".4g"),
@@ -185,7 +187,7 @@ def headline(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     if not rates or not {_BASELINE, "ares"} <= set(figures.policies(part)):
         return {}
 
-    def mean(rate: float, policy: str, of: Callable[[Summary], float]) -> float:
+    def mean(rate: float, policy: str, of: Callable[[RunSummary], float]) -> float:
         return figures.mean(part, rate, policy, of)
 
     def goodput_ratio(rate: float) -> float:
@@ -224,12 +226,12 @@ def headline(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {k: None if np.isnan(v) else round(v, 4) for k, v in found.items()}
 
 
-def _good_per_s(summary: Summary) -> float:
+def _good_per_s(summary: RunSummary) -> float:
     """Goodput: what ended while the counted requests arrive."""
     return summary.window.good
 
 
-def _tpot_p99_s(summary: Summary) -> float:
+def _tpot_p99_s(summary: RunSummary) -> float:
     return summary.tpot.p99_s
 
 
@@ -267,7 +269,7 @@ def write_plots(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
 _AXES = {"bandwidth": "Gbit/s", "sizes": "replicas, 3 of 4 decode"}
 
 
-def _panels(part: str) -> list[tuple[str, Callable[[Summary], float]]]:
+def _panels(part: str) -> list[tuple[str, Callable[[RunSummary], float]]]:
     variance = ("variance of step times, ms²", lambda s: s.variance_ms2)
     p99 = ("P99 TPOT, ms", lambda s: 1e3 * s.tpot.p99_s)
     if part.startswith("bandwidth"):

@@ -22,8 +22,8 @@ import torch
 from loadgen.paper.baton.queries import Query
 from loadgen.paper.baton.record import Record
 from loadgen.paper.baton.relay import MEMORY_EVERY
-from quadriga.engine.baton.cache import StoreCache
 from quadriga.engine.baton.dense import DenseBatch, StepInputs
+from quadriga.engine.baton.passes import StoreCache
 from quadriga.engine.baton.runner import BatonRunner
 
 MAX_COLUMNS = 1 << 17

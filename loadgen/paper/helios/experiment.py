@@ -41,7 +41,7 @@ from loadgen.paper.results import publish
 from loadgen.report.output import add_out_argument
 from quadriga.catalogue.files import require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
-from quadriga.catalogue.records import Measured
+from quadriga.catalogue.records import Measurement
 from quadriga.policies.helios.messages import Objective
 
 PARTS = (ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS, LIMITS)
@@ -162,5 +162,5 @@ def _catalogue(pair: Sequence[str], given: str | None, folder: Path) -> str | No
     models = [inspect(name) for name in pair]
     require_one_tokenizer(models, named_in="--pair")
     file = folder / "catalogue.yaml"
-    write_catalogue(file, [(m.source, m) for m in models], Measured())
+    write_catalogue(file, [(m.source, m) for m in models], Measurement())
     return str(file)

@@ -5,9 +5,8 @@
     model        one forward call, whatever the family's signature
     row_kv       one sequence's K/V outside the batch: being filled, sitting out, or suspended
     dense        the running batch: dense K/V, end-aligned, padded and released in front
-    cache        both, dressed as a `transformers` cache
     prompts      prefill passes: prompts of similar length together
-    passes       one prompt pass and one decode step over all of the above
+    passes       one prompt pass and one decode step, over a `transformers` cache of the above
     rows         which row's K/V is where: joining, leaving, suspension; memory figures
     runner       the `ModelRunner`: samplers, chunks, steps
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quadriga.engine.baton.geometry import CacheGeometry
+from quadriga.engine.baton.row_kv import CacheGeometry
 from quadriga.errors import InvariantViolation
 
 RELEASE_COLUMNS = 64

@@ -13,12 +13,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.baton.dense import DenseBatch
-from quadriga.engine.baton.geometry import CacheGeometry
 from quadriga.engine.baton.loading import FOREIGN_ERRORS, refuse
 from quadriga.engine.baton.model import CausalModel
 from quadriga.engine.baton.passes import decode_step, prompt_pass
 from quadriga.engine.baton.prompts import PromptSpan
-from quadriga.engine.baton.row_kv import RowKV
+from quadriga.engine.baton.row_kv import CacheGeometry, RowKV
 from quadriga.errors import ConfigError
 
 PROBE_TOKENS = 10

@@ -15,8 +15,7 @@ import torch
 
 from quadriga.core.replica import RelayMemory
 from quadriga.engine.baton.dense import DenseBatch, StepInputs
-from quadriga.engine.baton.geometry import CacheGeometry
-from quadriga.engine.baton.row_kv import RowKV
+from quadriga.engine.baton.row_kv import CacheGeometry, RowKV
 from quadriga.errors import InvariantViolation
 
 HOST = torch.device("cpu")

@@ -11,14 +11,12 @@ from quadriga.core.kv import KVExtent
 from quadriga.core.replica import RelayMemory
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.baton.dense import RELEASE_COLUMNS
-from quadriga.engine.baton.fitting import fit
-from quadriga.engine.baton.geometry import CacheGeometry
-from quadriga.engine.baton.loading import load_model
+from quadriga.engine.baton.loading import fit, load_model
 from quadriga.engine.baton.model import CausalModel
 from quadriga.engine.baton.passes import decode_step, prompt_pass
 from quadriga.engine.baton.probe import probe
 from quadriga.engine.baton.prompts import PASS_TOKENS, PromptSpan, group_prompts
-from quadriga.engine.baton.row_kv import RowKV
+from quadriga.engine.baton.row_kv import CacheGeometry, RowKV
 from quadriga.engine.baton.rows import RelayRows
 from quadriga.engine.prompt_scores import PromptScores, wants_scores
 from quadriga.engine.sampler import RowSampler, choose, process, sample

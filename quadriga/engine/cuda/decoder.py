@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quadriga.engine.cuda.attention import PagedAttention, Runs
 from quadriga.engine.cuda.graphs import DecodeGraphs
+from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.transfers import to_device
 from quadriga.engine.models.config import ModelConfig
@@ -215,11 +215,11 @@ class PagedDecoder:
         return ids
 
     def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
-        """See `Decoder.candidates`; waits for the device, once: one copy for all it tells."""
+        """See `Decoder.candidates`; waits for the device, once: one copy for all results."""
         logits = self.logits(x, depth)
         top = torch.topk(torch.softmax(logits, dim=-1), min(2, logits.shape[-1]), dim=-1).values
-        told = torch.cat([logits.argmax(dim=-1, keepdim=True).double(), top.double()], dim=1)
-        found: npt.NDArray[np.float64] = told.cpu().numpy()
+        packed = torch.cat([logits.argmax(dim=-1, keepdim=True).double(), top.double()], dim=1)
+        found: npt.NDArray[np.float64] = packed.cpu().numpy()
         probs = np.zeros((len(found), 2), dtype=np.float32)
         probs[:, : found.shape[1] - 1] = found[:, 1:]
         return Candidates(logits, found[:, 0].astype(np.int64), probs)

@@ -162,9 +162,9 @@ class DecodeGraphs:
         for first, stop in sorted(ranges):
             for size in self._sizes:
                 if self.covers(first, stop, size):
-                    nobody = torch.zeros_like(self._where[:, :size])
-                    nobody[0] = self._padding_row
-                    self.run(torch.zeros_like(self._hidden[:size]), nobody, first, stop)
+                    padding = torch.zeros_like(self._where[:, :size])
+                    padding[0] = self._padding_row
+                    self.run(torch.zeros_like(self._hidden[:size]), padding, first, stop)
 
     def close(self) -> None:
         """Release the graphs; passes run without from now on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -16,26 +16,13 @@ from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.paged_states import PagedStates
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
+from quadriga.engine.loaded_model import EngineParts
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import load_spec
 from quadriga.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PagedEngine:
-    """What a runner is made of.
-
-    Attributes:
-        spec: With the KV capacity that the device's memory allows.
-    """
-
-    spec: EngineSpec
-    decoder: PagedDecoder
-    cache: PagedKVCache
-    skipped: SkippedKVStore | None
 
 
 def find_gpu() -> torch.device:
@@ -54,7 +41,7 @@ def load_paged(
     device: torch.device,
     recorder: GraphRecorder | None = None,
     page_tokens: int = PAGE_TOKENS,
-) -> PagedEngine:
+) -> EngineParts:
     """Load weights and reserve memory.
 
     Args:
@@ -119,7 +106,7 @@ def load_paged(
         if spec.compile == "wait":
             with torch.inference_mode():
                 decoder.graphs.record_all()
-    return PagedEngine(spec, decoder, cache, skipped)
+    return EngineParts(spec, decoder, cache, skipped)
 
 
 def _load_weights(spec: EngineSpec, config: ModelConfig, device: torch.device) -> ModelWeights:
@@ -149,7 +136,7 @@ def bytes_per_token(spec: EngineSpec, config: ModelConfig) -> int:
 def tokens_that_fit(
     available_bytes: int, token_bytes: int, num_rows: int, row_capacity_tokens: int
 ) -> int:
-    """The most tokens over all rows whose pages, one of which is nobody's, fit into memory."""
+    """The most tokens over all rows whose pages fit into memory; one page is for padding."""
     num_pages = available_bytes // (token_bytes * PAGE_TOKENS) - 1
     if num_pages >= num_rows * -(-row_capacity_tokens // PAGE_TOKENS):
         return num_rows * row_capacity_tokens

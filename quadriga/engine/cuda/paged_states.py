@@ -13,7 +13,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class PagedStates:
-    """The GPU form of `quadriga.engine.row_states.RowStates`.
+    """The GPU form of `quadriga.engine.early_exit.row_states.RowStates`.
 
     Args:
         budget_tokens: Tokens over all rows that pages are reserved for: as many as the KV cache's,

@@ -7,7 +7,7 @@ all segments share one pool.
 
         table [num_layers, num_rows + 1, num_blocks]   page of each (layer, row, block of positions)
 
-Page 0 belongs to nobody: table entries that are not in use name it, and so does the whole of the
+Page 0 belongs to no row: table entries that are not in use name it, and so does the whole of the
 last row, which pads batches to a fixed size.
 """
 
@@ -129,7 +129,7 @@ class PageTable:
     def take_changes(self) -> tuple[Ints, npt.NDArray[np.int32]]:
         """What was handed out since the last call, for a copy of the table elsewhere.
 
-        Entries that went back to page 0 are not told: nobody reads them before they are handed out
+        Entries that went back to page 0 are left out: no pass reads them before they are handed out
         again.
 
         Returns:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quadriga.engine.cuda.attention import Runs
+from quadriga.engine.cuda.paged_attention import Runs
 from quadriga.engine.models.config import ModelConfig
 
 _MIN_ROWS, _MAX_ROWS = 16, 64  # of a program's matrix; 16 is the least that a product takes

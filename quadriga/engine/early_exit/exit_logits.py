@@ -1,4 +1,4 @@
-"""The rows at the exit that was run last, and what its head says of their tokens."""
+"""The rows at the exit that was run last with its logits, and the tokens that left there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.exits import Criterion
-from quadriga.core.request import SampledToken
+from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, top_two
 from quadriga.engine.sampler import RowSampler, choose, process
 
@@ -82,3 +82,32 @@ class ExitLogits:
             return [SampledToken(t, self.depth) for t in self.found.best[at].tolist()]
         samplers = [self.samplers[i] for i in places]
         return choose(self.found.logits[list(places)], samplers, self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class ExitedTokens:
+    """The tokens that left in the last pass.
+
+    Attributes:
+        depth: Layers run for them.
+        samplers: Of their rows, and maybe of others.
+        hidden: [len(samplers), hidden], as they left the last layer run, before any norm.
+        chosen: Indices into both, where not all of them left.
+    """
+
+    depth: int
+    samplers: Sequence[RowSampler]
+    hidden: torch.Tensor
+    chosen: Sequence[int] | None = None
+
+    @property
+    def states(self) -> list[SequenceState]:
+        """Their sequences."""
+        if self.chosen is None:
+            return [sampler.state for sampler in self.samplers]
+        return [self.samplers[i].state for i in self.chosen]
+
+    @property
+    def of_states(self) -> torch.Tensor:
+        """Parallel to `states`: [n, hidden]; good until the next pass."""
+        return self.hidden if self.chosen is None else self.hidden[list(self.chosen)]

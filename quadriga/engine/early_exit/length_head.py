@@ -22,7 +22,7 @@ from quadriga.checkpoint.length_heads import (
 )
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SequenceState
-from quadriga.engine.early_exit.exited_tokens import ExitedTokens
+from quadriga.engine.early_exit.exit_logits import ExitedTokens
 from quadriga.errors import ConfigError
 from quadriga.scheduling.forecasts import Answer
 
@@ -114,33 +114,33 @@ class LengthHeads:
         return tokens
 
 
-class Leaver(Protocol):
-    """A runner that remembers who left in its last pass; `NativeRunner`."""
+class ExitingRunner(Protocol):
+    """A runner that keeps the tokens that left in its last pass; `NativeRunner`."""
 
     @property
-    def left(self) -> ExitedTokens | None: ...
+    def exited(self) -> ExitedTokens | None: ...
 
 
 class RunnerLengths:
     """`quadriga.scheduling.forecasts.LengthModel` over a runner and its heads."""
 
-    def __init__(self, runner: Leaver, heads: LengthHeads) -> None:
+    def __init__(self, runner: ExitingRunner, heads: LengthHeads) -> None:
         self._runner = runner
         self._heads = heads
 
     def ask(self) -> tuple[list[SequenceState], Answer] | None:
         """See `LengthModel.ask`: computed now, copied from the device when the answer is read."""
-        left = self._runner.left
-        if left is None or left.depth not in self._heads.depths:
+        exited = self._runner.exited
+        if exited is None or exited.depth not in self._heads.depths:
             return None
-        states, counts = left.states, None
+        states, counts = exited.states, None
         if self._heads.spec.has_counts:
             # The token that the state made is the last of `output_ids` already.
             counts = torch.tensor(
                 [counts_of(len(s.prompt_ids), max(0, len(s.output_ids) - 1)) for s in states],
-                device=left.hidden.device,
+                device=exited.hidden.device,
             )
-        tokens = self._heads.predict(left.of_states, left.depth, counts)
+        tokens = self._heads.predict(exited.of_states, exited.depth, counts)
         has_range = self._heads.spec.num_outputs > 2
         return states, lambda: [
             LengthPrediction(row[0], row[1], row[-1]) if has_range else LengthPrediction(*3 * row)

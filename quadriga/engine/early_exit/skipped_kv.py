@@ -21,7 +21,7 @@ where weights' bytes decide what a pass takes they cost next to nothing.
 A replica may load deeper layers later. Then every token so far has skipped those: the same thing,
 as far as hidden states were kept. Where none were (the prompt was computed elsewhere, or more
 states than `keep_tokens` came together), the row *owes* its first positions: they are run again,
-by `quadriga.engine.depth`, before its first deep pass.
+(`recorded_pass.repay`) before its first deep pass.
 
 Source: mechanisms of DREX and of LayerSkip-like systems differ here and the DREX text names only
 "a linear projection"; see docs/experiments/drex.md for what each costs and does to the answers.
@@ -37,24 +37,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quadriga.checkpoint.exits import SkippedKV
-from quadriga.engine.early_exit.skipped_kv_index import COMPLETE, Ints, SkippedKVIndex
-from quadriga.engine.host_tensor import HostTensor
+from quadriga.checkpoint.exits import MAX_LAYERS, SkippedKV
+from quadriga.engine.early_exit.row_states import Ints, RowStates
 from quadriga.engine.kv_cache import KV_BLOCK, KVCache
 from quadriga.engine.models.decoder import AnyDecoder
-from quadriga.engine.row_states import RowStates
-from quadriga.errors import InvariantViolation
+from quadriga.engine.suspended_row import HostTensor, SuspendedSkips
+from quadriga.errors import ConfigError, InvariantViolation
 
-
-@dataclass(frozen=True, slots=True)
-class SuspendedSkips:
-    """One row of a `SkippedKVStore`, elsewhere; `ends` are the segments there."""
-
-    ends: tuple[int, ...]
-    filled: Ints
-    base: int
-    depths: npt.NDArray[np.uint8]
-    states: HostTensor | None
+COMPLETE = MAX_LAYERS + 1
+"""Depth byte of a position whose every layer was computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +62,27 @@ class Carried:
     states: torch.Tensor
 
 
-class SkippedKVStore(SkippedKVIndex):
-    """What early tokens left behind, per KV row; a state is kept until the last segment had it.
+class SkippedKVStore:
+    """What every KV row has and lacks of each segment, and what early tokens left behind.
+
+    Segment s is the layers between exits s − 1 and s. A pass through a segment first fills in all
+    that its rows miss there, so what a row has of a segment is a prefix: one number per (row,
+    segment). A hidden state is kept until the last segment has been run for its position.
 
     Args:
-        ends: See `SkippedKVIndex`.
+        ends: Layers run at the end of each segment, ascending, the loaded depth last.
         keep_tokens: Per row, hidden states behind the last segment to keep, for layers that may be
             loaded later; 0 where there are none.
         replay_newest: With `linear` and `project`, so many positions right before a token that goes
-            deep are run through the layers instead: it looks at them most.
+            deep are run through the layers instead: it attends to them most.
 
     Attributes:
         num_filled: Positions × segments filled in so far.
         num_forgotten: States that were kept for later layers and given up again.
         depths: uint8 [rows, positions]: layers run there, or `COMPLETE`.
+        keeps_states: Whether fills are made of hidden states: then a row can lack positions of
+            which none was kept, and owes them.
+        may_owe: Some row may owe positions; see `owed`.
 
     Raises:
         ConfigError: The model is too deep.
@@ -99,10 +97,15 @@ class SkippedKVStore(SkippedKVIndex):
         keep_tokens: int = 0,
         replay_newest: int = 0,
     ) -> None:
-        num_positions = -(-cache.capacity // KV_BLOCK) * KV_BLOCK
-        keeps_states = mode not in ("alias", "copy")
-        super().__init__(ends, cache.num_rows, num_positions, keeps_states=keeps_states)
+        if ends[-1] > MAX_LAYERS:
+            raise ConfigError(
+                f"exits: {ends[-1]} layers are too many for early exits, the most are "
+                f"{MAX_LAYERS}; set exits.layers to 'none' or load less depth",
+                param="exits.layers",
+            )
         self.mode = mode
+        self.keeps_states = mode not in ("alias", "copy")
+        self.may_owe = False
         self.num_filled = 0
         self.num_forgotten = 0
         self.copied_bytes = 0
@@ -110,6 +113,11 @@ class SkippedKVStore(SkippedKVIndex):
         self._replay_newest = replay_newest if mode in ("linear", "project") else 0
         self._cache = cache
         self._states = states
+        self._ends = tuple(ends)
+        self._filled = np.zeros((cache.num_rows, len(ends)), dtype=np.int64)
+        self._base = np.zeros(cache.num_rows, dtype=np.int64)  # position of a row's state 0
+        num_positions = -(-cache.capacity // KV_BLOCK) * KV_BLOCK
+        self._depths = np.full((cache.num_rows, num_positions), COMPLETE, dtype=np.uint8)
         self.depths = torch.from_numpy(self._depths)
 
     @property
@@ -238,7 +246,7 @@ class SkippedKVStore(SkippedKVIndex):
         if self.mode == "alias" and not decoder.reads_depths:
             self._unalias(row)
         wants_states = len(self._ends) > 1 or self.keeps_last
-        if not wants_states:  # nobody would ask for them here
+        if not wants_states:  # no pass here would read them
             self._base[row] = max(suspended.base, num_tokens - 1)
         elif suspended.states is not None:
             slots = np.arange(suspended.states.shape[0], dtype=np.int64)
@@ -380,6 +388,110 @@ class SkippedKVStore(SkippedKVIndex):
         """Copy K and V of the deepest layer that was run into layers [first, stop)."""
         for depth, of in _by_depth(self._depths[rows, positions]):
             self._cache.copy_layers(rows[of], positions[of], depth - 1, first, stop)
+
+    # Which positions of which rows have KV in which segments: numbers, no tensors.
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self._ends
+
+    def start(self, row: int, num_tokens: int, depth: int | None = None) -> None:
+        """A sequence takes the row; its first `num_tokens` positions have KV.
+
+        Args:
+            depth: In this many layers, an exit; None: in every layer there is.
+        """
+        self._filled[row] = num_tokens
+        self._base[row] = num_tokens
+        self._depths[row] = COMPLETE
+        if depth is not None and depth < self._ends[-1]:
+            self._filled[row, np.array(self._ends) > depth] = 0
+            self._depths[row, :num_tokens] = depth
+            self.may_owe = self.keeps_states
+
+    def owed(self, row: int) -> tuple[int, int]:
+        """Positions [start, stop) that lack KV and left nothing to make it of."""
+        base = int(self._base[row])
+        return (int(self._filled[row, -1]), base) if self._owes(row) else (base, base)
+
+    def depth_of(self, row: int) -> int:
+        """Layers that a pass over the row may run before what it owes is paid."""
+        if not self._owes(row):
+            return self._ends[-1]
+        paid = np.flatnonzero(self._filled[row, 1:] >= self._base[row])
+        return self._ends[int(paid[-1]) + 1 if paid.size else 0]
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether some row owes positions."""
+        return bool(self.keeps_states and (self._filled[:, -1] < self._base).any())
+
+    def _owes(self, row: int) -> bool:
+        deepest = len(self._ends) - 1
+        return bool(deepest and self.keeps_states and self._filled[row, -1] < self._base[row])
+
+    def paid(self, row: int, start: int, stop: int, depths: Ints | None) -> None:
+        """The row's positions up to `stop` have KV everywhere.
+
+        Args:
+            depths: Layers run at [start, stop); None: all.
+        """
+        self._filled[row, 1:] = np.maximum(self._filled[row, 1:], stop)
+        self._depths[row, start:stop] = COMPLETE
+        if depths is not None:
+            early = np.flatnonzero(depths < self._ends[-1])
+            self._depths[row, start + early] = depths[early]
+
+    def computed(self, row: int, num_tokens: int) -> Ints:
+        """Per segment, how many of a row's first `num_tokens` positions have KV there."""
+        counts: Ints = np.minimum(self._filled[row], num_tokens)
+        counts[0] = num_tokens
+        return counts
+
+    def stretches(
+        self, rows: Ints, positions: Ints, first: int, stop: int
+    ) -> list[tuple[int, int]]:
+        """Ranges of segments in [first, stop) in which the rows lack the same positions.
+
+        To be entered and run one after the other; the first segment of all lacks nothing.
+
+        Args:
+            positions: Of the tokens whose pass it is.
+        """
+        inner = max(1, first)
+        if stop <= inner:
+            return [(first, stop)]
+        filled = self._filled[rows, inner:stop]
+        if not first and (filled >= positions[:, None]).all():
+            return [(0, stop)]
+        if stop - inner > 1 and (filled != filled[:, :1]).any():
+            ranges = [(s, s + 1) for s in range(inner, stop)]
+        else:
+            ranges = [(inner, stop)]
+        return ranges if first else [(0, 1), *ranges]
+
+    def _newest_of(self, row: int, num_tokens: int | None = None) -> int:
+        """One past the newest of a row's first positions that left early; 0 where none did."""
+        early = np.flatnonzero(self._depths[row, :num_tokens] != COMPLETE)
+        return int(early[-1]) + 1 if early.size else 0
+
+    @property
+    def _newest(self) -> Ints:
+        """Per row, one past the newest position that left early."""
+        early = self._depths != COMPLETE
+        last: Ints = early.shape[1] - early[:, ::-1].argmax(axis=1)
+        return np.where(early.any(axis=1), last, 0)
+
+    def _deepen(self, row: int, before: tuple[int, ...], length: int) -> None:
+        """Positions that were complete are complete no longer."""
+        depths = self._depths[row, :length]
+        depths[depths == COMPLETE] = before[-1]
+        self.may_owe = self.keeps_states
+
+    def _flatten(self, row: int, depth: int) -> None:
+        """Positions that were run deeper than `depth` are complete there."""
+        depths = self._depths[row]
+        depths[(depths > depth) & (depths <= MAX_LAYERS)] = COMPLETE
 
 
 def _by_depth(depths: npt.NDArray[np.uint8]) -> list[tuple[int, Ints | slice]]:

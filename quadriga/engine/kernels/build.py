@@ -88,6 +88,15 @@ def find_compiler() -> str:
     raise BuildUnavailable("no C++ compiler (g++ or clang++) is on the PATH")
 
 
+def has_compiler() -> bool:
+    """Whether `find_compiler` finds one."""
+    try:
+        find_compiler()
+    except BuildUnavailable:
+        return False
+    return True
+
+
 def _compile(compiler: str, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCES / "kernels.cpp")]

@@ -53,7 +53,7 @@ def top_two(logits: torch.Tensor) -> npt.NDArray[np.float32]:
 class AnyDecoder(Protocol):
     """What the runner needs of an implementation; `Decoder` says what each part does.
 
-    A pass is planned by the implementation that runs it: its layout is nobody else's business.
+    A pass is planned by the implementation that runs it, and its layout is private to that one.
     """
 
     @property

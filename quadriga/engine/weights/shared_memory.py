@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from quadriga.engine.memory import ALIGNMENT, HUGE_PAGE_BYTES, Arena
+from quadriga.files import file_lock
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,8 @@ LAYOUT_VERSION = 2
 """Raise it when the order or the form of the tensors inside a part changes."""
 LOCK_TIMEOUT_S = 120.0
 """Longest wait for another process that is filling the part that is wanted here."""
-LOCK_PAUSE_S = 0.01
 FORGET_AFTER_S = 86_400.0
-"""Registry files that nobody used for so long, and whose holders are gone, are deleted."""
+"""Registry files that were not used for so long, and whose holders are gone, are deleted."""
 _SLACK_BYTES = 1 << 20
 _MADV_COLLAPSE = 25
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -191,7 +191,7 @@ class SharedArena:
 
 @dataclass(slots=True)
 class _Record:
-    """What the registry file of a part says.
+    """Content of the registry file of a part.
 
     Attributes:
         label: The memory file's name; random, so that it cannot be taken for another one.
@@ -207,22 +207,22 @@ class _Record:
     def read(cls, descriptor: int) -> _Record:
         """Read the file; an empty record where it is new or not readable."""
         try:
-            said: dict[str, Any] = json.loads(os.pread(descriptor, 1 << 20, 0) or b"{}")
-            layout = [(int(start), tuple(map(int, shape))) for start, shape in said["layout"]]
-            holders = [(int(pid), int(held)) for pid, held in said["holders"]]
-            return cls(str(said["label"]), int(said["num_bytes"]), layout, holders)
+            content: dict[str, Any] = json.loads(os.pread(descriptor, 1 << 20, 0) or b"{}")
+            layout = [(int(start), tuple(map(int, shape))) for start, shape in content["layout"]]
+            holders = [(int(pid), int(held)) for pid, held in content["holders"]]
+            return cls(str(content["label"]), int(content["num_bytes"]), layout, holders)
         except (KeyError, TypeError, ValueError):
             return cls()
 
     def write(self, descriptor: int) -> None:
-        said = {
+        content = {
             "label": self.label,
             "num_bytes": self.num_bytes,
             "layout": self.layout,
             "holders": self.holders,
         }
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(said).encode(), 0)
+        os.pwrite(descriptor, json.dumps(content).encode(), 0)
 
     def open(self) -> int | None:
         """Open the memory file through one of its holders; forget those that are gone."""
@@ -284,7 +284,7 @@ class SharedParts:
                 self._publish(arena, record, registry)
 
     def _join(self, record: _Record) -> SharedArena | None:
-        """The part as another process holds it; None where nobody does. Raises: OSError."""
+        """The part as another process holds it; None where none does. Raises: OSError."""
         descriptor = record.open()
         if descriptor is None:
             return None
@@ -293,7 +293,7 @@ class SharedParts:
         return SharedArena(mapping, record.layout)
 
     def _create(self, record: _Record, num_bytes: int) -> SharedArena:
-        """Memory for a part that nobody holds. Raises: OSError."""
+        """Memory for a part that no process holds. Raises: OSError."""
         size = -(-(num_bytes + num_bytes // 16 + _SLACK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
         label = f"quadriga-{secrets.token_hex(12)}"
         descriptor = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -315,38 +315,19 @@ class SharedParts:
         """The registry file of a part, locked for this process. Raises: OSError."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         digest = hashlib.sha256(f"{self._identity}\n{name}".encode()).hexdigest()[:32]
-        path = self._folder / f"{digest}.json"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            give_up_s = time.monotonic() + LOCK_TIMEOUT_S
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > give_up_s:
-                        raise TimeoutError(
-                            f"another process has been loading it for {LOCK_TIMEOUT_S:.0f} s"
-                        ) from None
-                    time.sleep(LOCK_PAUSE_S)
-            yield descriptor
-        finally:
-            os.close(descriptor)  # which unlocks it
+        with file_lock(self._folder / f"{digest}.json", LOCK_TIMEOUT_S) as registry:
+            yield registry
 
 
 def _forget_old(folder: Path) -> None:
-    """Delete registry files of parts that nobody holds any more. Raises: OSError."""
+    """Delete registry files of parts that no process holds any more. Raises: OSError."""
     oldest_s = time.time() - FORGET_AFTER_S
     for path in folder.glob("*.json"):
         if path.stat().st_mtime > oldest_s:
             continue
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = _Record.read(descriptor).open()
+        with file_lock(path, 0.0) as registry:
+            held = _Record.read(registry).open()
             if held is None:
                 path.unlink()
             else:
                 os.close(held)
-        finally:
-            os.close(descriptor)

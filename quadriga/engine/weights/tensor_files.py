@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quadriga.checkpoint.json_files import GARBLED, read_object
+from quadriga.catalogue.headers import INDEX_FILE, SINGLE_FILE, read_index
 from quadriga.checkpoint.stored_forms import split_name
 from quadriga.engine.memory import Arena, DeviceArena
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
@@ -25,8 +25,6 @@ from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, Matrix
 from quadriga.engine.weights.shared_memory import SharedArena, SharedParts, is_supported
 from quadriga.errors import ConfigError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 CPU = torch.device("cpu")
 _KEPT = {"F32": Form.FLOAT32, "BF16": Form.BFLOAT16, "F16": Form.FLOAT16}
 """Types of numbers that are kept, by their names in the files."""
@@ -82,7 +80,7 @@ class TensorFiles:
         self._open: dict[str, Any] = {}
         stored: dict[str, str] = {}
         if single_file == SINGLE_FILE and (path / INDEX_FILE).is_file():
-            stored = _read_index(path / INDEX_FILE)
+            stored = read_index(path / INDEX_FILE)
         elif (path / single_file).is_file():
             stored = dict.fromkeys(self._file(single_file).keys(), single_file)
         else:
@@ -278,15 +276,3 @@ class TensorFiles:
                     f"model: {self._path / name} cannot be read: {exc}", param="model"
                 ) from exc
         return self._open[name]
-
-
-def _read_index(file: Path) -> dict[str, str]:
-    index = read_object(file)
-    try:
-        names = {str(k): str(v) for k, v in index["weight_map"].items()}
-    except GARBLED as exc:
-        raise ConfigError(f"model: {file} is not a weight index: {exc}", param="model") from exc
-    for shard in sorted(set(names.values())):
-        if Path(shard).name != shard:
-            raise ConfigError(f"model: {file} points outside its folder: {shard!r}", param="model")
-    return names

@@ -15,7 +15,7 @@ _GROUP_RATIO = 0.82  # a group holds rows at least this share of its longest
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """One step's tokens.
 
     Attributes:
@@ -36,9 +36,9 @@ class Batch:
     weights: Tensor
     next_index: int
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "TrainingBatch":
         """Return the batch on a device."""
-        return Batch(
+        return TrainingBatch(
             self.tokens.to(device, non_blocking=True),
             self.positions.to(device, non_blocking=True),
             self.groups,
@@ -81,7 +81,7 @@ def group_rows(lengths: list[int]) -> list[list[int]]:
 
 def pack(
     rows: list[EncodedExample], *, end_weight: float, num_tokens: int, next_index: int
-) -> Batch:
+) -> TrainingBatch:
     """Lay rows out flat; `num_tokens` below what they need is raised to it."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -103,7 +103,7 @@ def pack(
             targets += answer
             weights += [1.0] * (len(answer) - 1) + [end_weight]
     filler = max(0, num_tokens - len(tokens))
-    return Batch(
+    return TrainingBatch(
         torch.tensor(tokens + [PAD_ID] * filler),
         torch.tensor(positions + [0] * filler),
         shapes,
@@ -124,7 +124,7 @@ def next_batch(
     reworded_share: float = 0.0,
     tokens_per_step: int,
     end_weight: float,
-) -> Batch:
+) -> TrainingBatch:
     """Return the batch that begins with example `start` of the stream; a pure function."""
     stream = sample_examples(
         seed=seed, start=start, mix=mix, lengths=lengths, reworded_share=reworded_share

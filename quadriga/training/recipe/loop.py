@@ -16,7 +16,7 @@ from torch import Tensor
 from quadriga.tasks import LengthMix
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.model import EarlyExitLlama
-from quadriga.training.recipe.data import Batch, next_batch
+from quadriga.training.recipe.data import TrainingBatch, next_batch
 from quadriga.training.recipe.family import FamilyMember
 from quadriga.training.recipe.optimizer import Muon
 from quadriga.training.recipe.schedule import Budget, length_scale, ramp
@@ -26,7 +26,7 @@ from quadriga.training.tokenizer import build_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
+class TrainingOptions:
     """What a call of `train` decides.
 
     Attributes:
@@ -57,7 +57,7 @@ class RunOptions:
 class Trainer:
     """A model, its optimisers and its position in the data."""
 
-    def __init__(self, member: FamilyMember, options: RunOptions) -> None:
+    def __init__(self, member: FamilyMember, options: TrainingOptions) -> None:
         self.member, self.options = member, options
         self.tokenizer = build_tokenizer()
         vocab_size = self.tokenizer.get_vocab_size()
@@ -99,7 +99,7 @@ class Trainer:
         }
         save_atomically(payload, self.options.folder / name)
 
-    def batch(self) -> Batch:
+    def batch(self) -> TrainingBatch:
         """Return the next batch of the stream."""
         recipe, progress = self.member.recipe, self.progress
         scale = length_scale(recipe.curriculum, progress.tokens_seen)
@@ -114,7 +114,7 @@ class Trainer:
             end_weight=recipe.end_token_weight,
         ).to(self.options.device)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, list[float]]:
+    def loss(self, batch: TrainingBatch) -> tuple[Tensor, list[float]]:
         """Return the training loss and the plain loss at every exit, nats per answer token."""
         states = self.model(
             batch.tokens, batch.positions, batch.groups, batch.answers, self.options.dtype
@@ -153,8 +153,8 @@ class Trainer:
         return exit_losses
 
 
-def budget_name(options: RunOptions) -> str:
-    """Return what tells one budget from another."""
+def budget_name(options: TrainingOptions) -> str:
+    """Return what distinguishes one budget from another."""
     return f"steps={options.steps} deadline={options.deadline_s}"
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from actors.kv_transfer import migration as migrations_module
-from actors.kv_transfer import migration_copy
 from actors.kv_transfer.migration import MAX_OUTGOING, Migration, Migrations
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import ManualClock
@@ -28,6 +27,7 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
+from quadriga.scheduling import migration_copy
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.handoff import LeaseState
 from quadriga.scheduling.sequence import SequenceStatus

@@ -173,14 +173,14 @@ async def test_strict_sequences_park_show_and_block(prefiller: NativeRunner) -> 
     made = state("parked", STRICT)
     join(host, runner, made, prefilled(made, prefiller))
     finish(host)
-    host.core._parked_looked_s = 0.0
+    host.core._looked_s = -1e9
     host.core.publish()
     (parked,) = host.load.parked
     assert parked.sequence_id == "parked" and len(made.output_ids) < 60
     assert (await Resizing(host).resize(8, 30.0)).outcome == "resized"
     finish(host)
     assert made.output_ids == deep.output_ids
-    host.core._parked_looked_s = 0.0
+    host.core._looked_s = -1e9
     host.core.publish()
     assert host.load.parked == () and host.load.strict_depth == 0
 

@@ -14,7 +14,7 @@ import yaml
 
 from quadriga.catalogue.files import read_catalogue, write_catalogue
 from quadriga.catalogue.headers import SINGLE_FILE, check_finite, read_checkpoint_headers
-from quadriga.catalogue.records import DepthRecord, Measured
+from quadriga.catalogue.records import DepthRecord, Measurement
 from quadriga.checkpoint.exits import EXITS_WEIGHTS
 from quadriga.checkpoint.folder import ASSETS, bundled_models
 from quadriga.errors import ConfigError, UnknownModel
@@ -114,7 +114,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     record = DepthRecord(2, ((1, 0.0005),), 0.01, 64, 0.5, 1.25, 0.75, 4096, 0.125, 0.25, "rapl")
     record = replace(record, coverage=0.625, token_s=0.0003)
     path = tmp_path / "deep" / "c.yaml"
-    measured = Measured("2026-11-21", "a machine", "abc")
+    measured = Measurement("2026-11-21", "a machine", "abc")
     write_catalogue(path, [("quadriga-s", replace(model, depths=(record,)))], measured)
     again = read_catalogue(str(path))
     assert again.find("quadriga-s").depths == (record,)

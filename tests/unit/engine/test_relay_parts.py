@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quadriga.engine.baton.cache import StoreCache
 from quadriga.engine.baton.dense import DenseBatch
-from quadriga.engine.baton.geometry import CacheGeometry
+from quadriga.engine.baton.passes import StoreCache
 from quadriga.engine.baton.prompts import (
     MAX_PADDED_RATIO,
     PromptSpan,
     PromptStore,
     group_prompts,
 )
-from quadriga.engine.baton.row_kv import RowKV
+from quadriga.engine.baton.row_kv import CacheGeometry, RowKV
 from quadriga.engine.baton.rows import RelayRows
 from quadriga.errors import InvariantViolation
 from quadriga.interfaces import PrefillChunk

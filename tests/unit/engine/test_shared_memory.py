@@ -15,11 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quadriga.catalogue.headers import SINGLE_FILE
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.shared_memory import SharedParts, is_supported
-from quadriga.engine.weights.tensor_files import SINGLE_FILE, WeightSource
+from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
 from tests.equivalence.models import build, save
 from tests.unit.engine.test_weights import equal, rewrite

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quadriga.checkpoint.exits import MAX_LAYERS
+from quadriga.engine.early_exit.row_states import MappedStates
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import RowKVCache
-from quadriga.engine.row_states import MappedStates
 from quadriga.errors import ConfigError
 
 

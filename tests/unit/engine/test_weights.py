@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.catalogue.headers import INDEX_FILE, SINGLE_FILE
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form
-from quadriga.engine.weights.tensor_files import INDEX_FILE, SINGLE_FILE, WeightSource
+from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
 from tests.equivalence.models import build, save
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, dequantize
 from gguf import GGMLQuantizationType as Kind
 
 from quadriga.errors import ConfigError
 from quadriga.gguf.checkpoint_folder import Conversion
 from quadriga.gguf.header import MAX_FIELDS, MAX_STRINGS, MAX_TENSORS, MAX_TEXT_BYTES, read_gguf
+from quadriga.gguf.tensors import READABLE
 from tests.gguf_files import small_fields, small_tensors, write_file
 
 STRING, ARRAY, UINT32 = 8, 9, 4
@@ -243,3 +245,13 @@ def test_a_message_quotes_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
         read_gguf(file)
     assert "\x1b" not in caught.value.message
     assert len(caught.value.message) < 400 + len(str(file))
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_types_that_are_read_are_those_that_the_library_turns_into_numbers(kind: Kind) -> None:
+    block = np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    if kind.name in READABLE:
+        assert dequantize(block, kind).size == GGML_QUANT_SIZES[kind][0]
+    else:
+        with pytest.raises(NotImplementedError):
+            dequantize(block, kind)

@@ -238,7 +238,7 @@ def test_a_prompt_of_a_shallower_prefill_replica_is_run_again_in_pieces() -> Non
     assert runner.num_repaid == 50 and loop.depth.num_repayments == 1
 
 
-def test_who_waits_for_a_debt_is_run_to_the_end_before_layers_go() -> None:
+def test_a_token_that_waits_for_its_kv_is_run_to_the_end_before_layers_go() -> None:
     """Bounded, in host memory while its replica grew; nobody may be stuck behind layers that go."""
     runner = FakeDepthRunner(2, 8)
     loop = loop_of(runner)
@@ -263,7 +263,7 @@ def test_who_waits_for_a_debt_is_run_to_the_end_before_layers_go() -> None:
     loop.check()
 
 
-def test_a_refused_change_takes_no_token_from_anybody() -> None:
+def test_a_refused_change_takes_no_token_from_a_sequence() -> None:
     runner = FakeDepthRunner(2, 8)
     loop = loop_of(runner)
     loop.batch.rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)

@@ -73,7 +73,7 @@ def test_the_paused_come_before_newcomers_of_their_rank() -> None:
     assert replica.loop.preemption.num_resumes == replica.loop.preemption.num_pauses >= 1
 
 
-def test_who_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Replica(rows=1)
     replica.take("runs", priority=5, max_tokens=30)
 
@@ -88,7 +88,7 @@ def test_who_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     replica.finish()
 
 
-def test_nobody_is_paused_in_vain() -> None:
+def test_no_sequence_is_paused_in_vain() -> None:
     replica = Replica(rows=3)
     replica.take("important", prompt=150, max_tokens=5, priority=0)
     replica.take("other", prompt=60, max_tokens=5, priority=1)
@@ -167,7 +167,7 @@ def test_answers_that_end_teach_what_to_promise() -> None:
     assert lengths.upper_tokens == 1
 
 
-def test_who_was_paused_least_often_is_paused_next() -> None:
+def test_the_sequence_paused_least_often_is_paused_next() -> None:
     replica = Replica(rows=8)
     replica.take("long", max_tokens=140)
     replica.take("short", max_tokens=40)

@@ -1,4 +1,4 @@
-"""A sequence at rest on its way to another replica keeps its row, is silent, and can go on."""
+"""A sequence that moves to another replica keeps its row, emits nothing, and can go on."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Replica:
         return found
 
 
-def test_at_rest_it_is_silent_and_holds_its_row() -> None:
+def test_a_moving_sequence_emits_nothing_and_keeps_its_row() -> None:
     replica = Replica()
     loop = replica.loop
     one, other = replica.take("one"), replica.take("other")
@@ -92,7 +92,7 @@ def test_at_rest_it_is_silent_and_holds_its_row() -> None:
     assert loop.slots.holders == []
 
 
-def test_resting_it_may_be_cancelled() -> None:
+def test_a_moving_sequence_may_be_cancelled() -> None:
     replica = Replica()
     state = replica.take("one")
     replica.loop.step()
@@ -103,7 +103,7 @@ def test_resting_it_may_be_cancelled() -> None:
     replica.take("one")
 
 
-def test_it_does_not_expire_at_rest_but_right_afterwards() -> None:
+def test_a_sequence_does_not_expire_while_it_moves_but_right_afterwards() -> None:
     """Who owns it is being settled: an error of ours could end what runs elsewhere."""
     replica = Replica()
     loop = replica.loop
@@ -121,7 +121,7 @@ def test_it_does_not_expire_at_rest_but_right_afterwards() -> None:
     assert loop.slots.holders == ["other"]
 
 
-def test_who_is_not_here_is_not_read() -> None:
+def test_only_sequences_that_are_here_are_read() -> None:
     replica = Replica()
     export = replica.loop.export
     assert export.held("one") is None
@@ -134,7 +134,7 @@ def test_who_is_not_here_is_not_read() -> None:
     assert export.read("one", PreCopy(), 1) is None
 
 
-def test_a_paused_sequence_rests_in_host_memory() -> None:
+def test_a_paused_sequence_moves_out_of_host_memory() -> None:
     replica = Replica()
     loop, export = replica.loop, replica.loop.export
     state, other = replica.take("one"), replica.take("other")
@@ -162,7 +162,7 @@ def test_a_paused_sequence_rests_in_host_memory() -> None:
     assert loop.slots.holders == []
 
 
-def test_a_paused_sequence_at_rest_is_let_go() -> None:
+def test_a_paused_sequence_that_moves_is_let_go() -> None:
     replica = Replica()
     state = replica.take("one")
     replica.loop.step()
@@ -174,7 +174,7 @@ def test_a_paused_sequence_at_rest_is_let_go() -> None:
     assert replica.loop.running == []
 
 
-def test_fewer_layers_go_and_a_token_behind_them_is_run_again() -> None:
+def test_a_token_that_waits_behind_layers_that_do_not_go_is_run_again() -> None:
     replica = Replica()
     replica.take("one")
     while not replica.loop.rows_waiting_at(1):
@@ -191,7 +191,7 @@ def test_fewer_layers_go_and_a_token_behind_them_is_run_again() -> None:
         assert replica.loop.export.abort_cutover("one")
 
 
-def test_a_change_of_depth_ends_what_was_begun() -> None:
+def test_a_change_of_depth_ends_a_copy_under_way() -> None:
     replica = Replica()
     replica.take("one")
     books = PreCopy()
@@ -206,7 +206,7 @@ def test_a_change_of_depth_ends_what_was_begun() -> None:
     assert isinstance(replica.begin_cutover("one"), SequenceRemainder), "and another one begins"
 
 
-def test_a_token_that_went_deep_costs_another_piece_before_the_rest() -> None:
+def test_a_token_that_went_deep_costs_another_piece_before_the_cutover() -> None:
     replica = Replica()
     state = replica.take("one")
     books = PreCopy()

@@ -15,7 +15,7 @@ from quadriga.config.loader import load_config
 from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
-from quadriga.observability.load_history import INTERVAL_S, NUM_POINTS, LoadHistory, Point
+from quadriga.observability.load_history import INTERVAL_S, NUM_POINTS, LoadHistory, LoadPoint
 from quadriga.observability.metrics import MetricsHub, Registry
 from quadriga.policies.ares.forecast import NUM_COLUMNS
 
@@ -77,7 +77,7 @@ def ten_minutes(now_unix_s: float) -> dict[str, Any]:
         load = 0.0 if k < 24 else min(1.0, (k - 24) / 50) + 0.1 * math.sin(k / 3)
         times = (0.03 + 0.2 * load, 0.08 + 0.9 * load**2, 0.006 + 0.01 * load, 0.03 + 0.02 * load)
         counts = (800 * load, round(40 * load), round(34 * load))
-        shown._points.append(Point(number, *counts, *(times if load > 0 else [None] * 4)))
+        shown._points.append(LoadPoint(number, *counts, *(times if load > 0 else [None] * 4)))
     return shown.columns(now_unix_s=now_unix_s)
 
 

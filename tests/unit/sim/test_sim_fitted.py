@@ -22,13 +22,13 @@ from quadriga.sim.placing import Placing
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import Delays, drawn
 from quadriga.sim.records import PAUSE, RECOMPUTE, MemoryRules, Sequence
-from quadriga.sim.results import Run
+from quadriga.sim.results import SimulatedRun
 from tests.unit.sim.test_simulator import SETTINGS, SMALL, check_conserved, load
 
 ROOMY = replace(SMALL, kv_capacity_tokens=10**6, num_slots=256)
 
 
-def simulate(delays: Delays, seed: int = 0) -> Run:
+def simulate(delays: Delays, seed: int = 0) -> SimulatedRun:
     config = SimConfig(ROOMY, 3, 1, seed=seed, delays=delays)
     return Simulation(config, make_policy("round_robin"), *load(0, 60, 0.5)).run()
 

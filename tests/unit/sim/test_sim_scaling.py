@@ -16,7 +16,7 @@ from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import Failure, SimConfig, SimScaling
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import RTX_4090D
-from quadriga.sim.results import Run
+from quadriga.sim.results import SimulatedRun
 from quadriga.sim.scaling import Scaled
 
 MOST = 6
@@ -42,7 +42,7 @@ def scaled(
     stuck: frozenset[int] = frozenset(),
     failures: tuple[Failure, ...] = (),
     **changes: Any,
-) -> tuple[Run, list[Scaled]]:
+) -> tuple[SimulatedRun, list[Scaled]]:
     """One replica holds about 160 of these requests, each of which lasts about 20 s."""
     at_s = arrivals(rates)
     rng = np.random.default_rng(2)

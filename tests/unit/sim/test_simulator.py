@@ -24,7 +24,7 @@ from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.policies import POLICY_NAMES, make_policy
 from quadriga.sim.profiles import RTX_4090D, CostProfile, Delays
 from quadriga.sim.records import PAUSE, RECOMPUTE, Happened, MemoryRules
-from quadriga.sim.results import Run, Slo, latencies, summarise
+from quadriga.sim.results import SimulatedRun, Slo, latencies, summarise
 from tests.unit.sim.stepwise import StepwiseReplica
 
 SMALL = CostProfile(
@@ -53,7 +53,7 @@ def load(seed: int, num_requests: int = 60, rate: float = 5.0) -> Load:
     return np.cumsum(rng.exponential(1 / rate, num_requests)), inputs, outputs
 
 
-def simulate(policy: str, requests: Load, *, num_decode: int = 3, **options: Any) -> Run:
+def simulate(policy: str, requests: Load, *, num_decode: int = 3, **options: Any) -> SimulatedRun:
     make = options.pop("make_replica", None)
     extra = {} if make is None else {"make_replica": make}
     for name in ("on_decision", "on_tick", "predictor", "stop"):
@@ -63,7 +63,7 @@ def simulate(policy: str, requests: Load, *, num_decode: int = 3, **options: Any
     return Simulation(config, make_policy(policy, SETTINGS), *requests, **extra).run()
 
 
-def check_conserved(run: Run, requests: Load) -> None:
+def check_conserved(run: SimulatedRun, requests: Load) -> None:
     """Every request ends once, with all its tokens, in order of time; or fails with a reason."""
     arrivals, _, outputs = requests
     for index in range(len(arrivals)):
@@ -311,15 +311,15 @@ def test_the_dead_hold_nothing_and_their_sequences_go_on() -> None:
 
 
 def test_ending_twice_is_noticed() -> None:
-    run = Run(1)
+    run = SimulatedRun(1)
     run.close(0, 1.0, None)
     with pytest.raises(InvariantViolation):
         run.close(0, 2.0, None)
 
 
-def summary_run() -> tuple[Run, NDArray[np.float64], NDArray[np.int64]]:
+def summary_run() -> tuple[SimulatedRun, NDArray[np.float64], NDArray[np.int64]]:
     """Four requests a second apart: in time, late, of one token, and never finished."""
-    run = Run(4)
+    run = SimulatedRun(4)
     arrivals, outputs = np.array([0.0, 1.0, 2.0, 3.0]), np.array([11, 11, 1, 11])
     run.first_token_s[:] = [0.5, 8.0, 2.5, np.nan]
     run.finished_s[:] = [1.5, 9.0, 2.5, np.nan]
@@ -427,7 +427,7 @@ def test_failures_come_with_what_was_said() -> None:
 def test_an_empty_cluster_costs_nothing_however_long_it_is_empty() -> None:
     """Three years between two requests: as many ticks as when there is a second between them."""
 
-    def ticks(gap_s: float, policy: str, report_every_s: float) -> tuple[Run, int]:
+    def ticks(gap_s: float, policy: str, report_every_s: float) -> tuple[SimulatedRun, int]:
         requests = (np.array([0.0, gap_s]), np.array([10, 10]), np.array([50, 50]))
         seen: list[float] = []
         run = simulate(

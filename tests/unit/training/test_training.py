@@ -17,7 +17,7 @@ from quadriga.training.hardware import fastest_dtype
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.data import encode, group_rows, next_batch, pack
 from quadriga.training.recipe.family import FAMILY, FamilyMember, ModelShape
-from quadriga.training.recipe.loop import RunOptions, Trainer, budget_name, resume, run
+from quadriga.training.recipe.loop import Trainer, TrainingOptions, budget_name, resume, run
 from quadriga.training.recipe.optimizer import orthogonalize
 from quadriga.training.recipe.state import LATEST, STABLE
 from quadriga.training.teacher import Forced, force
@@ -39,8 +39,8 @@ def toy_member() -> FamilyMember:
     return dataclasses.replace(small, shape=SHAPE)
 
 
-def toy_options(folder: Path, *, steps: int) -> RunOptions:
-    return RunOptions(
+def toy_options(folder: Path, *, steps: int) -> TrainingOptions:
+    return TrainingOptions(
         folder=folder,
         device=torch.device("cpu"),
         dtype=torch.float32,

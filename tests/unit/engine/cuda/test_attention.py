@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.engine.cuda.attention import (
-    FlashAttention,
-    PagedAttention,
-    Runs,
-    TorchAttention,
-    choose_attention,
-)
+from quadriga.engine.cuda.attention import FlashAttention, TorchAttention, choose_attention
+from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError

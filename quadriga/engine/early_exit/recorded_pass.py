@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.exits import SkippedKV
+from quadriga.core.request import SequenceState
+from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.models.layers import TokenSpan
@@ -138,3 +140,39 @@ def _place(left: torch.Tensor, at: Ints, x: torch.Tensor, of: Ints) -> None:
 
 def _index(of: Ints, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(of).to(like.device)
+
+
+def repay(
+    decoder: AnyDecoder,
+    cache: KVCache,
+    store: SkippedKVStore,
+    row: int,
+    state: SequenceState,
+    max_tokens: int,
+) -> int:
+    """Run positions again that lack KV and left no state; return how many are still owed.
+
+    The prompt goes through every layer. A token that was generated goes as deep as it once went,
+    and the layers behind are filled in as the store does it; under `replay` that is every layer.
+
+    Args:
+        max_tokens: Run no more positions than this.
+    """
+    start, stop = store.owed(row)
+    end = min(stop, start + max_tokens)
+    if end <= start:
+        return stop - start
+    token_ids = (state.prompt_ids + state.output_ids)[start:end]
+    deepest = store.ends[-1]
+    record = [deepest] * len(state.prompt_ids) + state.exit_layers[1:] + [deepest]
+    chunk = PrefillChunk(row, token_ids, start, is_last=False, depths=record[start:end])
+    depths = recorded_depths([chunk], store.ends, store.mode)
+    spans = [TokenSpan(row, 0, end - start, start)]
+    batch = decoder.plan(spans)
+    x = decoder.embed(token_ids, batch)
+    if depths is None:
+        decoder.run_layers(x, batch, 0, deepest)
+    else:
+        RecordedPass(decoder, cache, store.mode, spans, depths).run(x, batch, store.ends, None)
+    store.paid(row, start, end, depths)
+    return stop - end

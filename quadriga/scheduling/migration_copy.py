@@ -6,10 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol
 
 from quadriga.clock import Clock
 from quadriga.errors import MigrationFailed
+from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.sequence_export import (
     MAX_HOLDS,
     MAX_REMAINDER_TOKENS,
@@ -19,12 +20,6 @@ from quadriga.scheduling.sequence_export import (
     StepPhase,
     hold_s,
 )
-
-if TYPE_CHECKING:
-    from actors.kv_transfer.handoff_sender import OutgoingTransfer
-    from actors.replica.decode_engine import DecodeEngine
-
-Result = TypeVar("Result")
 
 READ_SHARE = 0.08
 """Of a step's time: what one reading of KV may cost the others."""
@@ -42,6 +37,21 @@ class Ended(MigrationFailed):
     """The sequence is over, or was cancelled, before it could move."""
 
     default_code = "ended"
+
+
+class Destination(Protocol):
+    """What the copying asks of a transfer; see `OutgoingTransfer`."""
+
+    async def send(
+        self, first_layer: int, start: int, kv: Any, *, deadline_s: float | None = None
+    ) -> None:
+        """Copy KV to the destination. Raises: KVTransportError."""
+
+    def carry(self, first_layer: int, start: int, kv: Any) -> None:
+        """Send KV with the commit instead of before it."""
+
+    async def step_phase(self) -> StepPhase:
+        """Where the destination is in its steps. Raises: ReplicaError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,7 @@ class Copy:
     """The KV of one sequence on its way.
 
     Args:
-        engine: Runs a command between two steps; see `EngineThread.call`.
+        on_loop: Runs a command on the engine's thread, between two steps.
         depth: Layers that go.
 
     Attributes:
@@ -82,8 +92,8 @@ class Copy:
     def __init__(
         self,
         sequence_id: str,
-        transfer: OutgoingTransfer,
-        engine: Callable[[Callable[[DecodeEngine], Any]], Awaitable[Any]],
+        transfer: Destination,
+        on_loop: Callable[[Callable[[DecodeLoop], Any]], Awaitable[Any]],
         clock: Clock,
         *,
         depth: int,
@@ -92,7 +102,7 @@ class Copy:
         self.bytes_sent = 0
         self._sequence_id = sequence_id
         self._transfer = transfer
-        self._engine = engine
+        self._on_loop = on_loop
         self._clock = clock
         self._precopy = PreCopy(depth)
         self._depth = depth
@@ -109,11 +119,11 @@ class Copy:
         cells, num_holds = FIRST_READ_CELLS, 0
         while True:
             self.rounds += 1
-            piece: _Piece = await self._engine(partial(self._read, cells))
+            piece: _Piece = await self._on_loop(partial(self._read, cells))
             if not piece.reading.parts:
                 is_free = piece.is_paused or num_holds >= MAX_HOLDS
                 aim = None if is_free else await self._aim()
-                found: SequenceRemainder | _Piece | None = await self._engine(
+                found: SequenceRemainder | _Piece | None = await self._on_loop(
                     partial(self._begin_cutover, aim)
                 )
                 if isinstance(found, SequenceRemainder):
@@ -162,9 +172,8 @@ class Copy:
 
     # On the engine's thread.
 
-    def _read(self, max_cells: int, core: DecodeEngine) -> _Piece:
+    def _read(self, max_cells: int, loop: DecodeLoop) -> _Piece:
         began_s = self._clock.now_s()
-        loop = core.loop
         reading = loop.export.read(self._sequence_id, self._precopy, max_cells)
         if reading is None:
             raise Ended("it was over before it could move")
@@ -172,10 +181,10 @@ class Copy:
         return _Piece(reading, took_s, loop.step_time_s, loop.is_paused(self._sequence_id))
 
     def _begin_cutover(
-        self, aim: _Aim | None, core: DecodeEngine
+        self, aim: _Aim | None, loop: DecodeLoop
     ) -> SequenceRemainder | _Piece | None:
         """None: not now, the next step was held back for a better moment."""
-        export = core.loop.export
+        export = loop.export
         if export.held(self._sequence_id) is None:
             raise Ended("it was over before it could move")
         if aim is not None:

@@ -10,7 +10,7 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.length_heads import counts_of
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.engine.early_exit.exited_tokens import ExitedTokens
+from quadriga.engine.early_exit.exit_logits import ExitedTokens
 from quadriga.engine.early_exit.length_head import LengthHeads, RunnerLengths
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.sampler import RowSampler
@@ -57,7 +57,7 @@ def trained_states(rows: list[EncodedExample]) -> torch.Tensor:
 def test_prefill_and_decode_leave_the_states_that_training_gathers(
     runner: NativeRunner, heads: LengthHeads
 ) -> None:
-    assert runner.left is None
+    assert runner.exited is None
     states = [state(f"s{i}", list(prompt)) for i, prompt in enumerate(PROMPTS)]
     for row, each in enumerate(states):
         runner.attach(row, each)
@@ -65,12 +65,12 @@ def test_prefill_and_decode_leave_the_states_that_training_gathers(
     for each, token in zip(states, runner.prefill(chunks), strict=True):
         assert token is not None
         each.output_ids.append(token.token_id)
-    assert runner.left is not None
-    assert runner.left.states == states
-    first = runner.left.of_states.clone()
+    assert runner.exited is not None
+    assert runner.exited.states == states
+    first = runner.exited.of_states.clone()
     for each, sampled in zip(states, runner.decode([0, 1, 2]), strict=True):
         each.output_ids.append(sampled.token_id)
-    second = runner.left.of_states.clone()
+    second = runner.exited.of_states.clone()
     rows = [EncodedExample(s.prompt_ids, s.output_ids) for s in states]
     wanted = trained_states(rows).reshape(len(states), 2, -1)
     torch.testing.assert_close(first, wanted[:, 0], rtol=1e-3, atol=1e-3)
@@ -90,7 +90,7 @@ def test_a_chunk_in_the_middle_of_a_prompt_leaves_nothing(
 ) -> None:
     runner.attach(0, state("s", [20, 30, 40, 50]))
     runner.prefill([PrefillChunk(0, [20, 30], 0, False)])
-    assert runner.left is None
+    assert runner.exited is None
     assert RunnerLengths(runner, heads).ask() is None
 
 
