@@ -8,16 +8,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.controller import controller_store as kept
-from actors.controller.desired import Desired, resolve_here, set_up_choice
+from actors.controller import controller_store
 from actors.controller.drain import LeavingNodes
-from actors.controller.helios import HeliosController
-from actors.controller.helios_setup import HeliosSetup
+from actors.controller.helios import HeliosController, set_up_helios
 from actors.controller.leader_lease import LeaderLease
-from actors.controller.placement_groups import groups_of, living_replicas, remove
-from actors.controller.replica_manager import Key, ReplicaHandle, ReplicaManager, ReplicaPhase
-from actors.controller.rollout import turn_over
-from actors.controller.scheduler_watch import SchedulerWatch
+from actors.controller.placement_groups import cluster_hardware, groups_of, living_replicas, remove
+from actors.controller.replica_manager import ReplicaManager
+from actors.controller.watchdogs import IngressWatch, SchedulerWatch
 from actors.metrics.control_metrics import ControllerMetrics
 from actors.metrics.metrics_page import MetricsPage, exits_view
 from actors.rpc.lifecycle import (
@@ -30,10 +27,13 @@ from actors.rpc.lifecycle import (
 from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, find_actor
 from actors.rpc.signals import die_on_sigterm
 from actors.rpc.tasks import background
-from actors.scheduler import ingress_watch
 from quadriga.clock import SystemClock
 from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.desired import Desired, resolve_on
+from quadriga.control.helios_setup import HeliosSetup
+from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
+from quadriga.control.rollout import turn_over
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.logs import configure_logging
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 FORGET_TIMEOUT_S = 10.0
 ADOPT_EVERY_S = 30.0
-"""So often it is looked for replicas and places that are on no book."""
+"""Period of the search for replicas and placement groups that this process does not know."""
 
 
 class Controller:
@@ -66,7 +66,7 @@ class Controller:
         self._leader_lease = LeaderLease(app)
         self._scheduler = SchedulerWatch(app, self._clock, self._leader_lease.is_held)
         self._acted_s = self._adopted_s = self._clock.now_s()
-        self._ingresses = ingress_watch.IngressWatch()
+        self._ingresses = IngressWatch()
         self._wake = asyncio.Event()
         self._desired: Desired | None = None
         self._helios: HeliosController | None = None
@@ -75,7 +75,7 @@ class Controller:
         self._is_started = asyncio.Event()
         self._wanting = asyncio.Lock()
         self._leaving = LeavingNodes(self._wake.set)
-        self._fleet = ReplicaManager(
+        self._manager = ReplicaManager(
             app,
             self._clock,
             self._wake.set,
@@ -92,8 +92,8 @@ class Controller:
     async def ensure(self, config: dict[str, Any]) -> None:
         """Set the desired state; the same one again changes nothing.
 
-        Does not return while the application ends: whoever asked hears of the end of this actor,
-        and makes another one.
+        Does not return while the application ends: the caller sees the end of this actor and
+        creates another one.
 
         Raises:
             ConfigError: It cannot be served on this cluster; the state before stays.
@@ -110,17 +110,17 @@ class Controller:
     async def _want(self, desired: Desired) -> None:
         """Raises: ConfigError."""
         if self._desired is None or self._desired.config != desired.config:
-            setup = await asyncio.to_thread(set_up_choice, self._app, desired)
+            setup = await asyncio.to_thread(set_up_helios, self._app, desired)
             self._choose_by(setup)
             text = json.dumps(desired.config).encode()
-            await asyncio.to_thread(kept.save, self._app, "desired", text)
+            await asyncio.to_thread(controller_store.save, self._app, "desired", text)
         self._apply(desired)
 
     async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
-        """A sign of life of an ingress; the whole application lives by it.
+        """Note a heartbeat of an ingress; without any the whole application ends.
 
         Args:
-            actor: Serve's, in which it runs.
+            actor: Serve's actor in which the ingress runs.
         """
         self._heard_s = self._clock.now_s()
         self._ingresses.hear(actor, self._heard_s)
@@ -138,8 +138,8 @@ class Controller:
     async def status(self) -> dict[str, Any]:
         """Desired and actual state, for start-up messages, health pages and tests."""
         desired = self._desired
-        members = self._fleet.members.values()
-        ready = [m for m in members if m.phase is ReplicaPhase.READY]
+        replicas = self._manager.replicas.values()
+        ready = [m for m in replicas if m.phase is ReplicaPhase.READY]
         num_wanted = len(self._places(desired)) if desired is not None else 0
         return {
             "app": self._app,
@@ -147,8 +147,8 @@ class Controller:
             "contexts": self._contexts(desired),
             "num_desired": num_wanted,
             "num_ready": len(ready),
-            "is_ready": num_wanted > 0 and len(ready) == num_wanted == len(members),
-            "num_respawns": self._fleet.num_respawns,
+            "is_ready": num_wanted > 0 and len(ready) == num_wanted == len(replicas),
+            "num_respawns": self._manager.num_respawns,
             "error": self._error,
             "replicas": [
                 {
@@ -159,25 +159,25 @@ class Controller:
                     "node_id": m.status.info.node_id if m.status else None,
                     "error": str(m.status.error) if m.status and m.status.error else None,
                 }
-                for m in sorted(members, key=lambda m: m.name)
+                for m in sorted(replicas, key=lambda m: m.name)
             ],
         }
 
     def _contexts(self, desired: Desired | None) -> dict[str, str]:
         """By model: how long a sequence may be, and why; of those that serve."""
-        told: dict[str, tuple[int, str]] = {}
-        for member in self._fleet.members.values():
-            if desired is None or member.status is None or member.phase is not ReplicaPhase.READY:
+        limits: dict[str, tuple[int, str]] = {}
+        for replica in self._manager.replicas.values():
+            if desired is None or replica.status is None or replica.phase is not ReplicaPhase.READY:
                 continue
-            info = member.status.info
+            info = replica.status.info
             sentence = desired.why_so_long(info)
             if sentence is not None:
-                least = told.get(info.depth_class.model, (info.max_model_len + 1, ""))
-                told[info.depth_class.model] = min(least, (info.max_model_len, sentence))
-        return {model: sentence for model, (_, sentence) in sorted(told.items())}
+                least = limits.get(info.depth_class.model, (info.max_model_len + 1, ""))
+                limits[info.depth_class.model] = min(least, (info.max_model_len, sentence))
+        return {model: sentence for model, (_, sentence) in sorted(limits.items())}
 
     async def operators_view(self) -> dict[str, Any]:
-        """The fleet and what its replicas count at their exits, for the admin port."""
+        """Replicas, what they count at their exits, load history and HELIOS, for the admin port."""
         return {
             "fleet": await self.status(),
             "exits": exits_view(self._page.hub),
@@ -198,8 +198,8 @@ class Controller:
         desired = self._desired
         families = self._metrics.snapshot(
             [role for role, _ in desired.places] if desired is not None else [],
-            [(m.key[0], m.phase) for m in self._fleet.members.values()],
-            num_respawns=self._fleet.num_respawns,
+            [(m.key[0], m.phase) for m in self._manager.replicas.values()],
+            num_respawns=self._manager.num_respawns,
             is_failing=self._error is not None,
             helios=self._helios.view() if self._helios is not None else None,
         )
@@ -220,12 +220,12 @@ class Controller:
                 if await self._leader_lease.is_held():
                     await self._turn()
                 else:
-                    self._blame_nobody()
+                    self._excuse_silence()
             except Exception as exc:  # a border: whatever it is, it is tried again
                 self._error = str(exc)
                 logger.exception("a turn failed; trying again in %.0f s", TICK_S)
-            orphan_s = self._fleet.lifecycle.orphan_timeout_s
-            pause_s = min(TICK_S, orphan_s / 4, self._fleet.next_due_s() or TICK_S)
+            orphan_s = self._manager.lifecycle.orphan_timeout_s
+            pause_s = min(TICK_S, orphan_s / 4, self._manager.next_due_s() or TICK_S)
             began_s = self._clock.now_s()
             try:
                 async with asyncio.timeout(pause_s):
@@ -241,7 +241,7 @@ class Controller:
             if not self._is_started.is_set():
                 await self._adopt()
             elif self._acted_s > self._adopted_s + ADOPT_EVERY_S:
-                await self._adopt_strays()
+                await self._adopt_unknown()
             if self._desired is None:
                 await self._restore_desired()
             try:
@@ -261,14 +261,14 @@ class Controller:
             background(self._page.keep())
         now_s = self._clock.now_s()
         for actor in self._ingresses.hung(now_s):
-            background(ingress_watch.end(self._ingresses, actor, now_s))
-        background(ingress_watch.forget_gone(self._ingresses, now_s))
-        orphan_s = self._fleet.lifecycle.orphan_timeout_s
+            background(self._ingresses.end(actor, now_s))
+        background(self._ingresses.forget_gone(now_s))
+        orphan_s = self._manager.lifecycle.orphan_timeout_s
         if self._ingress_age_s() > orphan_s:
             await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
 
-    def _blame_nobody(self) -> None:
-        """Since the last turn, or this look, perhaps no word came in or out."""
+    def _excuse_silence(self) -> None:
+        """Count no silence while this process may be cut off from the others."""
         now_s = self._clock.now_s()
         late_s = now_s - self._acted_s
         self._heard_s = min(now_s, self._heard_s + late_s)
@@ -278,35 +278,35 @@ class Controller:
     async def _adopt(self) -> None:
         """Take over the replicas that another controller started; may be repeated.
 
-        Raises: QuadrigaError: Nobody tells where one of them is.
+        Raises: QuadrigaError: Ray does not say where one of them is.
         """
         names = await asyncio.to_thread(living_replicas, self._app)
         for name in names:
             place = parse_replica_name(self._app, name)
-            if place is None or self._fleet.knows(name):
+            if place is None or self._manager.knows(name):
                 continue
             try:
-                self._fleet.adopt(place, name, await find_actor(name, LOOK_UP_TIMEOUT_S))
+                self._manager.adopt(place, name, await find_actor(name, LOOK_UP_TIMEOUT_S))
             except ReplicaDied as exc:
                 if exc.code == "unreachable":
                     raise  # it may well live: all this is done again
                 logger.info("%s died before it was adopted", name)
         for name in await asyncio.to_thread(groups_of, self._app):
-            if not self._fleet.knows(name):
+            if not self._manager.knows(name):
                 logger.warning("%s is gone, and its place is given back", name)
                 await asyncio.to_thread(remove, name, None)
-                await self._fleet.tell_scheduler(name)
+                await self._manager.tell_scheduler(name)
 
-    async def _adopt_strays(self) -> None:
-        """A controller that ended in the middle of something may have left replicas on no book."""
+    async def _adopt_unknown(self) -> None:
+        """Adopt replicas that a controller left behind as it ended in the middle of a change."""
         self._adopted_s = self._clock.now_s()
         try:
             await self._adopt()
         except (QuadrigaError, *RAY_FAILED) as exc:
-            logger.info("nobody tells which replicas there are: %s", exc)
+            logger.info("Ray does not list the replicas: %s", exc)
 
     async def _restore_desired(self) -> None:
-        """Want what an earlier controller was told, or this one at its start.
+        """Take the desired state of an earlier controller, or the one given at the start.
 
         It may be that this cannot be served before more nodes have joined: then it is tried again.
 
@@ -314,19 +314,19 @@ class Controller:
         """
         async with self._wanting:
             if self._desired is not None:
-                return  # somebody has said meanwhile what is wanted
+                return  # `ensure` was called meanwhile
             try:
-                saved = await asyncio.to_thread(kept.load, self._app, "desired")
+                saved = await asyncio.to_thread(controller_store.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
                 desired = await asyncio.to_thread(resolve_here, config)
-                self._choose_by(await asyncio.to_thread(set_up_choice, self._app, desired))
+                self._choose_by(await asyncio.to_thread(set_up_helios, self._app, desired))
                 self._apply(desired)
             finally:
                 self._is_started.set()
 
     def _apply(self, desired: Desired) -> None:
         self._desired = desired
-        self._fleet.lifecycle = desired.deployment.config.lifecycle
+        self._manager.lifecycle = desired.deployment.config.lifecycle
         self._wake.set()
 
     def _choose_by(self, setup: HeliosSetup | None) -> None:
@@ -336,11 +336,11 @@ class Controller:
                 background(self._helios.withdraw())
             self._helios = None
             return
-        self._helios = HeliosController(self._app, setup, self._fleet, self._clock)
+        self._helios = HeliosController(self._app, setup, self._manager, self._clock)
 
-    def _places(self, desired: Desired) -> Mapping[Key, ReplicaSpec]:
+    def _places(self, desired: Desired) -> Mapping[PlaceKey, ReplicaSpec]:
         """What shall run, as of now."""
-        return desired.places if self._helios is None else self._helios.book.specs()
+        return desired.places if self._helios is None else self._helios.pools.specs()
 
     async def _reconcile(self) -> None:
         """One comparison: spawn what lacks, retire what is surplus or outdated."""
@@ -352,37 +352,41 @@ class Controller:
         background(self._leaving.look())
         places = self._places(desired)
         for key, spec in places.items():
-            members = self._fleet.of(key)
-            if any(m.fingerprint is None for m in members):
+            replicas = self._manager.of(key)
+            if any(m.fingerprint is None for m in replicas):
                 continue  # adopted, and not yet known
             wanted = fingerprint(spec, desired.config)
             place = turn_over(
-                members,
+                replicas,
                 wanted,
                 left_s=self._left_s,
-                may_go=self._helios.book.may_go if self._helios is not None else None,
+                may_go=self._helios.pools.may_go if self._helios is not None else None,
                 now_s=self._clock.now_s(),
             )
-            if place.lacks_one and self._fleet.may_spawn(key):
+            if place.lacks_one and self._manager.may_spawn(key):
                 name = new_replica_name(self._app, *key)
-                await self._fleet.spawn(key, name, spec, desired.config)
+                await self._manager.spawn(key, name, spec, desired.config)
             for one in place.going:
-                self._fleet.retire(one.member, one.reason, moves=one.moves, within_s=one.within_s)
-        for member in list(self._fleet.members.values()):
+                replica = self._manager.replicas.get(one.replica.name)
+                if replica is not None:  # it may have died while another one was spawned
+                    self._manager.retire(
+                        replica, one.reason, moves=one.moves, within_s=one.within_s
+                    )
+        for replica in list(self._manager.replicas.values()):
             # One that was adopted and has not answered yet may be a place that scaling added.
-            if member.key not in places and member.fingerprint is not None:
+            if replica.key not in places and replica.fingerprint is not None:
                 # What scaling takes away it empties itself.
                 moves = self._helios is None
-                self._fleet.retire(member, "the configuration asks for fewer", moves=moves)
+                self._manager.retire(replica, "the configuration asks for fewer", moves=moves)
 
-    def _takes_nothing(self, member: ReplicaHandle) -> bool:
-        """Whether others' sequences shall not go there: it leaves, or is kept for profiles."""
-        is_scout = self._helios is not None and member.key in self._helios.book.scouts
-        return is_scout or self._left_s(member) is not None
+    def _takes_nothing(self, replica: ReplicaRecord) -> bool:
+        """Whether others' sequences shall not go there: it leaves, or only serves profiles."""
+        is_scout = self._helios is not None and replica.key in self._helios.pools.scouts
+        return is_scout or self._left_s(replica) is not None
 
-    def _left_s(self, member: ReplicaHandle) -> float | None:
+    def _left_s(self, replica: ReplicaRecord) -> float | None:
         """Seconds until a replica goes, or its node does; None where both stay, as far as known."""
-        status = member.status
+        status = replica.status
         if status is None:
             return None
         limits_s = (status.leave_s, self._leaving.left_s(status.info.node_id))
@@ -401,15 +405,20 @@ class Controller:
         try:
             await self._page.close()  # a value that is still being written would stay behind
             await self._forget()
-            await self._fleet.stop_all()
+            await self._manager.stop_all()
             await self._scheduler.stop()
-        finally:  # nobody would end it later
+        finally:  # no other process would end it later
             await end_this_actor()
 
     async def _forget(self) -> None:
         try:
-            # After whoever stores just now what is wanted.
+            # After a call that is storing the desired state just now.
             async with asyncio.timeout(FORGET_TIMEOUT_S), self._wanting:
-                await asyncio.to_thread(kept.forget, self._app)
+                await asyncio.to_thread(controller_store.forget, self._app)
         except (TimeoutError, *RAY_FAILED) as exc:
-            logger.warning("what was kept of %s stays in Ray's store: %s", self._app, exc)
+            logger.warning("stored values of %s stay in Ray's store: %s", self._app, exc)
+
+
+def resolve_here(config: dict[str, Any]) -> Desired:
+    """Resolve a configuration on the cluster's hardware; blocks. Raises: ConfigError."""
+    return resolve_on(config, cluster_hardware())

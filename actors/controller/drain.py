@@ -1,4 +1,4 @@
-"""Getting a replica's sequences away before it goes: whom Ray takes the node from, and how."""
+"""Moving a replica's sequences away before it ends, and the nodes that Ray will take."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def hand_over(
     """Have a decode replica move what it runs.
 
     Args:
-        heirs: The one with the most room first; the next one gets what did not fit there.
+        next_owners: The one with the most room first; the next gets what did not fit there.
 
     Returns:
         Whether all of it went.
@@ -40,11 +40,15 @@ async def hand_over(
     Raises:
         QuadrigaError: It does not answer.
     """
-    for heir in next_owners:
-        reports: list[MigrationReport] = await call(replica, "hand_over", heir, timeout_s=timeout_s)
+    for destination in next_owners:
+        reports: list[MigrationReport] = await call(
+            replica, "hand_over", destination, timeout_s=timeout_s
+        )
         moved = sum(r.outcome == "moved" for r in reports)
         if reports:
-            logger.info("%s moved %d of %d sequences to %s", replica, moved, len(reports), heir)
+            logger.info(
+                "%s moved %d of %d sequences to %s", replica, moved, len(reports), destination
+            )
         if all(r.outcome in AWAY for r in reports):
             return True
     return False
@@ -56,7 +60,7 @@ async def empty(
     """Move what a decode replica runs, round after round, until cancelled.
 
     Args:
-        heirs: See `hand_over`; as of now.
+        next_owners: See `hand_over`; as of now.
 
     Raises:
         QuadrigaError: It does not answer.
@@ -67,9 +71,9 @@ async def empty(
 
 
 def draining_nodes() -> dict[str, float]:
-    """Ids of the nodes that Ray was told will go, and when, in Unix seconds; blocks.
+    """Ids of the nodes that Ray will take away, and when, in Unix seconds; blocks.
 
-    Operators tell it (`ray drain-node`), the autoscaler does, and so does a node whose
+    Operators announce it (`ray drain-node`), the autoscaler does, and so does a node whose
     `ray start --block` gets SIGTERM. A node that goes at no certain time goes at infinity.
 
     Raises:

@@ -1,9 +1,10 @@
 """Whether this process is still its application's controller.
 
 Where Ray takes a node for dead it starts the controller anew elsewhere, though the old process may
-live on behind a broken link. Until its node learns of it, that one hears nobody, would take all for
-hung, and whatever it asked Ray for is done once the link is mended. So each controller writes a
-name of its own into Ray's store, and acts only where the store, asked just now, says that name.
+live on behind a broken link. Until its node learns of it, that one gets no answers, would take all
+replicas for hung, and whatever it asked Ray for is done once the link is mended. So each controller
+writes a name of its own into Ray's store, and acts only where the store, asked just now, has that
+name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import uuid
 
-from actors.controller import controller_store as kept
+from actors.controller import controller_store
 from actors.rpc.ray_rpc import RAY_FAILED
 from actors.rpc.tasks import background
 
@@ -33,24 +34,24 @@ class LeaderLease:
         self._asking: asyncio.Task[bytes | None] | None = None
 
     async def is_held(self) -> bool:
-        """Whether the store says so now; the first time, it is told.
+        """Whether the store names this process now; the first call writes its name.
 
         Does not return where another process holds it: this one ends.
 
         Returns:
-            False also where the store does not answer in time: nobody knows.
+            False also where the store does not answer in time.
         """
         if self._is_final:
             return True
         if self._asking is None or self._asking.done():
             self._asking = background(self._ask())
-            # Whoever waited for it may be gone; its failure is news to nobody else.
+            # Its waiter may be gone; its failure concerns no other.
             self._asking.add_done_callback(lambda t: t.cancelled() or t.exception())
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
                 holder = await asyncio.shield(self._asking)
         except (TimeoutError, *RAY_FAILED) as exc:
-            logger.warning("nobody tells who controls %s: %r", self._app, exc)
+            logger.warning("Ray's store does not say which process controls %s: %r", self._app, exc)
             return False
         if holder == self._token or self._is_final:
             return True
@@ -64,9 +65,9 @@ class LeaderLease:
 
     async def _ask(self) -> bytes | None:
         if not self._is_taken:
-            await asyncio.to_thread(kept.save, self._app, "controller", self._token)
+            await asyncio.to_thread(controller_store.save, self._app, "controller", self._token)
             self._is_taken = True
-        return await asyncio.to_thread(kept.load, self._app, "controller")
+        return await asyncio.to_thread(controller_store.load, self._app, "controller")
 
     def _end(self) -> None:
         """At once; in order would be through Ray, to which this process is the other one."""

@@ -1,4 +1,4 @@
-"""Room that Ray does not know of: nodes are made to tell it while a replica waits for its place.
+"""Free resources that Ray does not know of: nodes report them while a replica waits for a place.
 
 Ray 2.60 books a group's resources before it asks the node for them. Where that request fails, as it
 may while a node joins, the booking stays until the node's next report, and a node reports only when
@@ -47,7 +47,7 @@ class NodeReports:
         try:
             nodes = await asyncio.to_thread(living_nodes)
         except RAY_FAILED as exc:
-            logger.warning("nobody tells which nodes live: %s", exc)
+            logger.warning("Ray does not list its nodes: %s", exc)
             return
         if nodes != self._nodes:
             self._nodes = nodes
@@ -62,11 +62,11 @@ class NodeReports:
     async def _ask(self) -> None:
         async with self._reporting:
             try:
-                told = await asyncio.to_thread(have_nodes_report, REPORT_TIMEOUT_S)
+                nodes = await asyncio.to_thread(have_nodes_report, REPORT_TIMEOUT_S)
             except RAY_FAILED as exc:
                 logger.warning("no node was asked what it has free: %s", exc)
             else:
-                logger.info("a place is lacking; free resources told by %s", ", ".join(told))
+                logger.info("a place is lacking; free resources reported by %s", ", ".join(nodes))
 
 
 def living_nodes() -> frozenset[str]:
@@ -81,7 +81,7 @@ def _nothing() -> None:
 
 
 def have_nodes_report(timeout_s: float) -> list[str]:
-    """Have each node tell Ray's control store what it has free; blocks.
+    """Have each node report its free resources to Ray's control store; blocks.
 
     A task that takes some of the resource that is the node itself is such a change. It finds room
     on a full node too, and asks for nothing that an autoscaler would add.
@@ -100,9 +100,9 @@ def have_nodes_report(timeout_s: float) -> list[str]:
     done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s)
     for task in late:
         ray.cancel(task)
-    told = []
+    reported = []
     for task in done:
         with suppress(RayError):  # the node has just ended
             ray.get(task)
-            told.append(tasks[task])
-    return sorted(told)
+            reported.append(tasks[task])
+    return sorted(reported)

@@ -14,8 +14,8 @@ from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
 from actors.rpc.tasks import background
-from actors.scheduler.auto_routing import AutoRouter
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.control.auto_routing import AutoRouter
 from quadriga.core.replica import Role
 from quadriga.core.routing import ClusterView, PlaceRequest
 from quadriga.errors import Overloaded, QuadrigaError, ReplicaError, Unavailable

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from actors.controller.replica_manager import ReplicaPhase
 from actors.metrics.replica_metrics import push_metrics
 from actors.rpc.lifecycle import scheduler_name
+from quadriga.control.replica_record import ReplicaPhase
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import Role

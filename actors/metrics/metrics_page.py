@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from actors.controller import controller_store as kept
+from actors.controller import controller_store
 from actors.rpc.ray_rpc import RAY_FAILED
 from quadriga.clock import Clock
 from quadriga.observability.load_history import INTERVAL_S, LoadHistory
@@ -24,7 +24,7 @@ class MetricsPage:
     Attributes:
         hub: The figures.
         history: Speed and latencies of the last ten minutes, sampled by `sample_forever`.
-        is_restored: What an earlier controller kept is among them, or is lost.
+        is_restored: An earlier controller's values are among them, or lost.
     """
 
     def __init__(self, app: str, clock: Clock) -> None:
@@ -44,14 +44,14 @@ class MetricsPage:
     async def show(self) -> bytes:
         """The page, in Prometheus' format.
 
-        What it shows is kept first, so that no counter falls when this process dies thereafter.
+        Its values are stored first, so that no counter falls when this process dies thereafter.
         """
         page = self.hub.exposition(now_s=self._clock.now_s())
         await self.keep()
         return page
 
     async def sample_forever(self) -> None:
-        """Sample the history at every interval's end, once what was kept is restored."""
+        """Sample the history at every interval's end, once earlier values are restored."""
         await self.is_restored.wait()
         while not self._is_over:
             await asyncio.sleep(INTERVAL_S - self._clock.unix_s() % INTERVAL_S)
@@ -59,16 +59,16 @@ class MetricsPage:
                 self.history.sample(
                     self.hub, now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s()
                 )
-            except Exception:  # a border: nobody awaits this loop, and the next sample may be well
+            except Exception:  # a border: this loop is not awaited, and the next sample may succeed
                 logger.exception("the load history was not sampled")
 
     async def restore(self) -> None:
-        """Take up what an earlier controller kept."""
+        """Load the values that an earlier controller stored."""
         try:
-            dump = await asyncio.to_thread(kept.load, self._app, "metrics")
+            dump = await asyncio.to_thread(controller_store.load, self._app, "metrics")
             if dump is not None:
                 self.hub.restore(dump, now_s=self._clock.now_s())
-            dump = await asyncio.to_thread(kept.load, self._app, "load_history")
+            dump = await asyncio.to_thread(controller_store.load, self._app, "load_history")
             if dump is not None:
                 self.history.restore(dump)
         except RAY_FAILED as exc:
@@ -78,7 +78,7 @@ class MetricsPage:
 
     @property
     def is_due(self) -> bool:
-        """Whether nothing was kept for a while."""
+        """Whether values were last stored a while ago."""
         return self._clock.now_s() - self._kept_s > KEEP_EVERY_S
 
     async def keep(self) -> None:
@@ -89,12 +89,11 @@ class MetricsPage:
             self._kept_s = self._clock.now_s()
             try:
                 async with asyncio.timeout(KEEP_TIMEOUT_S):
-                    await asyncio.to_thread(kept.save, self._app, "metrics", self.hub.dump())
-                    await asyncio.to_thread(
-                        kept.save, self._app, "load_history", self.history.dump()
-                    )
+                    save, app = controller_store.save, self._app
+                    await asyncio.to_thread(save, app, "metrics", self.hub.dump())
+                    await asyncio.to_thread(save, app, "load_history", self.history.dump())
             except (TimeoutError, *RAY_FAILED) as exc:
-                logger.warning("the counters were not kept: %s", exc)
+                logger.warning("the counters were not stored: %s", exc)
 
     async def close(self) -> None:
         """Keep nothing any more; afterwards no writer is under way."""
@@ -113,7 +112,7 @@ COUNTERS = {
 def exits_view(hub: MetricsHub) -> dict[str, dict[str, Any]]:
     """Return, by replica: {tokens: {layers run: tokens}, each of `COUNTERS`, and uses}.
 
-    Counts are cumulative since each replica's start; whoever shows them takes differences. `uses`
+    Counts are cumulative since each replica's start; a display takes differences. `uses`
     is {layers run: `ExitUse`}, of all exits of the model.
     """
     tokens = hub.values("quadriga_exit_tokens_total")

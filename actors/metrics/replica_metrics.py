@@ -30,7 +30,7 @@ from quadriga.policies.ares.forecast import seconds_to_full
 if TYPE_CHECKING:
     from actors.kv_transfer.transports.auto import TransportCounts
     from actors.replica.forecasting import Forecasting
-    from actors.replica.status import ReplicaLoad
+    from quadriga.control.replica_record import ReplicaLoad
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from actors.kv_transfer.migration import Migrations
 from actors.replica.decode_engine import DecodeEngine
 from actors.replica.forecasting import load_lengths
 from actors.replica.replica import Replica
-from actors.replica.status import ReplicaLoad
 from actors.rpc.tasks import background, overslept_s
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.pacing import find_profile
 from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.kv import ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from actors.replica.engine_thread import EngineBroken
 from actors.replica.forecasting import Forecasting
-from actors.replica.status import ParkedSequence, ReplicaLoad
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.control.replica_record import ParkedSequence, ReplicaLoad
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import RelayMemory
 from quadriga.errors import ConfigError

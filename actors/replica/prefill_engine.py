@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.replica.replica import Replica
-from actors.replica.status import ReplicaLoad
 from quadriga.config.engine_spec import DTYPE_BYTES
+from quadriga.control.replica_record import ReplicaLoad
 from quadriga.errors import Cancelled
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.idle_check import IdleCheck

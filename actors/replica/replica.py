@@ -18,7 +18,6 @@ from actors.metrics.replica_metrics import ReplicaMetrics
 from actors.metrics.spans import SequenceSpans
 from actors.replica.engine_thread import Core, EngineThread
 from actors.replica.resizing import Resizing
-from actors.replica.status import ReplicaLoad, ReplicaStatus
 from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls
@@ -28,6 +27,7 @@ from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.kv import KVPart
 from quadriga.core.output import EngineOutput, PollReply

@@ -1,4 +1,4 @@
-"""Names of the actors, and how one of them ends."""
+"""Names of the actors, how the named ones are created, and how an actor ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
-from actors.rpc.ray_rpc import RAY_FAILED
+from actors.rpc.ray_rpc import NAMESPACE, RAY_FAILED
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.core.replica import Role
 from quadriga.observability import tracing
@@ -21,6 +22,8 @@ from quadriga.observability import tracing
 logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 5.0
+MAX_CONCURRENT_CALLS = 100_000
+SERVE_NAMESPACE = "serve"
 
 
 def scheduler_name(app: str) -> str:
@@ -66,6 +69,22 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     facts += [scheduler["ares"][name] for name in ("predict_every_tokens", "reference_step_s")]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def create_or_get(cls: type, name: str, *args: Any) -> ActorHandle[Any]:
+    """Return the detached actor of a name, created where there is none; blocks."""
+    remote: Any = ray.remote(cls)
+    actor: ActorHandle[Any] = remote.options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=MAX_CONCURRENT_CALLS,
+        num_cpus=0,
+    ).remote(*args)
+    return actor
 
 
 async def end_this_actor() -> None:

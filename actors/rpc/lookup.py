@@ -1,4 +1,4 @@
-"""How everybody else finds the actors, and how an application comes into being."""
+"""How other processes find the actors, and how an application is created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from actors.rpc.lifecycle import controller_name, scheduler_name
+from actors.rpc.lifecycle import controller_name, create_or_get, scheduler_name
 from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor, from_ray, get_actor
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.errors import Unavailable
@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 ENSURE_TIMEOUT_S = 120.0
-MAX_CONCURRENT_CALLS = 100_000
 
 
 def ensure_cluster(config: QuadrigaConfig | dict[str, Any]) -> None:
@@ -68,29 +67,11 @@ def get_scheduler(app: str, config: dict[str, Any]) -> ActorHandle[Any]:
     """Create or get the application's scheduler actor."""
     from actors.scheduler.scheduler import Scheduler
 
-    return _create_or_get(Scheduler, scheduler_name(app), config)
+    return create_or_get(Scheduler, scheduler_name(app), config)
 
 
 def get_controller(app: str, config: dict[str, Any]) -> ActorHandle[Any]:
     """Create or get the application's controller actor."""
     from actors.controller.controller import Controller
 
-    return _create_or_get(Controller, controller_name(app), app, config)
-
-
-def _create_or_get(cls: Any, name: str, *args: Any) -> ActorHandle[Any]:
-    actor: ActorHandle[Any] = (
-        ray.remote(cls)
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=MAX_CONCURRENT_CALLS,
-            num_cpus=0,
-        )
-        .remote(*args)
-    )
-    return actor
+    return create_or_get(Controller, controller_name(app), app, config)

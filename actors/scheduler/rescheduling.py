@@ -96,7 +96,7 @@ class Rescheduling:
     ) -> ReportOptions:
         """A replica's load has come in. Returns what is asked of it."""
         info = snapshot.info
-        self.governor.book.reported(info.name, self._clock.now_s())
+        self.governor.moves.reported(info.name, self._clock.now_s())
         if outcomes:
             model = info.depth_class.model
             self.governor.ended_lengths(model, outcomes)
@@ -105,7 +105,7 @@ class Rescheduling:
         return ReportOptions(is_wanted, is_wanted and self.governor.config.placement == "ares")
 
     def replica_died(self, name: str) -> None:
-        self.governor.book.replica_died(name)
+        self.governor.moves.replica_died(name)
 
     async def run(self) -> None:
         """Tick for ever, and push the metrics."""
@@ -128,7 +128,7 @@ class Rescheduling:
                     push_s = now_s
                     self.metrics.gauges(self.governor)
                     background(self.metrics.push())
-            except Exception:  # a border: nobody awaits this loop, and the next tick may be well
+            except Exception:  # a border: this loop is not awaited, and the next tick may succeed
                 logger.exception("a tick of rescheduling failed")
 
     def look(self) -> None:
@@ -210,15 +210,15 @@ class Rescheduling:
                 }
                 for model, monitor in governor.drift.items()
             },
-            "outcomes": dict(governor.book.outcomes),
-            "under_way": [_order(o) for o in governor.book.under_way],
+            "outcomes": dict(governor.moves.outcomes),
+            "under_way": [_order(o) for o in governor.moves.under_way],
             "recent": [
                 {
                     "at_unix_s": decision.at_unix_s,
                     **_order(decision.order),
                     "report": None if decision.report is None else asdict(decision.report),
                 }
-                for decision in list(governor.book.recent)[-SHOWN_DECISIONS:]
+                for decision in list(governor.moves.recent)[-SHOWN_DECISIONS:]
             ],
         }
 

@@ -13,10 +13,10 @@ from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from actors.rpc.signals import die_on_sigterm
 from actors.rpc.tasks import background, overslept_s
-from actors.scheduler.auto_routing import AutoRouter, Route, RoutingDecision
 from actors.scheduler.rescheduling import Rescheduling
 from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.control.auto_routing import AutoRouter, Route, RoutingDecision
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence
@@ -43,7 +43,7 @@ ORPHAN_TIMEOUT_S = 1.0
 class Scheduler(BatchedCalls):
     """Ray actor, restarted without limit; everything it knows comes from reports.
 
-    What it sent to a replica since that replica's last word is added to the reported load, so
+    What it sent to a replica since that replica's last report is added to the reported load, so
     that a burst does not go to one replica.
     """
 
@@ -59,7 +59,7 @@ class Scheduler(BatchedCalls):
         )
         self._models: frozenset[str] | None = None
         self._snapshots: dict[str, ReplicaSnapshot] = {}
-        self._ledger = InflightTracker()
+        self._inflight = InflightTracker()
         self._calls = RpcBatcher(call)
         self._waiting = WaitEstimator()
         self._auto = AutoRouter()
@@ -111,7 +111,7 @@ class Scheduler(BatchedCalls):
         )
         chosen, snapshots, way = self._auto.choose(request, alive, now_s)
         if way.profile is not None:
-            try:  # no place is kept for a visitor there: it need not wait for one
+            try:  # no place is reserved for a returning caller there
                 return self._admit_chosen(request, replace(chosen, visitor=""), snapshots, way)
             except QuadrigaError as exc:
                 logger.debug("%s cannot be profiled: %s", way.profile, exc)
@@ -157,7 +157,7 @@ class Scheduler(BatchedCalls):
     def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
         self._waiting.admitted(request, admission.depth_class.model, now_s=self._clock.now_s())
         sent = SentRequest(self._heard_s, request.num_prompt_tokens, request.num_prompt_tokens)
-        self._ledger.sent(admission.prefill_replica, request.sequence_id, sent)
+        self._inflight.sent(admission.prefill_replica, request.sequence_id, sent)
 
     async def place(self, request: PlaceRequest) -> str:
         """Choose the decode replica of a sequence; waits a moment for room where there is none.
@@ -183,7 +183,7 @@ class Scheduler(BatchedCalls):
 
     async def place_now(self, request: PlaceRequest) -> str:
         """As `place`, without waiting for room. Raises: Unavailable, Overloaded."""
-        self._ledger.begun(request, self._snapshots.get(request.source))
+        self._inflight.begun(request, self._snapshots.get(request.source))
         any_depth = self._auto.route is not None or self._config.helios.enabled
         alive = candidates(
             self._adjusted(),
@@ -227,14 +227,14 @@ class Scheduler(BatchedCalls):
             found: list[ResumableSequence] = await self._calls.call(
                 replica, "claimed", list(claims), timeout_s=ORPHAN_TIMEOUT_S
             )
-        except QuadrigaError as exc:  # who does not answer has nothing to give
+        except QuadrigaError as exc:  # a replica that does not answer holds nothing
             logger.info("%s was not asked for orphans: %s", replica, exc)
             return []
         return found
 
     async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
         """Sequences are over; forget what was noted of them."""
-        self._ledger.finished(list(sequence_ids))
+        self._inflight.finished(list(sequence_ids))
         self._waiting.ended(sequence_ids, now_s=self._clock.now_s())
         self._auto.finished(sequence_ids)
 
@@ -243,7 +243,7 @@ class Scheduler(BatchedCalls):
         return self._adjusted()
 
     async def directory(self) -> ClusterView:
-        """All that is known of the replicas, for those who must do without a scheduler."""
+        """All that is known of the replicas, for processes that lose their scheduler."""
         views = [s if s.forecast is None else replace(s, forecast=None) for s in self._adjusted()]
         return ClusterView(self._clock.unix_s(), views)
 
@@ -268,14 +268,14 @@ class Scheduler(BatchedCalls):
         known = self._snapshots.get(name)
         if known is None or known.sent_s <= snapshot.sent_s:
             self._snapshots[name] = snapshot
-        self._ledger.reported(snapshot, list(accepted))
+        self._inflight.reported(snapshot, list(accepted))
         self._reported.set()
         return self._rescheduling.reported(snapshot, outcomes)
 
     async def replica_died(self, name: str) -> None:
         """Forget a replica that is gone."""
         self._snapshots.pop(name, None)
-        self._ledger.forget(name)
+        self._inflight.forget(name)
         self._rescheduling.replica_died(name)
 
     async def configure(
@@ -295,7 +295,7 @@ class Scheduler(BatchedCalls):
         self._heard_s = max(self._heard_s, self._clock.now_s() - ingress_age_s)
 
     async def set_route(self, route: Route | None) -> None:
-        """Where requests go whose model is chosen for them; None: nobody chooses."""
+        """Set where requests go whose model is chosen for them; None: models are not chosen."""
         self._auto.route = route
 
     async def ingress_heartbeat(self, ingress_id: str) -> None:
@@ -307,7 +307,7 @@ class Scheduler(BatchedCalls):
         return {
             "replicas": {name: replace(s) for name, s in self._snapshots.items()},
             "placed": dict(self._num_placed),
-            "unseen": self._ledger.num_sent(),
+            "unseen": self._inflight.num_sent(),
             "rescheduling": self._rescheduling.status(),
         }
 
@@ -320,7 +320,7 @@ class Scheduler(BatchedCalls):
         background(self._end("stopped"))
 
     def _require_known(self, model: str) -> None:
-        """Tell a model nobody serves from one whose replicas are not there yet."""
+        """Distinguish an unknown model from one whose replicas are not there yet."""
         if any(s.info.depth_class.model == model for s in self._snapshots.values()):
             return
         if self._models is None or model in self._models:
@@ -341,13 +341,13 @@ class Scheduler(BatchedCalls):
         reserved = tokens_wanted(self._snapshots[name], request)
         self._waiting.placed(request.sequence_id, now_s=self._clock.now_s())
         sent = SentRequest(self._clock.now_s(), 0, reserved, promised, request.num_tokens)
-        self._ledger.sent(name, request.sequence_id, sent)
+        self._inflight.sent(name, request.sequence_id, sent)
         self._num_placed[name] = self._num_placed.get(name, 0) + 1
 
     def _adjusted(self) -> list[ReplicaSnapshot]:
         """The snapshots with what is on its way to each replica added."""
         now_s = self._clock.now_s()
-        return [self._ledger.adjust(s, now_s=now_s) for s in self._snapshots.values()]
+        return [self._inflight.adjust(s, now_s=now_s) for s in self._snapshots.values()]
 
     async def _watch(self) -> None:
         """Forget replicas that fell silent; end when no ingress was heard of for long."""

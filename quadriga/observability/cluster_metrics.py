@@ -164,7 +164,7 @@ SCHEDULER = (
     counter("quadriga_migration_orders_ended_total",
             "Orders that came to an end, by cause and outcome.", labels=("cause", "outcome")),
     gauge("quadriga_migrations_under_way", "Orders that are out.",
-          lambda governor: len(governor.book.under_way)),
+          lambda governor: len(governor.moves.under_way)),
     histogram("quadriga_rescheduling_decision_seconds", "Time of one rescheduling decision.",
               buckets=DECISION_BUCKETS_S),
     histogram("quadriga_length_prediction_error_tokens",

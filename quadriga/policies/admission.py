@@ -78,7 +78,7 @@ def check_room(
     request: AdmitRequest,
     admission: Admission,
     snapshots: Sequence[ReplicaSnapshot],
-    book: WaitEstimator,
+    estimator: WaitEstimator,
     *,
     now_s: float,
     now_unix_s: float,
@@ -93,7 +93,7 @@ def check_room(
 
     Args:
         admission: What `admit` said.
-        now_s: On the book's clock.
+        now_s: On the estimator's clock.
 
     Raises:
         Overloaded: With a time to come back, at which a place is kept for such a caller.
@@ -115,8 +115,8 @@ def check_room(
         short = decode_supply(
             request,
             decodes,
-            book,
-            num_pending=min(book.num_pending(model), num_computed),
+            estimator,
+            num_pending=min(estimator.num_pending(model), num_computed),
             model=model,
             now_s=now_s,
         )
@@ -127,7 +127,7 @@ def check_room(
             short = turns
         short, least_free = replace(short, free=short.free + limit_s * short.per_s), 0.0
         reason = f"the wait is above {limit_s:g} s (scheduler.max_wait_s); a place"
-    told_s = book.appointments(model).ask(
+    told_s = estimator.reservations(model).ask(
         request.visitor,
         short.free,
         short.per_s,

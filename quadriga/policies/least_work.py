@@ -56,7 +56,7 @@ class LeastWork:
 
 
 class LeastWorkWithoutReports:
-    """The same by a last view that nobody renews, and what was placed since.
+    """Least work by a last view that is not renewed, and what was placed since.
 
     What was placed elsewhere is not known: each of the others that place is taken to do as this one
     does. What ended since is not known either, so room is looked at as it was; a replica that has

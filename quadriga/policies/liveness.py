@@ -1,4 +1,4 @@
-"""When somebody who does not answer counts as hung, and when it is rather the one who asks."""
+"""When a process that does not answer counts as hung, and when the observer is stalled itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTROLLER_SILENCE_S = 20.0
 SCHEDULER_SILENCE_S = 20.0
 """The scheduler is restarted by the controller when it has answered nothing for this long."""
 DEAF_S = 15.0
-"""An ingress that nobody has answered for this long ends: its clients go on at another one."""
+"""An ingress without any answer for this long ends: its clients go on at another one."""
 
 
 def event_loop_stall_s(began_s: float, now_s: float, allowed_s: float) -> float:
@@ -60,9 +60,9 @@ class Liveness(Enum):
 
 
 class HeartbeatMonitor:
-    """Whom an ingress takes for hung: the controller, or itself.
+    """Decides whether an ingress takes the controller for hung, or itself.
 
-    Nobody but the ingresses watches the controller. An ingress that hears nobody is sick itself, or
+    Only the ingresses watch the controller. An ingress that gets no answers is sick itself, or
     cut off (without memory, say, it sends, but takes no answer): it blames no one.
     """
 

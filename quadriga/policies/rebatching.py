@@ -46,7 +46,7 @@ class BatchDecision(Enum):
     """What happens to a group at a non-final exit."""
 
     SPLIT = "split"  # who passes leaves, the others wait at this exit
-    STAY = "stay"  # nobody leaves: the whole group goes on together, now
+    STAY = "stay"  # no row leaves: the whole group goes on together, now
     LEAVE = "leave"  # everybody leaves, passed or not
 
 

@@ -1,15 +1,17 @@
-"""When refused callers are to come back, and the places that are kept for them.
+"""When refused callers are to come back, and the places that are reserved for them.
 
-A time to come back is a promise only if those who walk in meanwhile cannot take the place. So each
-refused caller gets an appointment, at the end of a line of appointments:
+A time to come back holds only if callers that arrive meanwhile cannot take the place. So each
+refused caller gets a reservation, at the end of a line of reservations. (Without it, by a predicted
+time alone, half of the returning callers are refused again and wait 1.5 times as long as predicted:
+tests/unit/policies/test_retry_reservations.py simulates it.)
 
-    told     places that are free now, and those that come free until then, are enough for all
-             appointments before it and for its own, also where places come free late
+    back     places that are free now, and those that come free until then, are enough for all
+             reservations before it and for its own, also where places come free late
     walk-in  let in where the places left, and those that come free as expected, are enough for
-             every appointment
+             every reservation
 
-Not everybody comes back: each appointment counts as much as the share of callers that did. With
-nobody coming back, nothing is kept and all is first come first served.
+Not everybody comes back: each reservation counts as much as the share of callers that did. With
+no callers coming back, nothing is reserved and all is first come first served.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ PRIOR_RETURNS = 2.0
 KEPT_OUTCOMES = 0.985
 """Of what is known about outcomes, with each further one."""
 OUTCOMES_S = 8.0
-"""The same is forgotten with this time constant: others may come next, who do as they are told."""
+"""The same is forgotten with this time constant: the next callers may obey."""
 LATENESS_WEIGHT = 0.1
 LATE_FACTOR = 3.0
 """Of the usual lateness; a place is not kept for longer."""
 KEPT_S = (0.2, 2.0)
 """Least and most that a place is kept for."""
 REMEMBERED_S = 5.0
-"""Who comes later than that is a walk-in: it may well be somebody else who asks the same."""
-MAX_APPOINTMENTS = 5000
+"""A caller that comes later than that counts as new: it may be another one that asks the same."""
+MAX_RESERVATIONS = 5000
 HALF = 0.5  # fractions of places are rounded to the nearest
 
 
@@ -45,7 +47,7 @@ class RetryReservations:
     """The callers of one model who were refused, in the order in which they are to come back.
 
     A caller is known by its `visitor`: who asks, and what. Callers who are alike are as good as one
-    another; one without a name gets no appointment.
+    another; one without a name gets no reservation.
     """
 
     _line: list[tuple[float, str]] = field(default_factory=list)
@@ -61,7 +63,7 @@ class RetryReservations:
 
     @property
     def return_share(self) -> float:
-        """Of the refused, those who come back when told, as far as is known."""
+        """Share of refused callers that come back at their time, as far as is known."""
         came = self._returned + PRIOR_RETURNS
         return came / (came + self._missed)
 
@@ -77,20 +79,20 @@ class RetryReservations:
     ) -> float | None:
         """Let a caller in, or say when to come back.
 
-        Who comes when told is let in before all others.
+        A caller that comes at its time is let in before all others.
 
         Args:
-            free: Places that nobody has; negative where some wait for one already.
+            free: Free places; negative where some wait for one already.
             free_per_s: Places that come free in a second; above 0.
-            most_s: Nobody is told to come later, nor has an appointment then.
-            least_free: For who comes when told: 0 where it may wait for the next place that comes
-                free, 1 where it needs one now.
+            most_s: No caller is asked to come later, nor has a reservation then.
+            least_free: For a caller that comes at its time: 0 where it may wait for the
+                next place that comes free, 1 where it needs one now.
 
         Returns:
             None, or seconds from now.
         """
         self._pass_time(now_s)
-        if self._keeps_appointment(visitor, now_s):
+        if self._keeps_reservation(visitor, now_s):
             if free >= least_free:
                 return None
             ahead = self._num_short(free, free_per_s, now_s)
@@ -102,13 +104,13 @@ class RetryReservations:
         wait_s = max(MIN_WAIT_S, _enough(wanted) / free_per_s)
         if wait_s > most_s:
             return most_s
-        if visitor and len(self._line) < MAX_APPOINTMENTS:
+        if visitor and len(self._line) < MAX_RESERVATIONS:
             insort(self._line, (now_s + wait_s, visitor))
             insort(self._by_visitor.setdefault(visitor, []), now_s + wait_s)
         return wait_s
 
     def _may_walk_in(self, free: float, free_per_s: float, now_s: float) -> bool:
-        """Whether enough is left for the appointments of the next moment, of twice that, …"""
+        """Whether enough is left for the reservations of the next moment, of twice that, …"""
         if free < 1.0:
             return False
         first = self._num_before(self._missed_to_s)
@@ -123,10 +125,10 @@ class RetryReservations:
             ahead_s = max(1.0 / free_per_s, 2.0 * ahead_s)
 
     def _num_short(self, free: float, free_per_s: float, now_s: float) -> int:
-        """Appointments up to the last that could not be kept if one more caller came before it.
+        """Reservations up to the last that could not be kept if one more caller came before it.
 
-        Whoever was told too early, and so comes in vain, is to come again behind those: else it
-        would take the place of the next, who would take that of the next.
+        A caller that came in vain, because its time was too early, comes again behind those: else
+        it would take the place of the next, which would take that of the next.
         """
         first = self._num_before(self._missed_to_s)
         for last in range(len(self._line), first, -1):
@@ -136,8 +138,8 @@ class RetryReservations:
                 return last - first
         return 0
 
-    def _keeps_appointment(self, visitor: str, now_s: float) -> bool:
-        """Take the earliest appointment of such a caller, if it is due."""
+    def _keeps_reservation(self, visitor: str, now_s: float) -> bool:
+        """Take the earliest reservation of such a caller, if it is due."""
         times = self._by_visitor.get(visitor)
         if not times or times[0] > now_s + EARLY_S:
             return False

@@ -3,8 +3,8 @@
 A decode replica promises what a sequence has and what it will probably still generate: the upper
 quantile that its length head names, or, without one, that quantile of the answers which ended on
 this replica lately. Never more than the sequence may become. A longer answer grows block by block,
-and where it cannot, somebody is paused (`quadriga.scheduling.preemption`), so a wrong guess costs a
-pause and never an answer.
+and where it cannot, a sequence is paused (`quadriga.scheduling.preemption`), so a wrong guess costs
+a pause and never an answer.
 
 The replica, placement, admission and the simulator all ask here.
 """
@@ -59,7 +59,7 @@ def admitted_tokens(kv_capacity_tokens: int, num_rows: int, max_model_len: int) 
 
     Args:
         max_model_len: Most tokens of one row; 0 where it is not known. Where all rows fit at that
-            length nobody can ever be short, and all of the memory is promised.
+            length no sequence can lack memory, and all of it is promised.
     """
     if 0 < num_rows * max_model_len <= kv_capacity_tokens:
         return kv_capacity_tokens

@@ -2,7 +2,7 @@
 
 Whoever runs ends sooner or later; how soon is learned as a hazard: endings per second of running,
 both forgotten alike. Times the sequences that run now it is the rate at which room comes free, also
-right after a change of load, where a rate over a window would still tell of the load before.
+right after a change of load, where a rate over a window would still show the load before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEMORY_S = 20.0
 """Endings and running time are forgotten with this time constant, while anybody runs."""
 MIN_RATE, MAX_RATE = 1e-3, 1e6
 LATE_S = 60.0
-"""A sequence that nobody ended so long after its deadline will not be heard of any more."""
+"""A sequence without an end so long after its deadline will have none reported any more."""
 
 
 @dataclass(slots=True)
@@ -31,9 +31,9 @@ class _QueueModel:
     Attributes:
         ended: Endings, decayed.
         ran_s: Seconds of running, of all sequences together, decayed alike.
-        reported: Sequences that the replicas last told of. Of those whose ingress died nobody
-            tells the end; they count no longer than replicas hold them.
-        appointments: Of callers who were refused.
+        reported: Sequences in the replicas' last reports. The end of those whose ingress died is
+            not reported; they count no longer than replicas hold them.
+        reservations: Of callers who were refused.
     """
 
     num_pending: int = 0
@@ -42,7 +42,7 @@ class _QueueModel:
     ended: float = 0.0
     ran_s: float = 0.0
     seen_s: float = 0.0
-    appointments: RetryReservations = field(default_factory=RetryReservations)
+    reservations: RetryReservations = field(default_factory=RetryReservations)
 
     def pass_time(self, now_s: float) -> None:
         num_running = min(self.num_running, self.reported)
@@ -100,7 +100,7 @@ class WaitEstimator:
                 model.num_pending -= 1
 
     def forget_late(self, *, now_s: float, now_unix_s: float) -> None:
-        """Drop those of whose end nobody told, because their ingress died."""
+        """Drop those whose end was not reported, because their ingress died."""
         late = [
             sequence_id
             for sequence_id, known in self._known.items()
@@ -124,10 +124,10 @@ class WaitEstimator:
         """Predicted rate at which sequences end.
 
         One more ending is assumed than was seen, after `expected_s`: with none seen yet it is all
-        there is to go by, and the answer falls the longer nobody ends.
+        there is to go by, and the answer falls the longer none ends.
 
         Args:
-            num_running: As the replicas tell.
+            num_running: As the replicas report.
             num_more: That will run as soon as they may.
             expected_s: How long one may run.
         """
@@ -136,9 +136,9 @@ class WaitEstimator:
         hazard = (at.ended + 1.0) / max(at.ran_s + expected_s, 1e-3)
         return (num_running + num_more) * hazard
 
-    def appointments(self, model: str) -> RetryReservations:
-        """Of callers who were refused, and told when to come back."""
-        return self._models.setdefault(model, _QueueModel()).appointments
+    def reservations(self, model: str) -> RetryReservations:
+        """The reservations of refused callers."""
+        return self._models.setdefault(model, _QueueModel()).reservations
 
     def _at(self, model: str, now_s: float) -> _QueueModel:
         at = self._models.setdefault(model, _QueueModel(seen_s=now_s))
@@ -188,7 +188,7 @@ def _queue_room(snapshot: ReplicaSnapshot, request: AdmitRequest, config: Prefil
 def decode_supply(
     request: AdmitRequest,
     decodes: Sequence[ReplicaSnapshot],
-    book: WaitEstimator,
+    estimator: WaitEstimator,
     *,
     num_pending: int,
     model: str,
@@ -197,7 +197,7 @@ def decode_supply(
     """Places at decode replicas for sequences like the request.
 
     The rate is that of all places in use: one that is free while others are refused is kept for
-    somebody who comes soon. With the rate of those in use, a few kept places would mean a longer
+    a caller that comes soon. With the rate of those in use, a few kept places would mean a longer
     wait for all who are refused, and so more places that are kept.
 
     Args:
@@ -205,7 +205,7 @@ def decode_supply(
         num_pending: Sequences before it that have no room yet.
     """
     room = sum(_room(snapshot, request) for snapshot in decodes)
-    per_s = book.ends_per_s(
+    per_s = estimator.ends_per_s(
         model,
         sum(s.num_running + s.num_waiting for s in decodes),
         now_s=now_s,

@@ -200,7 +200,7 @@ def _end_proxies() -> None:
     """End Serve's proxies: a client finds a closed port, not a proxy without routes."""
     import ray
 
-    from actors.scheduler.ingress_watch import SERVE_NAMESPACE
+    from actors.rpc.lifecycle import SERVE_NAMESPACE
 
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] != SERVE_NAMESPACE or not actor["name"].startswith(PROXY_PREFIX):

@@ -37,7 +37,7 @@ LOAD_S = 3.0
 
 
 class HeliosLife(RuleBasedStateMachine):
-    """A fleet with a mind of its own: loads fail, replicas die, requests come as they like."""
+    """A replicas with a mind of its own: loads fail, replicas die, requests come as they like."""
 
     @initialize(
         scout=st.booleans(), count=st.integers(1, 3), start=st.sampled_from(CLASSES),
@@ -58,12 +58,12 @@ class HeliosLife(RuleBasedStateMachine):
         self.machine = Helios(
             list(MODELS.values()), self.config, ChosenDevice(value_bytes=2), table
         )
-        self.fleet = {f"decode-{i}": ReplicaReport(Role.DECODE, start) for i in range(count)}
+        self.replicas = {f"decode-{i}": ReplicaReport(Role.DECODE, start) for i in range(count)}
         if has_prefill:
-            self.fleet["prefill-0"] = ReplicaReport(Role.PREFILL, start)
+            self.replicas["prefill-0"] = ReplicaReport(Role.PREFILL, start)
         self.scouts = frozenset({"scout"}) if scout else frozenset()
         for name in self.scouts:
-            self.fleet[name] = ReplicaReport(Role.DECODE, start)
+            self.replicas[name] = ReplicaReport(Role.DECODE, start)
         self.strict: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
         self.now_s = 0.0
@@ -99,20 +99,20 @@ class HeliosLife(RuleBasedStateMachine):
 
     def ordered(self, order: Order) -> None:
         assert order.depth_class in CLASSES
-        member = self.fleet[order.replica]
+        member = self.replicas[order.replica]
         assert member.depth_class != order.depth_class, "an order for what is there"
         assert isinstance(order, Resize) == (member.depth_class.model == order.depth_class.model)
-        after = self.fleet | {order.replica: ReplicaReport(member.role, order.depth_class)}
+        after = self.replicas | {order.replica: ReplicaReport(member.role, order.depth_class)}
         for model, depth in self.strict.items():
-            if self.met(self.fleet, model, depth):
+            if self.met(self.replicas, model, depth):
                 assert self.met(after, model, depth), "strict requests lost their depth"
         self.order = order
 
     @staticmethod
-    def met(fleet: dict[str, ReplicaReport], model: str, depth: int) -> bool:
+    def met(replicas: dict[str, ReplicaReport], model: str, depth: int) -> bool:
         return any(
             m.role is Role.DECODE and m.depth_class.model == model and m.depth_class.depth >= depth
-            for m in fleet.values()
+            for m in replicas.values()
         )
 
     @rule(passed_s=st.sampled_from([0.0, 1.0, 7.0, 60.0]))
@@ -121,8 +121,10 @@ class HeliosLife(RuleBasedStateMachine):
         is_late = self.order is not None and self.now_s >= self.order.deadline_s
         if is_late:
             self.order = None  # given up by the machine at this very tick
-        waiting = {n: d for n, d in self.waiting.items() if n in self.fleet}
-        self.tell(ControllerTick(dict(self.fleet), self.scouts, 4, 400, dict(self.strict), waiting))
+        waiting = {n: d for n, d in self.waiting.items() if n in self.replicas}
+        self.tell(
+            ControllerTick(dict(self.replicas), self.scouts, 4, 400, dict(self.strict), waiting)
+        )
         if is_late:
             self.follow_target()
 
@@ -131,7 +133,9 @@ class HeliosLife(RuleBasedStateMachine):
     def order_done(self) -> None:
         order, self.order = self.order, None
         assert order is not None
-        self.fleet[order.replica] = ReplicaReport(self.fleet[order.replica].role, order.depth_class)
+        self.replicas[order.replica] = ReplicaReport(
+            self.replicas[order.replica].role, order.depth_class
+        )
         self.now_s += LOAD_S
         if order.depth_class == self.machine.status().target:
             self.target_held_s = self.now_s
@@ -142,10 +146,10 @@ class HeliosLife(RuleBasedStateMachine):
     def order_failed(self) -> None:
         order, self.order = self.order, None
         assert order is not None
-        before = dict(self.fleet)
+        before = dict(self.replicas)
         self.tell(OrderFailed(order.order_id, "no memory"))
-        assert self.fleet == before
-        held = {m.depth_class for n, m in self.fleet.items() if m.role is Role.DECODE}
+        assert self.replicas == before
+        held = {m.depth_class for n, m in self.replicas.items() if m.role is Role.DECODE}
         routing = self.machine.routing
         assert set(routing.serve) <= held, "what does not serve is not offered"
         self.follow_target()
@@ -204,23 +208,23 @@ class HeliosLife(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["decode-0", "decode-1", "scout"]), at=st.sampled_from(CLASSES))
     def replica_restarts(self, name: str, at: DepthClass) -> None:
         """It dies, its order with it, and comes back as it was deployed."""
-        if name not in self.fleet:
+        if name not in self.replicas:
             return
-        member = self.fleet.pop(name)
+        member = self.replicas.pop(name)
         if self.order is not None and self.order.replica == name:
             self.order = None
         self.tick(1.0)
-        self.fleet[name] = ReplicaReport(member.role, at)
+        self.replicas[name] = ReplicaReport(member.role, at)
         self.tick(1.0)
 
     @precondition(lambda self: self.order is not None)
     @rule()
     def ordered_replica_dies(self) -> None:
         assert self.order is not None
-        member = self.fleet.pop(self.order.replica)
+        member = self.replicas.pop(self.order.replica)
         name, self.order = self.order.replica, None
         self.tick(1.0)
-        self.fleet[name] = member
+        self.replicas[name] = member
         self.tick(1.0)
 
     @rule(share=st.sampled_from([0.0, 1.0]))

@@ -179,7 +179,7 @@ class Control:
         replica = self._replica
         self._handle(
             ControllerTick(
-                fleet={NAME: ReplicaReport(Role.DECODE, replica.depth_class)},
+                replicas={NAME: ReplicaReport(Role.DECODE, replica.depth_class)},
                 in_flight=replica.num_running,
                 in_flight_tokens=replica.used_tokens,
             )

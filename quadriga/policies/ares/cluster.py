@@ -203,7 +203,7 @@ class Roles:
     Attributes:
         sources: 𝒪, ascending.
         destinations: 𝒰, ascending.
-        takers: All that let somebody in, however busy, ascending: for paused sequences.
+        takers: All that admit a sequence, however busy, ascending: for paused sequences.
         is_rescue: [n]: sources whose own memory is forecast to run out, or has.
     """
 

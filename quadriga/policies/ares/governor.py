@@ -17,7 +17,7 @@ from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.policies.ares.cluster import by_class
 from quadriga.policies.ares.forecast import with_fixed
-from quadriga.policies.ares.orders import OrderBook
+from quadriga.policies.ares.orders import MoveTracker
 from quadriga.policies.ares.recording import RecordedTick
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import (
@@ -122,7 +122,7 @@ class Governor:
         self._link = LinkMeter()
         self._drift: dict[str, DriftMonitor] = {}
         self.last = TickSummary()
-        self.book = OrderBook(
+        self.moves = MoveTracker(
             max_concurrent=config.ares.max_concurrent_moves, backoff_s=config.ares.backoff_s
         )
         self.configure(config)
@@ -130,8 +130,8 @@ class Governor:
     def configure(self, config: SchedulerConfig) -> None:
         """Take a new configuration; what is under way goes on."""
         self.config = config
-        self.book.max_concurrent = config.ares.max_concurrent_moves
-        self.book.backoff_s = config.ares.backoff_s
+        self.moves.max_concurrent = config.ares.max_concurrent_moves
+        self.moves.backoff_s = config.ares.backoff_s
         self.settings = settings_of(config)
 
     @property
@@ -139,7 +139,7 @@ class Governor:
         return self.config.ares.mode != "off"
 
     def wanted_classes(self, snapshots: Iterable[ReplicaSnapshot]) -> frozenset[DepthClass]:
-        """Classes whose replicas shall predict and forecast: somebody looks at it, and there is
+        """Classes whose replicas shall predict and forecast: forecasts are used, and there is
         more than one place for a sequence to be."""
         if not self.is_on and self.config.placement != "ares":
             return frozenset()
@@ -171,7 +171,7 @@ class Governor:
     def tick(
         self, snapshots: Sequence[ReplicaSnapshot], *, now_s: float, now_unix_s: float
     ) -> list[MigrationOrder]:
-        """Decide the moves of this moment and enter them into the book.
+        """Decide the moves of this moment and note them as under way.
 
         Args:
             snapshots: All that is known; those too old are left out.
@@ -180,7 +180,7 @@ class Governor:
             ConfigError: A forecast is malformed.
         """
         started_s = time.perf_counter()
-        busy, fixed = self.book.busy(now_s), self.book.fixed(now_s)
+        busy, fixed = self.moves.busy(now_s), self.moves.fixed(now_s)
         fresh = [
             s if s.forecast is None else replace(s, forecast=with_fixed(s.forecast, fixed))
             for s in snapshots
@@ -191,9 +191,9 @@ class Governor:
         self.last = TickSummary(now_unix_s)
         for depth_class, members in by_class(fresh).items():
             orders += self._decide(depth_class, members, busy, now_unix_s)
-        orders = orders[: self.book.num_free]
+        orders = orders[: self.moves.num_free]
         for order in orders:
-            self.book.ordered(order, now_unix_s)
+            self.moves.ordered(order, now_unix_s)
         self.last.took_s = time.perf_counter() - started_s
         return orders
 
@@ -242,7 +242,7 @@ class Governor:
 
     def ended(self, order: MigrationOrder, report: MigrationReport, *, now_s: float) -> None:
         """An order has come to its end."""
-        self.book.ended(order, report, now_s)
+        self.moves.ended(order, report, now_s)
         if report.outcome == "moved":
             self._link.moved(report.bytes_sent, report.took_s)
 

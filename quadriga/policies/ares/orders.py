@@ -40,7 +40,7 @@ class _Settling:
     since_s: float
 
 
-class OrderBook:
+class MoveTracker:
     """Who takes part in a move, and who is left alone after one that failed.
 
     Args:

@@ -106,7 +106,7 @@ def candidate_rows(
 ) -> NDArray[np.int64]:
     """Rows of overloaded replicas that may move at all, and last long enough to be worth it.
 
-    A paused one waits for room meanwhile, for nobody knows how long: it is always worth it.
+    A paused one waits for room for an unknown time: moving it is always worth it.
     """
     is_source = np.zeros(len(cluster), dtype=bool)
     is_source[roles.sources] = True
@@ -208,5 +208,5 @@ class Rescheduler:
     def _sources(
         self, cluster: ClusterForecast, *, busy: Set[str], load_only: bool
     ) -> NDArray[np.int64]:
-        """Only overloaded replicas' sequences may move: nobody else's need to be unpacked."""
+        """Only overloaded replicas' sequences may move: no others need to be unpacked."""
         return classify(cluster, self.settings, self._weights(cluster, load_only), busy).sources

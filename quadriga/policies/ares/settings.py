@@ -123,8 +123,8 @@ def _weights(decay: float) -> NDArray[np.float64]:
 def settings_under(settings: AresSettings, reservation: Reservation) -> AresSettings:
     """Return the settings for replicas that promise memory in a way.
 
-    Where it is promised as it is used, a move fills nobody beyond `RETURN_SHARE`: it shall not be
-    the reason why somebody is paused.
+    Where it is promised as it is used, a move fills no replica beyond `RETURN_SHARE`: it shall
+    not be the reason why a sequence is paused.
     """
     if reservation == "longest":
         return settings

@@ -19,17 +19,17 @@ Depths = Mapping[str, tuple[int, ...]]
 
 
 def profilers(
-    fleet: Mapping[str, ReplicaReport], scouts: frozenset[str], *, has_scouts: bool
+    replicas: Mapping[str, ReplicaReport], scouts: frozenset[str], *, has_scouts: bool
 ) -> frozenset[str]:
     """Who profiles: the scouts that live; where none are meant, the first replica of each role."""
     if has_scouts:
-        return scouts & set(fleet)
-    first = {member.role: name for name, member in sorted(fleet.items(), reverse=True)}
+        return scouts & set(replicas)
+    first = {replica.role: name for name, replica in sorted(replicas.items(), reverse=True)}
     return frozenset(first.values())
 
 
 def wanted_classes(
-    fleet: Mapping[str, ReplicaReport],
+    replicas: Mapping[str, ReplicaReport],
     *,
     target: DepthClass | None,
     aside: Mapping[str, DepthClass],
@@ -48,35 +48,37 @@ def wanted_classes(
         strict, waiting: See `Tick`.
     """
     wanted = {
-        name: aside.get(name) or target or member.depth_class for name, member in fleet.items()
+        name: aside.get(name) or target or replica.depth_class for name, replica in replicas.items()
     }
-    decode = [n for n in sorted(fleet) if fleet[n].role is Role.DECODE]
+    decode = [n for n in sorted(replicas) if replicas[n].role is Role.DECODE]
     pool = [n for n in decode if n not in passing] or decode
     pinned: set[str] = set()
     for model, depth in sorted(strict.items()):
         if model not in depths or any(_serves(wanted[n], model, depth) for n in pool):
             continue
         free = [n for n in pool if n not in pinned]
-        able = [n for n in free if _serves(fleet[n].depth_class, model, depth)]
+        able = [n for n in free if _serves(replicas[n].depth_class, model, depth)]
         if not free:
             break
         chosen = able[0] if able else free[-1]
-        wanted[chosen] = fleet[chosen].depth_class if able else _at_least(model, depth, depths)
+        wanted[chosen] = replicas[chosen].depth_class if able else _at_least(model, depth, depths)
         pinned.add(chosen)
-    _deepen_prefill(wanted, fleet, aside, strict, depths, waiting or {})
+    _deepen_prefill(wanted, replicas, aside, strict, depths, waiting or {})
     return wanted
 
 
 def _deepen_prefill(
     wanted: dict[str, DepthClass],
-    fleet: Mapping[str, ReplicaReport],
+    replicas: Mapping[str, ReplicaReport],
     aside: Collection[str],
     strict: Mapping[str, int],
     depths: Depths,
     waiting: Mapping[str, int],
 ) -> None:
-    """Give prefill replicas the layers that are waited for, and let them keep what is in use."""
-    prefill = {n: fleet[n].depth_class for n in sorted(fleet) if fleet[n].role is Role.PREFILL}
+    """Give prefill replicas the layers that strict requests wait for; keep those in use."""
+    prefill = {
+        n: replicas[n].depth_class for n in sorted(replicas) if replicas[n].role is Role.PREFILL
+    }
     for model, depth in strict.items():
         able = [n for n in prefill if n not in aside and _serves(prefill[n], model, depth)]
         if able and not any(_serves(wanted[n], model, depth) for n in prefill):
@@ -92,25 +94,27 @@ def _at_least(model: str, depth: int, depths: Depths) -> DepthClass:
 
 
 def may_change(
-    name: str, new: DepthClass, fleet: Mapping[str, ReplicaReport], strict: Mapping[str, int]
+    name: str, new: DepthClass, replicas: Mapping[str, ReplicaReport], strict: Mapping[str, int]
 ) -> bool:
     """Whether a change leaves every strict need met that is met now."""
-    member = fleet[name]
-    if member.role is not Role.DECODE:
+    replica = replicas[name]
+    if replica.role is not Role.DECODE:
         return True
     for model, depth in strict.items():
-        if not _serves(member.depth_class, model, depth) or _serves(new, model, depth):
+        if not _serves(replica.depth_class, model, depth) or _serves(new, model, depth):
             continue
         if not any(
             other != name and m.role is Role.DECODE and _serves(m.depth_class, model, depth)
-            for other, m in fleet.items()
+            for other, m in replicas.items()
         ):
             return False
     return True
 
 
 def in_order(
-    fleet: Mapping[str, ReplicaReport], wanted: Mapping[str, DepthClass], first: Sequence[str] = ()
+    replicas: Mapping[str, ReplicaReport],
+    wanted: Mapping[str, DepthClass],
+    first: Sequence[str] = (),
 ) -> list[str]:
     """Replicas that do not hold what they shall, in the order in which to change them.
 
@@ -118,12 +122,12 @@ def in_order(
     """
 
     def key(name: str) -> tuple[bool, bool, str]:
-        now, then = fleet[name].depth_class, wanted[name]
+        now, then = replicas[name].depth_class, wanted[name]
         shrinks = now.model == then.model and then.depth < now.depth
-        is_prefill = fleet[name].role is Role.PREFILL
+        is_prefill = replicas[name].role is Role.PREFILL
         return name not in first, is_prefill is shrinks, name
 
-    return sorted((n for n in fleet if fleet[n].depth_class != wanted[n]), key=key)
+    return sorted((n for n in replicas if replicas[n].depth_class != wanted[n]), key=key)
 
 
 def _serves(held: DepthClass, model: str, depth: int) -> bool:

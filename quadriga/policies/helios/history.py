@@ -344,17 +344,18 @@ def unpack_table(raw: bytes) -> HistoryTable:
     return HistoryTable.from_dict(data)
 
 
-def save_table(path: Path, table: HistoryTable) -> None:
+def save_table(path: str | Path, table: HistoryTable) -> None:
     """Replace the file. Raises: OSError."""
-    write_atomically(path, pack_table(table))
+    write_atomically(Path(path).expanduser(), pack_table(table))
 
 
-def load_table(path: Path) -> HistoryTable:
+def load_table(file: str | Path) -> HistoryTable:
     """Read the file; an empty table where there is none.
 
     A file that cannot be used is set aside as `<name>.corrupt` and warned of: the table starts
     anew and fills within one profile.
     """
+    path = Path(file).expanduser()
     try:
         return unpack_table(path.read_bytes())
     except FileNotFoundError:

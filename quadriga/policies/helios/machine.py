@@ -5,9 +5,9 @@
              many tokens that all of the model would not say: load the rest or switch; after so
              many requests: PROFILE again
 
-It is told what is (`messages`), never looks at a clock, and believes the fleet that a tick shows
+It is told what is (`messages`), never looks at a clock, and believes the replicas that a tick shows
 over its own orders; so a controller that restarts begins with a new machine, the kept table and
-the fleet it finds. A failed load leaves the old layers serving: the order is forgotten, and its
+the replicas it finds. A failed load leaves the old layers serving: the order is forgotten, and its
 target barred until the next assessment unless some replica has it.
 
 Source: HELIOS Algorithm 1, §3.3; differs: scouts, hysteresis (margin and dwell), costs in seconds,
@@ -89,7 +89,7 @@ class Helios:
         planner = Planner(candidates, config, device, self.table)
         self._planner = planner
         self._chooser = Chooser(planner, list(self._full), config)
-        self._engine_client = PendingAction(config.order_timeout_s, config.retry_s)
+        self._pending = PendingAction(config.order_timeout_s, config.retry_s)
         self._window = BreachWindow(
             config.breach_window_tokens, config.breach_window_per_sequence, config.breach_share
         )
@@ -110,7 +110,7 @@ class Helios:
     @property
     def routing(self) -> Routing:
         """Where the next auto request goes."""
-        held = [self._tick.fleet[n].depth_class for n in self._serving()]
+        held = [self._tick.replicas[n].depth_class for n in self._serving()]
         by_count = sorted(set(held), key=lambda c: (c != self._target, -held.count(c), str(c)))
         at = self._profiled_on()
         if at is None:
@@ -123,7 +123,7 @@ class Helios:
             phase=self._phase,
             target=self._target,
             profiling=self._profiling.now,
-            order=self._engine_client.order,
+            order=self._pending.order,
             served=self._served,
             window_breaches=self._window.breaches,
             window_tokens=self._window.size,
@@ -161,7 +161,7 @@ class Helios:
                 self._order_failed(event.order_id, event.error, now_s, outputs)
         self._profiling.expire(now_s)
         self._check_order(now_s, outputs)
-        if self._engine_client.order is None and self._tick.fleet:
+        if self._pending.order is None and self._tick.replicas:
             if self._phase is HeliosPhase.PROFILE:
                 self._profile_on(now_s, outputs)
             self._order_next(now_s, outputs)
@@ -228,7 +228,7 @@ class Helios:
         Args:
             bars: What is not to be chosen before the next assessment if something else is now.
         """
-        if self._engine_client.order is not None:
+        if self._pending.order is not None:
             return
         situation = self._situation(now_s)
         if situation.is_too_soon:
@@ -246,10 +246,10 @@ class Helios:
     # The order under way
 
     def _order_done(self, event: OrderDone, now_s: float) -> None:
-        order = self._engine_client.take(event.order_id)
+        order = self._pending.take(event.order_id)
         if order is None:
             return  # given up meanwhile; the next tick shows what the replica holds
-        self._engine_client.forgive(order.replica)
+        self._pending.forgive(order.replica)
         row = self.table.row(order.depth_class.model, order.depth_class.depth)
         if event.load_s > 0.0:  # layers that are dropped say nothing of loading them
             row.load_s = event.load_s
@@ -259,10 +259,10 @@ class Helios:
             self.counters.switches += 1
         else:
             self.counters.resizes += 1
-        member = self._tick.fleet.get(order.replica)
-        if member is not None:  # until the next tick shows it
-            now = {order.replica: ReplicaReport(member.role, order.depth_class)}
-            self._tick = replace(self._tick, fleet={**self._tick.fleet, **now})
+        replica = self._tick.replicas.get(order.replica)
+        if replica is not None:  # until the next tick shows it
+            now = {order.replica: ReplicaReport(replica.role, order.depth_class)}
+            self._tick = replace(self._tick, replicas={**self._tick.replicas, **now})
         if order.depth_class == self._target:
             self._changed_s = now_s
             if event.load_s > 0.0:  # measured, where a guess stood
@@ -270,7 +270,7 @@ class Helios:
             self._window.clear()
 
     def _order_failed(self, order_id: int, error: str, now_s: float, outputs: list[Output]) -> None:
-        order = self._engine_client.take(order_id)
+        order = self._pending.take(order_id)
         if order is None:
             return
         self.counters.failures += 1
@@ -287,17 +287,17 @@ class Helios:
             self._target = self._before if self._before in classes else first
             outputs.append(Keep(f"{what}; {self._target} goes on serving"))
         else:
-            delay_s = self._engine_client.back_off(order.replica, now_s)
+            delay_s = self._pending.back_off(order.replica, now_s)
             outputs.append(Keep(f"{what}; it is asked again in {delay_s:.3g} s"))
 
     def _check_order(self, now_s: float, outputs: list[Output]) -> None:
-        order = self._engine_client.order
+        order = self._pending.order
         if order is None:
             return
-        if order.replica not in self._tick.fleet:
-            self._engine_client.take(order.order_id)
+        if order.replica not in self._tick.replicas:
+            self._pending.take(order.order_id)
             outputs.append(Keep(f"{order.replica} is gone, and its order with it"))
-        elif self._engine_client.is_late(now_s):
+        elif self._pending.is_late(now_s):
             self._order_failed(order.order_id, LATE, now_s, outputs)
 
     # The next one
@@ -332,15 +332,15 @@ class Helios:
         outputs.append(Choose(plan.depth_class, verdict.reason))
 
     def _order_next(self, now_s: float, outputs: list[Output]) -> None:
-        """Bring the fleet one step nearer to what it shall hold."""
-        fleet, strict = self._tick.fleet, self._tick.strict
+        """Bring the replicas one step nearer to what it shall hold."""
+        replicas, strict = self._tick.replicas, self._tick.strict
         aside: dict[str, DepthClass] = {}
         if self._profiling.now is not None:
             aside = dict.fromkeys(self._profilers(), self._profiling.now)
         elif self._target is not None and self._target.model in self._full:
-            aside = dict.fromkeys(self._tick.scouts & set(fleet), self._full[self._target.model])
+            aside = dict.fromkeys(self._tick.scouts & set(replicas), self._full[self._target.model])
         wanted = wanted_classes(
-            fleet,
+            replicas,
             target=self._target,
             aside=aside,
             passing=() if self._profiling.now is None else aside,
@@ -348,13 +348,11 @@ class Helios:
             depths=self._depths,
             waiting=self._tick.waiting,
         )
-        for name in in_order(fleet, wanted, first=sorted(aside)):
+        for name in in_order(replicas, wanted, first=sorted(aside)):
             then = wanted[name]
-            if self._engine_client.may_ask(name, now_s) and may_change(name, then, fleet, strict):
-                now = fleet[name].depth_class
-                outputs.append(
-                    self._engine_client.write(name, now, then, self._why(name, then), now_s)
-                )
+            if self._pending.may_ask(name, now_s) and may_change(name, then, replicas, strict):
+                now = replicas[name].depth_class
+                outputs.append(self._pending.write(name, now, then, self._why(name, then), now_s))
                 return
 
     def _why(self, name: str, then: DepthClass) -> str:
@@ -386,21 +384,21 @@ class Helios:
         )
 
     def _profilers(self) -> frozenset[str]:
-        return profilers(self._tick.fleet, self._tick.scouts, has_scouts=self._config.scout)
+        return profilers(self._tick.replicas, self._tick.scouts, has_scouts=self._config.scout)
 
     def _profiled_on(self) -> str | None:
         """The decode replica that profiles, once all who take part hold the candidate."""
-        members = {n: self._tick.fleet[n] for n in sorted(self._profilers())}
+        members = {n: self._tick.replicas[n] for n in sorted(self._profilers())}
         if any(m.depth_class != self._profiling.now for m in members.values()):
             return None
         return next((n for n, m in members.items() if m.role is Role.DECODE), None)
 
     def _serving(self) -> list[str]:
         """Decode replicas that are no scouts."""
-        fleet, scouts = self._tick.fleet, self._tick.scouts
-        return [n for n in sorted(fleet) if fleet[n].role is Role.DECODE and n not in scouts]
+        replicas, scouts = self._tick.replicas, self._tick.scouts
+        return [n for n in sorted(replicas) if replicas[n].role is Role.DECODE and n not in scouts]
 
     def _classes(self) -> list[DepthClass]:
         """What serving replicas hold, the most frequent first."""
-        held = [self._tick.fleet[n].depth_class for n in self._serving()]
+        held = [self._tick.replicas[n].depth_class for n in self._serving()]
         return sorted(held, key=lambda c: -held.count(c))

@@ -31,7 +31,7 @@ class ControllerTick:
     """The state of the world, about once a second.
 
     Attributes:
-        fleet: Living replicas by name, those that still start excluded. What a replica really
+        replicas: Living replicas by name, those that still start excluded. What a replica really
             holds counts, whatever was ordered: the machine believes this and not its own orders.
         scouts: Names of those that profile and sample; empty where there are none.
         in_flight: Sequences that run on serving decode replicas, and their tokens so far.
@@ -39,7 +39,7 @@ class ControllerTick:
         waiting: Prefill replica → layers that strict requests wait for there.
     """
 
-    fleet: Mapping[str, ReplicaReport]
+    replicas: Mapping[str, ReplicaReport]
     scouts: frozenset[str] = frozenset()
     in_flight: int = 0
     in_flight_tokens: int = 0
@@ -213,7 +213,7 @@ class Routing:
 
     Attributes:
         serve: Classes that serve now, the chosen one first; another one only while replicas
-            change to the chosen one, or none does yet. Empty until a fleet was seen.
+            change to the chosen one, or none does yet. Empty until a replicas was seen.
         profile: Where the next requests go instead, as long as there are places.
         profile_replica: The decode replica that profiles.
         profile_places: Requests it still wants; each `RequestStarted` there takes one.

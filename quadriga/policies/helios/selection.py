@@ -227,7 +227,7 @@ class Chooser:
         return over_limit(plan, self._limit(plan, now)) if plan is not None else None
 
     def hopeless(self, now: Situation) -> dict[str, str]:
-        """Other models that could not become the choice, and why: a profile of them tells nothing.
+        """Other models that could not become the choice, and why: a profile of them is of no use.
 
         Such a model would not be chosen if all of its tokens left at its first exit, and it were
         as accurate as the one that serves.

@@ -195,8 +195,8 @@ def _running(core: Any) -> list[tuple[str, int]]:
 def _switch(controller: Any, role: str, ordinal: int, model: str | None, depth: int) -> None:
     """In the controller: what HELIOS does where it orders a switch."""
     key = (Role(role), ordinal)
-    book = controller._helios.book
-    book.held[key] = book.base[key] if model is None else DepthClass(model, depth)
+    pools = controller._helios.pools
+    pools.held[key] = pools.base[key] if model is None else DepthClass(model, depth)
     controller._wake.set()
 
 

@@ -13,10 +13,10 @@ from ray.exceptions import RayError
 
 import actors.controller.controller
 from actors.controller.controller import Controller
-from actors.controller.desired import Desired
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Deployment
+from quadriga.control.desired import Desired
 from quadriga.errors import ConfigError, ReplicaDied
 
 CONFIG = load_config({}).model_dump(mode="json")
@@ -58,7 +58,7 @@ async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIter
     async def unheard(*_: Any, **__: Any) -> None:
         return
 
-    monkeypatch.setattr("actors.controller.scheduler_watch.call", unheard)
+    monkeypatch.setattr("actors.controller.watchdogs.call", unheard)
     monkeypatch.setattr("actors.controller.drain.LeavingNodes.look", unheard)
     made = Controller("app", CONFIG)
     try:
@@ -223,7 +223,7 @@ async def test_nobody_is_told_yes_by_a_controller_that_ends(
             await saved(desired)
 
         monkeypatch.setattr(made, "_want", want)
-        monkeypatch.setattr(made._fleet, "stop_all", ending.wait)
+        monkeypatch.setattr(made._manager, "stop_all", ending.wait)
         early = asyncio.create_task(made.ensure(CONFIG))
         await saving.wait()
         closing = asyncio.create_task(made._end("no ingress"))
@@ -270,8 +270,10 @@ async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.Monke
     ) as made:
         await until(lambda: made._desired is not None)
         adopted: list[str] = []
-        monkeypatch.setattr(made._fleet, "adopt", lambda _, name, __: adopted.append(name))
-        monkeypatch.setattr(made._fleet, "knows", lambda name: name in ["app:decode:1:e", *adopted])
+        monkeypatch.setattr(made._manager, "adopt", lambda _, name, __: adopted.append(name))
+        monkeypatch.setattr(
+            made._manager, "knows", lambda name: name in ["app:decode:1:e", *adopted]
+        )
         names[:] = ["app:decode:0:abc", "app:decode:1:e", "other:decode:0:x"]
         await until(lambda: bool(removed))
         assert found == ["app:decode:0:abc"] * 2
@@ -300,7 +302,7 @@ async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         async def call(_: str, method: str, *__: Any, **___: Any) -> None:
             told.append(method)
 
-        monkeypatch.setattr("actors.controller.scheduler_watch.call", call)
+        monkeypatch.setattr("actors.controller.watchdogs.call", call)
         await made._end("stopped")
         assert "stop" in told and ended.num_calls == 1, "the scheduler is stopped all the same"
         make = Failing(None)
@@ -308,12 +310,12 @@ async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         async def gone(*_: Any, **__: Any) -> None:
             raise ReplicaDied("it was stopped")
 
-        monkeypatch.setattr("actors.controller.scheduler_watch.call", gone)
-        monkeypatch.setattr("actors.controller.scheduler_watch.get_scheduler", make)
+        monkeypatch.setattr("actors.controller.watchdogs.call", gone)
+        monkeypatch.setattr("actors.controller.watchdogs.create_or_get", make)
         await made._scheduler.configure(CONFIG, [], 0.0)
         assert make.num_calls == 0, "who ends makes no scheduler"
     async with controller(monkeypatch) as made:
-        monkeypatch.setattr(made._fleet, "stop_all", fail)
+        monkeypatch.setattr(made._manager, "stop_all", fail)
         with pytest.raises(KeyError):
             await made._end("stopped")
         assert ended.num_calls == 2

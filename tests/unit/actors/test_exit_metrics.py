@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from actors.metrics.metrics_page import exits_view
 from actors.metrics.replica_metrics import ReplicaMetrics
-from actors.replica.status import ReplicaLoad
 from quadriga.checkpoint.exits import ExitCounters
+from quadriga.control.replica_record import ReplicaLoad
 from quadriga.observability.metrics import MetricsHub
 
 

@@ -13,24 +13,21 @@ from typing import Any
 import pytest
 
 import actors.controller.helios
-import actors.controller.scaling
-import actors.replica.escalation
-import actors.replica.strict_depth_loader
-from actors.controller.helios import HeliosController
-from actors.controller.helios_setup import set_up
-from actors.controller.replica_handles import class_of, place_name
+import actors.controller.strict_requests
+from actors.controller.helios import HeliosController, load_history
 from actors.controller.replica_manager import ReplicaHandle, ReplicaManager, ReplicaPhase
-from actors.replica.status import ParkedSequence, ReplicaLoad, ReplicaStatus
 from quadriga.checkpoint.exits import ExitCounters
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import ManualClock
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
+from quadriga.control.helios_setup import set_up
+from quadriga.control.replica_record import ParkedSequence, ReplicaLoad, ReplicaStatus, place_name
 from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.policies.helios import Resize, Switch
+from quadriga.policies.helios import HistoryTable, Resize, Switch
 from quadriga.policies.helios.history import unpack_table
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
@@ -53,16 +50,16 @@ class Stand:
         self.answers: dict[str, Callable[..., Any]] = {}
         for module in (
             actors.controller.helios,
-            actors.replica.escalation,
-            actors.controller.scaling,
-            actors.replica.strict_depth_loader,
+            actors.controller.strict_requests,
         ):
             monkeypatch.setattr(module, "call", self._call)
         monkeypatch.setattr(
-            actors.controller.helios.kept, "load", lambda app, what: self.saved.get(what)
+            actors.controller.helios.controller_store,
+            "load",
+            lambda app, what: self.saved.get(what),
         )
         monkeypatch.setattr(
-            actors.controller.helios.kept,
+            actors.controller.helios.controller_store,
             "save",
             lambda app, what, value: self.saved.update({what: value}),
         )
@@ -79,7 +76,7 @@ class Stand:
         for spec in deployment.replicas:
             places[spec.role, ordinals[spec.role]] = spec
             ordinals[spec.role] += 1
-        setup = set_up("app", self.config, HARDWARE, places)
+        setup = set_up(self.config, HARDWARE, places, load_history("app", self.config))
         self.control = HeliosController("app", setup, self.fleet, self.clock)
         return self.control
 
@@ -88,11 +85,13 @@ class Stand:
         name = name or place_name(key)
         info = ReplicaInfo(name, key[0], depth_class, "node", "one", 8, 4096)
         handle: Any = None
-        member = ReplicaHandle(key, name, handle, self.clock.now_s(), "same", ReplicaPhase.READY)
+        member = ReplicaHandle(
+            key, name, self.clock.now_s(), "same", ReplicaPhase.READY, handle=handle
+        )
         member.status = ReplicaStatus(
             info, True, False, None, ReplicaLoad(exits=ExitCounters()), "same"
         )
-        self.fleet.members[name] = member
+        self.fleet.replicas[name] = member
         return member
 
     async def tick(self) -> None:
@@ -150,7 +149,7 @@ async def test_profile_choose_resize_and_serve(monkeypatch: pytest.MonkeyPatch) 
     for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
         stand.add(key, S8)
     control = stand.control
-    assert set(control.book.specs()) == {PREFILL, DECODE, SCOUT_P, SCOUT_D}
+    assert set(control.pools.specs()) == {PREFILL, DECODE, SCOUT_P, SCOUT_D}
     await stand.tick()
     route = stand.of("set_route")[-1][2]
     assert (route.profile, route.profile_decode, route.places) == (S8, "decode:1", 2)
@@ -163,7 +162,7 @@ async def test_profile_choose_resize_and_serve(monkeypatch: pytest.MonkeyPatch) 
     target = control.view()["target"]
     assert target == "quadriga-s@4", control.view()["decisions"]
     assert {(c[0], c[2]) for c in stand.of("resize")} == {("prefill:0", 4), ("decode:0", 4)}
-    assert control.book.specs()[DECODE].engine.depth == 4, "a respawn comes at the new depth"
+    assert control.pools.specs()[DECODE].engine.depth == 4, "a respawn comes at the new depth"
     assert stand.of("set_route")[-1][2].serve == (S4,)
     assert control.view()["counters"]["resizes"] == 2
     assert any(row["depth"] == 8 for row in control.view()["rows"])
@@ -202,12 +201,12 @@ async def test_news_of_a_replica_that_is_gone_is_news_of_its_place(
     stand.add(SCOUT_D, S8, "app:decode:1:old")
     await stand.tick()
     stand.control.report([AutoReport("started", "app:decode:1:old")] * 2)
-    assert stand.control.route().places == 0
-    del stand.fleet.members["app:decode:1:old"]
+    assert stand.control.operator.route().places == 0
+    del stand.fleet.replicas["app:decode:1:old"]
     stand.control.report([AutoReport("lost", "app:decode:1:old")] * 2)
     stand.add(SCOUT_D, S8, "app:decode:1:new")
     await stand.tick()
-    assert stand.control.route().places == 2
+    assert stand.control.operator.route().places == 2
 
 
 async def test_a_late_answer_leaves_the_next_order_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,14 +223,14 @@ async def test_a_late_answer_leaves_the_next_order_alone(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(actors.controller.helios, "call", answer)
     control = stand.control
-    control._carry_out(Resize(1, "decode:0", S4, 10.0, "why"))
+    control.operator.carry_out(Resize(1, "decode:0", S4, 10.0, "why"))
     await asyncio.sleep(0)
-    control._carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
+    control.operator.carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
     answered.set()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert control.book.changing == PREFILL
-    assert control._under_way is not None and control._under_way.order.order_id == 2
+    assert control.pools.changing == PREFILL
+    assert control.operator.under_way is not None and control.operator.under_way.order.order_id == 2
 
 
 async def test_a_switch_that_was_given_up_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +238,10 @@ async def test_a_switch_that_was_given_up_is_undone(monkeypatch: pytest.MonkeyPa
     for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
         stand.add(key, S8)
     control = stand.control
-    control._carry_out(Switch(1, "decode:0", L12, 500.0, "why"))
-    assert control.book.specs()[DECODE].engine.depth_class == L12
-    control._carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
-    assert control.book.specs()[DECODE].engine.depth_class == S8
+    control.operator.carry_out(Switch(1, "decode:0", L12, 500.0, "why"))
+    assert control.pools.specs()[DECODE].engine.depth_class == L12
+    control.operator.carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
+    assert control.pools.specs()[DECODE].engine.depth_class == S8
 
 
 async def test_a_switch_back_to_a_model_that_the_catalogue_has_lost(
@@ -254,9 +253,9 @@ async def test_a_switch_back_to_a_model_that_the_catalogue_has_lost(
         stand.add(key, S8)
     stand.add(DECODE, DepthClass("lost", 8))
     control = stand.control
-    control._carry_out(Switch(1, "decode:0", S8, 500.0, "why"))
-    control._carry_out(Resize(2, "prefill:0", S4, 500.0, "why"))
-    assert control.book.specs()[DECODE].engine.depth_class == S8
+    control.operator.carry_out(Switch(1, "decode:0", S8, 500.0, "why"))
+    control.operator.carry_out(Resize(2, "prefill:0", S4, 500.0, "why"))
+    assert control.pools.specs()[DECODE].engine.depth_class == S8
 
 
 async def test_a_load_that_fails_leaves_the_old_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +274,7 @@ async def test_a_load_that_fails_leaves_the_old_layers(monkeypatch: pytest.Monke
         await stand.tick()
     view = stand.control.view()
     assert view["counters"]["failures"] >= 1 and view["places"]["decode:0"]["holds"] == str(S8)
-    assert stand.control.book.specs()[DECODE].engine.depth == 8
+    assert stand.control.pools.specs()[DECODE].engine.depth == 8
 
 
 async def test_a_model_changes_hands_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,20 +282,20 @@ async def test_a_model_changes_hands_without_a_gap(monkeypatch: pytest.MonkeyPat
     stand = Stand(monkeypatch, **{"helios.scout": False})
     old_p, old_d = stand.add(PREFILL, S8, "p-s"), stand.add(DECODE, S8, "d-s")
     control = stand.control
-    control.book.specs()
-    assert control.book.may_go(stand.add((Role.DECODE, 9), S8, "surplus"))
-    del stand.fleet.members["surplus"]
-    control.book.held[PREFILL] = L12
+    control.pools.specs()
+    assert control.pools.may_go(stand.add((Role.DECODE, 9), S8, "surplus"))
+    del stand.fleet.replicas["surplus"]
+    control.pools.held[PREFILL] = L12
     new_p = stand.add(PREFILL, L12, "p-l")
-    assert control.book.member_of(PREFILL) is new_p
-    assert not control.book.may_go(old_p), "the decode place still has the old model"
-    control.book.held[DECODE] = L12
-    assert not control.book.may_go(old_p), "its successor is not there yet"
-    assert not control.book.may_go(old_d), "somebody computes prompts for it"
+    assert control.pools.replica_at(PREFILL) is new_p
+    assert not control.pools.may_go(old_p), "the decode place still has the old model"
+    control.pools.held[DECODE] = L12
+    assert not control.pools.may_go(old_p), "its successor is not there yet"
+    assert not control.pools.may_go(old_d), "somebody computes prompts for it"
     stand.add(DECODE, L12, "d-l")
-    assert control.book.may_go(old_p) and not control.book.may_go(old_d)
-    del stand.fleet.members["p-s"]
-    assert control.book.may_go(old_d)
+    assert control.pools.may_go(old_p) and not control.pools.may_go(old_d)
+    del stand.fleet.replicas["p-s"]
+    assert control.pools.may_go(old_d)
 
 
 async def test_a_switch_is_done_when_the_new_process_is_ready(
@@ -309,13 +308,13 @@ async def test_a_switch_is_done_when_the_new_process_is_ready(
     await stand.tick()
     control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
     await stand.tick()  # the next candidate is the larger model: the scouts change to it
-    changing = [k for k in (SCOUT_P, SCOUT_D) if control.book.specs()[k].engine.depth_class == L12]
+    changing = [k for k in (SCOUT_P, SCOUT_D) if control.pools.specs()[k].engine.depth_class == L12]
     assert len(changing) == 1, "one order at a time"
     stand.add(changing[0], L12, "new")
     stand.clock.advance(1.0)
     await stand.tick()
     assert control.view()["counters"]["switches"] == 1
-    assert {control.book.specs()[k].engine.depth_class for k in (SCOUT_P, SCOUT_D)} == {L12}
+    assert {control.pools.specs()[k].engine.depth_class for k in (SCOUT_P, SCOUT_D)} == {L12}
     # The second one dies on its way: the place keeps what it has.
     other = next(k for k in (SCOUT_P, SCOUT_D) if k not in changing)
     stand.fleet._num_failures[other] = 1
@@ -353,21 +352,21 @@ async def test_prefill_loads_what_strict_sequences_wait_for(
     for _ in range(4):
         stand.clock.advance(1.0)
         await stand.tick()
-    assert {class_of(m) for m in (prefill, decode)} == {S4}
+    assert {m.depth_class for m in (prefill, decode)} == {S4}
     load_of(prefill).strict_depth = 8
     for _ in range(4):
         stand.clock.advance(1.0)
         await stand.tick()
-    assert {class_of(m) for m in (prefill, decode)} == {S8}, "decode will need them next"
+    assert {m.depth_class for m in (prefill, decode)} == {S8}, "decode will need them next"
     load_of(prefill).strict_depth = 0
     load_of(decode).strict_depth = 8
     await stand.tick()
-    assert {class_of(m) for m in (prefill, decode)} == {S8}
+    assert {m.depth_class for m in (prefill, decode)} == {S8}
     load_of(decode).strict_depth = 0
     for _ in range(4):
         stand.clock.advance(1.0)
         await stand.tick()
-    assert {class_of(m) for m in (prefill, decode)} == {S4}
+    assert {m.depth_class for m in (prefill, decode)} == {S4}
     assert stand.control.view()["target"] == str(S4)
 
 
@@ -384,7 +383,7 @@ async def test_a_strict_request_that_came_in_the_middle_of_a_switch_gets_its_lay
         "failed" if len(stand.of("resize")) == 1 else "resized", depth=depth
     )
     old_p, old_d = stand.add(PREFILL, S4, "p-s"), stand.add(DECODE, S4, "d-s")
-    stand.control.book.held = {PREFILL: L12, DECODE: L12}
+    stand.control.pools.held = {PREFILL: L12, DECODE: L12}
     stand.add(PREFILL, L12, "p-l")
     stand.add(DECODE, L12, "d-l")
     await stand.tick()
@@ -407,7 +406,7 @@ async def test_a_strict_request_that_came_in_the_middle_of_a_switch_gets_its_lay
     stand.clock.advance(5.0)
     await stand.tick()
     assert len(stand.of("resize")) == 3, "they have them"
-    assert stand.control.book.held[DECODE] == L12, "nobody goes back to the old model for it"
+    assert stand.control.pools.held[DECODE] == L12, "nobody goes back to the old model for it"
 
 
 async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +418,7 @@ async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch)
     await stand.tick()
     await stand.control.keep()
     assert len(unpack_table(stand.saved["history"])) >= 1
-    stand.fleet.members["decode:0"].status = stand.fleet.members["decode:1"].status
+    stand.fleet.replicas["decode:0"].status = stand.fleet.replicas["decode:1"].status
     again = stand.again()
     assert again.view()["rows"]
     again.tick()
@@ -434,7 +433,7 @@ def test_what_cannot_be_chosen_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     two = {"pools": [{"model": "quadriga-s"}, {"model": "quadriga-l"}]}
     made = load_config({"helios.enabled": True, "decode.rebatching": "drex", **two})
     with pytest.raises(ConfigError, match="2 pools"):
-        set_up("app", made, HARDWARE, {})
+        set_up(made, HARDWARE, {}, HistoryTable())
 
 
 def test_a_pool_of_another_family_than_the_catalogue_is_refused(
@@ -465,7 +464,7 @@ async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.Monke
     def loads(_: str) -> list[ReplicaSnapshot]:
         return [
             ReplicaSnapshot(m.status.info, 0.0, num_running=running.get(m.name, 0))
-            for m in stand.fleet.members.values()
+            for m in stand.fleet.replicas.values()
             if m.status is not None
         ]
 
@@ -480,7 +479,7 @@ async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.Monke
         await stand.tick()
     added = (Role.DECODE, 2)
     assert stand.control.view()["target"] == str(S8)
-    assert set(stand.control.book.specs()) - set(members) == {added}
+    assert set(stand.control.pools.specs()) - set(members) == {added}
     stand.add(added, S8)
     running["decode:0"], running["decode:2"] = 2, 1
     for _ in range(15):
@@ -488,7 +487,7 @@ async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.Monke
         await stand.tick()
     ((name, _, heir),) = stand.of("hand_over")
     assert {name, heir} == {"decode:0", "decode:2"}
-    places = stand.control.book.specs()
+    places = stand.control.pools.specs()
     assert len([k for k in places if k[0] is Role.DECODE]) == 2, "one that serves, and the scout"
 
 
@@ -510,7 +509,7 @@ class Scaled(Stand):
     def _loads(self, _: str) -> list[ReplicaSnapshot]:
         return [
             ReplicaSnapshot(m.status.info, 0.0, num_running=self.running.get(m.name, 0))
-            for m in self.fleet.members.values()
+            for m in self.fleet.replicas.values()
             if m.status is not None
         ]
 
@@ -534,7 +533,7 @@ class Scaled(Stand):
 
     @property
     def decode_places(self) -> set[int]:
-        return {n for role, n in self.control.book.specs() if role is Role.DECODE} - {1}
+        return {n for role, n in self.control.pools.specs() if role is Role.DECODE} - {1}
 
 
 async def test_a_replica_that_never_comes_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,11 +544,11 @@ async def test_a_replica_that_never_comes_freezes_nothing(monkeypatch: pytest.Mo
     assert stand.decode_places == {0, 2}
     pending = stand.add((Role.DECODE, 2), S4)
     pending.phase, pending.status = ReplicaPhase.PENDING, None
-    load = load_of(stand.fleet.members["decode:0"])
+    load = load_of(stand.fleet.replicas["decode:0"])
     for i in range(1, 6):  # meanwhile confidence breaks: the machine goes on
         load.exits = ExitCounters(tokens={4: 100 * i}, breaches=90 * i)
         await stand.ticks(1)
-    assert class_of(stand.fleet.members["decode:0"]) == S8
+    assert stand.fleet.replicas["decode:0"].depth_class == S8
     assert stand.decode_places == {0, 2}, "no more are asked for than are wanted"
     await stand.ticks(9)
     assert stand.decode_places == {0, 3}, "it is given up, and another one is asked for"
@@ -581,10 +580,10 @@ async def test_one_leaves_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     first, then = stand.of("hand_over")
     assert (first[0], first[2], then[2]) == ("decode:0", "decode:2", "decode:3"), "what is left"
     stand.answers["hand_over"] = lambda name, heir: []
-    stand.fleet.members[first[0]].phase = ReplicaPhase.RETIRING
+    stand.fleet.replicas[first[0]].phase = ReplicaPhase.RETIRING
     await stand.ticks(20)
     assert len(stand.of("hand_over")) == 2, "the first one is still leaving"
-    del stand.fleet.members[first[0]]
+    del stand.fleet.replicas[first[0]]
     await stand.ticks(20)
     assert len(stand.of("hand_over")) == 3
     assert len(stand.decode_places) == 1
@@ -606,8 +605,8 @@ async def test_a_replica_at_another_depth_carries_its_share(
     stand.control.report([finished("decode:2", S8, e2=30, e4=60, e8=10)] * 2)
     stand.running = {"decode:0": 6, "decode:1": 5}
     await stand.ticks(30)
-    assert class_of(stand.fleet.members["decode:1"]) == S8, "its order fails again and again"
-    places = {n for role, n in stand.control.book.specs() if role is Role.DECODE}
+    assert stand.fleet.replicas["decode:1"].depth_class == S8, "its order fails again and again"
+    places = {n for role, n in stand.control.pools.specs() if role is Role.DECODE}
     assert places == {0, 1, 2}, "two are wanted for eleven, and two there are"
     stand.running["decode:1"] = 8
     await stand.ticks(2)
@@ -622,7 +621,7 @@ async def test_who_waits_for_a_decode_replica_is_counted_once(
     await stand.serve(S8)
 
     def loads(_: str) -> list[ReplicaSnapshot]:
-        infos = {m.name: m.status.info for m in stand.fleet.members.values() if m.status}
+        infos = {m.name: m.status.info for m in stand.fleet.replicas.values() if m.status}
         return [
             # Of six that hold a row three are on their way, two look for room; three more queue.
             ReplicaSnapshot(infos["prefill:0"], 0.0, num_running=5, num_waiting=3),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors.scheduler import ingress_watch
-from actors.scheduler.ingress_watch import SILENCE_S, IngressWatch
+from actors.controller import watchdogs
+from actors.controller.watchdogs import SILENCE_S, IngressWatch
 from quadriga.policies.liveness import STALL_PATIENCE
 
 
@@ -79,12 +79,12 @@ async def test_one_that_ray_did_not_end_is_ended_later(monkeypatch: pytest.Monke
     """It says nothing any more, so nobody else would put it back."""
     watch, ended = IngressWatch(), []
     answers: list[Callable[[], Any]] = [_away, object]
-    monkeypatch.setattr(ingress_watch.ray, "get_actor", lambda *_, **__: answers.pop(0)())
-    monkeypatch.setattr(ingress_watch.ray, "kill", lambda *_, **__: ended.append(second))
+    monkeypatch.setattr(watchdogs.ray, "get_actor", lambda *_, **__: answers.pop(0)())
+    monkeypatch.setattr(watchdogs.ray, "kill", lambda *_, **__: ended.append(second))
     watch.hear("hangs", 0.0)
     for second in range(30):
         for actor in watch.hung(float(second)):
-            await ingress_watch.end(watch, actor, float(second))
+            await watch.end(actor, float(second))
     assert ended == [11 + int(SILENCE_S / 2) + 1]
 
 
@@ -96,14 +96,14 @@ async def test_ray_is_asked_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         await gate.wait()
         return object()
 
-    monkeypatch.setattr(ingress_watch, "_find", find)
+    monkeypatch.setattr(watchdogs, "_find_ingress", find)
     watch.hear("silent", 0.0)
-    looks = [asyncio.create_task(ingress_watch.forget_gone(watch, 6.0 + at)) for at in range(3)]
+    looks = [asyncio.create_task(watch.forget_gone(6.0 + at)) for at in range(3)]
     await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(*looks)
     assert asked == ["silent"]
-    await ingress_watch.forget_gone(watch, 9.0)
+    await watch.forget_gone(9.0)
     assert asked == ["silent"] * 2
 
 

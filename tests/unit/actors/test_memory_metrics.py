@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actors.metrics.replica_metrics import ReplicaMetrics
-from actors.replica.status import ReplicaLoad
+from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.replica import RelayMemory
 from quadriga.observability.metrics import MetricsHub, parse_exposition
 

@@ -109,6 +109,6 @@ async def test_the_fleet_asks_for_who_has_no_place(
     monkeypatch.setattr("actors.controller.replica_manager.groups", lambda: [("d0", state)])
     fleet = ReplicaManager("app", ManualClock(1000.0), lambda: None, lambda: 0.0)
     handle: Any = None
-    member = ReplicaHandle((Role.DECODE, 0), "d0", handle, 990.0, "same")
+    member = ReplicaHandle((Role.DECODE, 0), "d0", 990.0, "same", handle=handle)
     assert await fleet._verdict(member, 8.0) is None
     assert waiting == ([990.0] if state == "PENDING" else [])

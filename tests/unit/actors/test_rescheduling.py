@@ -88,11 +88,11 @@ async def test_a_source_that_does_not_answer_costs_one_order(
     made = make(send)
     (order,) = made.tick()
     await asyncio.sleep(0)
-    (decision,) = made.governor.book.recent
+    (decision,) = made.governor.moves.recent
     assert decision.report is not None
     assert (decision.report.outcome, decision.report.reason.split(":")[0]) == (outcome, reason)
-    assert order.sequence_id in made.governor.book.fixed(0.0)
-    assert made.governor.book.under_way == []
+    assert order.sequence_id in made.governor.moves.fixed(0.0)
+    assert made.governor.moves.under_way == []
 
 
 async def test_decisions_are_recorded_up_to_a_size_and_decided_again(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 import actors.rpc.tasks
 import actors.scheduler.scheduler
 from actors.kv_transfer.placement import Placement
-from actors.scheduler.auto_routing import Route
 from actors.scheduler.scheduler import Scheduler
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
+from quadriga.control.auto_routing import Route
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest

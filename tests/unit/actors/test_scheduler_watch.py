@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors.controller import scheduler_watch
-from actors.controller.scheduler_watch import CALL_TIMEOUT_S, SchedulerWatch
+from actors.controller import watchdogs
+from actors.controller.watchdogs import CALL_TIMEOUT_S, SchedulerWatch
 from quadriga.clock import ManualClock
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.policies.liveness import SCHEDULER_SILENCE_S as SILENCE_S
@@ -34,9 +34,9 @@ class World:
         self.make_failure: Exception | None = None
         self.did: list[str] = []
         self.is_held = True
-        monkeypatch.setattr(scheduler_watch, "call", self._call)
-        monkeypatch.setattr(scheduler_watch, "restart", self._restart)
-        monkeypatch.setattr(scheduler_watch, "get_scheduler", self._make)
+        monkeypatch.setattr(watchdogs, "call", self._call)
+        monkeypatch.setattr(watchdogs, "restart", self._restart)
+        monkeypatch.setattr(watchdogs, "create_or_get", self._make)
         self.watch = SchedulerWatch("app", self.clock, self._may_act)
 
     async def configure(self, times: int = 1) -> None:
@@ -53,8 +53,8 @@ class World:
     async def _restart(self, name: str) -> None:
         self.did.append(f"restart {name}")
 
-    def _make(self, app: str, config: dict[str, Any]) -> None:
-        self.did.append(f"make {app} {config}")
+    def _make(self, cls: type, name: str, config: dict[str, Any]) -> None:
+        self.did.append(f"make {name} {config}")
         if self.make_failure is not None:
             raise self.make_failure
 
@@ -79,7 +79,7 @@ async def test_one_that_is_gone_for_good_is_made_again(world: World) -> None:
     world.failure = ReplicaDied("it died")
     world.make_failure = RayError("the control store is away")
     await world.configure(times=2)
-    assert world.did == ["make app {'a': 1}"] * 2
+    assert world.did == ["make app:scheduler {'a': 1}"] * 2
 
 
 async def test_one_that_is_away_for_now_is_not_made(world: World) -> None:

@@ -1,4 +1,4 @@
-"""HELIOS's own example as catalogue models and requests, and a fleet that carries out orders."""
+"""HELIOS's own example as catalogue models and requests, and a replicas that carries out orders."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Cluster:
     """Replicas that do as they are told, at once when `answer` is called."""
 
     machine: Helios
-    fleet: dict[str, ReplicaReport]
+    replicas: dict[str, ReplicaReport]
     scouts: frozenset[str] = frozenset()
     strict: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Cluster:
         self.now_s += passed_s
         return self.tell(
             ControllerTick(
-                dict(self.fleet), self.scouts, self.in_flight, self.in_flight_tokens,
+                dict(self.replicas), self.scouts, self.in_flight, self.in_flight_tokens,
                 dict(self.strict), dict(self.waiting),
             )
         )  # fmt: skip
@@ -139,8 +139,8 @@ class Cluster:
     def done(self, load_s: float = 1.0) -> list[Output]:
         """The order under way is carried out."""
         order = self.take()
-        role = self.fleet[order.replica].role
-        self.fleet[order.replica] = ReplicaReport(role, order.depth_class)
+        role = self.replicas[order.replica].role
+        self.replicas[order.replica] = ReplicaReport(role, order.depth_class)
         self.now_s += load_s
         return self.tell(OrderDone(order.order_id, load_s))
 
@@ -194,8 +194,8 @@ def alone(start: DepthClass = S24, **config: Any) -> Cluster:
 def with_scout(num_decode: int = 2, start: DepthClass = S24, **config: Any) -> Cluster:
     """Two replicas that serve, and a scout beside them."""
     machine = Helios([SMALL, LARGE], paper_config(**config), ChosenDevice(value_bytes=2))
-    fleet = {f"decode-{i}": decode(start) for i in range(num_decode)}
-    return Cluster(machine, fleet | {"scout": decode(start)}, frozenset({"scout"}))
+    replicas = {f"decode-{i}": decode(start) for i in range(num_decode)}
+    return Cluster(machine, replicas | {"scout": decode(start)}, frozenset({"scout"}))
 
 
 def serve(cluster: Cluster, count: int, depth_class: DepthClass) -> None:

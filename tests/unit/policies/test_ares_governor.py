@@ -62,14 +62,14 @@ def test_replicas_of_an_order_take_part_in_no_other_until_they_reported_anew() -
     snapshots = uneven(num_idle=1)
     (order,) = tick(made, snapshots, 0.0)
     assert (order.source, order.destination) == ("busy", "idle0")
-    assert made.book.under_way == [order]
+    assert made.moves.under_way == [order]
     assert tick(made, snapshots, 1.0) == []
     made.ended(order, report(order, "moved"), now_s=2.0)
     assert tick(made, snapshots, 2.1) == [], "the snapshots may be older than the move"
     for name in ("busy", "idle0"):
-        made.book.reported(name, 2.2)
+        made.moves.reported(name, 2.2)
     assert tick(made, snapshots, 2.3) != []
-    assert made.book.outcomes == {"moved": 1}
+    assert made.moves.outcomes == {"moved": 1}
 
 
 def test_a_silent_replica_holds_nobody_up_for_ever() -> None:
@@ -90,10 +90,10 @@ def test_what_failed_is_left_alone_for_longer_each_time(outcome: str) -> None:
     for _ in range(3):
         made.ended(order, report(order, outcome), now_s=now_s)
         first_s = now_s
-        while order.sequence_id in made.book.fixed(now_s):
+        while order.sequence_id in made.moves.fixed(now_s):
             now_s += 0.5
         rests.append(now_s - first_s)
-        made.book.ordered(order, 0.0)
+        made.moves.ordered(order, 0.0)
     assert rests == [4.0, 8.0, 16.0]
 
 
@@ -205,7 +205,7 @@ def test_the_live_tick_decides_as_the_simulator_did(tmp_path: Path) -> None:
             for s in recorded.snapshots
         ]
         orders = made.tick(snapshots, now_s=recorded.at_s, now_unix_s=recorded.at_s)
-        assert orders == recorded.orders[: made.book.max_concurrent]
+        assert orders == recorded.orders[: made.moves.max_concurrent]
         compared, moved = compared + 1, moved + len(orders)
     assert compared > 100 and moved > 5
 

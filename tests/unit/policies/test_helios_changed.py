@@ -166,8 +166,8 @@ def serving_six(**config: Any) -> Cluster:
     """One replica and a scout; six layers serve, as the record speaks for them."""
     made = HeliosConfig(**{"max_changed_share": 0.02, "reassess_requests": 10} | config)
     machine = Helios([RECORDED], made, ChosenDevice(value_bytes=2))
-    fleet = {"decode-0": decode(S24), "scout": ReplicaReport(Role.DECODE, S24)}
-    cluster = chosen(Cluster(machine, fleet, frozenset({"scout"})))
+    replicas = {"decode-0": decode(S24), "scout": ReplicaReport(Role.DECODE, S24)}
+    cluster = chosen(Cluster(machine, replicas, frozenset({"scout"})))
     assert machine.status().target == S6
     cluster.tick(1000)
     cluster.trace.clear()
@@ -223,7 +223,7 @@ def test_it_is_not_left_before_the_dwell_is_over() -> None:
 def test_an_assessment_leaves_it_without_another_sample() -> None:
     """What was seen while an order was under way counts at the next look."""
     cluster = serving_six()
-    cluster.fleet["decode-1"] = decode(S24)
+    cluster.replicas["decode-1"] = decode(S24)
     cluster.tick()
     assert cluster.order is not None
     for _ in range(20):

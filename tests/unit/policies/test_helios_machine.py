@@ -221,7 +221,7 @@ def test_a_failed_load_leaves_the_old_layers_serving() -> None:
 
 def test_one_of_two_failing_is_asked_again_later() -> None:
     cluster = chosen(with_scout(retry_s=30))
-    cluster.fleet["decode-1"] = decode(S24)  # it restarted
+    cluster.replicas["decode-1"] = decode(S24)  # it restarted
     cluster.trace.clear()
     cluster.tick()
     cluster.fail()
@@ -267,10 +267,10 @@ def test_an_order_without_an_answer_is_given_up() -> None:
 
 def test_an_order_dies_with_its_replica() -> None:
     cluster = chosen(with_scout())
-    cluster.fleet["decode-1"] = decode(S24)
+    cluster.replicas["decode-1"] = decode(S24)
     cluster.tick()
     assert cluster.order is not None
-    del cluster.fleet["decode-1"]
+    del cluster.replicas["decode-1"]
     cluster.take()
     (keep,) = cluster.tick()
     assert isinstance(keep, Keep)
@@ -280,12 +280,12 @@ def test_an_order_dies_with_its_replica() -> None:
 
 def test_without_a_scout_profiles_wait_and_say_so() -> None:
     cluster = with_scout(1)
-    scout = cluster.fleet.pop("scout")
+    scout = cluster.replicas.pop("scout")
     cluster.tick()
     cluster.tick()
     assert cluster.trace == ["keep"], "said once"
     assert cluster.machine.routing.profile is None, "who serves is not made a scout"
-    cluster.fleet["scout"] = scout
+    cluster.replicas["scout"] = scout
     cluster.tick()
     assert cluster.machine.routing.profile == S24
 
@@ -295,7 +295,7 @@ def test_a_kept_table_saves_the_profile() -> None:
     machine = Helios(
         [SMALL, LARGE], paper_config(), ChosenDevice(value_bytes=2), first.machine.table
     )
-    second = Cluster(machine, dict(first.fleet), first.scouts)
+    second = Cluster(machine, dict(first.replicas), first.scouts)
     second.tick()
     assert second.trace == ["choose opt-1.3b@6"], "and everyone holds it already"
     assert machine.status().phase is HeliosPhase.SERVE
@@ -323,19 +323,19 @@ def test_strict_requests_keep_a_deep_replica() -> None:
     cluster = with_scout(2)
     cluster.strict = {"opt-1.3b": 24}
     chosen(cluster)
-    held = {name: m.depth_class for name, m in cluster.fleet.items()}
+    held = {name: m.depth_class for name, m in cluster.replicas.items()}
     assert held == {"decode-0": S6, "decode-1": S6, "scout": S24}, "the scout will do"
-    cluster.fleet.pop("scout")
+    cluster.replicas.pop("scout")
     cluster.scouts = frozenset()
     cluster.tick()
     assert cluster.order is not None
     assert said_reason(cluster) == "strict requests may need 24 layers of opt-1.3b"
     cluster.settle()
-    assert cluster.fleet["decode-1"].depth_class == S24
+    assert cluster.replicas["decode-1"].depth_class == S24
     cluster.strict = {}
     cluster.tick()
     cluster.settle()
-    assert cluster.fleet["decode-1"].depth_class == S6
+    assert cluster.replicas["decode-1"].depth_class == S6
 
 
 def said_reason(cluster: Cluster) -> str:
@@ -357,7 +357,7 @@ def test_a_lone_deep_replica_waits_for_its_strict_requests() -> None:
 
 def test_strict_depths_are_rounded_up_to_what_can_be_loaded() -> None:
     cluster = alone()
-    cluster.fleet["decode-1"] = decode(S24)
+    cluster.replicas["decode-1"] = decode(S24)
     chosen(cluster)
     cluster.trace.clear()
     cluster.strict = {"opt-1.3b": 7, "no-candidate": 3}
@@ -368,38 +368,38 @@ def test_strict_depths_are_rounded_up_to_what_can_be_loaded() -> None:
 
 def test_prefill_loads_what_strict_requests_wait_for() -> None:
     machine = Helios([SMALL], paper_config(scout=False), ChosenDevice(value_bytes=2))
-    fleet = {
+    replicas = {
         "d0": decode(S24),
         "d1": decode(S24),
         "p0": ReplicaReport(Role.PREFILL, S24),
         "p1": ReplicaReport(Role.PREFILL, S24),
     }
-    cluster = Cluster(machine, fleet)
+    cluster = Cluster(machine, replicas)
     cluster.tick()
     cluster.profile()
     cluster.settle()
-    assert {m.depth_class for m in cluster.fleet.values()} == {S6}
+    assert {m.depth_class for m in cluster.replicas.values()} == {S6}
     cluster.trace.clear()
     cluster.strict, cluster.waiting = {"opt-1.3b": 24}, {"p0": 24}
     cluster.tick()
     assert said_reason(cluster) == "strict requests may need 24 layers of opt-1.3b"
     cluster.settle()
-    held = {name: m.depth_class for name, m in cluster.fleet.items()}
+    held = {name: m.depth_class for name, m in cluster.replicas.items()}
     assert held == {"d0": S6, "d1": S24, "p0": S24, "p1": S6}
     cluster.waiting = {}
     cluster.tick()
     cluster.settle()
-    assert cluster.fleet["p0"].depth_class == S24, "it stays while strict ones are in flight"
+    assert cluster.replicas["p0"].depth_class == S24, "it stays while strict ones are in flight"
     cluster.strict = {}
     cluster.tick()
     cluster.settle()
-    assert {m.depth_class for m in cluster.fleet.values()} == {S6}
+    assert {m.depth_class for m in cluster.replicas.values()} == {S6}
 
 
 def test_prefill_grows_first_and_shrinks_last() -> None:
     machine = Helios([SMALL], paper_config(scout=False), ChosenDevice(value_bytes=2))
-    fleet = {"a-prefill": ReplicaReport(Role.PREFILL, S24), "b-decode": decode(S24)}
-    cluster = Cluster(machine, fleet)
+    replicas = {"a-prefill": ReplicaReport(Role.PREFILL, S24), "b-decode": decode(S24)}
+    cluster = Cluster(machine, replicas)
     cluster.tick()
     cluster.profile()
     cluster.settle()

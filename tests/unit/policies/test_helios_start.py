@@ -16,11 +16,11 @@ def test_the_defaults_serve_the_bundled_family() -> None:
     assert [m.id for m in started.picked.candidates] == ["quadriga-s", "quadriga-l"]
     assert started.picked.refusals == ()
     start = DepthClass("quadriga-s", 8)
-    fleet = {
+    replicas = {
         "decode-0": ReplicaReport(Role.DECODE, start),
         "scout-0": ReplicaReport(Role.DECODE, start),
     }
-    started.machine.handle(ControllerTick(fleet, frozenset({"scout-0"})), 0.0)
+    started.machine.handle(ControllerTick(replicas, frozenset({"scout-0"})), 0.0)
     assert started.machine.routing.profile == start
     assert started.machine.routing.serve == (start,)
 

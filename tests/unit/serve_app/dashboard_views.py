@@ -110,7 +110,7 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
     ]
     config = load_config({"scheduler.ares.mode": "ares"})
     rescheduling = Rescheduling(config, SystemClock(), lambda: snapshots)
-    book, now = rescheduling.governor.book, time.time()
+    book, now = rescheduling.governor.moves, time.time()
     ends: list[MigrationReport | None] = [
         MigrationReport("", "moved", "", 3, 400_000, 0.018, 0.31),
         MigrationReport("", "refused", "busy: 2 sequences are on their way from here"),

@@ -1,7 +1,7 @@
-"""Finished answers are read again at full depth: which of their tokens would it have said, too?
+"""Finished answers are scored again at full depth: which of their tokens are the same there?
 
-The scout's prefill replica gets prompt and answer as one prompt and tells, for every position, the
-token it thinks most probable. Source: ours; perplexity rates a shallow, over-confident exit too
+The scout's prefill replica gets prompt and answer as one prompt and returns, for every position,
+the token that is most probable. Source: ours; perplexity rates a shallow, over-confident exit too
 well.
 """
 
@@ -26,7 +26,7 @@ POLL_S = 1.0
 
 
 class FullDepthRescorer:
-    """Reads answers one after the other; who comes while one is read is passed over."""
+    """Scores answers one at a time; those that come meanwhile are left out."""
 
     def __init__(self, app: str, clock: Clock) -> None:
         self._ingress_id = f"{app}:helios:{uuid.uuid4().hex[:8]}"

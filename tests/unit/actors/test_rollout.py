@@ -9,10 +9,10 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from actors.controller.drain import LeavingNodes, empty, hand_over
-from actors.controller.replica_manager import ReplicaHandle, ReplicaManager, ReplicaPhase
-from actors.controller.rollout import LEAVE_S, SURGE_PATIENCE_S, Rollout, turn_over
-from actors.replica.status import ReplicaLoad, ReplicaStatus
+from actors.controller.replica_manager import ReplicaManager
 from quadriga.clock import ManualClock
+from quadriga.control.replica_record import ReplicaLoad, ReplicaPhase, ReplicaRecord, ReplicaStatus
+from quadriga.control.rollout import LEAVE_S, SURGE_PATIENCE_S, Rollout, turn_over
 from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ReplicaDied
@@ -29,9 +29,8 @@ def member(
     since_s: float = 0.0,
     num_running: int = 0,
     role: Role = Role.DECODE,
-) -> ReplicaHandle:
-    handle: Any = None
-    made = ReplicaHandle((role, 0), name, handle, since_s, fingerprint, phase)
+) -> ReplicaRecord:
+    made = ReplicaRecord((role, 0), name, since_s, fingerprint, phase)
     info = ReplicaInfo(name, role, DepthClass("m", 8), f"node-of-{name}", "i", 8, 4096)
     made.status = ReplicaStatus(
         info, True, False, None, ReplicaLoad(num_running=num_running), fingerprint
@@ -40,7 +39,7 @@ def member(
 
 
 def decide(
-    *members: ReplicaHandle, leaving: Mapping[str, float] | None = None, **options: Any
+    *members: ReplicaRecord, leaving: Mapping[str, float] | None = None, **options: Any
 ) -> Rollout:
     left = leaving or {}
     return turn_over(
@@ -53,7 +52,7 @@ def decide(
 
 
 def gone(found: Rollout) -> list[str]:
-    return [one.member.name for one in found.going]
+    return [one.replica.name for one in found.going]
 
 
 def test_an_empty_place_is_filled_and_a_full_one_left_alone() -> None:
@@ -82,7 +81,7 @@ def test_whoever_chooses_models_is_asked_and_never_makes_room() -> None:
     old, late = member("old", fingerprint="old"), SURGE_PATIENCE_S + 1
     assert gone(decide(old, member("new"), may_go=lambda m: False)) == []
     (one,) = decide(old, member("new"), may_go=lambda m: True).going
-    assert (one.member.name, one.moves) == ("old", True), "others may still have its model"
+    assert (one.replica.name, one.moves) == ("old", True), "others may still have its model"
     waiting = member("new", ReplicaPhase.PENDING)
     assert gone(decide(old, waiting, may_go=lambda m: True, now_s=late)) == []
 
@@ -92,7 +91,7 @@ def test_a_replica_whose_node_goes_is_followed_and_emptied() -> None:
     assert decide(leaving, leaving=left).lacks_one
     assert gone(decide(leaving, leaving=left)) == [], "it serves on until it has a successor"
     (one,) = decide(leaving, member("b"), leaving=left).going
-    assert (one.member.name, one.moves, one.within_s) == ("a", True, FAR_S)
+    assert (one.replica.name, one.moves, one.within_s) == ("a", True, FAR_S)
     waiting = member("b", ReplicaPhase.PENDING)
     assert gone(decide(leaving, waiting, leaving=left, now_s=SURGE_PATIENCE_S + 1)) == ["a"]
 
@@ -123,7 +122,7 @@ def test_heirs_are_ready_of_one_kind_and_stay() -> None:
         member("other", fingerprint="old"),
         member("prefill", role=Role.PREFILL),
     ):
-        fleet.members[one.name] = one
+        fleet.replicas[one.name] = one
     assert fleet.next_owners(going) == ["idle", "full"]
 
 

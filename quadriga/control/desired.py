@@ -1,4 +1,4 @@
-"""What shall run: the configuration, resolved on what the cluster has."""
+"""What shall run: the configuration, resolved on the cluster's hardware."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from actors.controller.helios_setup import HeliosSetup, set_up
-from actors.controller.placement_groups import cluster_hardware
-from actors.controller.replica_manager import Key
 from quadriga.config.engine_spec import DTYPE_BYTES
 from quadriga.config.kv_memory import describe_length
 from quadriga.config.loader import load_config
 from quadriga.config.pacing import find_profile
 from quadriga.config.resolve import Deployment, Hardware, ReplicaSpec, resolve
+from quadriga.control.replica_record import PlaceKey
 from quadriga.core.replica import ReplicaInfo, Role
 
 
@@ -23,10 +21,10 @@ class Desired:
 
     config: dict[str, Any]
     deployment: Deployment
-    places: Mapping[Key, ReplicaSpec]
+    places: Mapping[PlaceKey, ReplicaSpec]
 
     def why_so_long(self, info: ReplicaInfo) -> str | None:
-        """How long a sequence may be at a replica, and why; None for a model nobody named here."""
+        """How long a sequence may be at a replica, and why; None for a model not named here."""
         checkpoint = self.deployment.checkpoint(info.depth_class.model)
         spec = next((s.engine for (role, _), s in self.places.items() if role is info.role), None)
         if checkpoint is None or spec is None:
@@ -53,21 +51,8 @@ def resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
         find_profile(loaded.decode.pace)
     deployment = resolve(loaded, hardware)
     ordinals = dict.fromkeys(Role, 0)
-    places: dict[Key, ReplicaSpec] = {}
+    places: dict[PlaceKey, ReplicaSpec] = {}
     for spec in deployment.replicas:
         places[(spec.role, ordinals[spec.role])] = spec
         ordinals[spec.role] += 1
     return Desired(loaded.model_dump(mode="json", exclude={"auth"}), deployment, places)
-
-
-def resolve_here(config: dict[str, Any]) -> Desired:
-    """The same, on what this cluster has now; blocks. Raises: ConfigError."""
-    return resolve_on(config, cluster_hardware())
-
-
-def set_up_choice(app: str, desired: Desired) -> HeliosSetup | None:
-    """Prepare the choice of models, where it is wanted; blocks. Raises: ConfigError."""
-    config = desired.deployment.config
-    if not config.helios.enabled:
-        return None
-    return set_up(app, config, cluster_hardware(), desired.places)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quadriga.policies.retry_reservations import (
     CAUTION,
-    MAX_APPOINTMENTS,
+    MAX_RESERVATIONS,
     MIN_WAIT_S,
     REMEMBERED_S,
     RetryReservations,
@@ -305,14 +305,14 @@ def test_nobody_is_told_more_than_the_limit_and_the_line_is_bounded() -> None:
         assert told_s is not None
         assert MIN_WAIT_S <= told_s <= MOST_S
     assert len(line) <= MOST_S * 4.0
-    for i in range(MAX_APPOINTMENTS + 10):
+    for i in range(MAX_RESERVATIONS + 10):
         line.ask(f"w{i}", 0.0, 1e6, now_s=0.0, most_s=MOST_S)
-    assert len(line) == MAX_APPOINTMENTS
+    assert len(line) == MAX_RESERVATIONS
     assert ask(line, "later", 1.0, now_s=MOST_S + REMEMBERED_S + 3.0) is None
     assert len(line) == 0
 
 
-def test_the_unknown_get_no_appointment() -> None:
+def test_callers_without_a_fingerprint_get_no_reservation() -> None:
     line = RetryReservations()
     told_s = ask(line, "", 0.0, now_s=0.0)
     assert told_s is not None

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import actors.replica.full_depth_rescorer
-from actors.replica.full_depth_rescorer import FullDepthRescorer, compared
+import actors.controller.full_depth_rescorer
+from actors.controller.full_depth_rescorer import FullDepthRescorer, compared
 from quadriga.clock import SystemClock
 from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.request import FinishReason, TokenLogprob
@@ -36,7 +36,7 @@ async def test_a_scout_is_asked_once_and_waited_for(monkeypatch: pytest.MonkeyPa
         )
         return PollReply("one", len(asked), [emission])
 
-    monkeypatch.setattr(actors.replica.full_depth_rescorer, "call", call)
+    monkeypatch.setattr(actors.controller.full_depth_rescorer, "call", call)
     teacher = FullDepthRescorer("app", SystemClock())
     sample = await teacher.read(REPORT, "scout", "m")
     assert sample is not None and sample.exits == {8: (1, 1), 2: (1, 2)}
@@ -47,7 +47,7 @@ async def test_a_scout_that_refuses_is_no_harm(monkeypatch: pytest.MonkeyPatch) 
     async def call(*_: Any, **__: Any) -> Any:
         raise Overloaded("full")
 
-    monkeypatch.setattr(actors.replica.full_depth_rescorer, "call", call)
+    monkeypatch.setattr(actors.controller.full_depth_rescorer, "call", call)
     teacher = FullDepthRescorer("app", SystemClock())
     assert await teacher.read(REPORT, "scout", "m") is None
     assert not teacher.is_reading

@@ -1,31 +1,25 @@
-"""What HELIOS needs before it may run: the catalogue, the history, and what can be spawned."""
+"""What HELIOS needs before it may run: the candidates, the machine, and what can be spawned."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from actors.controller import controller_store as kept
-from actors.controller.replica_manager import Key
 from quadriga.catalogue.inspection import inspect, tokenizer_fingerprint
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import Hardware, ReplicaSpec, resolve
+from quadriga.control.replica_record import PlaceKey
 from quadriga.core.replica import DepthClass, Role
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import ChosenDevice, Helios, HistoryTable
 from quadriga.policies.helios.candidates import Started, start_helios
-from quadriga.policies.helios.history import load_table, save_table, unpack_table
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HeliosSetup:
-    """All that is found out with files and cluster before the machine may run.
+    """All that is known before the machine may run.
 
     Attributes:
         specs: What to spawn for every class a place may hold.
@@ -36,14 +30,20 @@ class HeliosSetup:
     machine: Helios
     refusals: Mapping[str, str]
     specs: Mapping[tuple[Role, DepthClass], ReplicaSpec]
-    base: Mapping[Key, DepthClass]
-    scouts: frozenset[Key]
+    base: Mapping[PlaceKey, DepthClass]
+    scouts: frozenset[PlaceKey]
 
 
 def set_up(
-    app: str, config: QuadrigaConfig, hardware: Hardware, places: Mapping[Key, ReplicaSpec]
+    config: QuadrigaConfig,
+    hardware: Hardware,
+    places: Mapping[PlaceKey, ReplicaSpec],
+    table: HistoryTable,
 ) -> HeliosSetup:
-    """Read the catalogue and the history, and say what may run; blocks on files and on Ray.
+    """Read the catalogue and decide what may run; blocks on files.
+
+    Args:
+        table: The history that an earlier controller stored.
 
     Raises:
         ConfigError: The configuration cannot be served by choosing, or the catalogue is unusable.
@@ -66,7 +66,7 @@ def set_up(
         config.helios,
         _device(decode),
         context_tokens=decode.row_capacity_tokens,
-        table=_load_history(app, config),
+        table=table,
         cache_dir=config.engine.cache_dir,
     )
     _require_tokenizer(checkpoint, started)
@@ -84,7 +84,7 @@ def set_up(
     base = {key: spec.engine.depth_class for key, spec in places.items()}
     for key, spec in places.items():
         specs.setdefault((key[0], spec.engine.depth_class), spec)
-    scouts: set[Key] = set()
+    scouts: set[PlaceKey] = set()
     if config.helios.scout:
         full = DepthClass(checkpoint.id, checkpoint.num_layers)
         for role in Role:
@@ -96,7 +96,7 @@ def set_up(
 
 
 def _require_tokenizer(checkpoint: Checkpoint, started: Started) -> None:
-    """Raises: ConfigError where the front door's token ids would mean other text to a candidate."""
+    """Raises: ConfigError where the ingress's token ids would mean other text to a candidate."""
     candidates = started.picked.candidates
     tokenizer = tokenizer_fingerprint(checkpoint.path)
     if other := [model.id for model in candidates if model.tokenizer != tokenizer]:
@@ -137,22 +137,3 @@ def _specs_at(
     return resolve(
         config.model_copy(update={"pools": (pool,), "engine": engine}), hardware
     ).replicas
-
-
-def _load_history(app: str, config: QuadrigaConfig) -> HistoryTable:
-    path = config.helios.history_path
-    if path is not None:
-        return load_table(Path(path).expanduser())
-    raw = kept.load(app, "history")
-    if raw is None:
-        return HistoryTable()
-    try:
-        return unpack_table(raw)
-    except ConfigError as exc:
-        logger.warning("the history that was kept is of no use, and begins anew: %s", exc)
-        return HistoryTable()
-
-
-def save_history_file(path: str, table: HistoryTable) -> None:
-    """Replace the file. Raises: OSError."""
-    save_table(Path(path).expanduser(), table)

@@ -1,9 +1,9 @@
 """Where requests go whose model and depth are chosen for them; the scheduler's part of it.
 
-The controller says which classes serve, and which replicas are scouts, kept for profiles and for
-strict sequences that need more layers. A sequence's way is remembered from its admission to its
-end, so that its decode replica is of the kind it was admitted for. All of it is soft state: a
-scheduler that starts anew treats sequences under way like any others.
+The controller says which classes serve, and which replicas are scouts, there for profiles and for
+strict sequences that need more layers. A sequence's decision is remembered from its admission
+to its end, so that its decode replica is of the kind it was admitted for. All of it is soft state:
+a scheduler that starts anew treats such sequences like any others.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class AutoRouter:
     """Chooses models at admission and replicas of a fitting depth at placement.
 
     Attributes:
-        route: None while nobody chooses: then only `groups` is asked, if depths differ.
+        route: None while models are not chosen: then only `groups` is asked, if depths differ.
     """
 
     def __init__(self) -> None:
         self.route: Route | None = None
-        self._ways: OrderedDict[str, RoutingDecision] = OrderedDict()
+        self._decisions: OrderedDict[str, RoutingDecision] = OrderedDict()
         self._given: deque[tuple[float, str]] = deque()
         self._num_served = 0
 
@@ -101,14 +101,14 @@ class AutoRouter:
                 chosen = replace(request, model=route.profile.model)
                 return chosen, on_scouts, RoutingDecision(route.profile_decode, request.needs_depth)
         others = [s for s in snapshots if s.info.name not in route.scouts]
-        way = RoutingDecision(None, request.needs_depth)
+        decision = RoutingDecision(None, request.needs_depth)
         if request.model != AUTO_MODEL:
-            return request, self._deep_enough(request, others, snapshots), way
+            return request, self._deep_enough(request, others, snapshots), decision
         for depth_class in route.serve:
             of_model = [s for s in others if s.info.depth_class.model == depth_class.model]
             if {s.info.role for s in of_model} == {*Role}:
                 chosen = replace(request, model=depth_class.model)
-                return chosen, self._deep_enough(chosen, of_model, snapshots), way
+                return chosen, self._deep_enough(chosen, of_model, snapshots), decision
         raise Unavailable("no model is ready; retry shortly", retry_after_s=1.0)
 
     @staticmethod
@@ -139,36 +139,36 @@ class AutoRouter:
         return rest + ([s for s in deepest if s in serving] or deepest)
 
     def admitted(
-        self, request: AdmitRequest, way: RoutingDecision, admission: Admission, now_s: float
+        self, request: AdmitRequest, decision: RoutingDecision, admission: Admission, now_s: float
     ) -> Admission:
-        """Note a sequence's way; returns the admission with what its ingress must know."""
-        if way.profile is not None:
-            self._given.append((now_s, way.profile))
-        if way != RoutingDecision():
-            self._ways[request.sequence_id] = way
-            while len(self._ways) > MAX_REMEMBERED:
-                self._ways.popitem(last=False)
+        """Note a sequence's decision; returns the admission with what its ingress must know."""
+        if decision.profile is not None:
+            self._given.append((now_s, decision.profile))
+        if decision != RoutingDecision():
+            self._decisions[request.sequence_id] = decision
+            while len(self._decisions) > MAX_REMEMBERED:
+                self._decisions.popitem(last=False)
         self._num_served += 1
-        is_scored = way.profile is not None or self._num_served % SCORED_EVERY == 0
-        return replace(admission, profile=way.profile, is_scored=is_scored)
+        is_scored = decision.profile is not None or self._num_served % SCORED_EVERY == 0
+        return replace(admission, profile=decision.profile, is_scored=is_scored)
 
     def groups(
         self, request: PlaceRequest, alive: Sequence[ReplicaSnapshot]
     ) -> list[list[ReplicaSnapshot]]:
         """Decode replicas of the model by depth class, those to be tried first in front.
 
-        Where nobody said which classes serve, that of the prefill replica does.
+        Where no route says which classes serve, that of the prefill replica does.
 
         Args:
             alive: Of the model, at any depth.
         """
         route = self.route or Route(serve=(request.depth_class,))
-        way = self._ways.get(request.sequence_id, RoutingDecision())
-        named = [s for s in alive if s.info.name == way.profile]
+        decision = self._decisions.get(request.sequence_id, RoutingDecision())
+        named = [s for s in alive if s.info.name == decision.profile]
         if named:
             return [named]
         others = [s for s in alive if s.info.name not in route.scouts]
-        if way.needs_depth:  # it may need layers that only a scout has
+        if decision.needs_depth:  # it may need layers that only a scout has
             others = list(alive)
         by_class: dict[tuple[DepthClass, bool], list[ReplicaSnapshot]] = {}
         for s in others:
@@ -178,7 +178,7 @@ class AutoRouter:
 
         def rank(key: tuple[DepthClass, bool]) -> tuple[int, bool, int, int]:
             depth_class, is_scout = key
-            enough = -min(depth_class.depth, way.needs_depth)
+            enough = -min(depth_class.depth, decision.needs_depth)
             return enough, is_scout, order.get(depth_class, len(order)), -depth_class.depth
 
         return [by_class[key] for key in sorted(by_class, key=rank)]
@@ -186,7 +186,7 @@ class AutoRouter:
     def finished(self, sequence_ids: Iterable[str]) -> None:
         """Sequences are over."""
         for sequence_id in sequence_ids:
-            self._ways.pop(sequence_id, None)
+            self._decisions.pop(sequence_id, None)
 
     def _has_place(self, route: Route, now_s: float) -> bool:
         if route.profile is None or route.profile_decode is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actors.controller.replica_manager import ReplicaHandle, ReplicaPhase
+from quadriga.control.replica_record import ReplicaPhase, ReplicaRecord
 
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
@@ -22,7 +22,7 @@ class DepartingReplica:
         within_s: It has so long; None: as long as its lifecycle says.
     """
 
-    member: ReplicaHandle
+    replica: ReplicaRecord
     reason: str
     moves: bool = False
     within_s: float | None = None
@@ -30,52 +30,52 @@ class DepartingReplica:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What becomes of one place."""
+    """Whether a place needs another replica, and which of its replicas must go."""
 
     lacks_one: bool
     going: Sequence[DepartingReplica]
 
 
 def turn_over(
-    members: Sequence[ReplicaHandle],
+    replicas: Sequence[ReplicaRecord],
     wanted: str,
     *,
-    left_s: Callable[[ReplicaHandle], float | None],
-    may_go: Callable[[ReplicaHandle], bool] | None,
+    left_s: Callable[[ReplicaRecord], float | None],
+    may_go: Callable[[ReplicaRecord], bool] | None,
     now_s: float,
 ) -> Rollout:
     """Decide for one place; a replica goes when its successor is ready, or waits for its room.
 
     Args:
-        members: Of the place, none of them retiring.
+        replicas: Of the place, none of them retiring.
         wanted: Fingerprint that its replica shall have.
         left_s: Seconds until a replica goes anyway: its node does, or it was asked to; None where
             it stays.
         may_go: Asked before an outdated replica is retired, which needs a ready successor then;
             None: any may go.
     """
-    due_s = {m.name: left_s(m) for m in members}
-    current = [m for m in members if m.fingerprint == wanted and due_s[m.name] is None]
+    due_s = {m.name: left_s(m) for m in replicas}
+    current = [m for m in replicas if m.fingerprint == wanted and due_s[m.name] is None]
     by_worth = sorted(current, key=lambda m: (m.phase is not ReplicaPhase.READY, m.name))
     going = [DepartingReplica(m, "there are two for one place") for m in by_worth[1:]]
     is_replaced = any(m.phase is ReplicaPhase.READY for m in current)
     has_no_room = any(
         m.phase is ReplicaPhase.PENDING and now_s - m.since_s > SURGE_PATIENCE_S for m in current
     )
-    # Those first that go anyway: nobody here decides how long they have.
-    others = sorted((m for m in members if m not in current), key=lambda m: due_s[m.name] is None)
-    for member in others[:1]:
-        within_s = due_s[member.name]
+    # Those first that go anyway: their time is not decided here.
+    others = sorted((m for m in replicas if m not in current), key=lambda m: due_s[m.name] is None)
+    for replica in others[:1]:
+        within_s = due_s[replica.name]
         if within_s is not None:
             if is_replaced or has_no_room or within_s < LEAVE_S:
                 going.append(
                     DepartingReplica(
-                        member, "it, or its node, was asked to go", moves=True, within_s=within_s
+                        replica, "it, or its node, was asked to go", moves=True, within_s=within_s
                     )
                 )
         elif is_replaced or (has_no_room and may_go is None):
             if may_go is None:
-                going.append(DepartingReplica(member, "its configuration has changed"))
-            elif may_go(member):  # for another model: those still to change have the old one
-                going.append(DepartingReplica(member, "another model takes its place", moves=True))
+                going.append(DepartingReplica(replica, "its configuration has changed"))
+            elif may_go(replica):  # for another model: those still to change have the old one
+                going.append(DepartingReplica(replica, "another model takes its place", moves=True))
     return Rollout(not current, going)

@@ -16,9 +16,9 @@ from actors.controller.replica_manager import (
     ReplicaManager,
     ReplicaPhase,
 )
-from actors.replica.status import ReplicaLoad, ReplicaStatus
 from quadriga.clock import ManualClock
 from quadriga.config.ingress import LifecycleConfig
+from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.replica import Role
 from quadriga.errors import ReplicaError
 from quadriga.policies.liveness import STALL_PATIENCE
@@ -35,15 +35,15 @@ def verdicts(silences_s: Sequence[float]) -> list[str | None]:
         ReplicaHandle(
             (Role.DECODE, i),
             f"d{i}",
-            handle,
             0.0,
             "same",
             ReplicaPhase.READY,
             clock.now_s() - silence_s,
+            handle=handle,
         )
         for i, silence_s in enumerate(silences_s)
     ]
-    fleet.members = {m.name: m for m in members}
+    fleet.replicas = {m.name: m for m in members}
     return [asyncio.run(fleet._verdict(m, LIMIT_S)) for m in members]
 
 
@@ -97,7 +97,7 @@ async def test_a_replica_is_watched_on_while_the_control_store_is_away(
     clock = ManualClock(1000.0)
     fleet = ReplicaManager("app", clock, ready.set, lambda: 0.0)
     fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
-    member = ReplicaHandle((Role.DECODE, 0), "d0", handle, clock.now_s(), "same")
+    member = ReplicaHandle((Role.DECODE, 0), "d0", clock.now_s(), "same", handle=handle)
     fleet._watch(member)
     try:
         async with asyncio.timeout(5):
@@ -129,8 +129,8 @@ async def test_a_place_is_given_back_once_the_control_store_is_there_again(
     monkeypatch.setattr(actors.controller.replica_manager, "REMOVE_PAUSE_S", 0.001)
     fleet = ReplicaManager("app", ManualClock(1000.0), changed.set, lambda: 0.0)
     handle: Any = None
-    member = ReplicaHandle((Role.DECODE, 0), "d0", handle, 0.0, "same", ReplicaPhase.READY)
-    fleet.members["d0"] = member
+    member = ReplicaHandle((Role.DECODE, 0), "d0", 0.0, "same", ReplicaPhase.READY, handle=handle)
+    fleet.replicas["d0"] = member
     await fleet._gone(member, "died")
     assert changed.is_set(), "a replacement does not wait for it"
     async with asyncio.timeout(20):
@@ -155,7 +155,7 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0)
     handle: Any = Handle()
     fleet.adopt((Role.DECODE, 0), "d0", handle)
-    member = fleet.members["d0"]
+    member = fleet.replicas["d0"]
 
     async def verdict(after_s: float) -> str | None:
         clock.advance(after_s)
@@ -195,13 +195,13 @@ async def test_who_stood_still_blames_no_replica(monkeypatch: pytest.MonkeyPatch
     fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
     handle: Any = None
     member = ReplicaHandle(
-        (Role.DECODE, 0), "d0", handle, clock.now_s(), "same", ReplicaPhase.STARTING
+        (Role.DECODE, 0), "d0", clock.now_s(), "same", ReplicaPhase.STARTING, handle=handle
     )
     fleet._watch(member)
     try:
         async with asyncio.timeout(5):
             await done.wait()
-        assert fleet.members == {"d0": member}
+        assert fleet.replicas == {"d0": member}
     finally:
         for task in member.tasks:
             task.cancel()
@@ -233,7 +233,7 @@ async def test_who_is_cut_off_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fleet, "_gone", note_gone)
     handle: Any = Handle()
     member = ReplicaHandle(
-        (Role.DECODE, 0), "d0", handle, 1000.0, "same", ReplicaPhase.READY, clock.now_s()
+        (Role.DECODE, 0), "d0", 1000.0, "same", ReplicaPhase.READY, clock.now_s(), handle=handle
     )
     fleet._watch(member)
     try:
@@ -268,7 +268,7 @@ async def test_a_failure_that_nobody_thought_of_ends_no_watch(
     monkeypatch.setattr(actors.controller.replica_manager.asyncio, "sleep", lambda _: sleep(0.001))
     ready = asyncio.Event()
     fleet = ReplicaManager("app", ManualClock(1000.0), ready.set, lambda: 0.0)
-    member = ReplicaHandle((Role.DECODE, 0), "d0", handle, 1000.0, "same")
+    member = ReplicaHandle((Role.DECODE, 0), "d0", 1000.0, "same", handle=handle)
     fleet._watch(member)
     try:
         async with asyncio.timeout(5):
@@ -303,7 +303,7 @@ async def test_who_is_cut_off_ends_nobody_whatever_is_wrong(
     monkeypatch.setattr(fleet, "_gone", note_gone)
     handle: Any = Handle()
     member = ReplicaHandle(
-        (Role.DECODE, 0), "d0", handle, 1000.0, "same", ReplicaPhase.READY, 1000.0
+        (Role.DECODE, 0), "d0", 1000.0, "same", ReplicaPhase.READY, 1000.0, handle=handle
     )
     await fleet._heartbeat(member)
     assert gone == []

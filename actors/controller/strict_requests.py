@@ -1,0 +1,81 @@
+"""Orders for strict sequences that lack layers; see `quadriga.control.strict_requests`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from actors.replica.resizing import ANSWER_SLACK_S, failure
+from actors.rpc.ray_rpc import call
+from actors.rpc.tasks import background
+from quadriga.clock import Clock
+from quadriga.control.helios_setup import HeliosSetup
+from quadriga.control.replica_record import PlaceKey, ReplicaRecord
+from quadriga.control.strict_requests import depths_wanted, escalations
+from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.replica import ResizeReport
+from quadriga.errors import QuadrigaError
+
+logger = logging.getLogger(__name__)
+
+ESCALATE_AGAIN_S = 1.0
+
+
+class StrictRequests:
+    """Looks for such sequences in the heartbeats; on the controller's event loop.
+
+    Attributes:
+        num_moved: Sequences that were moved so far.
+    """
+
+    def __init__(
+        self, setup: HeliosSetup, replicas: Mapping[str, ReplicaRecord], clock: Clock
+    ) -> None:
+        self.num_moved = 0
+        self._setup = setup
+        self._replicas = replicas
+        self._clock = clock
+        self._escalated_s: dict[str, float] = {}  # sequence → when its move was ordered
+        self._not_before_s: dict[str, float] = {}  # replica → when it may be asked again
+
+    def tick(self, filling: Mapping[PlaceKey, ReplicaRecord]) -> None:
+        """Order moves and loads in the background; see `depths_wanted` for `filling`."""
+        now_s = self._clock.now_s()
+        self._escalated_s = {
+            i: s for i, s in self._escalated_s.items() if now_s - s < ESCALATE_AGAIN_S
+        }
+        for order in escalations(self._replicas.values(), self._escalated_s):
+            self._escalated_s[order.sequence_id] = now_s
+            background(self._migrate(order))
+        waiting_s = self._not_before_s
+        self._not_before_s = {n: s for n, s in waiting_s.items() if n in self._replicas}
+        depths = depths_wanted(self._replicas.values(), filling, self._setup.specs)
+        for name, depth in depths.items():
+            if now_s >= self._not_before_s.get(name, now_s):
+                self._not_before_s[name] = float("inf")  # until it has answered
+                background(self._load(name, depth))
+
+    async def _migrate(self, order: MigrationOrder) -> None:
+        timeout_s = self._setup.config.transport.deadline_s + ANSWER_SLACK_S
+        try:
+            report: MigrationReport = await call(
+                order.source, "migrate", order, timeout_s=timeout_s
+            )
+        except QuadrigaError as exc:
+            logger.info("escalation of %s: %s", order.sequence_id, exc)
+            return
+        self.num_moved += report.outcome == "moved"
+        if report.outcome != "moved":
+            logger.info("escalation of %s: %s", order.sequence_id, report)
+
+    async def _load(self, name: str, depth: int) -> None:
+        config = self._setup.config.helios
+        left_s = max(1.0, config.order_timeout_s - ANSWER_SLACK_S)
+        try:
+            report: ResizeReport = await call(
+                name, "resize", depth, left_s, timeout_s=left_s + ANSWER_SLACK_S
+            )
+        except QuadrigaError as exc:
+            report = failure(exc)
+        logger.info("%s, which leaves, shall have %d layers: %s", name, depth, report)
+        self._not_before_s[name] = self._clock.now_s() + config.retry_s

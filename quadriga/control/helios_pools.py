@@ -1,0 +1,164 @@
+"""The places of replicas whose models and depths are chosen, and what each of them shall hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from quadriga.clock import Clock
+from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.helios_setup import HeliosSetup
+from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
+from quadriga.core.replica import DepthClass, Role
+
+
+class HeliosPools:
+    """What shall run where; the controller's loop makes it so.
+
+    Args:
+        replicas: The controller's table of replicas by name, which it keeps up to date.
+
+    Attributes:
+        base: The places there are, with what they hold at first; scaling adds some.
+        held: What each place shall hold; changes with the orders.
+        scouts: Places that profile.
+        changing: The place whose order is being carried out.
+    """
+
+    def __init__(
+        self, setup: HeliosSetup, replicas: Mapping[str, ReplicaRecord], clock: Clock
+    ) -> None:
+        self.base = dict(setup.base)
+        self.held: dict[PlaceKey, DepthClass] = {}
+        self.scouts = setup.scouts
+        self.changing: PlaceKey | None = None
+        self._specs = setup.specs
+        self._is_scaled = setup.config.helios.scaling.enabled
+        self._replicas = replicas
+        self._clock = clock
+        self._empty_s: dict[PlaceKey, float] = {}  # since when a place is empty
+        self._given_up: set[PlaceKey] = set()
+
+    def specs(self) -> dict[PlaceKey, ReplicaSpec]:
+        """What shall run now; a replica that was found running keeps what it holds."""
+        if self._is_scaled:
+            self._adopt_added()
+        return {key: self._specs[key[0], self._wanted(key)] for key in self.base}
+
+    def _adopt_added(self) -> None:
+        """Replicas that an earlier controller added are places of this one, too.
+
+        Those that drain are on their way out.
+        """
+        self._given_up &= {replica.key for replica in self._replicas.values()}
+        for replica in self._replicas.values():
+            is_known = replica.key in self.base or replica.key in self._given_up
+            is_leaving = replica.status is not None and replica.status.is_draining
+            if is_known or is_leaving:
+                continue
+            if replica.key[0] is Role.DECODE and replica.is_ready:
+                if (Role.DECODE, replica.depth_class) in self._specs:
+                    self.base[replica.key] = replica.depth_class
+
+    def add_place(self, depth_class: DepthClass) -> None:
+        """One more decode replica."""
+        taken = [ordinal for role, ordinal in self.base if role is Role.DECODE]
+        taken += [m.key[1] for m in self._replicas.values() if m.key[0] is Role.DECODE]
+        key = (Role.DECODE, max(taken) + 1)
+        self.base[key] = self.held[key] = depth_class
+        self._empty_s[key] = self._clock.now_s()
+
+    def remove_place(self, name: str) -> bool:
+        """One decode replica less, by its name or its place's; False: it is not one to go."""
+        keys = [m.key for m in self._replicas.values() if m.name == name]
+        keys += [k for k in self.base if place_name(k) == name]
+        key = next(iter(keys), None)
+        if key is None or key not in self.base or key in self.scouts:
+            return False
+        if key == self.changing:
+            return False
+        del self.base[key]
+        self.held.pop(key, None)
+        self._empty_s.pop(key, None)
+        self._given_up.add(key)
+        return True
+
+    def serving(self) -> dict[PlaceKey, ReplicaRecord | None]:
+        """The decode places that are not scouts', and the replicas that fill them."""
+        keys = [k for k in self.base if k[0] is Role.DECODE and k not in self.scouts]
+        return {key: self.replica_at(key) for key in keys}
+
+    def leaving(self) -> list[ReplicaRecord]:
+        """Decode replicas on their way out that were no scouts."""
+        return [
+            m
+            for m in self._replicas.values()
+            if m.phase is ReplicaPhase.RETIRING
+            and m.key[0] is Role.DECODE
+            and m.key not in self.scouts
+        ]
+
+    def empty_since_s(self, keys: Collection[PlaceKey]) -> dict[PlaceKey, float]:
+        """Since when these empty places have had no placed process; others are taken for filled.
+
+        One that is placed and starts has `lifecycle.replica_start_timeout_s`, however large its
+        model is.
+        """
+        now_s = self._clock.now_s()
+        starting = {m.key for m in self._replicas.values() if m.phase is ReplicaPhase.STARTING}
+        since_s = {key: self._empty_s.get(key, now_s) for key in keys}
+        self._empty_s = {key: now_s if key in starting else s for key, s in since_s.items()}
+        return dict(self._empty_s)
+
+    def _wanted(self, key: PlaceKey) -> DepthClass:
+        if key not in self.held:
+            found = self._ready_at(key)
+            known = [m.depth_class for m in found if (key[0], m.depth_class) in self._specs]
+            if not known and self._at(key):
+                return self.base[key]  # it has not answered yet
+            self.held[key] = known[0] if known else self.base[key]
+        return self.held[key]
+
+    def may_go(self, replica: ReplicaRecord) -> bool:
+        """Whether a replaced replica may be retired without leaving sequences without their model.
+
+        The last prefill replica of a model stays until every place of decode has gone over to
+        another; the last decode replica of a model until no replica computes its prompts any more.
+        Scouts and those that serve do not stand in for each other.
+        """
+        if replica.status is None or not replica.is_ready:
+            return True
+        model, is_scout = replica.depth_class.model, replica.key in self.scouts
+        living = [
+            m
+            for m in self._replicas.values()
+            if m is not replica and m.status and (m.key in self.scouts) is is_scout
+        ]
+        same = [m for m in living if m.depth_class.model == model]
+        if any(m.key[0] is replica.key[0] and m.is_ready and self._is_current(m) for m in same):
+            return True
+        if replica.key[0] is Role.DECODE:
+            return not any(m.key[0] is Role.PREFILL for m in same)
+        return all(
+            any(self._is_current(m) and m.depth_class.model != model for m in self._ready_at(key))
+            for key in self.base
+            if key[0] is Role.DECODE and (key in self.scouts) is is_scout
+        )
+
+    def _is_current(self, replica: ReplicaRecord) -> bool:
+        wanted = self.held.get(replica.key)
+        return wanted is None or replica.depth_class.model == wanted.model
+
+    def _at(self, key: PlaceKey) -> list[ReplicaRecord]:
+        """Replicas of a place that are not on their way out."""
+        retiring = ReplicaPhase.RETIRING
+        return [m for m in self._replicas.values() if m.key == key and m.phase is not retiring]
+
+    def _ready_at(self, key: PlaceKey) -> list[ReplicaRecord]:
+        return [m for m in self._at(key) if m.is_ready]
+
+    def replica_at(self, key: PlaceKey) -> ReplicaRecord | None:
+        """The replica that fills a place; what the place shall hold comes first."""
+        ready = self._ready_at(key)
+        return min(
+            ready, key=lambda m: (m.depth_class != self.held.get(key), m.since_s), default=None
+        )
