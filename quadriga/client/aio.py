@@ -5,73 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import grpc
 
-from quadriga.client.deadline import CANCEL_TIMEOUT_S, Deadline
+from quadriga.client.base import CANCEL_TIMEOUT_S, BaseClient, Deadline
 from quadriga.client.errors import from_rpc
 from quadriga.client.results import Completion, Model, Piece
-from quadriga.client.retries import RetryPolicy
 from quadriga.client.wire import (
-    CHANNEL_OPTIONS,
     CallOptions,
     Prompt,
     StreamProgress,
     affinity,
     completion,
-    credentials,
     make_request,
     to_model,
 )
 from quadriga.errors import QuadrigaError, Unavailable
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
 
-class AsyncClient:
-    """Talks to a Quadriga service over gRPC; an async context manager.
+class AsyncClient(BaseClient):
+    """A connection to a Quadriga service, for asyncio; an async context manager."""
 
-    Calls are retried on UNAVAILABLE and RESOURCE_EXHAUSTED as `retry` says, and never run twice:
-    a retry names the same request. A stream that breaks is taken up where it broke.
-
-    Args:
-        target: `host:port`.
-        api_key: Sent as `authorization: Bearer …`.
-        tls: Use TLS; implied by any certificate.
-        root_certificates: Whom to trust instead of the public CAs, in PEM.
-        client_certificate: Shown to a server that asks for one, with its chain; in PEM.
-        client_key: Of the client's certificate, in PEM.
-        timeout_s: For a whole request, retries included; overridden per call.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        *,
-        api_key: str | None = None,
-        tls: bool = False,
-        root_certificates: bytes | None = None,
-        client_certificate: bytes | None = None,
-        client_key: bytes | None = None,
-        timeout_s: float = 600.0,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        secure = credentials(
-            tls=tls,
-            root_certificates=root_certificates,
-            client_certificate=client_certificate,
-            client_key=client_key,
-        )
-        if secure is None:
-            self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(target, secure, options=CHANNEL_OPTIONS)
-        self._stub: Any = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
-        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
-        self._timeout_s = timeout_s
-        self._retry = retry or RetryPolicy()
-        self._cancelling: set[asyncio.Task[None]] = set()
+    _library: ClassVar[Any] = grpc.aio
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -161,7 +118,7 @@ class AsyncClient:
                     return
                 if progress.received != had:
                     attempts = 1
-                await self._pause(error, attempts, deadline)
+                await asyncio.sleep(self._pause_s(error, attempts, deadline))
         finally:
             if not progress.is_complete:
                 self._cancel_soon(request)
@@ -188,10 +145,6 @@ class AsyncClient:
             raise from_rpc(exc) from exc
         return bool(reply.found)
 
-    def _for(self, request: Any) -> list[tuple[str, str]]:
-        """Metadata that sends every attempt of a request to the same ingress."""
-        return [*self._metadata, *affinity(request.request_id)]
-
     def _cancel_soon(self, request: Any) -> None:
         """Have the server drop a request; in the background, as the caller is on its way out."""
 
@@ -211,14 +164,4 @@ class AsyncClient:
             try:
                 return await attempt()
             except grpc.RpcError as exc:
-                await self._pause(from_rpc(exc), attempts, deadline)
-
-    async def _pause(self, error: QuadrigaError, attempts: int, deadline: Deadline) -> None:
-        """Wait before the next attempt. Raises: the error, where there shall be none."""
-        pause_s = self._retry.pause_s(error, attempts)
-        if pause_s is None or not deadline.allows(pause_s):
-            raise error
-        await asyncio.sleep(pause_s)
-
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
+                await asyncio.sleep(self._pause_s(from_rpc(exc), attempts, deadline))

@@ -5,62 +5,30 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import grpc
 
-from quadriga.client.deadline import CANCEL_TIMEOUT_S, Deadline
+from quadriga.client.base import CANCEL_TIMEOUT_S, BaseClient, Deadline
 from quadriga.client.errors import from_rpc
 from quadriga.client.results import Completion, Model, Piece
-from quadriga.client.retries import RetryPolicy
 from quadriga.client.wire import (
-    CHANNEL_OPTIONS,
     CallOptions,
     Prompt,
     StreamProgress,
     affinity,
     completion,
-    credentials,
     make_request,
     to_model,
 )
 from quadriga.errors import QuadrigaError, Unavailable
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
 
-class Client:
-    """Talks to a Quadriga service over gRPC; a context manager, safe to share between threads.
+class Client(BaseClient):
+    """A connection to a Quadriga service; a context manager, safe to share between threads."""
 
-    Takes the arguments of `AsyncClient` and keeps the same promises.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        *,
-        api_key: str | None = None,
-        tls: bool = False,
-        root_certificates: bytes | None = None,
-        client_certificate: bytes | None = None,
-        client_key: bytes | None = None,
-        timeout_s: float = 600.0,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        secure = credentials(
-            tls=tls,
-            root_certificates=root_certificates,
-            client_certificate=client_certificate,
-            client_key=client_key,
-        )
-        if secure is None:
-            self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(target, secure, options=CHANNEL_OPTIONS)
-        self._stub: Any = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
-        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
-        self._timeout_s = timeout_s
-        self._retry = retry or RetryPolicy()
+    _library: ClassVar[Any] = grpc
 
     def __enter__(self) -> Client:
         return self
@@ -137,7 +105,7 @@ class Client:
                     return
                 if progress.received != had:
                     attempts = 1
-                self._pause(error, attempts, deadline)
+                time.sleep(self._pause_s(error, attempts, deadline))
         finally:
             if not progress.is_complete:
                 with contextlib.suppress(QuadrigaError, ValueError):  # ValueError: channel closed
@@ -167,9 +135,6 @@ class Client:
             raise from_rpc(exc) from exc
         return bool(reply.found)
 
-    def _for(self, request: Any) -> list[tuple[str, str]]:
-        return [*self._metadata, *affinity(request.request_id)]
-
     def _retried(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
         attempts = 0
         while True:
@@ -177,14 +142,4 @@ class Client:
             try:
                 return attempt()
             except grpc.RpcError as exc:
-                self._pause(from_rpc(exc), attempts, deadline)
-
-    def _pause(self, error: QuadrigaError, attempts: int, deadline: Deadline) -> None:
-        """Wait before the next attempt. Raises: the error, where there shall be none."""
-        pause_s = self._retry.pause_s(error, attempts)
-        if pause_s is None or not deadline.allows(pause_s):
-            raise error
-        time.sleep(pause_s)
-
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
+                time.sleep(self._pause_s(from_rpc(exc), attempts, deadline))

@@ -51,9 +51,9 @@ class MigrationReport:
             and the sequence goes on at the source. "unknown": the destination fell silent in the
             middle of the commit, and nobody can say whether it owns the sequence.
         reason: A word for machines and a sentence for people: "no_room: …"; empty for "moved".
-        rounds: Rounds of copying, the last one, with the sequence at rest, included.
+        rounds: Rounds of copying, the last one, in the cutover, included.
         bytes_sent: KV and what goes with it.
-        stall_s: How long the sequence was at rest at the source.
+        stall_s: How long the sequence stood still at the source: its cutover.
         took_s: From the order to the end.
     """
 

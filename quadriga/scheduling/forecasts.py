@@ -63,7 +63,7 @@ def hold(
     which will be predicted once its prompt is computed, to become as long as those that run.
 
     Args:
-        states: Running, then those that are paused, then those at rest.
+        states: Decoding, then paused, then moving ones.
         offers: Sequences on their way here.
         num_running, num_paused: So many of `states`.
         leaving: Those on their way elsewhere.

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from quadriga.config.ingress import AdminConfig
-from quadriga.errors import ConfigError, Forbidden
+from quadriga.errors import ConfigError, Forbidden, NotFound
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.http.call import Call, Endpoint, Handler
 from serve_app.http.pages import dashboard_pages
@@ -32,6 +33,8 @@ logger = logging.getLogger("quadriga.admin")
 RETRY_S = 2.0
 KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 64
+VIEW_AGE_S = 0.5
+"""However many clients read the live page, the actors are asked this rarely."""
 
 
 def check_admin(config: AdminConfig, keys: ApiKeys) -> None:
@@ -52,6 +55,9 @@ class AdminServer:
     def __init__(self, engine_client: EngineClient) -> None:
         self._engine_client = engine_client
         self._is_loopback = is_loopback(engine_client.config.admin.host)
+        self._viewing = asyncio.Lock()
+        self._view: dict[str, Any] | None = None
+        self._viewed_s = 0.0
 
     def routes(self) -> list[tuple[str, Handler]]:
         """Paths and their handlers, all GET; each is guarded alike."""
@@ -78,11 +84,19 @@ class AdminServer:
 
     async def cluster(self, call: Call) -> None:
         """Replicas, load, forecast, exits, and moves; for `/dashboard` and `loadgen watch`."""
-        await call.answer_json(await self._engine_client.operators_view())
+        clock = self._engine_client.clock
+        async with self._viewing:
+            if self._view is None or clock.now_s() - self._viewed_s >= VIEW_AGE_S:
+                self._view = await self._engine_client.cluster.operators_view()
+                self._viewed_s = clock.now_s()
+        await call.answer_json(self._view)
 
     async def history(self, call: Call) -> None:
         """HELIOS: the performance history, the machine's state, and its last decisions."""
-        await call.answer_json(await self._engine_client.history())
+        found = await self._engine_client.cluster.history()
+        if found is None:
+            raise NotFound("helios is off: models are not chosen here", param="helios.enabled")
+        await call.answer_json(found)
 
     async def live(self, call: Call) -> None:
         await call.answer_json({"status": "alive"})

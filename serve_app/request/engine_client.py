@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
 
 from quadriga.clock import Clock, SystemClock
 from quadriga.config.loader import QuadrigaConfig
@@ -53,8 +52,6 @@ DRAIN_RETRY_S = 1.0
 REPORT_INTERVAL_S = 1.0
 RESUME_PAUSE_S = 0.5
 """A sequence that is handed over is at neither replica for a moment: it is looked for once more."""
-VIEW_AGE_S = 0.5
-"""However many clients read the live page, the actors are asked this rarely."""
 
 
 class EngineClient:
@@ -67,6 +64,7 @@ class EngineClient:
         rate_limiter: Knows the callers, and keeps each API key within its limits.
         body_limiter: Bounds the calls whose body is not complete.
         requests: Those that can be resumed.
+        cluster: The actors.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class EngineClient:
         self.body_limiter = ConcurrencyLimiter(MAX_BODIES, "send their bodies")
         self.requests = RequestStore(keep_s=config.ingress.orphan_request_s)
         self.tasks = Tasks()
-        self._cluster = cluster
+        self.cluster = cluster
         self._cluster_state = ClusterStateCache(
             cluster, self.clock, max_age_s=2 * config.scheduler.snapshot_max_age_s
         )
@@ -109,9 +107,6 @@ class EngineClient:
         self._num_answering = 0
         self._refuses_new = False
         self._cut_at_s: float | None = None
-        self._viewing = asyncio.Lock()
-        self._view: dict[str, Any] | None = None
-        self._viewed_s = 0.0
 
     def start(self) -> None:
         """Start the background loops; call once, inside the event loop."""
@@ -298,7 +293,7 @@ class EngineClient:
         if not asked:
             return {}
         try:
-            return {found.claim: found for found in await self._cluster.find_resumable(asked)}
+            return {found.claim: found for found in await self.cluster.find_resumable(asked)}
         except ReplicaError as exc:
             logger.info("sequences of another ingress could not be looked for: %s", exc)
             return {}
@@ -344,25 +339,7 @@ class EngineClient:
     async def metrics_page(self) -> bytes:
         """The whole cluster's metrics, own ones as of now. Raises: QuadrigaError."""
         await self._push_metrics()
-        return await self._cluster.metrics() + view_gauges(self._cluster_state.view)
-
-    async def operators_view(self) -> dict[str, Any]:
-        """Replicas, forecasts, exits and moves; fetched at most every `VIEW_AGE_S`.
-
-        Raises: QuadrigaError.
-        """
-        async with self._viewing:
-            if self._view is None or self.clock.now_s() - self._viewed_s >= VIEW_AGE_S:
-                self._view = await self._cluster.operators_view()
-                self._viewed_s = self.clock.now_s()
-            return self._view
-
-    async def history(self) -> dict[str, Any]:
-        """HELIOS's history and decisions. Raises: QuadrigaError; NotFound where it is off."""
-        found = await self._cluster.history()
-        if found is None:
-            raise NotFound("helios is off: models are not chosen here", param="helios.enabled")
-        return found
+        return await self.cluster.metrics() + view_gauges(self._cluster_state.view)
 
     # The ends of requests.
 
@@ -452,7 +429,7 @@ class EngineClient:
 
     async def _send_heartbeats(self) -> None:
         names = self._cluster_state.names | {*self._request_manager.output_poller.replicas}
-        await self._cluster.heartbeat(self.ingress_id, sorted(names))
+        await self.cluster.heartbeat(self.ingress_id, sorted(names))
 
     async def _push_metrics(self) -> None:
         self.metrics.pushes.inc()
@@ -460,4 +437,4 @@ class EngineClient:
         if HTTP_SERVER.is_used:
             registries.append(HTTP_SERVER.registry)
         for registry in registries:
-            await self._cluster.push_metrics(registry.source, registry.snapshot())
+            await self.cluster.push_metrics(registry.source, registry.snapshot())

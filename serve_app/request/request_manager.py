@@ -8,12 +8,11 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import AUTO_MODEL, ResumableSequence
-from quadriga.core.routing import Admission, AdmitRequest
+from quadriga.core.request import ResumableSequence
+from quadriga.core.routing import Admission
 from quadriga.errors import (
     NotFound,
     Overloaded,
@@ -22,7 +21,6 @@ from quadriga.errors import (
     ReplicaError,
     Unavailable,
 )
-from quadriga.scheduling.rebuild import num_prefill_tokens
 from serve_app.openai.errors import as_quadriga
 from serve_app.ops.auto_reports import AutoReports
 from serve_app.ops.metrics import IngressMetrics
@@ -258,7 +256,7 @@ class RequestManager:
             await asyncio.sleep(rebuild_pause_s(sequence.num_stalled - 1))
         while sequence.is_named(name):
             try:
-                admission = await self._cluster_state.admit(_admit_request(sequence))
+                admission = await self._cluster_state.admit(sequence.admit_request())
             except (Unavailable, Overloaded) as exc:
                 if isinstance(exc, Overloaded) and not is_rebuild:
                     raise
@@ -426,23 +424,6 @@ class RequestManager:
         new = sequence.rename()
         self._live[new] = self._live.pop(old)
         return new
-
-
-def _admit_request(sequence: SequenceRequest) -> AdmitRequest:
-    state, exits = sequence.state, sequence.state.exits
-    num_tokens = num_prefill_tokens(state)
-    needs_depth = exits.max_depth or MAX_LAYERS if exits.policy == "strict" else 0
-    return AdmitRequest(
-        sequence_id=state.sequence_id,
-        model=AUTO_MODEL if sequence.is_auto else state.model,
-        num_prompt_tokens=num_tokens,
-        max_tokens=state.max_total_tokens - num_tokens,
-        priority=state.priority,
-        deadline_unix_s=state.deadline_unix_s,
-        needs_depth=needs_depth,
-        is_rebuild=sequence.num_rebuilds > 0,
-        visitor=sequence.caller_fingerprint,
-    )
 
 
 def rebuild_pause_s(num_stalled: int) -> float:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, ResumableSequence, SequenceState, TokenLogprob
+from quadriga.core.request import (
+    AUTO_MODEL,
+    FinishReason,
+    ResumableSequence,
+    SequenceState,
+    TokenLogprob,
+)
+from quadriga.core.routing import AdmitRequest
 from quadriga.errors import (
     Cancelled,
     InvariantViolation,
@@ -11,6 +19,7 @@ from quadriga.errors import (
     ReplicaError,
     Unavailable,
 )
+from quadriga.scheduling.rebuild import num_prefill_tokens
 from quadriga.text import Detokenizer, StopMatcher
 
 
@@ -151,6 +160,23 @@ class SequenceRequest:
     def is_unknown(self) -> bool:
         """Whether beginning it anew could show the client another answer than it had."""
         return not self.may_begin and not self.state.output_ids
+
+    def admit_request(self) -> AdmitRequest:
+        """What the scheduler needs to know to choose its prefill replica."""
+        state, exits = self.state, self.state.exits
+        num_tokens = num_prefill_tokens(state)
+        needs_depth = exits.max_depth or MAX_LAYERS if exits.policy == "strict" else 0
+        return AdmitRequest(
+            sequence_id=state.sequence_id,
+            model=AUTO_MODEL if self.is_auto else state.model,
+            num_prompt_tokens=num_tokens,
+            max_tokens=state.max_total_tokens - num_tokens,
+            priority=state.priority,
+            deadline_unix_s=state.deadline_unix_s,
+            needs_depth=needs_depth,
+            is_rebuild=self.num_rebuilds > 0,
+            visitor=self.caller_fingerprint,
+        )
 
     def fail(self, error: QuadrigaError) -> None:
         """End in an error, unless it already ended."""

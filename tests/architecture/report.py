@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -62,6 +63,7 @@ def main() -> None:
     source.add_argument("--static", action="store_true", help="start no service")
     parser.add_argument("--verbose", action="store_true", help="list what is counted")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the service is ended then too
     tree = Tree()
     figures = static_figures(tree)
     if options.verbose:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 PURE = [
+    "loadgen.paper.ares.experiment",
     "quadriga.scheduling.decode_loop",
     "quadriga.scheduling.output_dispatcher",
     "quadriga.scheduling.prefill_loop",
@@ -35,21 +36,6 @@ def loaded_by(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", PURE)
 def test_pure_packages_load_neither_torch_nor_ray(module: str) -> None:
-    assert not loaded_by(module) & {"torch", "ray"}
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "loadgen",
-        "loadgen.load.traces",
-        "loadgen.checker",
-        "loadgen.simulate",
-        "loadgen.paper.ares.experiment",
-        "loadgen.plan",
-    ],
-)
-def test_the_load_generator_is_a_client(module: str) -> None:
     assert not loaded_by(module) & {"torch", "ray"}
 
 

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from queue import Queue
-
-import pytest
 
 from quadriga import ports
 from quadriga.clock import SystemClock
 from tests.architecture.recorder.sitecustomize import Recorder
 
 
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
+def test_calls_are_recorded_in_threads_that_began_before() -> None:
     recorder = Recorder()
-    yield recorder
-    recorder.stop()
-
-
-def test_calls_are_recorded_in_threads_that_began_before(recorder: Recorder) -> None:
     go, done = Queue[bool](), Queue[int]()
 
     def work() -> None:
@@ -42,7 +33,8 @@ def test_calls_are_recorded_in_threads_that_began_before(recorder: Recorder) -> 
     assert recorder.stop()["chains"] == []
 
 
-def test_objects_count_that_outlive_the_moment(recorder: Recorder) -> None:
+def test_objects_count_that_outlive_the_moment() -> None:
+    recorder = Recorder()
     name = f"{SystemClock.__module__}.SystemClock"
     before = recorder.count().get(name, 0)
     short, long = [SystemClock() for _ in range(3)], [SystemClock() for _ in range(2)]

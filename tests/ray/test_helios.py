@@ -85,5 +85,5 @@ async def test_profile_choose_serve_break_and_load_more(choosing: App) -> None:
         kept = {(r["model"], r["depth"]): r["requests"] for r in later["rows"]}
         assert kept and all(kept[key] >= 1 for key in rows if rows[key] >= 1), (rows, kept)
         assert (await door.complete())["usage"]["completion_tokens"] > 0
-        admin = await door.desk.history()
+        admin = await door.desk.cluster.history()
         assert admin["rows"]

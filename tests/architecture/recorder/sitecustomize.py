@@ -9,12 +9,15 @@ of `Recorder`.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from types import CodeType, FrameType
 from typing import Any
 
 FOLDER_VARIABLE = "SERVICE_RECORDER_FOLDER"
+OWNER_VARIABLE = "SERVICE_RECORDER_OWNER"
+"""The process that measures; the command that it started ends the service when it has gone."""
 LOOK_INTERVAL_S = 0.05
 PACKAGES = ("quadriga", "actors", "serve_app")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))) + os.sep
@@ -171,13 +174,17 @@ def _follow(folder: str) -> None:
     import time
     import traceback
 
+    owner, seen = os.environ.get(OWNER_VARIABLE), ""
+    is_first = str(os.getppid()) == owner
     recorder = Recorder()
-    seen = ""
     while not any(name in sys.modules for name in PACKAGES):
         time.sleep(LOOK_INTERVAL_S)
     open(f"{folder}/processes/{os.getpid()}", "w").close()
     while True:
         time.sleep(LOOK_INTERVAL_S)
+        if is_first and str(os.getppid()) != owner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         try:
             with open(f"{folder}/order") as file:
                 order = file.read()

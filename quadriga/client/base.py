@@ -1,0 +1,98 @@
+"""What both clients share: the channel, the metadata of a call, its deadline and its retries."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, ClassVar
+
+from quadriga.client.retries import RetryPolicy
+from quadriga.client.wire import CHANNEL_OPTIONS, affinity, credentials
+from quadriga.errors import DeadlineExceeded, QuadrigaError
+from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
+
+CANCEL_TIMEOUT_S = 2.0
+
+
+class Deadline:
+    """Counts down from `timeout_s` from now on."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._give_up_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Seconds left. Raises: DeadlineExceeded when none are."""
+        left_s = self._give_up_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the request was not done within its timeout")
+        return left_s
+
+    def left_ms(self) -> int:
+        """Milliseconds left, at least one. Raises: DeadlineExceeded when none are."""
+        return max(1, int(self.left_s() * 1000))
+
+    def allows(self, pause_s: float) -> bool:
+        """Whether anything is left after a pause."""
+        return time.monotonic() + pause_s < self._give_up_s
+
+
+class BaseClient:
+    """A connection to a Quadriga service over gRPC.
+
+    Calls are retried on UNAVAILABLE and RESOURCE_EXHAUSTED as `retry` says, and never run twice:
+    a retry names the same request. A stream that breaks is taken up where it broke.
+
+    Args:
+        target: `host:port`.
+        api_key: Sent as `authorization: Bearer …`.
+        tls: Use TLS; implied by any certificate.
+        root_certificates: Whom to trust instead of the public CAs, in PEM.
+        client_certificate: Shown to a server that asks for one, with its chain; in PEM.
+        client_key: Of the client's certificate, in PEM.
+        timeout_s: For a whole request, retries included; overridden per call.
+    """
+
+    _library: ClassVar[Any]
+    """`grpc` or `grpc.aio`."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        root_certificates: bytes | None = None,
+        client_certificate: bytes | None = None,
+        client_key: bytes | None = None,
+        timeout_s: float = 600.0,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        secure = credentials(
+            tls=tls,
+            root_certificates=root_certificates,
+            client_certificate=client_certificate,
+            client_key=client_key,
+        )
+        if secure is None:
+            self._channel = self._library.insecure_channel(target, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = self._library.secure_channel(target, secure, options=CHANNEL_OPTIONS)
+        self._stub: Any = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+        self._cancelling: set[asyncio.Task[None]] = set()  # of the asyncio client alone
+
+    def _for(self, request: Any) -> list[tuple[str, str]]:
+        """Metadata that sends every attempt of a request to the same ingress."""
+        return [*self._metadata, *affinity(request.request_id)]
+
+    def _pause_s(self, error: QuadrigaError, attempts: int, deadline: Deadline) -> float:
+        """Seconds before the next attempt. Raises: the error, where there shall be none."""
+        pause_s = self._retry.pause_s(error, attempts)
+        if pause_s is None or not deadline.allows(pause_s):
+            raise error
+        return pause_s
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
