@@ -1,4 +1,4 @@
-"""A cluster in one process, with a toy model; what the front door's unit tests talk to."""
+"""A cluster in one process, with a toy model, for the ingress's unit tests."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class FakeCluster:
         ]
 
     async def adopt(self, replica: str, sequence_id: str, ingress_id: str) -> bool:
-        """What was said is told again to the new one, and all that comes."""
+        """All output is sent to the new ingress, from the first token on."""
         self._replica(replica)._check()
         if sequence_id not in self._replica(replica).held or self.loses_orphans:
             return False

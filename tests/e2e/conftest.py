@@ -29,7 +29,7 @@ BODY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Where the service is, and the key its gRPC door asks for.
+    """Where the service is, and the key that its gRPC port asks for.
 
     Attributes:
         admin_url, log_folder: Empty for a service that ran before.
@@ -47,7 +47,7 @@ class Service:
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
-    """One prefill and two decode replicas, eager, behind both doors."""
+    """One prefill and two decode replicas, eager, with HTTP and gRPC."""
     if "QUADRIGA_E2E_HTTP" in os.environ:
         yield Service(
             os.environ["QUADRIGA_E2E_HTTP"],

@@ -98,7 +98,7 @@ class ServeCommand:
         return self._process.pid
 
     def signal_until_over(self, number: int) -> None:
-        """To the command, again and again, as somebody impatient does."""
+        """To the command, again and again, as an impatient user does."""
         give_up_s = time.monotonic() + END_TIMEOUT_S
         while self._process.poll() is None:
             assert time.monotonic() < give_up_s, self.said
@@ -161,7 +161,7 @@ def _tree(pid: int) -> set[int]:
 
 
 def _start_time(pid: int) -> str:
-    """What tells a process from a later one of the same number; empty once it has ended."""
+    """When a process began, which its number alone does not show; empty once it has ended."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else ""
 

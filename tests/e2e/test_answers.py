@@ -1,4 +1,4 @@
-"""The service answers what a newcomer asks, through the doors and the demonstration they use."""
+"""The service gives right answers over HTTP, gRPC and in the demonstration."""
 
 from __future__ import annotations
 

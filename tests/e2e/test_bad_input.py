@@ -1,4 +1,4 @@
-"""Bad input over both doors: always the documented error, and the service goes on."""
+"""Bad input over HTTP and gRPC: always the documented error, and the service goes on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def the_service_goes_on(http: httpx.Client) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_leaks(service: Service) -> Iterator[None]:
-    """After all cases nothing is held, and both doors still generate."""
+    """After all cases nothing is held, and HTTP and gRPC still generate."""
     yield
     with httpx.Client(base_url=service.base_url, timeout=60) as client:
         wait_until_free(client)
@@ -267,7 +267,7 @@ def test_a_bad_resume_index(http: httpx.Client) -> None:
     expect_error(too_long, 400, "idempotency-key")
 
 
-def test_a_reader_of_one_byte_at_a_time_holds_nobody_up(
+def test_a_reader_of_one_byte_at_a_time_delays_no_other(
     service: Service, http: httpx.Client
 ) -> None:
     host, port = service.base_url.removeprefix("http://").split(":")

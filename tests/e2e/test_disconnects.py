@@ -20,7 +20,7 @@ from tests.e2e.observe import HELD, series, total, wait_until_free
 
 PROMPT = "count from 1 to 9:"
 NUM_CHOICES, MAX_TOKENS = 16, 1900
-# So many that none has ended by the time the client is gone and everybody knows.
+# So many that none has ended by the time the client is gone and all processes know.
 MANY: Any = {"n": NUM_CHOICES, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 LONG = MANY | {"prompt": PROMPT}
 MOST = 0.75  # of all tokens asked for may be computed before the client's end is known
@@ -51,7 +51,7 @@ def computed(http: httpx.Client) -> float:
 
 
 def wait_until_told(http: httpx.Client) -> None:
-    """Return once every ingress has told what it counted before; they push every second."""
+    """Return once every ingress has pushed its counters; they push every second."""
 
     def pushes() -> dict[str, float]:
         values = series(http)
@@ -63,7 +63,7 @@ def wait_until_told(http: httpx.Client) -> None:
     first = last = pushes()
     # Twice, as the next one may have been on its way already.
     while any(value < first.get(key, 0.0) + 2 for key, value in last.items()):
-        assert time.monotonic() < give_up_s, f"not told: {first}, {last}"
+        assert time.monotonic() < give_up_s, f"not pushed: {first}, {last}"
         time.sleep(0.1)
         last = pushes()
 
@@ -146,7 +146,7 @@ def test_the_sdk_leaves_a_stream(sdk: Client, http: httpx.Client) -> None:
         wait_until_left(http, before, NUM_CHOICES)
         if time.monotonic() - left_s < ORPHAN_S:
             return
-    pytest.fail("the service was never told, and waited for a resumption")
+    pytest.fail("the service did not notice, and waited for a resumption")
 
 
 async def test_the_async_sdk_is_cancelled(async_sdk: AsyncClient, http: httpx.Client) -> None:
@@ -161,7 +161,7 @@ async def test_the_async_sdk_is_cancelled(async_sdk: AsyncClient, http: httpx.Cl
         await asyncio.to_thread(wait_until_left, http, before, NUM_CHOICES)
         if time.monotonic() - left_s < ORPHAN_S:
             return
-    pytest.fail("the service was never told, and waited for a resumption")
+    pytest.fail("the service did not notice, and waited for a resumption")
 
 
 def test_a_resumable_request_ends_when_nobody_comes_back(http: httpx.Client) -> None:

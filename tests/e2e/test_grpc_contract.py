@@ -1,4 +1,4 @@
-"""The gRPC door through the SDK and through the bare protocol."""
+"""gRPC through the SDK and through the bare protocol."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_stream_is_taken_up_at_a_token(sdk: Client, service: Service) -> None:
         call.cancel()
 
     with grpc.insecure_channel(service.grpc_target) as channel:
-        for _ in range(5):  # an ingress that stood still tells all tokens at once
+        for _ in range(5):  # an ingress that stood still sends all tokens at once
             request_id, text = uuid.uuid4().hex, ""
             metadata = [("authorization", f"Bearer {service.key}"), *affinity(request_id)]
             progress = StreamProgress(make_request(PROMPT, None, request_id, options))

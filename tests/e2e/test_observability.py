@@ -24,7 +24,7 @@ LABEL = re.compile(r'([a-z_]+)="(?:[^"\\]|\\.)*"')
 @pytest.fixture
 def own(service: Service) -> Service:
     if not service.admin_url:
-        pytest.skip("the service was started by somebody else: its logs are not here")
+        pytest.skip("the service was started by another process: its logs are not here")
     return service
 
 

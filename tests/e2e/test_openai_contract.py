@@ -1,4 +1,4 @@
-"""The HTTP door as OpenAI's clients and the load tools see it."""
+"""The HTTP API as OpenAI's clients and the load tools see it."""
 
 from __future__ import annotations
 

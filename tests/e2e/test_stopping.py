@@ -39,7 +39,7 @@ SHORT = BODY | {"max_tokens": 1}
 
 
 class Streams:
-    """Streams over both doors, each read to its end by a thread of its own."""
+    """Streams over HTTP and gRPC, each read to its end by a thread of its own."""
 
     def __init__(self, service: ServeCommand, num_tokens: int) -> None:
         self._service = service
@@ -91,7 +91,7 @@ class Streams:
 
 
 class Beside:
-    """Somebody who goes on sending short requests until nobody is at the port."""
+    """A client that goes on sending short requests until the port is closed."""
 
     def __init__(self, service: ServeCommand) -> None:
         self._service = service
@@ -110,7 +110,7 @@ class Beside:
     def _run(self) -> None:
         with self._service.http() as client:
             while not self._is_over.wait(BESIDE_INTERVAL_S):
-                with contextlib.suppress(httpx.HTTPError):  # at the very end nobody is there
+                with contextlib.suppress(httpx.HTTPError):  # at the very end the port is closed
                     self.replies.append(client.post("/v1/completions", json=SHORT))
                     self.replies += [client.get(path) for path in ("/health", "/live", "/none")]
 
@@ -157,7 +157,7 @@ def test_a_signal_to_the_process_group_lets_streams_end(
         refused = next(refusals(beside))
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "unavailable"
-        assert beside.statuses("/v1/completions") == {200, 503}, "nobody sees Serve's own 404"
+        assert beside.statuses("/v1/completions") == {200, 503}, "Serve's own 404 reaches no client"
         assert beside.statuses("/live") == {200}
         assert all(reply.headers["content-type"] == "application/json" for reply in beside.replies)
         assert "stopping: waiting up to" in service.said

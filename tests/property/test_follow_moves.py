@@ -94,7 +94,7 @@ class Cluster:
             self.say(source, EngineOutput("s", epoch, self.count, moved_to=peer, move="done"))
 
     def fail(self, peer: str) -> None:
-        """The destination refused, or was told to forget it."""
+        """The destination refused, or was cancelled there."""
         self.say(
             self.owner, EngineOutput("s", self.epoch, self.count, moved_to=peer, move="failed")
         )
@@ -129,7 +129,7 @@ class Ingress:
         if name in self.cluster.dead:
             if name not in self.told_dead:
                 self.told_dead.add(name)
-                assert not self.sequence.lose(name), "somebody else still has it"
+                assert not self.sequence.lose(name), "another owner still has it"
             return
         ack = self.acks.get(name, 0)
         self.cluster.read[name] = max(self.cluster.read.get(name, 0), ack)

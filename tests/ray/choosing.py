@@ -1,4 +1,4 @@
-"""Applications whose models and depths are chosen: their door, what they decide, what they know."""
+"""Applications whose models and depths are chosen: an ingress, decisions and history."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SURE, UNSURE = 0.3, 0.99999
 """Thresholds that almost every token passes at the first exits, and almost none."""
 
 
-class Door:
+class OwnIngress:
     """An ingress of its own in this process, over the real actors."""
 
     def __init__(self, app: App) -> None:
         config = load_config(app.config)
-        self.desk = EngineClient(
+        self.engine = EngineClient(
             config,
             ModelDirectory.load(config),
             ApiKeys(),
@@ -47,17 +47,17 @@ class Door:
             ingress_id="test-ingress",
         )
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(HttpServer(self.desk).application()),
+            transport=httpx.ASGITransport(HttpServer(self.engine).application()),
             base_url="http://localhost",
             timeout=240.0,
         )
 
-    async def __aenter__(self) -> Door:
-        self.desk.start()
+    async def __aenter__(self) -> OwnIngress:
+        self.engine.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.desk.close()
+        await self.engine.close()
         await self.http.aclose()
 
     async def complete(self, **fields: Any) -> dict[str, Any]:

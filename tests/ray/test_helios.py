@@ -12,7 +12,7 @@ from tests.ray.apps import App
 from tests.ray.choosing import (
     SURE,
     UNSURE,
-    Door,
+    OwnIngress,
     history,
     holds,
     kill_controller,
@@ -55,24 +55,24 @@ def is_chosen(now: dict[str, Any]) -> bool:
 @pytest.mark.timeout(500)
 @pytest.mark.slow
 async def test_profile_choose_serve_break_and_load_more(choosing: App) -> None:
-    async with Door(choosing) as door:
+    async with OwnIngress(choosing) as ingress:
         # Almost everything may leave at the first exits.
-        now = await door.until(choosing, is_chosen, exit_threshold=SURE)
+        now = await ingress.until(choosing, is_chosen, exit_threshold=SURE)
         model, depth = now["target"].split("@")
         assert int(depth) < FULL[model], "\n".join(map(str, now["decisions"]))
         assert now["counters"]["profiles"] == 2, "both models were profiled"
         assert {row["model"] for row in now["rows"]} == set(FULL)
         assert all(row["perplexity"] for row in now["rows"] if row["depth"] == FULL[row["model"]])
 
-        answer = await door.complete(exit_threshold=SURE)
+        answer = await ingress.complete(exit_threshold=SURE)
         spans = answer["usage"]["quadriga"]["spans"]
         assert sum(s["tokens"] for s in spans) == answer["usage"]["completion_tokens"]
         assert {s["model"] for s in spans} == {model}
         assert spans[-1]["depth"] == int(depth)
 
-        # Nobody is sure enough any more.
+        # No token is sure enough any more.
         before = now["target"]
-        now = await door.until(
+        now = await ingress.until(
             choosing, lambda n: is_chosen(n) and n["target"] != before, exit_threshold=UNSURE
         )
         assert any("below" in str(d.get("reason")) for d in now["decisions"]), now["decisions"]
@@ -84,6 +84,6 @@ async def test_profile_choose_serve_break_and_load_more(choosing: App) -> None:
         later = await asyncio.to_thread(history, choosing)
         kept = {(r["model"], r["depth"]): r["requests"] for r in later["rows"]}
         assert kept and all(kept[key] >= 1 for key in rows if rows[key] >= 1), (rows, kept)
-        assert (await door.complete())["usage"]["completion_tokens"] > 0
-        admin = await door.desk.cluster.history()
+        assert (await ingress.complete())["usage"]["completion_tokens"] > 0
+        admin = await ingress.engine.cluster.history()
         assert admin["rows"]

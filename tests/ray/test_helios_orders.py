@@ -18,7 +18,7 @@ from tests.ray.choosing import (
     EASY,
     SURE,
     UNSURE,
-    Door,
+    OwnIngress,
     breaches,
     history,
     holds,
@@ -110,13 +110,13 @@ async def test_a_strict_request_gets_its_layers_and_waits_until_they_can_be_load
     choosing: App, folder: Path
 ) -> None:
     app = choosing
-    async with Door(app) as door:
+    async with OwnIngress(app) as ingress:
         before = await asyncio.to_thread(breaches, app)
         with Damaged(folder / S):
-            waits = asyncio.create_task(door.complete(**STRICT, max_tokens=80))
+            waits = asyncio.create_task(ingress.complete(**STRICT, max_tokens=80))
             failed = history(app)["counters"]["failures"]
             # Its layers cannot be loaded now. Others are served meanwhile, at the old depth.
-            now = await door.until(
+            now = await ingress.until(
                 app, lambda n: n["counters"]["failures"] >= failed + 3, exit_threshold=0.0
             )
             assert not waits.done(), "no token came below its threshold, and it did not fail"
@@ -126,10 +126,10 @@ async def test_a_strict_request_gets_its_layers_and_waits_until_they_can_be_load
         assert {depth for _, depth, _ in spans(first)} <= {4, 8}
         assert spans(first)[0][:2] == (S, 8), "its first token comes of all layers, too"
         # Undisturbed: while a strict one keeps the layers, they are there from the beginning.
-        keeper = asyncio.create_task(door.complete(**STRICT, max_tokens=450, prompt="Hello.\n"))
+        keeper = asyncio.create_task(ingress.complete(**STRICT, max_tokens=450, prompt="Hello.\n"))
         for place in ("prefill:0", "decode:0"):
             await asyncio.to_thread(until, app, lambda n, p=place: holds(n, p) == str(S8))
-        again = await door.complete(**STRICT, max_tokens=80)
+        again = await ingress.complete(**STRICT, max_tokens=80)
         await keeper
         assert spans(again) == [(S, 8, 80)]
         assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
@@ -145,10 +145,10 @@ async def test_a_model_that_does_not_load_leaves_the_old_one_serving(
 ) -> None:
     app = choosing
     names = sorted(r["name"] for r in app.status()["replicas"])
-    async with Door(app) as door:
+    async with OwnIngress(app) as ingress:
         with Damaged(folder / L):
             failed = history(app)["counters"]["failures"]
-            now = await door.until(
+            now = await ingress.until(
                 app, lambda n: n["counters"]["failures"] > failed, exit_threshold=UNSURE
             )
             asked = [d for d in now["decisions"] if d["what"] == "switch"]
@@ -157,11 +157,11 @@ async def test_a_model_that_does_not_load_leaves_the_old_one_serving(
             assert any(reason.endswith(f"{S4} goes on serving") for reason in said), said
             assert now["target"] in (str(S4), str(S8)), "the old one, or already all of it"
             assert str(L6) in now["barred"] and "process" in now["barred"][str(L6)]
-            assert (await door.complete(exit_threshold=SURE))["usage"]["completion_tokens"] == 60
+            assert (await ingress.complete(exit_threshold=SURE))["usage"]["completion_tokens"] == 60
         await asyncio.to_thread(app.until_ready)
         assert sorted(r["name"] for r in app.status()["replicas"]) == names, "the same processes"
         # The next time confidence breaks there is no other model: the rest of the layers comes.
-        now = await door.until(
+        now = await ingress.until(
             app, lambda n: is_served(n) and n["target"] == str(S8), exit_threshold=UNSURE
         )
         assert now["counters"]["switches"] == 0
@@ -185,9 +185,9 @@ async def test_a_switch_moves_what_runs_to_those_that_still_have_the_model(
         },
     )
     try:
-        async with Door(app) as door:
+        async with OwnIngress(app) as ingress:
             doubtful = {"exit_threshold": UNSURE, "max_tokens": 1000}
-            answers = await asyncio.gather(*(door.complete(**doubtful) for _ in range(6)))
+            answers = await asyncio.gather(*(ingress.complete(**doubtful) for _ in range(6)))
         now = await asyncio.to_thread(
             until, app, lambda n: is_served(n) and n["counters"]["switches"] >= 3, 120.0
         )
@@ -211,11 +211,11 @@ async def test_a_strict_request_for_the_old_model_in_the_middle_of_a_switch(
         **{"engine.max_model_len": 1024, "lifecycle.drain_timeout_s": 60.0},
     )
     try:
-        async with Door(app) as door:
+        async with OwnIngress(app) as ingress:
             strict: dict[str, Any] = {"model": S, "prompt": "Hello.\n", "max_tokens": 60, **STRICT}
-            reference = await door.complete(**strict)
+            reference = await ingress.complete(**strict)
             await asyncio.to_thread(until, app, is_served)
-            doubt = asyncio.create_task(door.complete(exit_threshold=UNSURE, max_tokens=400))
+            doubt = asyncio.create_task(ingress.complete(exit_threshold=UNSURE, max_tokens=400))
 
             def is_half_way(now: dict[str, Any]) -> bool:
                 held = {holds(now, "prefill:0"), holds(now, "decode:0")}
@@ -223,7 +223,7 @@ async def test_a_strict_request_for_the_old_model_in_the_middle_of_a_switch(
 
             await asyncio.to_thread(until, app, is_half_way, 120.0)
             body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **strict}
-            answer = await door.http.post("/v1/completions", json=body | {"deadline_ms": 60_000})
+            answer = await ingress.http.post("/v1/completions", json=body | {"deadline_ms": 60_000})
             await doubt
         found = answer.json()
         if answer.status_code == 200:
@@ -259,14 +259,14 @@ async def test_a_switch_of_model_fails_nobody(ray_cluster: None, tmp_path: Path)
         },
     )
     try:
-        async with Door(app) as door:
+        async with OwnIngress(app) as ingress:
             doubtful = {"exit_threshold": UNSURE, "max_tokens": LONG}
-            long = [asyncio.create_task(door.complete(**doubtful)) for _ in range(3)]
+            long = [asyncio.create_task(ingress.complete(**doubtful)) for _ in range(3)]
             short: list[dict[str, Any]] = []
 
             async def keep_on(prompt: str) -> None:
                 while not all(task.done() for task in long):
-                    short.append(await door.complete(exit_threshold=SURE, prompt=prompt))
+                    short.append(await ingress.complete(exit_threshold=SURE, prompt=prompt))
 
             others = [asyncio.create_task(keep_on(p)) for p in (EASY, "Hello.\n")]
             answers = await asyncio.gather(*long)
