@@ -203,7 +203,7 @@ def read_pieces(header: GgufHeader, copy: TensorCopy, stream: BinaryIO) -> Itera
 
 def _numbers(raw: bytes, kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
     """Flat values of whole blocks. The library's rows are one here: it works in groups of them."""
-    with np.errstate(all="ignore"):  # a damaged scale overflows; whoever asks looks at the result
+    with np.errstate(all="ignore"):  # a damaged scale overflows; the caller looks at the result
         data = np.frombuffer(raw, dtype=np.uint8).reshape(1, -1)
         values: npt.NDArray[np.float32] = dequantize(data, kind)
     return values.reshape(-1)

@@ -1,6 +1,6 @@
 """Speed and latencies of the last ten minutes, sampled from the metrics hub.
 
-Whoever owns the hub samples it every `INTERVAL_S`; a point describes what was counted between two
+The owner of the hub samples it every `INTERVAL_S`; a point describes what was counted between two
 samples. The history has a fixed number of points, and goes through `dump` and `restore` to a
 successor of the process. A time without a sample is a gap, and stays one.
 """

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from actors.kv_transfer import handoff_sender, migration_copy
+from actors.kv_transfer import handoff_sender
 from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.migration import Migrations
@@ -28,6 +28,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import ReplicaError
+from quadriga.scheduling import migration_copy
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.scheduling.sequence_export import StepPhase
 from tests.equivalence.early_exit_reference import LAYERS, build_deep, save_with_exits

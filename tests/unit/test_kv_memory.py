@@ -57,6 +57,9 @@ def test_weights_are_counted_from_their_headers(models: dict[str, Path]) -> None
         # Matrices stay bfloat16; only norms are float32.
         kept = weight_bytes(found, 4, keeps_forms=True)
         assert written_out / 2 < kept < 1.001 * written_out / 2
+    by_compile = (deployment(models["1B"], **{"engine.compile": c}) for c in ("off", "auto"))
+    off, auto = (found.replicas[0].engine.kv_memory_bytes for found in by_compile)
+    assert off is not None and auto is not None and off < auto
 
 
 @pytest.mark.parametrize("name", ["1B", "8B"])

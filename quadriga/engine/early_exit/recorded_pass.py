@@ -99,7 +99,7 @@ class RecordedPass:
                 running = running[goes_on]
                 if running.size:
                     batch = self._decoder.plan(self._runs(running))
-            # Before the layers run: whoever goes on attends to those who stopped.
+            # Before the layers run: tokens that go on attend to those that stopped.
             self._stand_in(left, begin, end)
             for layer in range(begin, end):
                 if running.size:

@@ -1,7 +1,7 @@
 """Weights that the processes of one machine read from a single copy in memory.
 
 A part of a model (a layer, the embedding, an exit's head) lies in an anonymous memory file of the
-kernel (`memfd`). Whoever loads a part first makes the file, fills it, seals it against writing and
+kernel (`memfd`). The process that loads a part first makes the file, fills it, seals it and
 notes in a small registry file which process holds it under which descriptor. Whoever loads the same
 part later opens that descriptor through `/proc`, maps it read-only and notes itself as well. The
 kernel frees the memory when the last process that holds it is gone, however it ended, so nothing

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer import migration as migrations
+from actors.kv_transfer import migration
 from actors.kv_transfer.migration import Migrations
 from actors.replica.decode import DecodeReplica
 from quadriga.clock import ManualClock
@@ -143,7 +143,7 @@ async def test_the_canceller_is_named_where_it_went(monkeypatch: pytest.MonkeyPa
     async def call(*args: Any, timeout_s: float) -> None:
         calls.append(args)
 
-    monkeypatch.setattr(migrations, "call", call)
+    monkeypatch.setattr(migration, "call", call)
     replica = Decode()
     replica.migrations.moved_away("a", "app:decode:2")
     await replica.cancel(["a"], GONE)
