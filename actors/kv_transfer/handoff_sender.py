@@ -176,7 +176,7 @@ class OutgoingTransfer:
             return LeaseState.ABORTED if is_dead or not self._may_be_committed else None
 
     async def settle(self) -> LeaseState:
-        """As `abort`, for whoever must know how it ended.
+        """As `abort`, for a caller that must know how it ended.
 
         Raises:
             ReplicaDied: The destination is gone; or, code "unreachable", cannot be reached now.
@@ -207,7 +207,7 @@ class OutgoingTransfer:
             self._renewing = None
 
     async def _renew(self) -> None:
-        """Keep the lease alive while chunks are computed that nothing can be sent of."""
+        """Keep the lease alive while a chunk is computed of which nothing can be sent yet."""
         while True:
             await asyncio.sleep(self.offer.lease_s / 3)
             try:
@@ -244,7 +244,7 @@ class HandoffSender:
         Args:
             depth_class: The layers of its KV.
             is_live: The sequence is decoding here, and goes on until the commit.
-            depths: What `depth_bounds` says of a live one.
+            depths: Least and most layers of a live one; see `depth_bounds`.
 
         Raises:
             KVCacheExhausted: It has no room now.

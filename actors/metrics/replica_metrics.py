@@ -28,7 +28,7 @@ from quadriga.observability.metrics import Registry
 from quadriga.policies.ares.forecast import seconds_to_full
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transports.counts import TransportCounts
+    from actors.kv_transfer.transports.auto import TransportCounts
     from actors.replica.forecasting import Forecasting
     from quadriga.control.replica_record import ReplicaLoad
 

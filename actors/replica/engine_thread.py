@@ -1,4 +1,4 @@
-"""The thread that owns a runner and its loop; everybody else talks to it through an inbox.
+"""The thread that owns a runner and its loop; other threads send it commands through an inbox.
 
 Forward passes hold this thread, never the event loop, so a replica answers calls while it loads
 its weights or computes a long prompt.
@@ -35,7 +35,7 @@ class EngineBroken(ReplicaError):
 
 
 class StepLoop(Protocol):
-    """What the thread drives: `PrefillLoop` and `DecodeLoop` in their hosts' clothing."""
+    """What the thread drives: `PrefillLoop` and `DecodeLoop` as a replica runs them."""
 
     @property
     def has_work(self) -> bool: ...
@@ -149,7 +149,7 @@ class EngineThread(Generic[Core]):
                 core.publish()
         except QuadrigaError as exc:
             self._fail(exc)
-        except Exception as exc:  # the border of the thread: nobody above would ever see it
+        except Exception as exc:  # the border of the thread: no caller would ever see it
             self._fail(ReplicaError(f"the engine failed: {exc!r}"))
         self.post(self._finish_inbox)
 

@@ -1,4 +1,4 @@
-"""What a prefill replica's engine thread runs: the loop, and what it hands to the event loop."""
+"""What a prefill replica's engine thread runs: the loop, and what it passes to the event loop."""
 
 from __future__ import annotations
 
@@ -6,33 +6,41 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from actors.kv_transfer.kv_feed import KVFeed, KVRange, LayerJoiner
-from quadriga.config.resolve import DTYPE_BYTES
+from actors.replica.replica import Replica
+from quadriga.config.engine_spec import DTYPE_BYTES
 from quadriga.control.replica_record import ReplicaLoad
-from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
-from quadriga.errors import Cancelled, QuadrigaError
+from quadriga.errors import Cancelled
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.idle_check import IdleCheck
-from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.sequence import NO_ROW, RunningSequence
 from quadriga.scheduling.slots import SlotTable
 
 if TYPE_CHECKING:
-    from actors.replica.prefill import PrefillReplica
     from quadriga.engine.model_runner import NativeRunner
     from quadriga.scheduling.forecasts import LengthModel
 
 
-class PrefillEngine(PrefillEvents):
-    """The prefill loop in its host's clothing; everything here runs on the engine thread."""
+class PrefillEngine:
+    """A `PrefillLoop` on the engine thread of a replica; all methods run on that thread.
+
+    Args:
+        on_start: Called on the event loop when the first chunk of a sequence with a feed is about
+            to be computed: time to find a decode replica.
+        on_outputs: Called on the event loop with what a step has brought.
+    """
 
     def __init__(
         self,
-        replica: PrefillReplica,
+        replica: Replica[Any],
         runner: ModelRunner,
         lengths: LengthModel | None,
         resizable: NativeRunner | None = None,
+        *,
+        on_start: Callable[[RunningSequence], None],
+        on_outputs: Callable[[list[PrefillOutput]], None],
     ) -> None:
         spec = replica.spec.engine
         settings = replica.config.prefill
@@ -41,14 +49,13 @@ class PrefillEngine(PrefillEvents):
         self._is_watched = replica.config.helios.enabled
         self._replica = replica
         self._lengths = lengths
-        self._has_first_tokens = False
-        self._staging = replica.staging
+        self._on_start = on_start
+        self._on_outputs = on_outputs
+        self._staging = StagingBudget()
         value_bytes = DTYPE_BYTES[spec.dtype]
         self._bytes_per_token_layer = spec.checkpoint.kv_bytes_per_token(1, value_bytes)
-        self._feeds: dict[str, KVFeed] = {}
-        self._joiner = LayerJoiner(runner.num_layers, self._bytes_per_token_layer)
-        # What a step's prompts are to tell the event loop: one wake-up for all of them.
-        self._at_end: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        # KV of a step's last layers goes to the event loop with the first tokens, in one wake-up.
+        self._last_kv: list[tuple[KVFeed, KVRange, Any]] = []
         self.loop = PrefillLoop(
             runner=runner,
             slots=SlotTable(
@@ -61,14 +68,14 @@ class PrefillEngine(PrefillEvents):
                 max_tokens=settings.max_queued_tokens,
                 max_age_s=settings.max_age_s,
             ),
-            events=self,
             eos_token_ids=spec.checkpoint.eos_token_ids,
             chunk_tokens=settings.chunk_tokens,
             layer_groups=settings.layer_groups,
             clock=replica.clock,
             full_depth=spec.checkpoint.num_layers if self._is_watched else 0,
             max_unplaced=settings.max_rows,
-            num_placed=replica.placed.__len__,
+            on_start=self._started,
+            on_kv=self._computed,
         )
 
         self._idle_check = IdleCheck(self._check, replica.clock)
@@ -82,14 +89,25 @@ class PrefillEngine(PrefillEvents):
         return False
 
     def step(self) -> None:
-        self.loop.step()
+        outputs = self.loop.step()
         self._idle_check.step(is_idle=not self.loop.has_work)
-        if self._has_first_tokens:
-            self._has_first_tokens = False
+        if any(o is None or (o.finish is None and o.error is None) for _, o in outputs):
             self._predict()
-        if self._at_end:
-            self._replica.post(_run_all, self._at_end)
-            self._at_end = []
+        if self._is_watched:
+            for _, output in outputs:
+                if output is not None and output.error is None:
+                    output.depth = self.runner.num_layers
+        if outputs or self._last_kv:
+            self._replica.post(self._deliver, self._last_kv, outputs)
+            self._last_kv = []
+
+    def _deliver(
+        self, last_kv: list[tuple[KVFeed, KVRange, Any]], outputs: list[PrefillOutput]
+    ) -> None:
+        """On the event loop: pass on what a step has brought."""
+        for feed, span, kv in last_kv:
+            feed.add(span, kv)
+        self._on_outputs(outputs)
 
     def _predict(self) -> None:
         """Note with the sequences whose prompts are done how long they are expected to go on."""
@@ -98,8 +116,8 @@ class PrefillEngine(PrefillEvents):
         asked = self._lengths.ask()
         if asked is not None:
             states, answer = asked
-            for state, said in zip(states, answer(), strict=True):
-                state.prediction, state.predicted_at = said, len(state.output_ids)
+            for state, prediction in zip(states, answer(), strict=True):
+                state.prediction, state.predicted_at = prediction, len(state.output_ids)
 
     def publish(self) -> None:
         loop = self.loop
@@ -117,23 +135,16 @@ class PrefillEngine(PrefillEvents):
             )
         )
 
-    def release(self, sequence_id: str) -> bool:
-        """Let go of a sequence; see `PrefillLoop.release`."""
-        self._feeds.pop(sequence_id, None)
-        self._joiner.forget(sequence_id)
-        return self.loop.release(sequence_id)
-
-    def read_kv(self, sequence_id: str, span: KVRange) -> Any:
+    def read_kv(self, sequence: RunningSequence, span: KVRange) -> Any:
         """Copy computed KV of a sequence that still has its row.
 
         Raises:
             Cancelled: The row is gone.
         """
-        slot = self.loop.slots.get(sequence_id)
-        if slot is None:
-            raise Cancelled(f"{sequence_id} was released")
+        if sequence.row == NO_ROW:
+            raise Cancelled(f"{sequence.state.sequence_id} was released")
         return self.runner.read_kv(
-            slot.row, span.first_layer, span.num_layers, span.start, span.stop
+            sequence.row, span.first_layer, span.num_layers, span.start, span.stop
         )
 
     # ResizableCore
@@ -155,72 +166,37 @@ class PrefillEngine(PrefillEvents):
                 self.resizable.take_depth(prepared)
         finally:
             self.loop.resume(self.resizable.kv_capacity_tokens)
-        self._joiner = LayerJoiner(self.runner.num_layers, self._bytes_per_token_layer)
         return []
 
     def give_up(self) -> None:
         """See `ResizableEngine`."""
         self.loop.resume()
 
-    # PrefillEvents
+    # Called by the loop in a step
 
-    def on_start(self, state: SequenceState, row: int) -> None:
-        if state.sampling.max_tokens > 1:
-            feed = KVFeed(self._staging, self._bytes_per_token_layer)
-            self._feeds[state.sequence_id] = feed
-            self._replica.post(self._replica.start_handoff, state, feed)
+    def _started(self, sequence: RunningSequence) -> None:
+        if sequence.state.sampling.max_tokens > 1:
+            sequence.feed = KVFeed(
+                self._staging, self.runner.num_layers, self._bytes_per_token_layer
+            )
+            self._replica.post(self._on_start, sequence)
 
-    def on_kv(
-        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
+    def _computed(
+        self, sequence: RunningSequence, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
-        feed = self._feeds.get(state.sequence_id)
+        feed = sequence.feed
         if feed is None:
             return
-        complete = KVRange(first_layer, num_layers, chunk.start, chunk.stop)
-        span = self._joiner.join(state.sequence_id, complete)
+        span = feed.join(KVRange(first_layer, num_layers, chunk.start, chunk.stop))
         if span is None:
             return
         kv = None
         if feed.wants_copies and self._staging.has_room:
             kv = self.runner.read_kv(
-                chunk.row, span.first_layer, span.num_layers, span.start, span.stop
+                sequence.row, span.first_layer, span.num_layers, span.start, span.stop
             )
             self._staging.take(kv.nbytes)
         if span.first_layer + span.num_layers == self.runner.num_layers:
-            self._at_end.append((feed.add, (span, kv)))  # the first token follows in a moment
+            self._last_kv.append((feed, span, kv))  # the first token follows in a moment
         else:
             self._replica.post(feed.add, span, kv)
-
-    def on_first_token(
-        self,
-        state: SequenceState,
-        logprobs: list[TokenLogprob] | None,
-        prompt_logprobs: list[TokenLogprob] | None,
-        finish: FinishReason | None,
-    ) -> None:
-        emission = EngineOutput(
-            sequence_id=state.sequence_id,
-            epoch=state.epoch,
-            token_ids=list(state.output_ids),
-            exit_layers=list(state.exit_layers),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish=finish,
-            depth=self.runner.num_layers if self._is_watched else 0,
-        )
-        self._feeds.pop(state.sequence_id, None)
-        self._has_first_tokens |= finish is None
-        self._at_end.append((self._replica.first_token, (state, emission)))
-
-    def on_rebuilt(self, state: SequenceState) -> None:
-        self._feeds.pop(state.sequence_id, None)
-        self._at_end.append((self._replica.rebuilt, (state,)))
-
-    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
-        self._feeds.pop(state.sequence_id, None)
-        self._replica.post(self._replica.failed, state, error)
-
-
-def _run_all(callbacks: list[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
-    for callback, args in callbacks:
-        callback(*args)

@@ -1,4 +1,4 @@
-"""What prefill and decode replicas have in common: polls, signs of life, reports, and their end."""
+"""What prefill and decode replicas have in common: polls, heartbeats, load reports, their end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from quadriga.observability.logs import configure_logging
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transports.gloo_frames import ChannelOffer
+    from actors.kv_transfer.transports.channel import ChannelOffer
 
 Result = TypeVar("Result")
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_MIN_GAP_S = 0.05
 """Between two reports when there is news: room became free (placement and admission wait for it),
-or a sequence arrived (until told, the scheduler counts it on top of the load)."""
+or a sequence arrived (until it is reported, the scheduler counts it on top of the load)."""
 REPORT_MIN_TIMEOUT_S = 1.0
 MAX_REMEMBERED = 4096
 END_DELAY_S = 0.05
@@ -74,13 +74,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     Attributes:
         reply_spacing_s: Pause after a poll's reply, per sequence in it; see `OutputDispatcher`.
-        wishes: What the scheduler last asked for.
+        report_options: What the scheduler last asked for.
     """
 
     reply_spacing_s: ClassVar[float] = 0.0
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
-        # Here, not above: whoever spawns a replica imports this module, and needs no torch.
+        # Here, not above: the controller imports this module, and has no torch.
         from actors.kv_transfer.transports.auto import TransportHub
 
         self.name = name
@@ -143,7 +143,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     def loaded(self, engine: EngineSpec) -> None:
         """Note what was loaded: on a GPU, the KV capacity is known only then.
 
-        On the engine's thread, before the core is there: nobody asks for a capacity earlier.
+        Called on the engine's thread before the core is there, so no capacity was reported yet.
         """
         self.spec = replace(self.spec, engine=engine)
         self.info_record = replace(
@@ -195,7 +195,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     @abstractmethod
     async def _held(self) -> Collection[SequenceState]:
-        """Sequences held here, whosever they are."""
+        """Sequences held here, of all ingresses."""
 
     @abstractmethod
     async def _own(self) -> Container[str]:
@@ -233,7 +233,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
         Args:
             ingress_id: Who cancels: what another ingress has adopted is not its any more, and goes
-                on. None: they end, whosever they are.
+                on. None: they end, whichever ingress they are of.
         """
         if self.engine.is_ready:
             await self._cancel(sequence_ids, ingress_id)
@@ -241,7 +241,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self.note_cancelled(sequence_ids)
 
     async def holding(self, sequence_ids: Sequence[str]) -> list[str]:
-        """Those of the sequences that are this replica's own, or on their way out of it.
+        """Which of these sequences this replica owns, or is handing on.
 
         A sequence that was merely promised room does not count. Raises: Unavailable.
         """
@@ -283,7 +283,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         return report
 
     async def wait_forever(self) -> None:
-        """Never returns: whoever awaits it learns at once when this process is gone."""
+        """Never returns: a caller that awaits it learns at once when this process is gone."""
         await asyncio.Event().wait()
 
     async def drain(self, deadline_s: float) -> bool:
@@ -323,7 +323,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         return sequence_id in self._cancelled
 
     def note_cancelled(self, sequence_ids: Sequence[str]) -> None:
-        """Remember what nobody wants: it may be on its way here."""
+        """Remember cancelled sequences, as they may be on their way here."""
         for sequence_id in sequence_ids:
             self._cancelled[sequence_id] = None
         while len(self._cancelled) > MAX_REMEMBERED:
@@ -344,7 +344,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             raise Unavailable(f"{self.name} is draining", code="draining")
 
     def emit(self, emissions: Sequence[tuple[str, EngineOutput]], *, wakes: bool = True) -> None:
-        """Tell ingresses something; on the event loop. See `OutputDispatcher.put`."""
+        """Send outputs to their ingresses; on the event loop. See `OutputDispatcher.put`."""
         self.mail.put(emissions, wakes=wakes)
         self.metrics.count(emissions)
         if self.spans.open:
@@ -369,7 +369,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.engine.post(callback, *args)
 
     def remember_peer(self, info: ReplicaInfo) -> None:
-        """Note where a peer lives, for the choice of the address it can reach."""
+        """Note the node of a peer, for the choice of the address it can reach."""
         self._peer_nodes[info.name] = info.node_id
         while len(self._peer_nodes) > MAX_REMEMBERED:
             self._peer_nodes.popitem(last=False)
@@ -405,7 +405,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         )
 
     async def _report_forever(self) -> None:
-        """Tell the scheduler the load: at every interval, and when there is news."""
+        """Report the load to the scheduler: at every interval, and when there is news."""
         interval_s = self.config.scheduler.snapshot_interval_s
         while not self._is_ending:
             if self.engine.is_ready:
@@ -438,7 +438,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             logger.info("report to %s failed: %s", scheduler, exc)
 
     async def _watch_ingresses(self) -> None:
-        """Cancel what silent ingresses left behind; end when there are none at all."""
+        """Cancel the sequences of silent ingresses; end this process when all are silent."""
         orphan_s = self.config.lifecycle.orphan_timeout_s
         request_s = self.config.ingress.orphan_request_s
         pause_s = min(1.0, orphan_s / 4, request_s / 4)
@@ -455,7 +455,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             background(self.metrics.push(self.config.name))
 
     async def _cancel_orphans(self, silent: dict[str, float], *, forget_after_s: float) -> None:
-        """Free what silent ingresses hold, and tell them, should they come back.
+        """Free the sequences of silent ingresses, and leave them an error, should they come back.
 
         Args:
             silent: Seconds of silence by ingress.
@@ -492,12 +492,12 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     async def _go_at_last(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        await self._end("it was asked to go, and nobody has retired it in time")
+        await self._end("it was asked to go, and was not retired in time")
 
     def _engine_failed(self, error: QuadrigaError) -> None:
         """On the event loop: the engine is over, so this process is of no more use."""
         self._is_draining = True
-        self.mail.close()  # whoever polls shall know now
+        self.mail.close()  # waiting polls are to learn of it now
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
             background(self.metrics.push(self.config.name))
@@ -529,6 +529,6 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Run a background loop; its unexpected end is the end of the process, not a silence."""
         try:
             await coroutine
-        except Exception as exc:  # the border of the actor: nobody awaits this task
+        except Exception as exc:  # the border of the actor: no caller awaits this task
             logger.exception("a background loop of %s failed", self.name)
             await self._end_after_failure(ReplicaError(f"background loop: {exc!r}"))

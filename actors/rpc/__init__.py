@@ -1,1 +1,1 @@
-"""Calls between actors, how actors are found, and how their processes live and end."""
+"""Calls between actors, how actors are found, and how their processes start and end."""

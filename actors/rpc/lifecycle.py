@@ -50,7 +50,7 @@ def parse_replica_name(app: str, name: str) -> tuple[Role, int] | None:
 def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     """Hash of all that a replica was started with and cannot change while it lives.
 
-    What Ray reserves for it, and what KV memory it has where nobody says how much, are left out:
+    What Ray reserves for it, and what KV memory it has where that is not configured, are left out:
     these follow the cluster's size. So is the depth, where it changes while a replica lives.
     """
     engine = asdict(spec.engine)

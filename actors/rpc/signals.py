@@ -15,8 +15,8 @@ from typing import Any
 from ray._private import worker
 
 
-def on_sigterm(told: Callable[[], None]) -> None:
-    """Have SIGTERM call `told` on the running event loop, and do nothing else.
+def on_sigterm(callback: Callable[[], None]) -> None:
+    """Have SIGTERM call `callback` on the running event loop, and do nothing else.
 
     Ray handles the signal on its workers' main thread, the only one that Python lets install a
     handler, and an actor never runs there. So Ray's handler stays, and what it calls to end the
@@ -25,7 +25,7 @@ def on_sigterm(told: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
 
     def pass_on(*_: Any, **__: Any) -> None:
-        loop.call_soon_threadsafe(told)
+        loop.call_soon_threadsafe(callback)
 
     module: Any = worker
     module.raise_sys_exit_with_custom_error_message = pass_on

@@ -1,4 +1,4 @@
-"""Tasks that outlive whoever starts them."""
+"""Tasks that outlive their callers."""
 
 from __future__ import annotations
 

@@ -17,13 +17,14 @@ from quadriga.clock import Clock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import Reservation
-from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
-from quadriga.errors import InvariantViolation, QuadrigaError
-from quadriga.interfaces import ModelRunner
+from quadriga.core.request import SequenceState
+from quadriga.errors import InvariantViolation
+from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.policies.rebatching import Rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.prefill_loop import PrefillLoop
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import Slot, SlotTable
 
 AHEAD = 2
@@ -44,7 +45,7 @@ class _Run:
     outputs: list[EngineOutput] = field(default_factory=list)
 
 
-class ColocatedLoop(PrefillEvents):
+class ColocatedLoop:
     """A `PrefillLoop` and a `DecodeLoop` over the same rows.
 
     Args:
@@ -100,14 +101,13 @@ class ColocatedLoop(PrefillEvents):
             queue=PrefillQueue(
                 max_sequences=sys.maxsize, max_tokens=sys.maxsize, max_age_s=max_age_s
             ),
-            events=self,
             eos_token_ids=eos_token_ids,
             chunk_tokens=chunk_tokens,
             layer_groups=1,
             clock=clock,
             reserve=self._reserve,
+            on_kv=self.on_kv,
         )
-        self._first_outputs: list[EngineOutput] = []
         self._runs: dict[str, _Run] = {}
 
     def run(self, states: Iterable[SequenceState]) -> Generator[list[EngineOutput]]:
@@ -151,7 +151,7 @@ class ColocatedLoop(PrefillEvents):
 
     def submit(self, state: SequenceState) -> None:
         """Queue a sequence, a new one or one that is to be rebuilt. Raises: InvariantViolation."""
-        self.prefill.submit(state)
+        self.prefill.submit(RunningSequence(state))
 
     def release(self, sequence_id: str) -> None:
         """Let go of a sequence, whatever its status is; an unknown one is no error."""
@@ -177,9 +177,11 @@ class ColocatedLoop(PrefillEvents):
         """
         prefill = self.prefill
         if prefill.has_work:
-            prefill.step()
-            outputs, self._first_outputs = self._first_outputs, []
-            return outputs
+            computed = prefill.step()
+            for sequence, output in computed:
+                if output is None or (output.finish is None and output.error is None):
+                    self.on_computed(sequence)
+            return [output for _, output in computed if output is not None]
         outputs = [emission for _, emission in self.decode.step()]
         if prefill.is_stalled and any(e.finish is not None or e.error for e in outputs):
             prefill.retry()
@@ -197,7 +199,7 @@ class ColocatedLoop(PrefillEvents):
         self.decode.check()
         paused = self.decode.is_paused
         decoding = [s.sequence_id for s in self.decode.running if not paused(s.sequence_id)]
-        known = sorted(self.prefill.holders + decoding)
+        known = sorted([*(s.state.sequence_id for s in self.prefill.running), *decoding])
         if sorted(slots.holders) != known:
             raise InvariantViolation(
                 f"slots are held for {sorted(slots.holders)}; {known} are computed or run"
@@ -208,41 +210,16 @@ class ColocatedLoop(PrefillEvents):
             state.sequence_id, state.max_total_tokens, state.num_tokens, state.priority
         )
 
-    # PrefillEvents
-
-    def on_first_token(
-        self,
-        state: SequenceState,
-        logprobs: list[TokenLogprob] | None,
-        prompt_logprobs: list[TokenLogprob] | None,
-        finish: FinishReason | None,
+    def on_kv(
+        self, sequence: RunningSequence, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
-        """See `PrefillEvents`."""
-        self._first_outputs.append(
-            EngineOutput(
-                state.sequence_id,
-                state.epoch,
-                token_ids=list(state.output_ids),
-                exit_layers=list(state.exit_layers),
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                finish=finish,
-            )
-        )
-        if finish is None:
-            self.on_rebuilt(state)
+        """KV of these layers is complete at the chunk's positions."""
 
-    def on_rebuilt(self, state: SequenceState) -> None:
-        """See `PrefillEvents`: its prompt is done."""
-        self.join(state)
+    def on_computed(self, sequence: RunningSequence) -> None:
+        """A prompt is computed, or the KV of a lost sequence is rebuilt."""
+        self.join(sequence.state)
 
     def join(self, state: SequenceState) -> None:
         """Let a sequence whose prompt is done decode from the next step on."""
         self.prefill.hand_over(state.sequence_id)
         self.decode.join(state, is_attached=True)
-
-    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
-        """See `PrefillEvents`."""
-        self._first_outputs.append(
-            EngineOutput(state.sequence_id, state.epoch, len(state.output_ids), error=error)
-        )

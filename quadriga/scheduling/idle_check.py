@@ -1,4 +1,4 @@
-"""The look an engine takes at its own books whenever it has nothing to do."""
+"""Consistency checks that an engine makes whenever it has nothing to do."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from quadriga.errors import InvariantViolation
 CHECK_EVERY_S = 5.0
 """Between two checks, at least: an engine that is idle between all requests must not pay for it."""
 LEAK_AFTER_S = 30.0
-"""A slot that nobody has claimed for this long is a leak."""
+"""A slot that no known sequence has claimed for this long is a leak."""
 
 
 class IdleCheck:
     """Runs a check when the engine has become idle; nothing is checked twice.
 
     A violation is raised, and ends the engine: the controller replaces the replica. It holds
-    nothing at this moment, so no stream is lost, and books that contradict themselves are better
-    not carried on.
+    nothing at this moment, so no stream is lost, and an engine whose tables contradict each
+    other must not go on.
 
     Args:
         check: Raises InvariantViolation, or returns whether to look again without new work.
@@ -47,9 +47,9 @@ class IdleCheck:
 
 
 class Leaks:
-    """Finds slots that nobody answers for.
+    """Finds slots that are held for unknown sequences.
 
-    A slot changes hands between threads, so one that nobody claims is only a suspect at first.
+    A slot changes hands between threads, so an unclaimed one is only a suspect at first.
     """
 
     def __init__(self, after_s: float = LEAK_AFTER_S) -> None:
@@ -57,7 +57,7 @@ class Leaks:
         self._suspects: dict[str, float] = {}  # sequence → since when
 
     def check(self, held: Collection[str], claimed: Collection[str], *, now_s: float) -> bool:
-        """Compare who holds a slot with who is known; returns whether somebody is suspect.
+        """Compare the holders of slots with the known sequences; returns whether any is suspect.
 
         Raises:
             InvariantViolation: One has been suspect for too long.
@@ -67,6 +67,6 @@ class Leaks:
         leaked = [s for s, since_s in self._suspects.items() if now_s - since_s >= self._after_s]
         if leaked:
             raise InvariantViolation(
-                f"{len(leaked)} slots are held for sequences that nobody knows: {leaked[:4]}"
+                f"{len(leaked)} slots are held for unknown sequences: {leaked[:4]}"
             )
         return bool(self._suspects)

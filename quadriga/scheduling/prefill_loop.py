@@ -1,87 +1,57 @@
-"""The prefill replica's step: take prompts, compute a chunk of them, hand out what is ready."""
+"""The prefill replica's step: take prompts, compute a chunk of them, return what is ready."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from quadriga.clock import Clock
-from quadriga.core.request import FinishReason, SampledToken, SequenceState, TokenLogprob
-from quadriga.errors import (
-    DeadlineExceeded,
-    InvariantViolation,
-    KVCacheExhausted,
-    Overloaded,
-    QuadrigaError,
-)
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import SampledToken, SequenceState, TokenLogprob
+from quadriga.errors import DeadlineExceeded, InvariantViolation, KVCacheExhausted, QuadrigaError
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.rebuild import check_record, chunk_of, num_prefill_tokens
-from quadriga.scheduling.sequence import append_token, finish_reason
+from quadriga.scheduling.sequence import (
+    NO_ROW,
+    RunningSequence,
+    SequenceStatus,
+    append_token,
+    finish_reason,
+)
 from quadriga.scheduling.slots import Slot, SlotTable
 
 RATE_WINDOW_S = 10.0
-MAX_SHALLOW = 256
-"""Sequences that wait for layers; more are refused."""
-
-
-class PrefillEvents:
-    """What a host of the loop acts on, on the loop's thread; what it leaves out does nothing."""
-
-    def on_start(self, state: SequenceState, row: int) -> None:
-        """The first chunk is about to be computed: time to find a decode replica."""
-
-    def on_kv(
-        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
-    ) -> None:
-        """KV of these layers is complete at the chunk's positions; deeper layers follow."""
-
-    def on_first_token(
-        self,
-        state: SequenceState,
-        logprobs: list[TokenLogprob] | None,
-        prompt_logprobs: list[TokenLogprob] | None,
-        finish: FinishReason | None,
-    ) -> None:
-        """The prompt is done. `state` holds the first token, except when none was asked for."""
-
-    def on_rebuilt(self, state: SequenceState) -> None:
-        """The KV of a sequence that spoke before is there again; it has nothing new to say."""
-
-    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
-        """The sequence ended here; its slot is free again. Raised where the host says nothing."""
-        raise error
-
-
-@dataclass(slots=True)
-class _Job:
-    state: SequenceState
-    row: int
-    done_tokens: int = 0
+PrefillOutput = tuple[RunningSequence, EngineOutput | None]
+"""A sequence whose prompt is done, or that ended; and its output. None: its KV was rebuilt, and it
+has nothing new to emit."""
 
 
 class PrefillLoop:
     """Chunked prefill over a bounded queue.
 
-    A sequence passes through: queued → active (has a row, chunks are computed) → computed (row
-    kept until `release`, so that a failed hand-off can be repeated) → gone.
+    A sequence passes through: queued → prefilling (has a row, chunks are computed) → computed (row
+    kept until `release`, so that a failed hand-off can be repeated) → finished.
 
-    Nothing tests a prompt's own token, so a strict sequence waits before it is queued until the
-    layers are loaded that it may need.
+    Nothing tests a prompt's own token, so a strict sequence stays queued until the layers are
+    loaded that it may need.
 
     Args:
-        full_depth: Layers of the whole model, where they may be loaded; 0: nobody waits for them.
+        full_depth: Layers of the whole model, where they may be loaded; 0: no sequence waits for
+            them.
         max_unplaced: No prompt is begun while so many sequences that hold a row have none at a
             decode replica, so that a full decode class is not met by ever more first tokens.
-        num_placed: How many of those that hold a row have one at a decode replica as well.
         reserve: Promises a sequence its row in `slots`, where it goes on to decode in that row;
             None: for its prompt alone. Raises as `SlotTable.reserve`.
+        on_start: Called in a step before the first chunk of a sequence is computed.
+        on_kv: Called with (sequence, chunk, first layer, number of layers) in a step, when KV of
+            these layers is complete at the chunk's positions; deeper layers follow.
 
     Attributes:
+        running: Sequences that hold a row: being computed, or computed.
         meter: What its steps cost.
-        is_stalled: Who is first in line found no room, and waits until some is given back.
+        is_stalled: The sequence that is next found no room, and waits until some is given back.
 
     Not thread-safe: one thread calls everything.
     """
@@ -92,76 +62,75 @@ class PrefillLoop:
         runner: ModelRunner,
         slots: SlotTable,
         queue: PrefillQueue,
-        events: PrefillEvents,
         eos_token_ids: tuple[int, ...],
         chunk_tokens: int,
         layer_groups: int,
         clock: Clock,
         full_depth: int = 0,
         max_unplaced: int = sys.maxsize,
-        num_placed: Callable[[], int] = lambda: 0,
         reserve: Callable[[SequenceState], Slot] | None = None,
+        on_start: Callable[[RunningSequence], None] | None = None,
+        on_kv: Callable[[RunningSequence, PrefillChunk, int, int], None] | None = None,
     ) -> None:
         self.slots = slots
+        self.running: list[RunningSequence] = []
         self._reserve = reserve or self._reserve_prompt
+        self._on_start = on_start
+        self._on_kv = on_kv
         self._max_unplaced = max_unplaced
-        self._num_placed = num_placed
         self._full_depth = full_depth
-        self._shallow: dict[str, SequenceState] = {}  # they wait for layers
         self._runner = runner
         self._queue = queue
-        self._events = events
+        queue.num_layers = runner.num_layers
         self._eos_token_ids = eos_token_ids
         self._chunk_tokens = chunk_tokens
         self._layer_groups = layer_groups
         self._group_ends = _group_ends(runner.num_layers, layer_groups)
         self._is_held = False
         self._clock = clock
-        self._active: list[_Job] = []
-        self._computed: dict[str, SequenceState] = {}
         self.is_stalled = False
         self.meter = StepMeter()
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
         self._step_time = Ewma(0.1)
 
-    def submit(self, state: SequenceState) -> None:
+    def submit(self, sequence: RunningSequence) -> None:
         """Queue a sequence, a new one or one that is to be rebuilt.
 
         Raises:
             Overloaded: The queue is full, or too many wait for layers.
             InvariantViolation: Its exit record does not cover its output.
         """
-        check_record(state)
-        if self._needs(state) > self._runner.num_layers:
-            if len(self._shallow) >= MAX_SHALLOW:
-                raise Overloaded(
-                    f"{len(self._shallow)} strict sequences wait for layers to be loaded",
-                    retry_after_s=1.0,
-                )
-            self._shallow[state.sequence_id] = state
-            return
+        check_record(sequence.state)
+        sequence.min_layers = self._min_layers(sequence.state)
         now_s = self._clock.now_s()
         rate = self._rate.per_s(now_s=now_s)
-        self._queue.push(state, now_s=now_s, drain_tokens_per_s=rate)
+        self._queue.push(sequence, now_s=now_s, drain_tokens_per_s=rate)
 
     def release(self, sequence_id: str) -> bool:
         """Let go of a sequence in whatever state it is: cancelled, or handed off for good."""
-        if self._shallow.pop(sequence_id, None) is not None:
-            return True
-        if self._queue.remove(sequence_id) is not None:
-            return True
-        self._active = [j for j in self._active if j.state.sequence_id != sequence_id]
-        self._computed.pop(sequence_id, None)
-        slot = self.slots.release(sequence_id)
-        if slot is None:
-            return False
-        self.is_stalled = False
-        self._runner.detach(slot.row)
+        sequence = self._queue.find(sequence_id)
+        if sequence is not None:
+            self._queue.remove(sequence)
+        else:
+            sequence = self._find(sequence_id)
+            if sequence is None:
+                return False
+            self.running.remove(sequence)
+            self.slots.release(sequence_id)
+            self._runner.detach(sequence.row)
+            self.is_stalled = False
+        sequence.row = NO_ROW
+        sequence.status = SequenceStatus.FINISHED
         return True
 
     def hand_over(self, sequence_id: str) -> None:
         """A computed sequence goes on to decode in its row: the slot is its new loop's."""
-        del self._computed[sequence_id]
+        sequence = self._find(sequence_id)
+        assert sequence is not None, "its prompt is computed"
+        self.running.remove(sequence)
+
+    def _find(self, sequence_id: str) -> RunningSequence | None:
+        return next((s for s in self.running if s.state.sequence_id == sequence_id), None)
 
     def retry(self) -> None:
         """Others gave back what was reserved: who waits for it is tried again."""
@@ -170,11 +139,11 @@ class PrefillLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        if self._active:
+        if any(s.status is SequenceStatus.PREFILLING for s in self.running):
             return True
-        if not (self._queue or self._shallow) or self.is_stalled or self._is_held:
+        if not len(self._queue) or self.is_stalled or self._is_held:
             return False
-        return not self._is_ahead and (len(self._queue) > 0 or self._is_deepened)
+        return not self._is_ahead and self._queue.has_ready
 
     def hold(self) -> None:
         """Start no more sequences, until `resume`: those under way go on, others wait in the queue.
@@ -197,26 +166,27 @@ class PrefillLoop:
         """
         self._is_held = False
         self.is_stalled = False
+        self._queue.num_layers = self._runner.num_layers
         self._group_ends = _group_ends(self._runner.num_layers, self._layer_groups)
         if kv_capacity_tokens is not None:
             self.slots.resize(kv_capacity_tokens)
 
-    def step(self) -> None:
-        """Compute one chunk: receive → schedule → run → hand out."""
+    def step(self) -> list[PrefillOutput]:
+        """Compute one chunk: receive → schedule → run. Returns what is new, in its order."""
         self.meter.begin(self._clock.now_s())
-        self._step()
+        outputs = self._expire()
+        self._step(outputs)
         if not self.has_work:
             self.meter.rest(self._clock.now_s())
+        return outputs
 
-    def _step(self) -> None:
+    def _step(self, outputs: list[PrefillOutput]) -> None:
         started_s = self._clock.now_s()
-        self._expire()
-        self._start_waiting(started_s)
+        self._start_waiting(started_s, outputs)
         batch = self._schedule()
         if not batch:
             return
         chunks = [chunk for _, chunk in batch]
-        jobs = [job for job, _ in batch]
         ends = self._group_ends
         group_start = 0
 
@@ -225,8 +195,9 @@ class PrefillLoop:
             done = first_layer + num_layers
             if done not in ends:
                 return
-            for job, chunk in batch:
-                self._events.on_kv(job.state, chunk, group_start, done - group_start)
+            if self._on_kv is not None:
+                for sequence, chunk in batch:
+                    self._on_kv(sequence, chunk, group_start, done - group_start)
             group_start = done
 
         sampled = self._runner.prefill(chunks, layers_done)
@@ -235,43 +206,56 @@ class PrefillLoop:
         self.meter.ran(len(chunks), num_tokens)
         self._rate.add(num_tokens, now_s=now_s)
         self._step_time.add(now_s - started_s)
-        for job, chunk, token in zip(jobs, chunks, sampled, strict=True):
-            job.done_tokens += len(chunk.token_ids)
+        for (sequence, chunk), token in zip(batch, sampled, strict=True):
+            sequence.num_computed += len(chunk.token_ids)
             if token is not None:
-                self._finish_prompt(job, token)
-            elif not _remaining(job):
-                self._finish_rebuild(job)
+                outputs.append((sequence, self._finish_prompt(sequence, token)))
+            elif not _remaining(sequence):
+                sequence.status = SequenceStatus.WAITING_FOR_PLACEMENT
+                outputs.append((sequence, None))
 
-    def _expire(self) -> None:
+    def _expire(self) -> list[PrefillOutput]:
+        """End the sequences whose deadline passed before their prompt was computed."""
         now_unix_s = self._clock.unix_s()
         late = self._queue.expired(now_unix_s=now_unix_s)
-        late += [s for s in self._shallow.values() if s.deadline_unix_s <= now_unix_s]
-        late += [j.state for j in self._active if j.state.deadline_unix_s <= now_unix_s]
-        for state in late:
-            self.release(state.sequence_id)
+        late += [s for s in self._prefilling if s.state.deadline_unix_s <= now_unix_s]
+        outputs: list[PrefillOutput] = []
+        for sequence in late:
+            self.release(sequence.state.sequence_id)
             error = DeadlineExceeded("the deadline passed before the prompt was computed")
-            self._events.on_error(state, error)
+            outputs.append((sequence, _failure(sequence.state, error)))
+        return outputs
 
-    def _start_waiting(self, now_s: float) -> None:
+    def _start_waiting(self, now_s: float, outputs: list[PrefillOutput]) -> None:
         """Give rows to waiting sequences, as many as this chunk has room for."""
         if self._is_held:
             return
-        self._queue_deepened(now_s)
-        budget = self._chunk_tokens - sum(_remaining(job) for job in self._active)
+        budget = self._chunk_tokens - sum(_remaining(s) for s in self._prefilling)
         self.is_stalled = False
-        self._queue.take(self._try_start, token_budget=budget, now_s=now_s)
 
-    def _queue_deepened(self, now_s: float) -> None:
-        """Queue those who waited for layers that are there now, as far as the queue has room."""
-        depth = self._runner.num_layers
-        for state in [s for s in self._shallow.values() if self._needs(s) <= depth]:
+        def start(sequence: RunningSequence) -> bool:
+            """Start one sequence; False when it must wait for the hand-offs of others."""
+            if self._is_ahead:
+                return False
             try:
-                self._queue.push(state, now_s=now_s, drain_tokens_per_s=self.tokens_per_s)
-            except Overloaded:
-                return
-            del self._shallow[state.sequence_id]
+                slot = self._reserve(sequence.state)
+            except KVCacheExhausted:
+                self.is_stalled = True
+                return False
+            except QuadrigaError as exc:
+                sequence.status = SequenceStatus.FINISHED
+                outputs.append((sequence, _failure(sequence.state, exc)))
+                return True
+            self._runner.attach(slot.row, sequence.state)
+            sequence.row, sequence.status = slot.row, SequenceStatus.PREFILLING
+            self.running.append(sequence)
+            if self._on_start is not None:
+                self._on_start(sequence)
+            return True
 
-    def _needs(self, state: SequenceState) -> int:
+        self._queue.take(start, token_budget=budget, now_s=now_s)
+
+    def _min_layers(self, state: SequenceState) -> int:
         """Layers that a sequence's first token may need; 0 where any will do."""
         exits = state.exits
         if exits.policy != "strict" or state.output_ids or not state.sampling.max_tokens:
@@ -281,51 +265,33 @@ class PrefillLoop:
     @property
     def _is_ahead(self) -> bool:
         """Whether enough sequences wait for a place at a decode replica."""
-        return self.slots.num_held - self._num_placed() >= self._max_unplaced
-
-    def _try_start(self, state: SequenceState) -> bool:
-        """Start one sequence; False when it must wait for the hand-offs of others."""
-        if self._is_ahead:
-            return False
-        try:
-            slot = self._reserve(state)
-        except KVCacheExhausted:
-            self.is_stalled = True
-            return False
-        except QuadrigaError as exc:
-            self._events.on_error(state, exc)
-            return True
-        self._runner.attach(slot.row, state)
-        self._active.append(_Job(state, slot.row))
-        self._events.on_start(state, slot.row)
-        return True
+        return sum(not s.is_placed for s in self.running) >= self._max_unplaced
 
     def _reserve_prompt(self, state: SequenceState) -> Slot:
         return self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
 
-    def _schedule(self) -> list[tuple[_Job, PrefillChunk]]:
-        """Fill the token budget from the active jobs, oldest first."""
-        batch: list[tuple[_Job, PrefillChunk]] = []
+    def _schedule(self) -> list[tuple[RunningSequence, PrefillChunk]]:
+        """Fill the token budget from the prompts under way, oldest first."""
+        batch: list[tuple[RunningSequence, PrefillChunk]] = []
         budget = self._chunk_tokens
-        for job in self._active:
+        for sequence in self._prefilling:
             if budget <= 0:
                 break
-            num_tokens = min(budget, _remaining(job))
+            num_tokens = min(budget, _remaining(sequence))
             chunk = chunk_of(
-                job.state,
-                row=job.row,
-                start=job.done_tokens,
-                stop=job.done_tokens + num_tokens,
+                sequence.state,
+                row=sequence.row,
+                start=sequence.num_computed,
+                stop=sequence.num_computed + num_tokens,
                 num_layers=self._runner.num_layers,
             )
-            batch.append((job, chunk))
+            batch.append((sequence, chunk))
             budget -= num_tokens
         return batch
 
-    def _finish_prompt(self, job: _Job, token: SampledToken) -> None:
-        state = job.state
-        self._active.remove(job)
-        self._computed[state.sequence_id] = state
+    def _finish_prompt(self, sequence: RunningSequence, token: SampledToken) -> EngineOutput:
+        state = sequence.state
+        sequence.status = SequenceStatus.WAITING_FOR_PLACEMENT
         logprobs: list[TokenLogprob] | None = None
         if state.sampling.max_tokens > 0:
             append_token(state, token)
@@ -337,49 +303,43 @@ class PrefillLoop:
         )
         if finish is not None:
             self.release(state.sequence_id)
-        self._events.on_first_token(state, logprobs, token.prompt_logprobs, finish)
-
-    def _finish_rebuild(self, job: _Job) -> None:
-        self._active.remove(job)
-        self._computed[job.state.sequence_id] = job.state
-        self._events.on_rebuilt(job.state)
+        return EngineOutput(
+            state.sequence_id,
+            state.epoch,
+            token_ids=list(state.output_ids),
+            exit_layers=list(state.exit_layers),
+            logprobs=logprobs,
+            prompt_logprobs=token.prompt_logprobs,
+            finish=finish,
+        )
 
     def check(self) -> None:
-        """Verify who holds a slot against who is being computed or handed off.
-
-        Raises: InvariantViolation.
-        """
+        """Verify which sequences hold a slot. Raises: InvariantViolation."""
         self.slots.check()
-        if sorted(self.slots.holders) != sorted(self.holders):
+        running = sorted(s.state.sequence_id for s in self.running)
+        if sorted(self.slots.holders) != running:
             raise InvariantViolation(
-                f"slots are held for {sorted(self.slots.holders)}; {sorted(self.holders)} are "
+                f"slots are held for {sorted(self.slots.holders)}; {running} are "
                 "being computed or handed off"
             )
 
     @property
-    def holders(self) -> list[str]:
-        """Sequences that are being computed or handed off."""
-        return [*(job.state.sequence_id for job in self._active), *self._computed]
+    def _prefilling(self) -> list[RunningSequence]:
+        return [s for s in self.running if s.status is SequenceStatus.PREFILLING]
 
     @property
     def needs_depth(self) -> int:
         """Layers that sequences wait for; 0 where none do."""
-        return max((self._needs(s) for s in self._shallow.values()), default=0)
-
-    @property
-    def _is_deepened(self) -> bool:
-        depth = self._runner.num_layers
-        return any(self._needs(s) <= depth for s in self._shallow.values())
+        return self._queue.needs_layers
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + len(self._shallow)
+        return len(self._queue)
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens not yet computed, queued and active."""
-        tokens = sum(num_prefill_tokens(s) for s in self._shallow.values())
-        return tokens + self._queue.num_tokens + sum(_remaining(job) for job in self._active)
+        """Tokens not yet computed, of sequences that are queued or under way."""
+        return self._queue.num_tokens + sum(_remaining(s) for s in self._prefilling)
 
     @property
     def num_held(self) -> int:
@@ -388,8 +348,7 @@ class PrefillLoop:
 
     @property
     def used_tokens(self) -> int:
-        active = sum(job.done_tokens for job in self._active)
-        return active + sum(num_prefill_tokens(s) for s in self._computed.values())
+        return sum(s.num_computed for s in self.running)
 
     @property
     def tokens_per_s(self) -> float:
@@ -400,8 +359,12 @@ class PrefillLoop:
         return self._step_time.value
 
 
-def _remaining(job: _Job) -> int:
-    return num_prefill_tokens(job.state) - job.done_tokens
+def _remaining(sequence: RunningSequence) -> int:
+    return num_prefill_tokens(sequence.state) - sequence.num_computed
+
+
+def _failure(state: SequenceState, error: QuadrigaError) -> EngineOutput:
+    return EngineOutput(state.sequence_id, state.epoch, len(state.output_ids), error=error)
 
 
 def _group_ends(num_layers: int, layer_groups: int) -> list[int]:

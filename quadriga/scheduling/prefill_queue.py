@@ -3,68 +3,103 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
 
-from quadriga.core.request import SequenceState
 from quadriga.errors import Overloaded
 from quadriga.scheduling.rebuild import num_prefill_tokens
+from quadriga.scheduling.sequence import RunningSequence
 
 STARVING_S = 5.0
-"""Whoever has waited for so long is next, however important the others are."""
+"""A sequence that has waited for so long is next, however important the others are."""
 SIMILAR_LENGTH_RATIO = 2.0
 """Prompts whose lengths differ by at most this factor go well together."""
+MAX_WAITING_FOR_LAYERS = 256
+"""Sequences that wait for layers to be loaded; more are refused."""
 
 
-@dataclass(slots=True)
-class _Waiting:
-    state: SequenceState
-    since_s: float
-    order: tuple[int, int]
+def is_starving(sequence: RunningSequence, now_s: float) -> bool:
+    """Whether a waiting sequence comes before all others because of its long wait."""
+    return now_s - sequence.since_s >= STARVING_S
+
+
+def next_in_line(waiting: Sequence[RunningSequence], now_s: float) -> RunningSequence | None:
+    """Which of the waiting sequences is served first; None where none waits.
+
+    The most important one, first come first served, so long as no sequence is starving.
+    """
+    if not waiting:
+        return None
+    oldest = min(waiting, key=lambda s: s.order)
+    return oldest if is_starving(oldest, now_s) else min(waiting, key=_rank)
+
+
+def _rank(sequence: RunningSequence) -> tuple[int, int]:
+    return sequence.state.priority, sequence.order
 
 
 class PrefillQueue:
     """FIFO inside a priority, with a bounded preference for prompts of similar length.
 
     The head always goes first. The rest of a batch prefers prompts of the head's length (BATON
-    §4.2), but a prompt older than `max_age_s` is never passed over. Whoever has waited for
-    `STARVING_S` is the head, whatever its priority.
+    §4.2), but a prompt older than `max_age_s` is never passed over. A prompt that has waited for
+    `STARVING_S` is the head, whatever its priority. Sequences that need more layers than are loaded
+    stay until they are.
+
+    Attributes:
+        num_layers: Layers that are loaded.
     """
 
     def __init__(self, *, max_sequences: int, max_tokens: int, max_age_s: float) -> None:
+        self.num_layers = sys.maxsize
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
         self._max_age_s = max_age_s
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[RunningSequence] = []
         self._num_tokens = 0
         self._counter = 0
 
-    def push(self, state: SequenceState, *, now_s: float, drain_tokens_per_s: float) -> None:
+    def push(self, sequence: RunningSequence, *, now_s: float, drain_tokens_per_s: float) -> None:
         """Queue a sequence.
 
         Args:
             drain_tokens_per_s: Recent prefill rate, for the prediction in a refusal.
 
         Raises:
-            Overloaded: The queue is full; says when it is predicted to have room.
+            Overloaded: The queue is full, and the error says when it is predicted to have room; or
+                too many sequences wait for layers.
         """
-        num_tokens = num_prefill_tokens(state)
-        is_full = len(self._waiting) >= self._max_sequences
-        # One prompt longer than the whole budget may still wait alone.
-        if is_full or (self._waiting and self._num_tokens + num_tokens > self._max_tokens):
-            rate = max(drain_tokens_per_s, 1.0)
-            raise Overloaded(
-                f"the prefill queue is full: {len(self._waiting)} of {self._max_sequences} "
-                f"sequences, {self._num_tokens} of {self._max_tokens} tokens",
-                retry_after_s=max(1.0, 0.1 * self._num_tokens / rate),
-            )
+        num_tokens = num_prefill_tokens(sequence.state)
+        ready = self._ready()
+        if sequence.min_layers > self.num_layers:
+            if len(self._waiting) - len(ready) >= MAX_WAITING_FOR_LAYERS:
+                raise Overloaded(
+                    f"{MAX_WAITING_FOR_LAYERS} strict sequences wait for layers to be loaded",
+                    retry_after_s=1.0,
+                )
+        else:
+            self._check_room(ready, num_tokens, drain_tokens_per_s)
         self._counter += 1
-        item = _Waiting(state, now_s, (state.priority, self._counter))
-        bisect.insort(self._waiting, item, key=lambda w: w.order)
+        sequence.since_s, sequence.order = now_s, self._counter
+        bisect.insort(self._waiting, sequence, key=_rank)
         self._num_tokens += num_tokens
 
+    def _check_room(
+        self, ready: list[RunningSequence], num_tokens: int, drain_tokens_per_s: float
+    ) -> None:
+        is_all = len(ready) == len(self._waiting)
+        queued = self._num_tokens if is_all else sum(num_prefill_tokens(s.state) for s in ready)
+        is_full = len(ready) >= self._max_sequences
+        # One prompt longer than the whole budget may still wait alone.
+        if is_full or (ready and queued + num_tokens > self._max_tokens):
+            raise Overloaded(
+                f"the prefill queue is full: {len(ready)} of {self._max_sequences} "
+                f"sequences, {queued} of {self._max_tokens} tokens",
+                retry_after_s=max(1.0, 0.1 * queued / max(drain_tokens_per_s, 1.0)),
+            )
+
     def take(
-        self, start: Callable[[SequenceState], bool], *, token_budget: int, now_s: float
+        self, start: Callable[[RunningSequence], bool], *, token_budget: int, now_s: float
     ) -> int:
         """Hand sequences to `start` until the budget is covered; the last may reach beyond it.
 
@@ -75,30 +110,26 @@ class PrefillQueue:
             How many were taken.
         """
         num_taken = 0
-        if not self._waiting or token_budget <= 0:
-            return num_taken
-        for item in self._preferred(now_s):
-            if token_budget <= 0 or not start(item.state):
+        for sequence in self._preferred(now_s):
+            if token_budget <= 0 or not start(sequence):
                 break
-            token_budget -= num_prefill_tokens(item.state)
-            self._take(item)
+            token_budget -= num_prefill_tokens(sequence.state)
+            self.remove(sequence)
             num_taken += 1
         return num_taken
 
-    def remove(self, sequence_id: str) -> SequenceState | None:
-        """Take a sequence out wherever it stands; None when it is not here."""
-        for item in self._waiting:
-            if item.state.sequence_id == sequence_id:
-                self._take(item)
-                return item.state
-        return None
+    def remove(self, sequence: RunningSequence) -> None:
+        """Take a waiting sequence out, wherever it stands."""
+        self._waiting.remove(sequence)
+        self._num_tokens -= num_prefill_tokens(sequence.state)
 
-    def expired(self, *, now_unix_s: float) -> list[SequenceState]:
-        """Take out and return the sequences whose deadline has passed."""
-        late = [w for w in self._waiting if w.state.deadline_unix_s <= now_unix_s]
-        for item in late:
-            self._take(item)
-        return [item.state for item in late]
+    def find(self, sequence_id: str) -> RunningSequence | None:
+        """The waiting sequence of this id, or None."""
+        return next((s for s in self._waiting if s.state.sequence_id == sequence_id), None)
+
+    def expired(self, *, now_unix_s: float) -> list[RunningSequence]:
+        """Sequences whose deadline has passed."""
+        return [s for s in self._waiting if s.state.deadline_unix_s <= now_unix_s]
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -108,33 +139,42 @@ class PrefillQueue:
         """Tokens waiting to be computed."""
         return self._num_tokens
 
-    def _preferred(self, now_s: float) -> list[_Waiting]:
+    @property
+    def has_ready(self) -> bool:
+        """Whether a sequence waits that needs no more layers than are loaded."""
+        return any(s.min_layers <= self.num_layers for s in self._waiting)
+
+    @property
+    def needs_layers(self) -> int:
+        """Most layers that a sequence waits for; 0 where none does."""
+        needs = (s.min_layers for s in self._waiting if s.min_layers > self.num_layers)
+        return max(needs, default=0)
+
+    def _ready(self) -> list[RunningSequence]:
+        return [s for s in self._waiting if s.min_layers <= self.num_layers]
+
+    def _preferred(self, now_s: float) -> list[RunningSequence]:
         """The order to take from: head, the aged, the similar; others wait for the next batch.
 
         Priorities are never mixed by similarity: only the head's own class is reordered.
         """
-        head = self._head(now_s)
+        ready = self._ready()
+        head = next_in_line(ready, now_s)
+        if head is None:
+            return []
         head_tokens = num_prefill_tokens(head.state)
         aged, similar, rest = [], [], []
-        for item in self._waiting:
-            if item is head:
+        for sequence in ready:
+            if sequence is head:
                 continue
-            num_tokens = num_prefill_tokens(item.state)
+            num_tokens = num_prefill_tokens(sequence.state)
             ratio = max(num_tokens, head_tokens) / max(1, min(num_tokens, head_tokens))
-            if item.order[0] != head.order[0]:
-                rest.append(item)
-            elif now_s - item.since_s >= self._max_age_s:
-                aged.append(item)
+            if sequence.state.priority != head.state.priority:
+                rest.append(sequence)
+            elif now_s - sequence.since_s >= self._max_age_s:
+                aged.append(sequence)
             elif ratio <= SIMILAR_LENGTH_RATIO:
-                similar.append(item)
+                similar.append(sequence)
             else:
-                rest.append(item)
+                rest.append(sequence)
         return [head, *aged, *similar, *rest]
-
-    def _head(self, now_s: float) -> _Waiting:
-        oldest = min(self._waiting, key=lambda w: w.since_s)
-        return oldest if now_s - oldest.since_s >= STARVING_S else self._waiting[0]
-
-    def _take(self, item: _Waiting) -> None:
-        self._waiting.remove(item)
-        self._num_tokens -= num_prefill_tokens(item.state)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from quadriga.core.request import FinishReason, SampledToken, SequenceState
+from quadriga.scheduling.kv_feed import KVFeed
 
 NO_ROW = -1
 
@@ -67,7 +69,18 @@ class RunningSequence:
         state: What travels with the sequence; an empty one while a decode replica receives it.
         status: Where it is in its life here.
         row: KV row that it occupies; `NO_ROW` while it has none.
-        since_s: When it came to its status, or to the exit where its token waits.
+        since_s: When it came to its status, to the exit where its token waits, or to those
+            that wait for a place.
+
+    Attributes of a sequence on a prefill replica:
+        order: Rank by arrival among the sequences that wait for the same thing.
+        min_layers: Layers that its first token may need; 0 where any number will do.
+        num_computed: Tokens of its prompt whose KV is computed.
+        is_placed: A decode replica has promised it a row.
+        feed: Its KV, as it becomes complete; None where the prompt alone is wanted.
+        handoff: The task that hands it to a decode replica: a `PrefillHandoff`.
+        turn: Set when it may ask for a place at a decode replica; None while it does not wait
+            for that.
 
     Attributes of a sequence on a decode replica:
         num_tokens: Tokens it has; while it is received, those that it comes with.
@@ -96,6 +109,13 @@ class RunningSequence:
     status: SequenceStatus = SequenceStatus.QUEUED
     row: int = NO_ROW
     since_s: float = 0.0
+    order: int = 0
+    min_layers: int = 0
+    num_computed: int = 0
+    is_placed: bool = False
+    feed: KVFeed | None = None
+    handoff: Any = None
+    turn: asyncio.Event | None = None
     num_tokens: int = 0
     next_segment: int = 0
     is_parked: bool = False

@@ -1,7 +1,7 @@
-"""Who holds which KV row, and how many tokens of cache are promised. The owner of both.
+"""Which sequence holds which KV row, and how many tokens of cache are reserved for it.
 
 Two ways to promise. `longest`: a sequence reserves the most it can grow to, so memory cannot run
-out in mid-decode and nobody is ever paused. `used`: it reserves what it has and what it will
+out in mid-decode and no sequence is ever paused. `used`: it reserves what it has and what it will
 probably add (`slot_reservation`), and grows by blocks beyond that; more sequences fit.
 When the memory fills, promises that are not used yet are taken back (`trim`), and whoever owns the
 table pauses some sequences (BATON).
@@ -174,7 +174,7 @@ class SlotTable:
 
     @property
     def excess_tokens(self) -> int:
-        """Tokens promised beyond a capacity that was lowered since; nobody new comes in before
+        """Tokens promised beyond a capacity that was lowered since; no new one comes in before
         they are given back."""
         return max(0, self._reserved_tokens - self.kv_capacity_tokens)
 
@@ -205,5 +205,5 @@ class SlotTable:
         if sorted(rows) != list(range(self.num_rows)) or tokens != self._reserved_tokens:
             raise InvariantViolation(
                 f"slot table is inconsistent: rows {sorted(rows)} of {self.num_rows}, "
-                f"{tokens} tokens held, {self._reserved_tokens} on the books"
+                f"{tokens} tokens held, {self._reserved_tokens} counted"
             )

@@ -7,6 +7,7 @@ import math
 from quadriga.config.engine import PrefillConfig
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.sim.profiles import CostProfile
 
 
@@ -56,7 +57,7 @@ class SimulatedPrefillReplica:
             arrival_unix_s=arrival_s,
             deadline_unix_s=math.inf,
         )
-        self._queue.push(state, now_s=now_s, drain_tokens_per_s=self.tokens_per_s)
+        self._queue.push(RunningSequence(state), now_s=now_s, drain_tokens_per_s=self.tokens_per_s)
 
     def end_pass(self) -> None:
         """The pass under way is over."""
@@ -68,9 +69,9 @@ class SimulatedPrefillReplica:
         lengths: list[int] = []
         self.in_pass = []
 
-        def start(state: SequenceState) -> bool:
-            self.in_pass.append(int(state.sequence_id))
-            lengths.append(len(state.prompt_ids))
+        def start(sequence: RunningSequence) -> bool:
+            self.in_pass.append(int(sequence.state.sequence_id))
+            lengths.append(len(sequence.state.prompt_ids))
             return True
 
         budget = self.profile.prefill_budget_tokens

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transfer.transports import sending
+from actors.kv_transfer.transports import channel_ends
 from actors.kv_transfer.transports.channel import ChannelOffer
 from actors.kv_transfer.transports.pairs import Invite, PairTransport
 from actors.kv_transfer.transports.payload import checksum, to_host
@@ -250,8 +250,8 @@ class LinesContract:
     def test_an_idle_channel_gives_its_files_back_and_is_made_again(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sending, "PING_INTERVAL_S", 0.05)
-        monkeypatch.setattr(sending, "MAX_IDLE_S", 0.2)
+        monkeypatch.setattr(channel_ends, "PING_INTERVAL_S", 0.05)
+        monkeypatch.setattr(channel_ends, "MAX_IDLE_S", 0.2)
         num_open = 0
         for generation in range(1, 7):
             rig.deliver()

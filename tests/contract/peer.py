@@ -13,7 +13,7 @@ import torch
 from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
 from actors.kv_transfer.transports.auto import TransportHub
-from actors.kv_transfer.transports.gloo_frames import ChannelOffer
+from actors.kv_transfer.transports.channel import ChannelOffer
 from actors.rpc.ray_rpc import NAMESPACE, call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock

@@ -8,36 +8,19 @@ import pytest
 import torch
 
 from quadriga.clock import SystemClock
+from quadriga.core.output import EngineOutput
 from quadriga.core.replica import Reservation
-from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
+from quadriga.core.request import FinishReason, SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import build, make_spec, make_state, save
 
 CONTEXT = 96
 CHUNK = 32
-
-
-class RequestLogRecord(PrefillEvents):
-    """What a prefill loop says of its sequence."""
-
-    def __init__(self) -> None:
-        self.finish: FinishReason | None = None
-        self.prompt_logprobs: list[TokenLogprob] | None = None
-        self.is_done = False
-
-    def on_first_token(
-        self,
-        state: SequenceState,
-        logprobs: list[TokenLogprob] | None,
-        prompt_logprobs: list[TokenLogprob] | None,
-        finish: FinishReason | None,
-    ) -> None:
-        self.is_done = True
-        self.finish, self.prompt_logprobs = finish, prompt_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +41,23 @@ def slots(runner: NativeRunner, reservation: Reservation = "longest") -> SlotTab
 
 def prefilled(
     runner: NativeRunner, state: SequenceState
-) -> tuple[RequestLogRecord, torch.Tensor | None]:
-    """Compute a prompt in chunks; returns what was said, and the KV if the sequence goes on."""
-    told = RequestLogRecord()
+) -> tuple[EngineOutput, torch.Tensor | None]:
+    """Compute a prompt in chunks; returns its output, and the KV if the sequence goes on."""
     loop = PrefillLoop(
         runner=runner,
         slots=slots(runner),
         queue=PrefillQueue(max_sequences=4, max_tokens=1000, max_age_s=1.0),
-        events=told,
         eos_token_ids=(),
         chunk_tokens=CHUNK,
         layer_groups=2,
         clock=SystemClock(),
     )
-    loop.submit(state)
-    while not told.is_done:
-        loop.step()
+    loop.submit(RunningSequence(state))
+    outputs: list[PrefillOutput] = []
+    while not outputs:
+        outputs = loop.step()
+    ((_, told),) = outputs
+    assert told is not None
     slot = loop.slots.get(state.sequence_id)
     kv = None
     if slot is not None:

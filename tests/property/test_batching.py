@@ -7,19 +7,20 @@ from hypothesis import strategies as st
 
 from quadriga.clock import ManualClock
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
-from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.prefill_loop import PrefillLoop
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeRunner, expected_output
 
 ROW_TOKENS = 64
 
 
-class Pipeline(PrefillEvents):
+class Pipeline:
     """A prefill loop and a decode loop, with the hand-off done by hand between them."""
 
     def __init__(self, *, prefill_rows: int, decode_rows: int, decode_tokens: int, chunk: int):
@@ -35,7 +36,6 @@ class Pipeline(PrefillEvents):
                 kv_capacity_tokens=prefill_rows * ROW_TOKENS,
             ),
             queue=PrefillQueue(max_sequences=1000, max_tokens=10**6, max_age_s=1.0),
-            events=self,
             eos_token_ids=(EOS,),
             chunk_tokens=chunk,
             layer_groups=2,
@@ -53,27 +53,16 @@ class Pipeline(PrefillEvents):
             clock=self.clock,
         )
 
-    def on_rebuilt(self, state: SequenceState) -> None:
-        raise AssertionError("nothing is lost here")
-
-    def on_first_token(
-        self,
-        state: SequenceState,
-        logprobs: list[TokenLogprob] | None,
-        prompt_logprobs: list[TokenLogprob] | None,
-        finish: FinishReason | None,
-    ) -> None:
-        tokens, layers = list(state.output_ids), list(state.exit_layers)
-        self.emit("i", EngineOutput(state.sequence_id, 0, 0, tokens, layers, finish=finish))
-        if finish is None:
-            self.ready.append(state)
-
     def emit(self, ingress_id: str, emission: EngineOutput) -> None:
         self.outputs.put([(ingress_id, emission)], wakes=False)
 
     def step(self) -> None:
         self.clock.advance(0.01)
-        self.prefill.step()
+        for sequence, output in self.prefill.step():
+            assert output is not None and output.error is None
+            self.emit("i", output)
+            if output.finish is None:
+                self.ready.append(sequence.state)
         still_waiting = []
         for state in self.ready:
             try:
@@ -139,7 +128,7 @@ def test_random_lives(
                     0.0,
                     1e9,
                 )
-                pipeline.prefill.submit(states[name])
+                pipeline.prefill.submit(RunningSequence(states[name]))
             if cancel is not None and cancel == step:
                 pipeline.cancel(name)
         pipeline.step()

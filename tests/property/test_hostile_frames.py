@@ -23,8 +23,8 @@ from actors.kv_transfer.transports.channel import (
     read_header,
     read_verdict,
 )
-from actors.kv_transfer.transports.nccl_link import MAX_FRAME_BYTES, Link, Listener, join
-from actors.kv_transfer.transports.receiving import ReceivingChannel
+from actors.kv_transfer.transports.channel_ends import ReceivingChannel
+from actors.kv_transfer.transports.nccl import MAX_FRAME_BYTES, Link, Listener, join_link
 from loadgen.checker import Expectation, judge_http
 from loadgen.checker.grpc import judge_grpc
 from loadgen.wire.capture import Capture, Transport
@@ -112,7 +112,7 @@ class ScriptedLines:
     line: ScriptedLine
     name: str = "scripted"
 
-    def join(self, offer: ChannelOffer) -> ScriptedLine:
+    def join_link(self, offer: ChannelOffer) -> ScriptedLine:
         return self.line
 
 
@@ -172,7 +172,7 @@ def test_strangers_do_not_keep_the_peer_out() -> None:
         for hello in HELLOS:
             with socket.create_connection(("127.0.0.1", listener.port), timeout=5) as stranger:
                 stranger.sendall(hello)
-        links.append(join("127.0.0.1", listener.port, listener.token, time.monotonic() + 20))
+        links.append(join_link("127.0.0.1", listener.port, listener.token, time.monotonic() + 20))
 
     knocking = threading.Thread(target=knock)
     knocking.start()

@@ -14,7 +14,7 @@ import ray
 
 from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.transports.auto import TransportHub
-from actors.kv_transfer.transports.gloo_frames import ChannelOffer
+from actors.kv_transfer.transports.channel import ChannelOffer
 from actors.rpc.lookup import NAMESPACE, scheduler_name
 from actors.rpc.rpc_batcher import BatchedCalls
 from quadriga.clock import SystemClock

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
 import torch
 
 from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
-from actors.kv_transfer.transports.counts import TransportCounts
 from actors.kv_transfer.transports.gloo import GlooTransport
 from actors.kv_transfer.transports.nccl import NcclOffer, NcclTransport
 from actors.kv_transfer.transports.nccl_library import NcclLibrary, find_nccl
@@ -28,9 +28,37 @@ Kind = Literal["auto", "nccl", "gloo", "object_store"]
 RETRY_S = 60.0
 """A peer that a transport did not reach is tried again that way after this long."""
 NO_ROUTE_RETRY_S = 3600.0
-"""The same where it said that it never will."""
+"""The same where it never reaches that peer."""
 SHARE = 0.5
 """Of a part's deadline: what one transport may use up before the next gets the rest."""
+
+
+@dataclass(slots=True)
+class SentBytes:
+    """Parts that arrived, by one transport."""
+
+    parts: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class TransportCounts:
+    """Since the replica's start, by transport; failures by transport and error code."""
+
+    sent: dict[str, SentBytes] = field(default_factory=dict)
+    failures: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def arrived(self, transport: str, num_bytes: int, seconds: float) -> None:
+        """Count a part that the peer has."""
+        sent = self.sent.setdefault(transport, SentBytes())
+        sent.parts += 1
+        sent.num_bytes += num_bytes
+        sent.seconds += seconds
+
+    def failed(self, transport: str, code: str) -> None:
+        """Count a part that the peer does not have."""
+        self.failures[transport, code] = self.failures.get((transport, code), 0) + 1
 
 
 class TransportHub:

@@ -1,6 +1,6 @@
 """What a channel between two replicas runs over: frames for control, and the bytes of parts.
 
-On the line a part is
+A part is sent as
 
     header frame → verdict frame → payload bytes → verdict frame
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,16 +34,16 @@ MAX_IDLE_S = 60.0
 file descriptors, or buffers of NCCL's on two GPUs."""
 SILENCE_TIMEOUT_S = 4 * PING_INTERVAL_S
 BROKEN = (RuntimeError, OSError, TimeoutError)
-"""What a line that is of no more use raises."""
+"""What a channel that is of no more use raises."""
 NO_ROUTE = "no_route"
-"""Code of errors that say: this way never leads to that peer, take another."""
+"""Code of errors: this transport never reaches that peer, another may."""
 TOO_LARGE = "too_large"
-"""Code of errors that say: this part cannot go this way, though others can."""
+"""Code of errors: this part cannot go this way, though others can."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelOffer:
-    """Where the receiver meets the sender.
+    """Where the receiver reaches the sender.
 
     Attributes:
         generation: Counts the sender's channels; an older one is never joined after a newer.
@@ -58,7 +59,7 @@ class Channel(Protocol):
     """One end of a channel; its thread calls everything but `abort`.
 
     Every wait ends by its deadline, an instant of `time.monotonic`; what a wait that failed leaves
-    behind is of no more use. Broken lines raise RuntimeError, OSError or TimeoutError.
+    behind is of no more use. Broken channels raise RuntimeError, OSError or TimeoutError.
 
     Attributes:
         max_eager_bytes: A part up to this size follows its header at once: asking first would cost
@@ -92,36 +93,26 @@ class Channel(Protocol):
         """Release everything, at the end; does not wait for the other end."""
 
 
-class Rendezvous(Protocol):
-    """The sender's side of a line that is not there yet."""
-
-    @property
-    def offer(self) -> ChannelOffer:
-        """What the peer needs to come."""
-
-    def meet(self) -> Channel:
-        """Wait for the peer, to whom the offer has been sent."""
-
-    def close(self) -> None:
-        """Give up the place to meet at, whether or not anybody came."""
-
-
 class Channels(Protocol):
-    """Makes lines of one kind."""
+    """Makes channels of one kind."""
 
     name: str
 
-    def host(self, peer: str, generation: int) -> Rendezvous:
-        """Open a place to meet at; on the sending channel's thread."""
+    def open(self, peer: str, generation: int, invite: Callable[[ChannelOffer], None]) -> Channel:
+        """Open a channel to a peer; on the thread of the sending end.
+
+        Args:
+            invite: Asks the peer to join; raises QuadrigaError.
+        """
 
     def check(self, offer: ChannelOffer) -> None:
-        """Look at a peer's offer on the event loop.
+        """Check a peer's offer, on the event loop.
 
         Raises: KVTransportError, code NO_ROUTE: Nothing will come of it.
         """
 
     def join(self, offer: ChannelOffer) -> Channel:
-        """Go to where a peer waits; on the receiving channel's thread."""
+        """Join what a peer opened; on the thread of the receiving end."""
 
     def check_part(self, num_bytes: int) -> None:
         """Raises: KVTransportError, code TOO_LARGE: A part of this size cannot be received."""
@@ -165,7 +156,7 @@ def read_header(frame: dict[str, Any]) -> tuple[KVPart, float, int]:
 
 
 def read_verdict(frame: dict[str, Any]) -> KVTransportError | None:
-    """What the receiver says of a part; None: it is welcome. Raises: RuntimeError: No verdict."""
+    """The receiver's answer to a part; None: it is accepted. Raises: RuntimeError: No verdict."""
     if frame.get("ok") is True:
         return None
     message, code = frame.get("message"), frame.get("code")

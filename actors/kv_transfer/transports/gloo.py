@@ -1,32 +1,37 @@
 """KV parts over a private gloo process group for each ordered pair of replicas.
 
-The sender is rank 0 and opens the store the two meet at; frames and bytes go over the group. A wait
-that times out poisons a gloo group, and a pending wait cannot be interrupted: an abandoned channel
-ends by its own deadline.
+The sender is rank 0 and opens the store where the two meet; frames and bytes go over the group. A
+wait that times out makes a gloo group unusable, and a pending wait cannot be interrupted: an
+abandoned channel ends by its own deadline.
 """
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 
-from actors.kv_transfer.transports.channel import ChannelOffer, seconds_to
-from actors.kv_transfer.transports.gloo_frames import (
-    host_store,
-    join_store,
-    make_group,
-    receive_frame,
-    route_to,
-    send_frame,
+from actors.kv_transfer.transports.channel import (
+    CONNECT_TIMEOUT_S,
+    ChannelOffer,
+    parse_frame,
+    seconds_to,
 )
 from actors.kv_transfer.transports.pairs import Invite, PairTransport, invite_actor
 from actors.kv_transfer.transports.payload import to_host
+from quadriga.errors import KVTransportError
 from quadriga.interfaces import KVSink
 
+dist: Any = torch.distributed  # its classes are made in C++ and unknown to type checkers
+
+FRAME_BYTES = 1024
+LENGTH_BYTES = 4
 MAX_EAGER_BYTES = 1 << 20
 
 
@@ -40,10 +45,20 @@ class GlooChannel:
         self._other = 1 - rank
 
     def send_frame(self, content: dict[str, Any], timeout_s: float) -> None:
-        send_frame(self._group, content, timeout_s, to=self._other)
+        text = json.dumps(content).encode()
+        if len(text) > FRAME_BYTES - LENGTH_BYTES:
+            raise KVTransportError(f"a frame of {len(text)} bytes exceeds {FRAME_BYTES}")
+        frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        data = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        frame[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        self._group.send([frame], self._other, 0).wait(timedelta(seconds=timeout_s))
 
     def receive_frame(self, timeout_s: float) -> dict[str, Any]:
-        return receive_frame(self._group, self._other, timeout_s)
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        self._group.recv([frame], self._other, 0).wait(timedelta(seconds=timeout_s))
+        data = frame.numpy().tobytes()
+        length = int.from_bytes(data[:LENGTH_BYTES], "little")
+        return parse_frame(data[LENGTH_BYTES : LENGTH_BYTES + length])
 
     def send(self, data: torch.Tensor, deadline_s: float) -> None:
         work = self._group.send([to_host(data)], self._other, 0)
@@ -64,21 +79,6 @@ class GlooChannel:
         self._group = None  # its sockets close with it
 
 
-class GlooRendezvous:
-    """A store of our own, and its address."""
-
-    def __init__(self, source: str, host: str, generation: int) -> None:
-        self._store, port = host_store(host)
-        self.offer = ChannelOffer(source, host, port, generation)
-
-    def meet(self) -> GlooChannel:
-        group = make_group(self._store, self.offer, rank=0, host=self.offer.host)
-        return GlooChannel(group, rank=0)
-
-    def close(self) -> None:
-        self._store = None
-
-
 class GlooChannels:
     """See `Channels`.
 
@@ -92,14 +92,20 @@ class GlooChannels:
         self._me = me
         self._host_for = host_for
 
-    def host(self, peer: str, generation: int) -> GlooRendezvous:
-        return GlooRendezvous(self._me, self._host_for(peer), generation)
+    def open(
+        self, peer: str, generation: int, invite: Callable[[ChannelOffer], None]
+    ) -> GlooChannel:
+        host = self._host_for(peer)
+        store, port = _host_store(host)
+        offer = ChannelOffer(self._me, host, port, generation)
+        invite(offer)
+        return GlooChannel(_make_group(store, offer, rank=0, host=host), rank=0)
 
     def check(self, offer: ChannelOffer) -> None:
-        """Whoever asks may come."""
+        """Every offer can be joined."""
 
     def join(self, offer: ChannelOffer) -> GlooChannel:
-        group = make_group(join_store(offer), offer, rank=1, host=route_to(offer.host))
+        group = _make_group(_join_store(offer), offer, rank=1, host=_route_to(offer.host))
         return GlooChannel(group, rank=1)
 
     def check_part(self, num_bytes: int) -> None:
@@ -123,3 +129,44 @@ class GlooTransport(PairTransport):
         invite: Invite = invite_actor,
     ) -> None:
         super().__init__(me, sink, GlooChannels(me, host_for), invite)
+
+
+def _host_store(host: str) -> tuple[Any, int]:
+    """Open a meeting point on one address; returns the store and its port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        # The store would listen on all interfaces; the socket it is given does not.
+        listener.bind((host, 0))
+        listener.listen()
+        port = int(listener.getsockname()[1])
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
+
+
+def _join_store(offer: ChannelOffer) -> Any:
+    """Reach the meeting point that a peer opened. Raises: RuntimeError when it is not there."""
+    timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    return dist.TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
+
+
+def _make_group(store: Any, offer: ChannelOffer, *, rank: int, host: str) -> Any:
+    """Meet the other side: a private process group of two, on one address."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    options._threads = 1
+    prefix = dist.PrefixStore(f"{offer.source}/{offer.generation}", store)
+    return dist.ProcessGroupGloo(prefix, rank, 2, options)
+
+
+def _route_to(host: str) -> str:
+    """The local address from which `host` is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,18 +1,24 @@
 """KV parts between GPUs over NCCL: a communicator of two for each ordered pair of replicas.
 
-No group spans more than two replicas, so nobody's coming or going stalls anybody else. Bytes go
-from the sender's device memory to the receiver's; headers, verdicts and pings over a TCP link
-beside the pair (`nccl_link` says why). The offer goes through `kv_connect`; NCCL's unique id
-follows over the link, so that none is made, and no bootstrap thread of NCCL left waiting, for a
-peer that refuses. After a failure the pair is aborted and the next use builds a new one.
+No group spans more than two replicas, so one that comes or goes stalls no other. Bytes go from the
+sender's device memory to the receiver's; headers, verdicts and pings over a TCP link beside the
+pair: a receive that waits in NCCL is a kernel that spins on the GPU, has no deadline, and can only
+be broken off with its communicator. The offer goes through `kv_connect`; NCCL's unique id follows
+over the link, so that none is made, and no bootstrap thread of NCCL left waiting, for a peer that
+refuses. After a failure the pair is aborted and the next use builds a new one.
 """
 
 from __future__ import annotations
 
+import hmac
+import json
+import secrets
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +29,10 @@ from actors.kv_transfer.transports.channel import (
     NO_ROUTE,
     TOO_LARGE,
     ChannelOffer,
+    parse_frame,
+    seconds_to,
 )
 from actors.kv_transfer.transports.nccl_library import NcclLibrary
-from actors.kv_transfer.transports.nccl_link import Link, Listener, join
 from actors.kv_transfer.transports.nccl_pair import NcclPair
 from actors.kv_transfer.transports.pairs import Invite, PairTransport, invite_actor
 from quadriga.errors import KVTransportError
@@ -37,6 +44,10 @@ STAGING_BYTES = 256 << 20
 """Device memory for parts on their way, over all channels; also the largest part."""
 MAX_STUCK_PAIRS = 4
 """Pairs whose calls into NCCL do not even return after an abort: then NCCL is given up."""
+
+
+MAX_FRAME_BYTES = 64 << 10
+HELLO_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class Staging:
         return self._taken_bytes
 
     def take(self, num_bytes: int, deadline_s: float) -> torch.Tensor:
-        """Memory, uint8 [num_bytes]; whoever takes it gives it back.
+        """Memory, uint8 [num_bytes]; the caller gives it back.
 
         Raises:
             KVTransportError: There is never, or not in time, or on the whole device, that much.
@@ -112,8 +123,8 @@ class Staging:
 class NcclChannel:
     """One end of a pair and of the link beside it.
 
-    No part goes unasked: a transfer that nobody takes would have to be aborted, and the pair with
-    it.
+    No part goes unasked: a transfer that is not received would have to be aborted, and
+    the pair with it.
     """
 
     max_eager_bytes = 0
@@ -187,9 +198,16 @@ class NcclChannels:
         self._pairs: list[NcclPair] = []
         self._lock = threading.Lock()
 
-    def host(self, peer: str, generation: int) -> NcclRendezvous:
+    def open(
+        self, peer: str, generation: int, invite: Callable[[ChannelOffer], None]
+    ) -> NcclChannel:
         self._check_stuck()
-        return NcclRendezvous(self, self._host_for(peer), generation)
+        host = self._host_for(peer)
+        with closing(Listener(host)) as listener:
+            gpu = self._library.device.gpu
+            invite(NcclOffer(self._me, host, listener.port, generation, listener.token, gpu))
+            link = listener.accept(time.monotonic() + CONNECT_TIMEOUT_S)
+        return self._lead(link)
 
     def check(self, offer: ChannelOffer) -> None:
         if not isinstance(offer, NcclOffer):
@@ -203,7 +221,7 @@ class NcclChannels:
     def join(self, offer: ChannelOffer) -> NcclChannel:
         assert isinstance(offer, NcclOffer)
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S
-        link = join(offer.host, offer.port, offer.token, deadline_s)
+        link = join_link(offer.host, offer.port, offer.token, deadline_s)
         try:
             uid = bytes.fromhex(link.receive_frame(OPEN_TIMEOUT_S)["uid"])
             return self._open(link, uid, 1, deadline_s)
@@ -214,12 +232,7 @@ class NcclChannels:
     def check_part(self, num_bytes: int) -> None:
         self.staging.check(num_bytes)
 
-    def offer(self, listener: Listener, host: str, generation: int) -> NcclOffer:
-        """What a peer needs to come to a listener of ours."""
-        gpu = self._library.device.gpu
-        return NcclOffer(self._me, host, listener.port, generation, listener.token, gpu)
-
-    def lead(self, link: Link) -> NcclChannel:
+    def _lead(self, link: Link) -> NcclChannel:
         """Form a pair with a peer who came, as its rank 0."""
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S
         try:
@@ -253,21 +266,6 @@ class NcclChannels:
             )
 
 
-class NcclRendezvous:
-    """An address where a peer's control link is waited for."""
-
-    def __init__(self, lines: NcclChannels, host: str, generation: int) -> None:
-        self._lines = lines
-        self._listener = Listener(host)
-        self.offer = lines.offer(self._listener, host, generation)
-
-    def meet(self) -> NcclChannel:
-        return self._lines.lead(self._listener.accept(time.monotonic() + CONNECT_TIMEOUT_S))
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 class NcclTransport(PairTransport):
     """`PairTransport` over NCCL.
 
@@ -295,3 +293,89 @@ class NcclTransport(PairTransport):
         lines = NcclChannels(me, host_for, library, staging_bytes)
         self.staging = lines.staging
         super().__init__(me, sink, lines, invite)
+
+
+class Link:
+    """One end; used by one thread, `shut` apart."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send_frame(self, content: dict[str, Any], timeout_s: float) -> None:
+        """Raises: OSError, TimeoutError."""
+        text = json.dumps(content).encode()
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(struct.pack("<I", len(text)) + text)
+
+    def receive_frame(self, timeout_s: float) -> dict[str, Any]:
+        """Raises: OSError, TimeoutError; RuntimeError: It is no frame of ours."""
+        deadline_s = time.monotonic() + timeout_s
+        (length,) = struct.unpack("<I", self._receive(4, deadline_s))
+        if length > MAX_FRAME_BYTES:
+            raise RuntimeError(f"a frame of {length} bytes exceeds {MAX_FRAME_BYTES}")
+        return parse_frame(self._receive(length, deadline_s))
+
+    def check(self) -> None:
+        """Raises: OSError: The other end is gone. Does not wait."""
+        self._socket.settimeout(0.0)
+        with suppress(BlockingIOError):
+            if not self._socket.recv(1, socket.MSG_PEEK):
+                raise ConnectionResetError("the peer closed its control link")
+
+    def shut(self) -> None:
+        """Make waiting calls on either end return; from any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shut()
+        self._socket.close()
+
+    def _receive(self, num_bytes: int, deadline_s: float) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            self._socket.settimeout(seconds_to(deadline_s, "a frame"))
+            piece = self._socket.recv(num_bytes - len(data))
+            if not piece:
+                raise ConnectionResetError("the peer closed its control link")
+            data += piece
+        return data
+
+
+class Listener:
+    """Where one peer, who knows the token, is waited for."""
+
+    def __init__(self, host: str) -> None:
+        self.token = secrets.token_hex(16)
+        self._socket = socket.create_server((host, 0), backlog=8)
+        self.port = int(self._socket.getsockname()[1])
+
+    def accept(self, deadline_s: float) -> Link:
+        """The peer's link. Raises: TimeoutError: It did not come."""
+        while True:
+            self._socket.settimeout(seconds_to(deadline_s, "the peer"))
+            connection, _ = self._socket.accept()
+            link = Link(connection)
+            try:
+                hello = link.receive_frame(HELLO_TIMEOUT_S)
+                if hmac.compare_digest(str(hello.get("token")).encode(), self.token.encode()):
+                    return link
+            except (OSError, RuntimeError):
+                pass  # a stranger; the peer may still come
+            link.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def join_link(host: str, port: int, token: str, deadline_s: float) -> Link:
+    """Go to a listener. Raises: OSError, TimeoutError."""
+    left_s = seconds_to(deadline_s, "the meeting")
+    link = Link(socket.create_connection((host, port), timeout=left_s))
+    try:
+        link.send_frame({"token": token}, left_s)
+    except OSError:
+        link.close()
+        raise
+    return link

@@ -36,7 +36,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DeviceStream(Protocol):
-    """A stream that nobody else uses."""
+    """A stream with one user."""
 
     @property
     def ptr(self) -> int:
@@ -184,13 +184,13 @@ class CudaStream:
     """A stream of our own, apart from the default stream.
 
     Not one of torch's: those are handed out again and again, and behind a transfer that hangs
-    somebody else's copies would hang.
+    the copies of another user would hang.
     """
 
     def __init__(self, device: torch.device) -> None:
         import cupy
 
-        with cupy.cuda.CudaInterface(device.index):
+        with cupy.cuda.Device(device.index):
             self._owner = cupy.cuda.Stream(non_blocking=True)
         self.stream: Any = torch.cuda.ExternalStream(self._owner.ptr, device=device)  # type: ignore[no-untyped-call]
 
@@ -213,11 +213,11 @@ class CudaStream:
 
 
 def gpu_name(index: int) -> str:
-    """The machine's boot and the GPU's place on its bus: what NCCL tells GPUs apart by.
+    """The machine's boot and the GPU's place on its bus: by which NCCL tells GPUs apart.
 
     Not the UUID: those of a GPU's partitions differ.
     """
-    from cupy.cuda import CudaInterface as CupyDevice
+    from cupy.cuda import Device as CupyDevice
 
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else os.uname().nodename
     return f"{boot}/{CupyDevice(index).pci_bus_id}"

@@ -120,8 +120,8 @@ class ObjectStoreTransport:
 async def _put(kv: torch.Tensor) -> ray.ObjectRef[Any]:
     """Put a tensor's bytes into the store.
 
-    Whoever gives up waiting takes along what was not begun; what ends later is freed at once, as
-    nobody has its reference. Raises: RayError.
+    A caller that gives up cancels a put that has not begun; one that ends later is freed at once,
+    as nothing has its reference. Raises: RayError.
     """
     waiting = [kv]
     try:

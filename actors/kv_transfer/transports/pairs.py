@@ -1,7 +1,7 @@
-"""KV parts over a private channel for each ordered pair of replicas, whatever the lines are.
+"""KV parts over a private channel for each ordered pair of replicas, whatever it runs over.
 
-The sender owns the channel: it opens the place where the two meet and asks the peer to join. One
-thread on either side works a channel, so a slow peer delays nobody else. A channel that failed, or
+The sender owns the channel: it opens it and asks the peer to join. One
+thread on either side works a channel, so a slow peer delays no other. A channel that failed, or
 whose transfer was aborted in mid-part, is abandoned, and the next use builds a new one (its
 generation counts up).
 """
@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable
 import torch
 
 from actors.kv_transfer.transports.channel import CONNECT_TIMEOUT_S, ChannelOffer, Channels
+from actors.kv_transfer.transports.channel_ends import Job, ReceivingChannel, SendingChannel
 from actors.kv_transfer.transports.payload import as_bytes, num_bytes
-from actors.kv_transfer.transports.receiving import ReceivingChannel
-from actors.kv_transfer.transports.sending import Job, SendingChannel
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink
@@ -33,7 +32,7 @@ Invite = Callable[[str, ChannelOffer], Awaitable[None]]
 
 async def invite_actor(peer: str, offer: ChannelOffer) -> None:
     """Call the peer's `kv_connect`."""
-    from actors.rpc.ray_rpc import call  # loads Ray, which lines do not need
+    from actors.rpc.ray_rpc import call  # loads Ray, which channels do not need
 
     await call(peer, "kv_connect", offer, timeout_s=CONNECT_TIMEOUT_S)
 
@@ -44,17 +43,17 @@ class PairTransport:
     Args:
         me: Name of the replica this serves.
         sink: Takes what arrives; None where nothing is received.
-        lines: What channels run over.
+        channels: Opens and joins them.
         invite: How a peer learns of a new channel.
     """
 
     def __init__(
-        self, me: str, sink: KVSink | None, lines: Channels, invite: Invite = invite_actor
+        self, me: str, sink: KVSink | None, channels: Channels, invite: Invite = invite_actor
     ) -> None:
-        self.name = lines.name
+        self.name = channels.name
         self._me = me
         self._sink = sink
-        self._lines = lines
+        self._channels = channels
         self._invite = invite
         self._sending: dict[str, SendingChannel] = {}
         self._receiving: dict[str, ReceivingChannel] = {}
@@ -68,7 +67,7 @@ class PairTransport:
                 f"part {part.index} of {part.transfer_id} has {data.numel()} bytes; its header "
                 f"says {num_bytes(part)}"
             )
-        self._lines.check_part(data.numel())
+        self._channels.check_part(data.numel())
         job = Job(part, data, time.monotonic() + deadline_s)
         self._channel(peer).submit(job)
         try:
@@ -119,11 +118,11 @@ class PairTransport:
                 f"newer than {offer.generation}",
                 code="refused",
             )
-        self._lines.check(offer)
+        self._channels.check(offer)
         if older is not None:
             older.close()
         self._receiving = {s: c for s, c in self._receiving.items() if c.is_alive}
-        channel = ReceivingChannel(offer, self._lines, self._sink)
+        channel = ReceivingChannel(offer, self._channels, self._sink)
         self._receiving[offer.source] = channel
         channel.start()
 
@@ -164,7 +163,7 @@ class PairTransport:
                 future.cancel()
                 raise TimeoutError(f"{peer} was not asked in time") from None
 
-        channel = SendingChannel(peer, self._generation, self._lines, invite=invite)
+        channel = SendingChannel(peer, self._generation, self._channels, invite=invite)
         try:
             channel.start()
         except RuntimeError as exc:  # there is no thread to be had
@@ -186,10 +185,10 @@ class PairTransport:
         if self._is_closed or not resumable:
             return
         try:
-            heir = self._open_channel(peer)
+            successor = self._open_channel(peer)
         except KVTransportError as exc:
             for job in resumable:
                 job.fail(exc)
             return
         for job in resumable:
-            heir.submit(job)
+            successor.submit(job)

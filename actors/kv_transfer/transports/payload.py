@@ -22,7 +22,7 @@ from quadriga.errors import KVTransportError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 DEVICE_DIGEST = 1 << 64
-"""Added to digests taken on a device, so that whoever compares knows how to make its own."""
+"""Added to digests taken on a device, so that the receiver knows how to make its own."""
 DIGEST_CHUNK_WORDS = 1 << 20
 """32-bit words hashed at once; the keys and a chunk's products take 8 MB each."""
 _KEY_SEED = 0x5EED

@@ -19,6 +19,7 @@ from quadriga.engine.baton.row_kv import RowKV
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.interfaces import PrefillChunk
 from quadriga.scheduling.colocated import ColocatedLoop
+from quadriga.scheduling.sequence import RunningSequence
 
 MEMORY_EVERY = 8
 """Passes between two looks at the memory."""
@@ -126,14 +127,14 @@ class Relay(ColocatedLoop):
             self._emitted(said)
 
     def on_kv(
-        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
+        self, sequence: RunningSequence, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
-        """See `PrefillEvents`: a piece of a prompt is computed."""
-        self._live[state.sequence_id].num_prefilled = chunk.stop
+        """Note that a piece of a prompt is computed."""
+        self._live[sequence.state.sequence_id].num_prefilled = chunk.stop
         self._chunks.append(chunk)
 
-    def on_rebuilt(self, state: SequenceState) -> None:
-        """See `PrefillEvents`: it waits for its contestant to let it join."""
+    def on_computed(self, sequence: RunningSequence) -> None:
+        """Leave a computed sequence where it is, until its contestant lets it join."""
 
     def compute_padded(self, lives: Sequence[Live]) -> None:
         """Compute prompts in one pass, each padded to the longest, and their first tokens."""

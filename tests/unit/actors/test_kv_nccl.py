@@ -12,12 +12,18 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from actors.kv_transfer.transports import channel_ends, nccl_pair
 from actors.kv_transfer.transports import nccl as nccl_module
-from actors.kv_transfer.transports import nccl_pair, sending
 from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
-from actors.kv_transfer.transports.nccl import MAX_STUCK_PAIRS, NcclChannels, NcclTransport, Staging
+from actors.kv_transfer.transports.nccl import (
+    MAX_STUCK_PAIRS,
+    Listener,
+    NcclChannels,
+    NcclTransport,
+    Staging,
+    join_link,
+)
 from actors.kv_transfer.transports.nccl_library import SHARE_VARIABLE, NcclLibrary, named
-from actors.kv_transfer.transports.nccl_link import Listener, join
 from actors.kv_transfer.transports.nccl_pair import NcclPair
 from actors.kv_transfer.transports.pairs import Invite, PairTransport
 from quadriga.errors import KVTransportError
@@ -167,7 +173,7 @@ def test_a_peer_that_dies_is_noticed_though_nccl_says_nothing(start: Start) -> N
     gpus, rig = start()
     future = freeze_in_mid_part(gpus, rig)
     started_s = time.monotonic()
-    line = rig.b._receiving["a"]._line
+    line = rig.b._receiving["a"]._channel
     assert isinstance(line, nccl_module.NcclChannel)
     line._link.shut()  # as the kernel does when a process ends
     with pytest.raises(KVTransportError):
@@ -277,8 +283,8 @@ def test_calls_into_nccl_are_made_on_threads_of_their_own(start: Start) -> None:
 def test_an_idle_pair_is_given_up_and_made_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "PING_INTERVAL_S", 0.05)
-    monkeypatch.setattr(sending, "MAX_IDLE_S", 0.2)
+    monkeypatch.setattr(channel_ends, "PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr(channel_ends, "MAX_IDLE_S", 0.2)
     gpus, rig = start()
     rig.deliver()
     wait_for(lambda: rig.generation() == 0)
@@ -446,7 +452,7 @@ def test_an_offer_of_another_kind_is_no_route() -> None:
 
 def test_a_link_tells_of_its_other_end() -> None:
     listener = Listener("127.0.0.1")
-    there = join("127.0.0.1", listener.port, listener.token, soon())
+    there = join_link("127.0.0.1", listener.port, listener.token, soon())
     here = listener.accept(soon())
     here.check()
     there.send_frame({"n": 1}, 1.0)

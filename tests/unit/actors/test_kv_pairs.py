@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer.transports.gloo import GlooTransport
-from actors.kv_transfer.transports.sending import Job, SendingChannel
+from actors.kv_transfer.transports.channel_ends import Job, SendingChannel
+from actors.kv_transfer.transports.gloo import GlooChannels, GlooTransport
 from quadriga.errors import KVTransportError
 from tests.contract.lines import WAIT_S, Rig, make_rig
 from tests.contract.test_lines import localhost
@@ -23,32 +23,34 @@ def rig() -> Iterator[Rig]:
         yield rig
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, method: str, failure: BaseException) -> None:
-    """A sending channel's method, or one that is made next, fails the first time."""
-    original: Any = getattr(SendingChannel, method)
+def fail_once(
+    monkeypatch: pytest.MonkeyPatch, kind: type, method: str, failure: BaseException
+) -> None:
+    """Let a method of a class fail the first time."""
+    original: Any = getattr(kind, method)
 
     def once(*args: Any) -> Any:
-        monkeypatch.setattr(SendingChannel, method, original)
+        monkeypatch.setattr(kind, method, original)
         raise failure
 
-    monkeypatch.setattr(SendingChannel, method, once)
+    monkeypatch.setattr(kind, method, once)
 
 
-def test_where_no_thread_is_to_be_had_the_next_part_tries_again(
+def test_a_part_fails_when_no_thread_can_be_started_and_the_next_one_tries_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_once(monkeypatch, "start", RuntimeError("can't start new thread"))
+    fail_once(monkeypatch, SendingChannel, "start", RuntimeError("can't start new thread"))
     with pytest.raises(KVTransportError, match="no channel to b: can't start new thread"):
         rig.send(rig.make(10)).result(WAIT_S)
     rig.deliver()
 
 
-@pytest.mark.parametrize("method", ["_connect", "_send"])
+@pytest.mark.parametrize(("kind", "method"), [(GlooChannels, "open"), (SendingChannel, "_send")])
 @pytest.mark.parametrize("failure", [MemoryError("none left"), AssertionError("a bug")])
-def test_a_thread_that_fails_takes_its_channel_along(
-    rig: Rig, method: str, failure: Exception, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_thread_ends_its_channel(
+    rig: Rig, kind: type, method: str, failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_once(monkeypatch, method, failure)
+    fail_once(monkeypatch, kind, method, failure)
     with pytest.raises(KVTransportError, match=type(failure).__name__):
         rig.send(rig.make(10)).result(WAIT_S)
     rig.deliver()
@@ -74,7 +76,7 @@ def test_a_deadline_is_one_whoever_sees_it_first(rig: Rig, monkeypatch: pytest.M
     rig.deliver()
 
 
-def test_who_waited_behind_a_broken_off_part_hears_that_there_is_no_thread(
+def test_parts_behind_an_aborted_one_fail_when_no_thread_can_be_started(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.sink.gate.clear()
@@ -82,7 +84,7 @@ def test_who_waited_behind_a_broken_off_part_hears_that_there_is_no_thread(
     assert rig.sink.has_begun.wait(WAIT_S)
     second = rig.send(rig.make(10, "waits"))
     rig.run(_nothing())  # it is queued by then
-    fail_once(monkeypatch, "start", RuntimeError("can't start new thread"))
+    fail_once(monkeypatch, SendingChannel, "start", RuntimeError("can't start new thread"))
     rig.run(rig.a.abort("b", "broken off"))
     for future in (first, second):
         with pytest.raises(KVTransportError):

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from actors.kv_transfer import handoff_sender
+from actors.kv_transfer import handoff_sender, placement
 from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
-from actors.kv_transfer.kv_feed import KVFeed, KVRange, StagingBudget
-from actors.kv_transfer.prefill_handoff import PlacementQueue, PrefillHandoff
+from actors.kv_transfer.placement import Placement
+from actors.kv_transfer.prefill_handoff import PrefillHandoff
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import SystemClock
 from quadriga.config.loader import load_config
@@ -31,39 +31,39 @@ from quadriga.errors import (
     ReplicaError,
 )
 from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.sequence import RunningSequence
 
 CLASS = DepthClass("m", 2)
 KV = torch.ones(2, 2, 1, 2, 4)
 
 
-def replica(failure: Exception, ends: list[QuadrigaError]) -> Any:
-    """A prefill replica whose hand-offs fail, as far as they look at it."""
-
-    async def place(*_: Any, **__: Any) -> str:
-        return "d0"
-
-    async def reserve(*_: Any, **__: Any) -> None:
-        raise failure
-
-    placed: set[str] = set()
+def replica() -> Any:
+    """A prefill replica, as far as hand-offs look at it."""
     return SimpleNamespace(
-        placed=placed,
-        has_place=placed.add,
         name="p0",
         clock=SystemClock(),
         config=load_config({}),
         report_options=ReportOptions(),
-        line=PlacementQueue(),
-        is_scheduler_away=False,
         is_ending=False,
-        calls=SimpleNamespace(call=place),
-        sender=SimpleNamespace(reserve=reserve),
+        load=SimpleNamespace(num_waiting=0),
         spec=SimpleNamespace(engine=SimpleNamespace(depth_class=CLASS)),
-        engine=SimpleNamespace(is_ready=False),
-        metrics=SimpleNamespace(handoff_failed=lambda code: None),
-        report_death=lambda peer: None,
-        failed=lambda state, error: ends.append(error),
+        engine=SimpleNamespace(),
+        metrics=SimpleNamespace(
+            handoff_failed=lambda code: None, handed_off=lambda seconds, num_bytes: None
+        ),
+        remember_peer=lambda info: None,
+        emit=lambda outputs, wakes: None,
     )
+
+
+def a_handoff(
+    host: Any, sequence: RunningSequence, sender: Any, place: Any
+) -> tuple[PrefillHandoff, KVFeed]:
+    calls: Any = SimpleNamespace(call=place)
+    places = Placement(host.config, calls, {sequence.state.sequence_id: sequence})
+    feed = KVFeed(StagingBudget(), 2, 1)
+    return PrefillHandoff(host, sequence, feed, places, sender), feed
 
 
 def a_state(*, deadline_s: float) -> SequenceState:
@@ -81,13 +81,22 @@ def a_state(*, deadline_s: float) -> SequenceState:
         (KVCacheExhausted("no room"), "deadline_exceeded", 0.05),
     ],
 )
-async def test_whatever_breaks_is_told(failure: Exception, code: str, deadline_s: float) -> None:
-    ends: list[QuadrigaError] = []
-    feed = KVFeed(StagingBudget(), 1)
-    await PrefillHandoff(replica(failure, ends), a_state(deadline_s=deadline_s), feed).run()
-    (error,) = ends
-    assert error.code == code
-    assert not feed.wants_copies, "nothing more is staged"
+async def test_a_failure_ends_the_hand_off_in_its_error(
+    failure: Exception, code: str, deadline_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def place(*_: Any, **__: Any) -> str:
+        return "d0"
+
+    async def reserve(*_: Any, **__: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(placement, "call", place)
+    sender = SimpleNamespace(reserve=reserve)
+    sequence = RunningSequence(a_state(deadline_s=deadline_s))
+    handoff, _ = a_handoff(replica(), sequence, sender, place)
+    with pytest.raises(QuadrigaError) as error:
+        await handoff.run()
+    assert error.value.code == code
 
 
 Fate = Literal["dies", "is_lost", "is_answer_lost", "is_refused"]
@@ -142,14 +151,14 @@ class Peer(BatchedCalls):
 
 
 class Prefill:
-    """A prefill replica and two decode replicas, "a" before "b", that answer as they are told.
+    """A prefill replica and two decode replicas, "a" before "b", whose calls fail as given.
 
     Attributes:
-        ends: Errors that sequences ended in here.
-        owners: Who took them over, as far as this replica knows.
-        cancelled: Replicas that were told to end one.
+        ends: Errors that hand-offs ended in.
+        owners: Replicas that took a sequence over, as far as this replica knows.
+        cancelled: Replicas that were asked to end one.
         asked: Set at the first commit.
-        placed: Who had a place, whenever a place was looked for and whenever KV was sent.
+        placed: Whether the sequence had a place, at each search for a place and each part sent.
     """
 
     name = "local"
@@ -160,42 +169,40 @@ class Prefill:
         self.owners: list[str] = []
         self.cancelled: list[str] = []
         self.asked = asyncio.Event()
-        self.placed: list[set[str]] = []
-        self.replica = replica(ReplicaError(""), self.ends)
-        config = load_config({"transport": {"deadline_s": deadline_s}})
-        transport: Any = self
-        self.replica.config = config
+        self.placed: list[bool] = []
+        self.replica = replica()
+        self.replica.config = load_config({"transport": {"deadline_s": deadline_s}})
         self.replica.engine.call = self.read_kv
-        self.replica.calls = SimpleNamespace(call=self.place)
-        self.replica.sender = HandoffSender(
-            "p0", transport, RpcBatcher(self.call), config.transport
-        )
-        self.replica.metrics.handed_off = lambda *_: None
-        self.replica.remember_peer = lambda _: None
-        self.replica.emit = lambda *_, **__: None
-        self.replica.handed_off = lambda _, peer: self.owners.append(peer)
-        self.replica.cancel_at = lambda peer, *_: self.cancelled.append(peer)
+        self.sequence = RunningSequence(a_state(deadline_s=20.0))
 
     async def hand_off(self) -> None:
         """As after the first token of a prompt of two."""
-        state = a_state(deadline_s=20.0)
-        state.output_ids.append(7)
-        feed = KVFeed(StagingBudget(), 1)
+        transport: Any = self
+        sender = HandoffSender(
+            "p0", transport, RpcBatcher(self.call), self.replica.config.transport
+        )
+        self.sequence.state.output_ids.append(7)
+        handoff, feed = a_handoff(self.replica, self.sequence, sender, self.place)
         feed.add(KVRange(0, 2, 0, 2), KV)
-        handoff = PrefillHandoff(self.replica, state, feed)
         handoff.prompt_done()
-        await handoff.run()
+        try:
+            self.owners.append(await handoff.run())
+        except QuadrigaError as exc:
+            self.ends.append(exc)
 
     async def place(
         self, scheduler: str, method: str, request: PlaceRequest, *, timeout_s: float
     ) -> str:
-        self.placed.append(set(self.replica.placed))
+        self.placed.append(self.sequence.is_placed)
         return next(name for name in self.peers if name not in request.exclude)
 
     async def read_kv(self, _: object) -> torch.Tensor:
         return KV
 
     async def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
+        if method == "cancel":
+            self.cancelled.append(name)
+            return None
         peer, what = self.peers[name], args[0] if method == "call_many" else method
         fate = peer.fates.get(what)
         if fate == "dies":
@@ -213,7 +220,7 @@ class Prefill:
 
     async def send(self, name: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
         peer = self.peers[name]
-        self.placed.append(set(self.replica.placed))
+        self.placed.append(self.sequence.is_placed)
         if "send" in peer.fates:
             raise KVTransportError("it did not arrive")
         peer.receiver.accept("p0", part)
@@ -229,6 +236,7 @@ async def handed_off(
     """Hand a sequence off where calls to "a" fail so. Also: what runs at "a" and at "b"."""
     prefill = Prefill(fates)
     monkeypatch.setattr(handoff_sender, "call", prefill.call)
+    monkeypatch.setattr(placement, "call", prefill.call)
     await prefill.hand_off()
     return prefill, tuple(peer.joined for peer in prefill.peers.values())
 
@@ -264,13 +272,11 @@ async def test_what_runs_nowhere_is_tried_elsewhere(
     assert (prefill.owners, prefill.ends) == (["b"], [])
 
 
-async def test_a_sequence_has_a_place_from_its_reservation_until_it_fails_or_the_row_is_free(
+async def test_a_sequence_has_a_place_from_its_reservation_until_it_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill, _ = await handed_off(monkeypatch, {"send": "is_refused"})
-    nowhere: set[str] = set()
-    assert prefill.placed == [nowhere, {"s"}, nowhere, {"s"}], "place, send, place again, send"
-    assert prefill.replica.placed == nowhere
+    assert prefill.placed == [False, True, False, True], "place, send, place again, send"
 
 
 async def test_a_commit_that_only_the_abort_tells_of_counts(
@@ -288,6 +294,7 @@ async def test_what_is_cancelled_here_is_cancelled_where_it_may_run(
     fates: dict[str, Fate] = {"commit": "is_answer_lost"}
     prefill = Prefill(fates if abort is None else fates | {"abort": abort}, deadline_s=20.0)
     monkeypatch.setattr(handoff_sender, "call", prefill.call)
+    monkeypatch.setattr(placement, "call", prefill.call)
     task = asyncio.create_task(prefill.hand_off())
     await prefill.asked.wait()
     task.cancel()
@@ -305,6 +312,7 @@ async def test_who_ends_leaves_what_was_committed_to_its_new_owner(
     """The client still wants it: only this process goes."""
     prefill = Prefill({"commit": "is_answer_lost"}, deadline_s=20.0)
     monkeypatch.setattr(handoff_sender, "call", prefill.call)
+    monkeypatch.setattr(placement, "call", prefill.call)
     task = asyncio.create_task(prefill.hand_off())
     await prefill.asked.wait()
     prefill.replica.is_ending = True

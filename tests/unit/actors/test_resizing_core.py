@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer.kv_feed import StagingBudget
 from actors.replica.decode_engine import DecodeEngine
 from actors.replica.prefill_engine import PrefillEngine
 from actors.replica.resizing import Resizing
@@ -22,6 +21,8 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
+from quadriga.scheduling.prefill_loop import PrefillOutput
+from quadriga.scheduling.sequence import RunningSequence
 
 LIMITED = ExitParams(0.99, "bounded", 4)
 STRICT = ExitParams(0.99, "strict")
@@ -47,12 +48,9 @@ class Host:
         self.clock = SystemClock()
         self.receiver = SimpleNamespace(leases=SimpleNamespace(offers=list, sequences=set))
         self.report_options = SimpleNamespace(forecast=False)
-        self.staging = StagingBudget()
-        self.placed: set[str] = set()
         self.name = "replica"
         self.load: Any = None
         self.said: list[tuple[str, EngineOutput]] = []
-        self.started: list[SequenceState] = []
         self.served: list[int] = []
         self.core: Any = None
 
@@ -68,11 +66,8 @@ class Host:
     def emit(self, emissions: list[tuple[str, EngineOutput]]) -> None:
         self.said += emissions
 
-    def start_handoff(self, state: SequenceState, feed: Any) -> None:
-        self.started.append(state)
-
-    def first_token(self, state: SequenceState, emission: EngineOutput) -> None:
-        self.said.append((state.ingress_id, emission))
+    def take_outputs(self, outputs: list[PrefillOutput]) -> None:
+        self.said += [(s.state.ingress_id, output) for s, output in outputs if output is not None]
 
     def resized(self, engine: EngineSpec) -> None:
         self.spec = replace(self.spec, engine=engine)
@@ -194,20 +189,22 @@ async def test_prefill_changes_between_prompts() -> None:
     host = Host(Role.PREFILL)
     runner = NativeRunner.load(host.spec.engine)
     fake: Any = host
-    host.core = PrefillEngine(fake, runner, None, runner)
+    host.core = PrefillEngine(
+        fake, runner, None, runner, on_start=lambda _: None, on_outputs=host.take_outputs
+    )
     first = state("first", LIMITED)
-    host.core.loop.submit(first)
+    host.core.loop.submit(RunningSequence(first))
     host.core.step()
     assert host.said[-1][1].depth == 8
     resizing = Resizing(host)
     report = await resizing.resize(4, 0.05)
     assert report.outcome == "blocked" and "first" in report.reason, "it has not been handed over"
-    host.core.release("first")
+    host.core.loop.release("first")
     assert (await resizing.resize(4, 5.0)).outcome == "resized"
     second = state("second", LIMITED)
-    host.core.loop.submit(second)
+    host.core.loop.submit(RunningSequence(second))
     host.core.step()
     said = host.said[-1][1]
     assert (said.sequence_id, said.depth, said.exit_layers) == ("second", 4, [4])
-    host.core.release("second")
+    host.core.loop.release("second")
     assert (await resizing.resize(8, 30.0)).depth == 8

@@ -12,7 +12,7 @@ import pytest
 
 import actors.rpc.tasks
 import actors.scheduler.scheduler
-from actors.replica.prefill import PrefillReplica
+from actors.kv_transfer.placement import Placement
 from actors.scheduler.scheduler import Scheduler
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
@@ -21,7 +21,6 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
 from quadriga.errors import Unavailable, UnknownModel
-from quadriga.policies.least_work import LeastWorkWithoutReports
 
 
 def plain(**settings: Any) -> dict[str, Any]:
@@ -167,15 +166,14 @@ async def test_where_nobody_chooses_depths_are_kept_apart() -> None:
 
 
 @pytest.mark.parametrize(("config", "second"), [(CHOOSES, "d0"), (plain(), None)])
-def test_without_a_scheduler_it_is_the_same(config: dict[str, Any], second: str | None) -> None:
-    replica: Any = SimpleNamespace(
-        config=load_config(config),
-        _fallback=LeastWorkWithoutReports(),
-        _view=ClusterView(
-            time.time(),
-            [snapshot("d0", Role.DECODE, SMALL), snapshot("d1", Role.DECODE, FULL)],
-        ),
+async def test_without_a_scheduler_depths_are_chosen_alike(
+    config: dict[str, Any], second: str | None
+) -> None:
+    calls: Any = None
+    placement = Placement(load_config(config), calls, {})
+    placement._is_scheduler_away = True
+    placement._view = ClusterView(
+        time.time(), [snapshot("d0", Role.DECODE, SMALL), snapshot("d1", Role.DECODE, FULL)]
     )
-    place = PrefillReplica.place_without_scheduler
-    assert [place(replica, PREFILLED) for _ in range(2)] == ["d1", "d1"]
-    assert place(replica, replace(PREFILLED, exclude=("d1",))) == second
+    assert [await placement.find(PREFILLED) for _ in range(2)] == ["d1", "d1"]
+    assert await placement.find(replace(PREFILLED, exclude=("d1",))) == second

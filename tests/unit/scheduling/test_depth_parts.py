@@ -23,9 +23,9 @@ from quadriga.policies.baselines.exits import LazyExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.paced_runner import PacedRunner
-from quadriga.scheduling.prefill_loop import MAX_SHALLOW, PrefillEvents, PrefillLoop
-from quadriga.scheduling.prefill_queue import PrefillQueue
-from quadriga.scheduling.sequence import SequenceStatus
+from quadriga.scheduling.prefill_loop import PrefillLoop
+from quadriga.scheduling.prefill_queue import MAX_WAITING_FOR_LAYERS, PrefillQueue
+from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeRunner
@@ -55,16 +55,16 @@ def test_more_tokens_hold_more_sequences_and_fewer_wait_to_be_given_back() -> No
     slots.check()
 
 
-class Events(PrefillEvents):
-    """A hand-off that ends when the test says so."""
+class Events:
+    """Records the layers that are complete."""
 
     def __init__(self) -> None:
         self.kv: list[tuple[str, int, int]] = []
 
     def on_kv(
-        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
+        self, sequence: RunningSequence, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
-        self.kv.append((state.sequence_id, first_layer, num_layers))
+        self.kv.append((sequence.state.sequence_id, first_layer, num_layers))
 
 
 def prefill_loop(
@@ -81,21 +81,21 @@ def prefill_loop(
         runner=runner,
         slots=SlotTable(num_rows=rows, row_capacity_tokens=64, kv_capacity_tokens=64 * rows),
         queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
-        events=events,
         eos_token_ids=(),
         chunk_tokens=chunk_tokens,
         layer_groups=layer_groups,
         clock=clock,
         full_depth=full_depth,
+        on_kv=events.on_kv,
     )
 
 
 def test_prefill_changes_depth_between_prompts() -> None:
     runner, clock, events = FakeDepthRunner(2, 5), ManualClock(), Events()
     loop = prefill_loop(runner, events, clock, rows=2, chunk_tokens=4, layer_groups=2)
-    loop.submit(make_state("a"))
+    loop.submit(RunningSequence(make_state("a")))
     loop.step()  # half of its prompt
-    loop.submit(make_state("b"))
+    loop.submit(RunningSequence(make_state("b")))
     loop.hold()
     assert loop.has_work and not loop.is_quiet
     loop.step()
@@ -121,23 +121,25 @@ def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None
     def strict(name: str, **changes: Any) -> SequenceState:
         return replace(make_state(name), exits=ExitParams(0.9, "strict"), **changes)
 
-    loop.submit(strict("deep"))
-    loop.submit(strict("late", deadline_unix_s=clock.unix_s() + 1.0))
-    loop.submit(strict("cancelled"))
+    loop.submit(RunningSequence(strict("deep")))
+    loop.submit(RunningSequence(strict("late", deadline_unix_s=clock.unix_s() + 1.0)))
+    loop.submit(RunningSequence(strict("cancelled")))
     assert not loop.has_work, "nothing to do, and no spinning"
     assert (loop.needs_depth, loop.num_waiting, loop.waiting_tokens) == (8, 3, 24)
     # Those whose first token is out, that want none, or that limit themselves need no more.
-    loop.submit(replace(strict("rebuilt", output_ids=[7]), exit_layers=[8]))
-    loop.submit(strict("scored", sampling=SamplingParams(max_tokens=0)))
-    loop.submit(replace(make_state("limited"), exits=ExitParams(0.9, "strict", 5)))
+    loop.submit(RunningSequence(replace(strict("rebuilt", output_ids=[7]), exit_layers=[8])))
+    loop.submit(RunningSequence(strict("scored", sampling=SamplingParams(max_tokens=0))))
+    limited = replace(make_state("limited"), exits=ExitParams(0.9, "strict", 5))
+    loop.submit(RunningSequence(limited))
     loop.step()
     assert {name for name, _, _ in events.kv} == {"rebuilt", "scored", "limited"}
     for name in ("rebuilt", "limited"):
         loop.release(name)
     assert loop.release("cancelled") and loop.num_waiting == 2
     clock.advance(2.0)
-    with pytest.raises(DeadlineExceeded, match="deadline"):
-        loop.step()
+    ((late, output),) = loop.step()
+    assert late.state.sequence_id == "late" and output is not None
+    assert isinstance(output.error, DeadlineExceeded)
     loop.hold()
     assert loop.is_quiet
     runner.take_depth(8)
@@ -150,10 +152,12 @@ def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None
 
 def test_no_more_wait_for_layers_than_a_replica_can_remember() -> None:
     loop = prefill_loop(FakeDepthRunner(1, 5), Events(), ManualClock(), rows=1, full_depth=8)
-    for i in range(MAX_SHALLOW):
-        loop.submit(replace(make_state(f"s{i}"), exits=ExitParams(0.9, "strict")))
+    for i in range(MAX_WAITING_FOR_LAYERS):
+        loop.submit(RunningSequence(replace(make_state(f"s{i}"), exits=ExitParams(0.9, "strict"))))
     with pytest.raises(Overloaded, match="wait for layers"):
-        loop.submit(replace(make_state("one more"), exits=ExitParams(0.9, "strict")))
+        loop.submit(
+            RunningSequence(replace(make_state("one more"), exits=ExitParams(0.9, "strict")))
+        )
 
 
 def costs() -> SegmentCosts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quadriga.clock import ManualClock
-from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -18,8 +18,9 @@ from quadriga.errors import (
 )
 from quadriga.interfaces import PrefillChunk
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.prefill_loop import PrefillEvents, PrefillLoop
+from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import STARVING_S, PrefillQueue
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeRunner, expected_output
 
@@ -41,8 +42,8 @@ def sequence(
 
 
 @dataclass
-class Events(PrefillEvents):
-    """Records what the prefill loop says."""
+class Events:
+    """Records what the prefill loop calls and returns."""
 
     started: list[str] = field(default_factory=list)
     kv: list[tuple[str, int, int, int, int]] = field(default_factory=list)
@@ -50,36 +51,27 @@ class Events(PrefillEvents):
     rebuilt: list[str] = field(default_factory=list)
     errors: dict[str, QuadrigaError] = field(default_factory=dict)
 
-    def on_start(self, state: SequenceState, row: int) -> None:
-        self.started.append(state.sequence_id)
+    def on_start(self, sequence: RunningSequence) -> None:
+        self.started.append(sequence.state.sequence_id)
 
     def on_kv(
-        self, state: SequenceState, chunk: PrefillChunk, first_layer: int, num_layers: int
+        self, sequence: RunningSequence, chunk: PrefillChunk, first_layer: int, num_layers: int
     ) -> None:
-        self.kv.append((state.sequence_id, first_layer, num_layers, chunk.start, chunk.stop))
+        name = sequence.state.sequence_id
+        self.kv.append((name, first_layer, num_layers, chunk.start, chunk.stop))
 
-    def on_first_token(
-        self,
-        state: SequenceState,
-        logprobs: list[TokenLogprob] | None,
-        prompt_logprobs: list[TokenLogprob] | None,
-        finish: FinishReason | None,
-    ) -> None:
-        self.done[state.sequence_id] = finish
-
-    def on_rebuilt(self, state: SequenceState) -> None:
-        self.rebuilt.append(state.sequence_id)
-
-    def on_error(self, state: SequenceState, error: QuadrigaError) -> None:
-        self.errors[state.sequence_id] = error
+    def take(self, outputs: list[PrefillOutput]) -> None:
+        for sequence, output in outputs:
+            if output is None:
+                self.rebuilt.append(sequence.state.sequence_id)
+            elif output.error is not None:
+                self.errors[sequence.state.sequence_id] = output.error
+            else:
+                self.done[sequence.state.sequence_id] = output.finish
 
 
 class Harness:
-    """One prefill loop over one fake runner.
-
-    Attributes:
-        placed: Sequences that have a row at a decode replica.
-    """
+    """One prefill loop over one fake runner."""
 
     def __init__(
         self,
@@ -91,7 +83,6 @@ class Harness:
         queued_tokens: int = 1000,
         max_unplaced: int = sys.maxsize,
     ) -> None:
-        self.placed: set[str] = set()
         self.clock = ManualClock()
         self.events = Events()
         self.runner = FakeRunner(rows)
@@ -101,22 +92,30 @@ class Harness:
             runner=self.runner,
             slots=self.slots,
             queue=self.queue,
-            events=self.events,
             eos_token_ids=(EOS,),
             chunk_tokens=chunk,
             layer_groups=3,
             clock=self.clock,
             max_unplaced=max_unplaced,
-            num_placed=self.placed.__len__,
+            on_start=self.events.on_start,
+            on_kv=self.events.on_kv,
         )
+
+    def submit(self, state: SequenceState) -> RunningSequence:
+        sequence = RunningSequence(state)
+        self.loop.submit(sequence)
+        return sequence
+
+    def step(self) -> None:
+        self.events.take(self.loop.step())
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_every_kv_is_announced_once() -> None:
     h = Harness(chunk=8)
     state = sequence("a", list(range(1, 21)))
-    h.loop.submit(state)
+    h.submit(state)
     for _ in range(3):
-        h.loop.step()
+        h.step()
     assert state.output_ids == expected_output(state.prompt_ids, 1)
     assert h.events.done == {"a": None}
     covered = [
@@ -135,11 +134,11 @@ def test_a_long_prompt_is_computed_in_chunks_and_every_kv_is_announced_once() ->
 def test_short_prompts_share_a_chunk() -> None:
     h = Harness(chunk=8)
     for name in "abc":
-        h.loop.submit(sequence(name, [1, 2, ord(name)]))
-    h.loop.step()
+        h.submit(sequence(name, [1, 2, ord(name)]))
+    h.step()
     assert h.events.started == ["a", "b", "c"]
     assert set(h.events.done) == {"a", "b"}, "the third reached beyond the budget"
-    h.loop.step()
+    h.step()
     assert set(h.events.done) == {"a", "b", "c"}
 
 
@@ -148,22 +147,24 @@ def first_token_steps(h: Harness, num_prompts: int, *, handoff_steps: int) -> li
 
     Each prompt is half a chunk.
     """
-    for i in range(num_prompts):
-        h.loop.submit(sequence(f"s{i}", [i + 1, 1, 2, 3]))
+    sequences = {
+        name: h.submit(sequence(name, [i + 1, 1, 2, 3]))
+        for i, name in enumerate(f"s{i}" for i in range(num_prompts))
+    }
     began: dict[str, int] = {}
     heard: dict[str, int] = {}
     for step in range(1, 20 * num_prompts):
         if not h.loop.has_work and not h.loop.num_held:
             break
-        h.loop.step()
+        h.step()
         for name in h.events.started[len(began) :]:
             began[name] = step
         for name in h.events.done:
             heard.setdefault(name, step)
-        h.placed.update(name for name in heard if h.slots.get(name) is not None)
+        for name in heard:
+            sequences[name].is_placed = True
         for name, at in began.items():
             if step == at + handoff_steps:
-                h.placed.discard(name)
                 h.loop.release(name)
     assert len(heard) == num_prompts
     return sorted(heard.values())
@@ -179,51 +180,50 @@ def test_how_long_kv_takes_to_be_sent_delays_no_first_token() -> None:
 
 def test_no_prompt_is_begun_while_enough_have_no_place() -> None:
     h = Harness(rows=8, chunk=8, max_unplaced=2)
-    for name in "abcd":
-        h.loop.submit(sequence(name, [1, ord(name)]))
-    h.loop.step()
-    h.loop.step()
+    sequences = {name: h.submit(sequence(name, [1, ord(name)])) for name in "abcd"}
+    h.step()
+    h.step()
     assert h.events.started == ["a", "b"], "decode is full: their second tokens must wait"
     assert not h.loop.has_work, "it does not spin until somebody has a place"
-    h.placed.add("b")
+    sequences["b"].is_placed = True
     assert h.loop.has_work
-    h.loop.step()
+    h.step()
     assert h.events.started == ["a", "b", "c"]
     assert not h.loop.has_work
     h.loop.release("a")
     assert h.loop.has_work, "cancelled"
-    h.loop.step()
+    h.step()
     assert h.events.started == ["a", "b", "c", "d"]
 
 
 def test_no_row_means_waiting_without_spinning() -> None:
     h = Harness(rows=1, chunk=8)
-    h.loop.submit(sequence("a", [1, 2]))
-    h.loop.submit(sequence("b", [3, 4]))
-    h.loop.step()
-    h.loop.step()
+    h.submit(sequence("a", [1, 2]))
+    h.submit(sequence("b", [3, 4]))
+    h.step()
+    h.step()
     assert h.events.started == ["a"]
     assert not h.loop.has_work
     h.loop.release("a")
     assert h.loop.has_work
-    h.loop.step()
+    h.step()
     assert h.events.started == ["a", "b"]
 
 
 def test_a_prompt_that_finishes_at_once_frees_its_row() -> None:
     h = Harness()
-    h.loop.submit(sequence("a", [1, 2, 3], max_tokens=1))
-    h.loop.step()
+    h.submit(sequence("a", [1, 2, 3], max_tokens=1))
+    h.step()
     assert h.events.done == {"a": FinishReason.LENGTH}
     assert h.slots.num_held == 0
 
 
 def test_a_late_prompt_is_refused_and_frees_its_row() -> None:
     h = Harness(chunk=4)
-    h.loop.submit(sequence("a", [1] * 10, deadline=5))
-    h.loop.step()
+    h.submit(sequence("a", [1] * 10, deadline=5))
+    h.step()
     h.clock.advance(6)
-    h.loop.step()
+    h.step()
     assert isinstance(h.events.errors["a"], DeadlineExceeded)
     assert h.slots.num_held == 0
     assert not h.loop.has_work
@@ -231,10 +231,10 @@ def test_a_late_prompt_is_refused_and_frees_its_row() -> None:
 
 def test_a_prompt_beyond_a_row_is_an_error_of_its_own() -> None:
     h = Harness()
-    h.loop.submit(sequence("a", [1] * 300))
-    h.loop.step()
-    h.loop.submit(sequence("b", [1]))
-    h.loop.step()
+    h.submit(sequence("a", [1] * 300))
+    h.step()
+    h.submit(sequence("b", [1]))
+    h.step()
     assert isinstance(h.events.errors["a"], ContextTooLong)
     assert "b" in h.events.done
 
@@ -242,10 +242,10 @@ def test_a_prompt_beyond_a_row_is_an_error_of_its_own() -> None:
 @pytest.mark.parametrize("when", ["queued", "active", "computed"])
 def test_release_frees_everything_in_every_state(when: str) -> None:
     h = Harness(chunk=4)
-    h.loop.submit(sequence("a", [1] * 10))
+    h.submit(sequence("a", [1] * 10))
     steps = {"queued": 0, "active": 1, "computed": 3}[when]
     for _ in range(steps):
-        h.loop.step()
+        h.step()
     assert h.loop.release("a")
     assert not h.loop.release("a")
     assert (h.slots.num_held, h.loop.waiting_tokens, h.loop.used_tokens) == (0, 0, 0)
@@ -256,9 +256,9 @@ def test_release_frees_everything_in_every_state(when: str) -> None:
 def test_the_queue_refuses_with_a_time() -> None:
     h = Harness()
     for n in range(8):
-        h.loop.submit(sequence(str(n), [1]))
+        h.submit(sequence(str(n), [1]))
     with pytest.raises(Overloaded, match="8 of 8 sequences") as caught:
-        h.loop.submit(sequence("x", [1]))
+        h.submit(sequence("x", [1]))
     assert caught.value.retry_after_s is not None
     assert caught.value.retry_after_s >= 1
 
@@ -266,11 +266,15 @@ def test_the_queue_refuses_with_a_time() -> None:
 def test_nobody_waits_for_ever_behind_the_important() -> None:
     queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
     for name, priority, since_s in (("humble", 5, 0.0), ("a", 0, 1.0), ("b", 0, 4.0)):
-        queue.push(sequence(name, [1], priority=priority), now_s=since_s, drain_tokens_per_s=1)
+        queue.push(
+            RunningSequence(sequence(name, [1], priority=priority)),
+            now_s=since_s,
+            drain_tokens_per_s=1,
+        )
     taken: list[str] = []
 
-    def take(state: SequenceState) -> bool:
-        taken.append(state.sequence_id)
+    def take(sequence: RunningSequence) -> bool:
+        taken.append(sequence.state.sequence_id)
         return True
 
     queue.take(take, token_budget=1, now_s=STARVING_S - 0.1)
@@ -285,11 +289,11 @@ def test_priority_then_arrival_then_similar_length() -> None:
     queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
     for name, length, priority in (("a", 8, 0), ("b", 60, 0), ("c", 9, 0), ("d", 8, -1)):
         state = sequence(name, [1] * length, priority=priority)
-        queue.push(state, now_s=0, drain_tokens_per_s=1)
+        queue.push(RunningSequence(state), now_s=0, drain_tokens_per_s=1)
     taken: list[str] = []
 
-    def take(state: SequenceState) -> bool:
-        taken.append(state.sequence_id)
+    def take(sequence: RunningSequence) -> bool:
+        taken.append(sequence.state.sequence_id)
         return True
 
     queue.take(take, token_budget=1, now_s=0)
@@ -302,11 +306,11 @@ def test_priority_then_arrival_then_similar_length() -> None:
 def test_age_beats_similarity() -> None:
     queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
     for name, length in (("a", 8), ("b", 60), ("c", 9)):
-        queue.push(sequence(name, [1] * length), now_s=0, drain_tokens_per_s=1)
+        queue.push(RunningSequence(sequence(name, [1] * length)), now_s=0, drain_tokens_per_s=1)
     taken: list[str] = []
 
-    def take(state: SequenceState) -> bool:
-        taken.append(state.sequence_id)
+    def take(sequence: RunningSequence) -> bool:
+        taken.append(sequence.state.sequence_id)
         return True
 
     queue.take(take, token_budget=9, now_s=2.0)

@@ -57,10 +57,10 @@ def test_the_decode_loop_counts_its_batches() -> None:
 def test_the_prefill_loop_counts_prompts_and_their_tokens() -> None:
     h = Harness(chunk=8)
     for name in "abc":
-        h.loop.submit(sequence(name, [1, 2, ord(name)]))
-    h.loop.step()
+        h.submit(sequence(name, [1, 2, ord(name)]))
+    h.step()
     h.clock.advance(0.5)
-    h.loop.step()
+    h.step()
     totals = h.loop.meter.totals
     assert (totals.steps, totals.tokens, totals.busy_s) == (2, 9, 0.5)
     assert totals.sequences == 4, "the third prompt is computed in two chunks"

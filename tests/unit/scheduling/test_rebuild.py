@@ -25,11 +25,11 @@ def test_every_position_but_the_newest_token_is_computed() -> None:
     h = Harness(chunk=4)
     state = lost("a", 7)
     output = list(state.output_ids)
-    h.loop.submit(state)
+    h.submit(state)
     assert h.loop.waiting_tokens == 11
     for _ in range(3):
         assert h.events.rebuilt == []
-        h.loop.step()
+        h.step()
     assert h.events.rebuilt == ["a"]
     assert h.events.done == {}, "there is no first token"
     assert state.output_ids == output, "and no token at all"
@@ -51,18 +51,18 @@ def test_every_position_but_the_newest_token_is_computed() -> None:
 def test_a_sequence_that_only_said_its_first_token() -> None:
     h = Harness(chunk=8)
     state = lost("a", 1)
-    h.loop.submit(state)
-    h.loop.step()
+    h.submit(state)
+    h.step()
     assert h.events.rebuilt == ["a"]
     assert h.runner.kv[0] == PROMPT
 
 
 def test_it_shares_a_pass_with_prompts() -> None:
     h = Harness(chunk=32)
-    h.loop.submit(lost("a", 4))
+    h.submit(lost("a", 4))
     other = sequence("b", [9, 8, 7])
-    h.loop.submit(other)
-    h.loop.step()
+    h.submit(other)
+    h.step()
     assert h.events.rebuilt == ["a"]
     assert h.events.done == {"b": None}
     assert other.output_ids == expected_output([9, 8, 7], 1)
@@ -71,10 +71,10 @@ def test_it_shares_a_pass_with_prompts() -> None:
 def test_the_queue_counts_what_will_be_computed() -> None:
     h = Harness(queued_tokens=100)
     for i in range(3):
-        h.loop.submit(lost(f"s{i}", 26))
+        h.submit(lost(f"s{i}", 26))
     assert h.loop.waiting_tokens == 90
     with pytest.raises(Overloaded, match="90 of 100 tokens"):
-        h.loop.submit(lost("late", 26))
+        h.submit(lost("late", 26))
 
 
 def test_chunks_carry_the_depths_of_the_positions_they_cover() -> None:
@@ -101,5 +101,5 @@ def test_a_prompt_has_no_depths() -> None:
 def test_a_record_with_gaps_is_refused_at_the_door() -> None:
     h = Harness()
     with pytest.raises(InvariantViolation, match="4 output tokens and the depths of 3"):
-        h.loop.submit(replace(lost("a", 4), exit_layers=[8] * 3))
+        h.submit(replace(lost("a", 4), exit_layers=[8] * 3))
     assert h.loop.num_waiting == 0

@@ -1,4 +1,4 @@
-"""The KV of one sequence as prefill completes it, in order, for whoever sends it on."""
+"""The KV of one sequence in the order in which prefill completes it, until it is sent."""
 
 from __future__ import annotations
 
@@ -20,41 +20,6 @@ class KVRange:
     num_layers: int
     start: int
     stop: int
-
-
-class LayerJoiner:
-    """Makes layer groups wait for each other until they are a part worth sending.
-
-    A short prompt's KV goes as one part, a long one's group by group while the next is computed.
-    One thread calls everything.
-    """
-
-    def __init__(self, num_layers: int, bytes_per_token_layer: int) -> None:
-        self._num_layers = num_layers
-        self._bytes_per_token_layer = bytes_per_token_layer
-        self._held: dict[str, KVRange] = {}
-
-    def join(self, sequence_id: str, span: KVRange) -> KVRange | None:
-        """Take the next layers of a chunk; return what is to be sent now, or None.
-
-        Args:
-            span: Follows the one before: the next layers of the same positions, or the first
-                layers of the next positions.
-        """
-        earlier = self._held.pop(sequence_id, None)
-        if earlier is not None:
-            num_layers = earlier.num_layers + span.num_layers
-            span = KVRange(earlier.first_layer, num_layers, span.start, span.stop)
-        num_bytes = span.num_layers * (span.stop - span.start) * self._bytes_per_token_layer
-        is_last = span.first_layer + span.num_layers == self._num_layers
-        if is_last or num_bytes >= MIN_PART_BYTES:
-            return span
-        self._held[sequence_id] = span
-        return None
-
-    def forget(self, sequence_id: str) -> None:
-        """Drop what waits of a sequence; harmless when nothing does."""
-        self._held.pop(sequence_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +67,7 @@ class KVFeed:
     """Ranges of one sequence in the order they became complete; on the event loop.
 
     Args:
+        num_layers: Layers that the prompt is computed with.
         bytes_per_token_layer: KV bytes of one token in one layer.
 
     Attributes:
@@ -109,14 +75,37 @@ class KVFeed:
             engine thread.
     """
 
-    def __init__(self, staging: StagingBudget, bytes_per_token_layer: int) -> None:
+    def __init__(self, staging: StagingBudget, num_layers: int, bytes_per_token_layer: int) -> None:
         self.wants_copies = True
+        self._num_layers = num_layers
         self._bytes_per_token_layer = bytes_per_token_layer
+        self._held: KVRange | None = None  # of the engine thread alone
         self._staging = staging
         self._ranges: list[KVRange] = []
         self._copies: dict[int, Any] = {}
         self._is_complete = False
         self._changed = asyncio.Event()
+
+    def join(self, span: KVRange) -> KVRange | None:
+        """Hold layers back until they are a part worth sending; on the engine thread.
+
+        A short prompt's KV goes as one part, a long one's group by group while the next group is
+        computed.
+
+        Args:
+            span: Follows the one before: the next layers of the same positions, or the first
+                layers of the next positions.
+
+        Returns:
+            What is to be added to the feed now; None: nothing yet.
+        """
+        if self._held is not None:
+            num_layers = self._held.num_layers + span.num_layers
+            span = KVRange(self._held.first_layer, num_layers, span.start, span.stop)
+        is_last = span.first_layer + span.num_layers == self._num_layers
+        is_ready = is_last or self._bytes_of(span) >= MIN_PART_BYTES
+        self._held = None if is_ready else span
+        return span if is_ready else None
 
     def add(self, span: KVRange, kv: Any) -> None:
         """Append a range, with its copy where one was made."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.kv_transfer.kv_feed import (
+from quadriga.scheduling.kv_feed import (
     MAX_JOINED_BYTES,
     MIN_PART_BYTES,
     KVFeed,
     KVPiece,
     KVRange,
-    LayerJoiner,
     StagingBudget,
 )
 
@@ -27,7 +26,7 @@ def span(layer: int, start: int = 0, stop: int = 10) -> KVRange:
 
 
 async def test_ranges_come_in_order_and_then_the_end() -> None:
-    feed = KVFeed(StagingBudget(), 1)
+    feed = KVFeed(StagingBudget(), 6, 1)
     waiting = asyncio.create_task(feed.next(0))
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -41,7 +40,7 @@ async def test_ranges_come_in_order_and_then_the_end() -> None:
 
 
 async def test_only_neighbours_at_the_same_positions_are_joined() -> None:
-    feed = KVFeed(StagingBudget(), 1)
+    feed = KVFeed(StagingBudget(), 6, 1)
     for piece in (span(0), span(1), span(0, 10, 20), span(1, 10, 20), span(3, 10, 20)):
         feed.add(piece, None)
     assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
@@ -50,7 +49,7 @@ async def test_only_neighbours_at_the_same_positions_are_joined() -> None:
 
 
 async def test_large_ranges_go_alone() -> None:
-    feed = KVFeed(StagingBudget(), MAX_JOINED_BYTES // 20)
+    feed = KVFeed(StagingBudget(), 6, MAX_JOINED_BYTES // 20)
     for layer in range(3):
         feed.add(span(layer), None)
     assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
@@ -59,7 +58,7 @@ async def test_large_ranges_go_alone() -> None:
 
 async def test_copies_are_given_out_once_and_given_back() -> None:
     staging = StagingBudget(100)
-    feed = KVFeed(staging, 1)
+    feed = KVFeed(staging, 6, 1)
     copies = [Copy(60), Copy(60)]
     for layer, copy in enumerate(copies):
         staging.take(60)
@@ -77,7 +76,7 @@ async def test_copies_are_given_out_once_and_given_back() -> None:
 
 async def test_a_missing_copy_sends_all_of_a_piece_to_its_row() -> None:
     staging = StagingBudget(100)
-    feed = KVFeed(staging, 1)
+    feed = KVFeed(staging, 6, 1)
     staging.take(60)
     feed.add(span(0), Copy(60))
     feed.add(span(1), None)
@@ -87,7 +86,7 @@ async def test_a_missing_copy_sends_all_of_a_piece_to_its_row() -> None:
 
 async def test_a_closed_feed_keeps_no_copy() -> None:
     staging = StagingBudget(100)
-    feed = KVFeed(staging, 1)
+    feed = KVFeed(staging, 6, 1)
     staging.take(60)
     feed.add(span(0), Copy(60))
     feed.close()
@@ -102,23 +101,14 @@ def groups(start: int, stop: int) -> list[KVRange]:
 
 
 def test_a_short_prompts_layers_make_one_part_and_each_chunk_its_own() -> None:
-    joiner = LayerJoiner(6, 1)
-    sent = [joiner.join("s", span) for span in (*groups(0, 64), *groups(64, 100))]
+    feed = KVFeed(StagingBudget(), 6, 1)
+    sent = [feed.join(span) for span in (*groups(0, 64), *groups(64, 100))]
     assert sent == [None, None, KVRange(0, 6, 0, 64), None, None, KVRange(0, 6, 64, 100)]
 
 
 def test_a_long_prompts_layers_go_as_soon_as_they_are_worth_it() -> None:
-    joiner = LayerJoiner(6, MIN_PART_BYTES // 128)
-    sent = [joiner.join("s", span) for span in groups(0, 64)]
+    feed = KVFeed(StagingBudget(), 6, MIN_PART_BYTES // 128)
+    sent = [feed.join(span) for span in groups(0, 64)]
     assert sent == [KVRange(0, 2, 0, 64), KVRange(2, 2, 0, 64), KVRange(4, 2, 0, 64)]
-    sent = [joiner.join("s", span) for span in groups(0, 32)]
+    sent = [feed.join(span) for span in groups(0, 32)]
     assert sent == [None, KVRange(0, 4, 0, 32), KVRange(4, 2, 0, 32)]
-
-
-def test_sequences_are_joined_apart_and_forgotten_with_what_waits() -> None:
-    joiner = LayerJoiner(6, 1)
-    assert joiner.join("a", KVRange(0, 2, 0, 8)) is None
-    assert joiner.join("b", KVRange(0, 2, 0, 8)) is None
-    joiner.forget("a")
-    assert joiner.join("b", KVRange(2, 4, 0, 8)) == KVRange(0, 6, 0, 8)
-    assert joiner.join("a", KVRange(0, 6, 0, 8)) == KVRange(0, 6, 0, 8)

@@ -1,0 +1,173 @@
+"""Finds decode replicas for the sequences of a prefill replica, and who may ask for one next."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from actors.rpc.lifecycle import scheduler_name
+from actors.rpc.ray_rpc import call
+from actors.rpc.rpc_batcher import RpcBatcher
+from actors.rpc.tasks import background
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.control.auto_routing import AutoRouter
+from quadriga.core.replica import Role
+from quadriga.core.routing import ClusterView, PlaceRequest
+from quadriga.errors import Overloaded, QuadrigaError, ReplicaError, Unavailable
+from quadriga.policies.least_work import LeastWorkWithoutReports
+from quadriga.policies.load import candidates
+from quadriga.scheduling.prefill_queue import STARVING_S, is_starving, next_in_line
+from quadriga.scheduling.sequence import RunningSequence
+
+logger = logging.getLogger(__name__)
+
+NOTIFY_TIMEOUT_S = 5.0
+PLACE_TIMEOUT_S = 2.0
+
+
+class Placement:
+    """Asks the scheduler for decode replicas; without one it chooses by the last known loads.
+
+    Args:
+        sequences: Those of the replica, by id; those with a `turn` wait for a place.
+        now_s: A steady clock that goes as the event loop's does.
+    """
+
+    def __init__(
+        self,
+        config: QuadrigaConfig,
+        calls: RpcBatcher,
+        sequences: Mapping[str, RunningSequence],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._calls = calls
+        self._sequences = sequences
+        self._now_s = now_s
+        self._orders = itertools.count()
+        self._scheduler = scheduler_name(config.name)
+        self._is_scheduler_away = False
+        self._view: ClusterView | None = None
+        self._fallback = LeastWorkWithoutReports()
+
+    # Turns: where no decode replica has room, the sequences ask one after the other.
+
+    def is_free_for(self, priority: int) -> bool:
+        """Whether no sequence waits that would be served before a newcomer."""
+        head = self._head()
+        return head is None or (
+            head.state.priority > priority and not is_starving(head, self._now_s())
+        )
+
+    @asynccontextmanager
+    async def turn(self, sequence: RunningSequence) -> AsyncIterator[None]:
+        """Wait for a sequence's turn; it lasts as long as the context.
+
+        The order is that of `next_in_line`. A sequence that comes to the head while a less
+        important one has its turn gets its own beside it.
+        """
+        sequence.since_s, sequence.order = self._now_s(), next(self._orders)
+        sequence.turn = asyncio.Event()
+        self._call_head()
+        # A starving sequence becomes the head though none comes or goes.
+        starving = asyncio.get_running_loop().call_later(STARVING_S, self._call_head)
+        try:
+            await sequence.turn.wait()
+            yield
+        finally:
+            starving.cancel()
+            sequence.turn = None
+            self._call_head()
+
+    def _call_head(self) -> None:
+        head = self._head()
+        if head is not None and head.turn is not None:
+            head.turn.set()
+
+    def _head(self) -> RunningSequence | None:
+        waiting = [s for s in self._sequences.values() if s.turn is not None]
+        return next_in_line(waiting, self._now_s())
+
+    # Places
+
+    async def find(self, request: PlaceRequest) -> str | None:
+        """The name of a decode replica for a sequence; None when none has room."""
+        if self._is_scheduler_away:  # as of the last look; asking would take its time
+            return self._choose(request)
+        try:
+            try:
+                name: str = await self._calls.call(
+                    self._scheduler, "place_now", request, timeout_s=PLACE_TIMEOUT_S
+                )
+            except Overloaded:
+                if request.exclude:
+                    return None
+                # Now waiting pays, and must not hold up the other calls of a batch.
+                name = await call(self._scheduler, "place", request, timeout_s=PLACE_TIMEOUT_S)
+            return name
+        except (Overloaded, Unavailable):
+            return None
+        except ReplicaError as exc:
+            logger.info("no scheduler (%s); placing by the last known loads", exc)
+            return self._choose(request)
+
+    def _choose(self, request: PlaceRequest) -> str | None:
+        """Choose by the loads that the scheduler last reported; None when no replica has room."""
+        if self._view is None:
+            return None
+        any_depth = self._config.helios.enabled
+        able = candidates(
+            self._view.snapshots,
+            role=Role.DECODE,
+            depth_class=None if any_depth else request.depth_class,
+            model=request.depth_class.model,
+            exclude=request.exclude,
+            now_unix_s=self._view.taken_unix_s,
+            max_age_s=self._config.scheduler.snapshot_max_age_s,
+        )
+        groups = AutoRouter().groups(request, able) if any_depth else [able]
+        num_placing = sum(
+            s.info.role is Role.PREFILL and s.info.depth_class.model == request.depth_class.model
+            for s in self._view.snapshots
+        )
+        chosen = (
+            self._fallback.choose(request, group, num_placing=max(1, num_placing))
+            for group in groups
+        )
+        return next((name for name in chosen if name is not None), None)
+
+    async def keep_view(self) -> None:
+        """Keep the last known loads for the time when there is no scheduler; never returns."""
+        interval_s = self._config.scheduler.snapshot_interval_s
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                self._view = await call(
+                    self._scheduler, "directory", timeout_s=max(interval_s, 1.0)
+                )
+                self._fallback.renewed()
+                self._is_scheduler_away = False
+            except QuadrigaError as exc:
+                self._is_scheduler_away = True
+                logger.info("no loads from %s: %s", self._scheduler, exc)
+
+    def report_death(self, peer: str) -> None:
+        """Tell the scheduler of a decode replica that is gone."""
+        background(_notify(self._scheduler, "replica_died", peer))
+
+    def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
+        """Cancel a sequence that a decode replica owns by now; see `Replica.cancel`."""
+        background(_notify(peer, "cancel", [sequence_id], ingress_id))
+
+
+async def _notify(peer: str, method: str, *args: Any) -> None:
+    """Call an actor that may be gone, where no answer is needed."""
+    try:
+        await call(peer, method, *args, timeout_s=NOTIFY_TIMEOUT_S)
+    except QuadrigaError as exc:
+        logger.info("%s of %s: %s", method, peer, exc)

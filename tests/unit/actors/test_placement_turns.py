@@ -1,0 +1,131 @@
+"""Sequences that find no decode room ask one after the other, the most important first."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from actors.kv_transfer.placement import Placement
+from quadriga.config.loader import load_config
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.scheduling.prefill_queue import STARVING_S
+from quadriga.scheduling.sequence import RunningSequence
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Turns:
+    """Sequences of one replica that wait for their turns, and keep them until a gate opens.
+
+    Attributes:
+        served: In the order in which they got their turns.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.sequences: dict[str, RunningSequence] = {}
+        calls: Any = None
+        self.placement = Placement(load_config({}), calls, self.sequences, now_s)
+        self.served: list[str] = []
+        self.gates: dict[str, asyncio.Event] = {}
+
+    def add(self, name: str, priority: int) -> RunningSequence:
+        params = SamplingParams(max_tokens=4)
+        state = SequenceState(name, name, "m", [1], params, "i", 0.0, 1e12, priority=priority)
+        sequence = self.sequences[name] = RunningSequence(state)
+        return sequence
+
+    async def wait(self, name: str, priority: int) -> None:
+        gate = self.gates[name] = asyncio.Event()
+        async with self.placement.turn(self.add(name, priority)):
+            self.served.append(name)
+            await gate.wait()
+
+
+async def test_important_sequences_first_and_equals_in_order_of_arrival() -> None:
+    turns = Turns()
+    served, line = turns.served, turns.placement
+    assert line.is_free_for(0)
+    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+        for name, priority in (("a", 0), ("b", 1), ("c", 0)):
+            tasks.create_task(turns.wait(name, priority))
+            await settle()
+        assert served == ["a"]
+        assert not line.is_free_for(0)
+        assert line.is_free_for(-1)
+        tasks.create_task(turns.wait("urgent", -1))
+        await settle()
+        assert served == ["a", "urgent"], "beside the one that is being served"
+        for name in ("urgent", "a", "c", "b"):
+            turns.gates[name].set()
+            await settle()
+        assert served == ["a", "urgent", "c", "b"]
+    assert line.is_free_for(10**9)
+
+
+async def test_a_sequence_that_gives_up_lets_the_next_have_its_turn() -> None:
+    turns = Turns()
+    line = turns.placement
+    async with asyncio.timeout(5.0), line.turn(turns.add("a", 0)):
+        gone = asyncio.create_task(line.turn(turns.add("b", 1)).__aenter__())
+        after = asyncio.create_task(line.turn(turns.add("c", 2)).__aenter__())
+        await settle()
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert not after.done()
+    await asyncio.wait_for(after, 5.0)
+
+
+async def test_a_starving_sequence_comes_before_important_ones() -> None:
+    now_s = [0.0]
+    turns = Turns(lambda: now_s[0])
+    served, line, gates = turns.served, turns.placement, turns.gates
+
+    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+        for name, priority in (("first", 0), ("humble", 9), ("important", 0)):
+            tasks.create_task(turns.wait(name, priority))
+            await settle()
+        gates["first"].set()
+        await settle()
+        assert served == ["first", "important"]
+        tasks.create_task(turns.wait("more important", -5))
+        await settle()
+        assert served[2:] == ["more important"]
+        assert line.is_free_for(-9)
+        now_s[0] = STARVING_S + 0.5
+        gates["important"].set()
+        await settle()
+        assert served[3:] == ["humble"], "it has waited for long enough"
+        assert not line.is_free_for(-9)
+        for gate in gates.values():
+            gate.set()
+
+
+async def test_a_sequence_gets_its_turn_when_it_begins_to_starve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, now_s = asyncio.get_running_loop(), [0.0]
+    monkeypatch.setattr(loop, "time", lambda: now_s[0])
+    turns = Turns(loop.time)
+    served, gates = turns.served, turns.gates
+
+    async with asyncio.TaskGroup() as tasks:
+        for name, priority in (("first", 5), ("humble", 5), ("important", 0)):
+            tasks.create_task(turns.wait(name, priority))
+            await settle()
+        gates["first"].set()
+        now_s[0] = STARVING_S - 0.5
+        await settle()
+        assert served == ["first", "important"]
+        now_s[0] = STARVING_S
+        await settle()
+        assert served[2:] == ["humble"], "beside the important one, for whom there is no room"
+        for gate in gates.values():
+            gate.set()

@@ -1,0 +1,192 @@
+"""The table of a prefill replica: which sequences are in it, and what their ends release."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.kv_transfer.prefill_handoff import PrefillHandoff
+from actors.replica.prefill import PrefillReplica
+from quadriga.clock import ManualClock
+from quadriga.config.loader import load_config
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
+from quadriga.errors import DeadlineExceeded, MigrationFailed, Overloaded, QuadrigaError
+from quadriga.scheduling.kv_feed import KVFeed, KVRange, StagingBudget
+
+
+class Loop:
+    """Takes every sequence, unless it is full."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self.is_full = False
+
+    def submit(self, sequence: Any) -> None:
+        if self.is_full:
+            raise Overloaded("full", retry_after_s=1.0)
+
+    def release(self, sequence_id: str) -> bool:
+        self.released.append(sequence_id)
+        return True
+
+
+class Engine:
+    """Runs commands at once."""
+
+    is_ready = True
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+
+    async def call(self, command: Callable[[Any], Any]) -> Any:
+        return command(self.core)
+
+    def require_core(self) -> Any:
+        return self.core
+
+
+class Prefill(PrefillReplica):
+    """The table and its rules without the process around it."""
+
+    def __init__(self) -> None:
+        self.name = "app:prefill:0"
+        self.config = load_config({})
+        self.clock: Any = ManualClock()
+        self.loop = Loop()
+        self.engine: Any = Engine(SimpleNamespace(loop=self.loop))
+        self.emitted: list[EngineOutput] = []
+        self.cancelled_at: list[tuple[str, str]] = []
+        self.placement: Any = SimpleNamespace(
+            cancel_at=lambda peer, name, _: self.cancelled_at.append((peer, name))
+        )
+        self.sender: Any = None
+        self.mail: Any = SimpleNamespace(expect=lambda _: None)
+        self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
+        self.sequences = {}
+        self._handed_off = OrderedDict()
+        self._tasks = set()
+        self._cancelled = OrderedDict()
+        self._arrived = []
+        self._is_draining = self._is_ending = False
+        self.staging = StagingBudget()
+
+    def emit(self, emissions: Any, *, wakes: bool = True) -> None:
+        self.emitted += [emission for _, emission in emissions]
+
+    async def begin(self, monkeypatch: pytest.MonkeyPatch, end: Any = None) -> None:
+        """Submit the sequence "s" and begin its hand-off, which waits, or ends as `end`."""
+
+        async def run(_: PrefillHandoff) -> str:
+            if isinstance(end, QuadrigaError):
+                raise end
+            if end is None:
+                await asyncio.Event().wait()
+            return str(end)
+
+        monkeypatch.setattr(PrefillHandoff, "run", run)
+        await self.submit(a_state())
+        sequence = self.sequences["s"]
+        sequence.feed = KVFeed(self.staging, 2, 1)
+        self._start_handoff(sequence)
+        self.staging.take(8)
+        sequence.feed.add(KVRange(0, 2, 0, 2), SimpleNamespace(nbytes=8))
+
+    async def settle(self) -> None:
+        async with asyncio.timeout(5.0):
+            while self._tasks:  # noqa: ASYNC110 - a few turns of the loop
+                await asyncio.sleep(0)
+
+
+def a_state() -> SequenceState:
+    return SequenceState("s", "r", "m", [1, 2], SamplingParams(max_tokens=4), "i", 0.0, 1e12)
+
+
+async def test_a_sequence_handed_over_leaves_the_table_and_a_late_cancellation_follows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = Prefill()
+    await replica.begin(monkeypatch, "d0")
+    assert await replica.holding(["s", "t"]) == ["s"]
+    await replica.settle()
+    assert await replica.holding(["s"]) == []
+    assert (replica.loop.released, replica.staging.held_bytes) == (["s"], 0)
+    await replica.cancel(["s"], "i")
+    assert replica.cancelled_at == [("d0", "s")]
+
+
+async def test_a_failed_hand_off_ends_the_sequence_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Prefill()
+    await replica.begin(monkeypatch, MigrationFailed("no"))
+    sequence = replica.sequences["s"]
+    await replica.settle()
+    late = EngineOutput("s", 0, error=DeadlineExceeded("late"))
+    replica._take_outputs([(sequence, late)])
+    assert [e.error for e in replica.emitted] == [MigrationFailed("no")]
+    assert (replica.sequences, replica.loop.released) == ({}, ["s"])
+    assert replica.staging.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        EngineOutput("s", 0, 0, [7], finish=FinishReason.STOP),
+        EngineOutput("s", 0, error=DeadlineExceeded("late")),
+    ],
+    ids=["finished", "failed"],
+)
+async def test_an_end_here_stops_the_hand_off(
+    output: EngineOutput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = Prefill()
+    await replica.begin(monkeypatch)
+    await asyncio.sleep(0)
+    replica._take_outputs([(replica.sequences["s"], output)])
+    await replica.settle()
+    assert (replica.emitted, replica.sequences) == ([output], {})
+    assert (replica.loop.released, replica.staging.held_bytes) == (["s"], 0)
+
+
+@pytest.mark.parametrize("turns", [0, 2], ids=["before it runs", "while it runs"])
+async def test_a_cancellation_stops_the_hand_off_and_releases_the_row(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = Prefill()
+    await replica.begin(monkeypatch)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await replica.cancel(["s"], "i")
+    await replica.settle()
+    assert (replica.sequences, replica.emitted) == ({}, [])
+    assert replica.staging.held_bytes == 0 and "s" in replica.loop.released
+    assert replica.is_cancelled("s")
+
+
+async def test_a_refused_sequence_is_not_in_the_table() -> None:
+    replica = Prefill()
+    replica.loop.is_full = True
+    with pytest.raises(Overloaded):
+        await replica.submit(a_state())
+    assert replica.sequences == {}
+
+
+async def test_a_sequence_cancelled_on_its_way_here_is_freed() -> None:
+    replica = Prefill()
+    replica.note_cancelled(["s"])
+    await replica.submit(a_state())
+    assert (replica.sequences, replica.loop.released) == ({}, ["s"])
+
+
+async def test_a_hand_off_of_a_sequence_that_is_gone_does_not_begin() -> None:
+    replica = Prefill()
+    await replica.submit(a_state())
+    sequence = replica.sequences["s"]
+    sequence.feed = KVFeed(replica.staging, 2, 1)
+    await replica.cancel(["s"])
+    replica._start_handoff(sequence)
+    assert not replica._tasks and not sequence.feed.wants_copies
