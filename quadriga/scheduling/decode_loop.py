@@ -381,6 +381,11 @@ class DecodeLoop:
         batch = self.batch
         return [s.state for s in batch.decoding + batch.having(PAUSED) + batch.having(MOVING)]
 
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the decoding sequences, in order of joining."""
+        return [s.row for s in self.batch.decoding]
+
     def rows_waiting_at(self, exit_index: int) -> list[int]:
         """Rows whose token waits at a non-final exit."""
         return [s.row for s in self.batch.groups()[exit_index + 1]]
