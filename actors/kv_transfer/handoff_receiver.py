@@ -19,7 +19,7 @@ from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState
 from quadriga.errors import KVTransportError, MigrationFailed, Overloaded, QuadrigaError
-from quadriga.scheduling.handoff import Lease, LeaseState, LeaseTable, still_busy
+from quadriga.scheduling.transfer.handoff import Lease, LeaseState, LeaseTable, still_busy
 
 if TYPE_CHECKING:
     import torch

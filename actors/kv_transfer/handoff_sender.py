@@ -24,8 +24,8 @@ from quadriga.core.request import SequenceState
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.interfaces import KVTransport
 from quadriga.scheduling.forecasts import remaining_of
-from quadriga.scheduling.handoff import LeaseState
-from quadriga.scheduling.sequence_export import StepPhase
+from quadriga.scheduling.transfer.handoff import LeaseState
+from quadriga.scheduling.transfer.sequence_export import StepPhase
 
 if TYPE_CHECKING:
     import torch

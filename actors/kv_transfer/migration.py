@@ -39,15 +39,15 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import SequenceState
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied
 from quadriga.observability import tracing
-from quadriga.scheduling.handoff import LeaseState
-from quadriga.scheduling.migration_copy import Copy, Ended
-from quadriga.scheduling.sequence_export import depth_bounds
+from quadriga.scheduling.transfer.handoff import LeaseState
+from quadriga.scheduling.transfer.migration_copy import Copy, Ended
+from quadriga.scheduling.transfer.sequence_export import depth_bounds
 
 if TYPE_CHECKING:
     from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
     from actors.replica.decode_engine import DecodeEngine
     from actors.replica.replica import Replica
-    from quadriga.scheduling.sequence_export import SequenceRemainder
+    from quadriga.scheduling.transfer.sequence_export import SequenceRemainder
 
 logger = logging.getLogger(__name__)
 

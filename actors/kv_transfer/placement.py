@@ -15,7 +15,7 @@ from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
 from actors.rpc.tasks import background
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.control.auto_routing import AutoRouter
+from quadriga.control.model_routing import AutoRouter
 from quadriga.core.replica import Role
 from quadriga.core.routing import ClusterView, PlaceRequest
 from quadriga.errors import Overloaded, QuadrigaError, ReplicaError, Unavailable
@@ -30,7 +30,7 @@ NOTIFY_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
 
 
-class Placement:
+class DecodePlacement:
     """Asks the scheduler for decode replicas; without one it chooses by the last known loads.
 
     Args:

@@ -23,9 +23,9 @@ from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
 from quadriga.errors import MigrationFailed, TakenOver
 from quadriga.interfaces import KVSink, ModelRunner
-from quadriga.scheduling.handoff import LeaseState
 from quadriga.scheduling.paced_runner import PacedRunner
-from quadriga.scheduling.sequence_export import StepPhase
+from quadriga.scheduling.transfer.handoff import LeaseState
+from quadriga.scheduling.transfer.sequence_export import StepPhase
 
 
 class DecodeReplica(Replica[DecodeEngine]):
@@ -272,7 +272,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     async def _own(self) -> Container[str]:
         def ids(core: DecodeEngine) -> set[str]:
             running = {state.sequence_id for state in core.loop.running}
-            return running | (set(core.loop.slots.holders) - self.receiver.leases.sequences())
+            return running | (set(core.loop.slots.owners) - self.receiver.leases.sequences())
 
         return await self.engine.call(ids)
 

@@ -20,8 +20,8 @@ from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.idle_check import IdleCheck, Leaks
 from quadriga.scheduling.meters import Ewma
-from quadriga.scheduling.sequence_export import StepPhase
 from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer.sequence_export import StepPhase
 
 if TYPE_CHECKING:
     from actors.kv_transfer.handoff_receiver import HandoffReceiver
@@ -119,7 +119,7 @@ class DecodeEngine:
         loop.check()
         claimed = self._receiver.leases.sequences()
         claimed.update(state.sequence_id for state in loop.running)
-        return self._leaks.check(loop.slots.holders, claimed, now_s=self._replica.clock.now_s())
+        return self._leaks.check(loop.slots.owners, claimed, now_s=self._replica.clock.now_s())
 
     def step(self) -> None:
         has_work = self.loop.has_work

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Container, Sequence
 from typing import Any
 
-from actors.kv_transfer.placement import Placement
-from actors.kv_transfer.prefill_handoff import PrefillHandoff
+from actors.kv_transfer.placement import DecodePlacement
+from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.replica.forecasting import load_lengths
 from actors.replica.prefill_engine import PrefillEngine
 from actors.replica.replica import MAX_REMEMBERED, Replica
@@ -49,7 +49,7 @@ class PrefillReplica(Replica[PrefillEngine]):
         super().__init__(name, spec, config)
         calls = RpcBatcher(call)
         self.sender = HandoffSender(name, self.transport, calls, self.config.transport)
-        self.placement = Placement(self.config, calls, self.sequences)
+        self.placement = DecodePlacement(self.config, calls, self.sequences)
         background(self._never_ending(self.placement.keep_view()))
 
     # RPC

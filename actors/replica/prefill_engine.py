@@ -12,11 +12,11 @@ from quadriga.control.replica_record import ReplicaLoad
 from quadriga.errors import Cancelled
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.idle_check import IdleCheck
-from quadriga.scheduling.kv_feed import KVFeed, KVRange, StagingBudget
 from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.sequence import NO_ROW, RunningSequence
 from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
 
 if TYPE_CHECKING:
     from quadriga.engine.model_runner import NativeRunner
@@ -152,12 +152,12 @@ class PrefillEngine:
     def in_the_way(self, depth: int) -> list[str]:
         """See `ResizableEngine`: every prompt under way, and no other is begun."""
         self.loop.hold()
-        return [] if self.loop.is_quiet else list(self.loop.slots.holders)
+        return [] if self.loop.is_quiet else list(self.loop.slots.owners)
 
     def change(self, depth: int, prepared: Any) -> list[str]:
         """See `ResizableEngine`."""
         if not self.loop.is_quiet:
-            return list(self.loop.slots.holders)
+            return list(self.loop.slots.owners)
         assert self.resizable is not None
         try:
             if prepared is None:

@@ -16,7 +16,7 @@ from actors.rpc.tasks import background, overslept_s
 from actors.scheduler.rescheduling import Rescheduling
 from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.control.auto_routing import AutoRouter, Route, RoutingDecision
+from quadriga.control.model_routing import AutoRouter, Route, RoutingDecision
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence

@@ -15,9 +15,9 @@ from typing import Any
 
 from quadriga.checkpoint.exits import ExitCounters
 from quadriga.clock import Clock
-from quadriga.control.auto_routing import Route
 from quadriga.control.helios_pools import HeliosPools
 from quadriga.control.helios_setup import HeliosSetup
+from quadriga.control.model_routing import Route
 from quadriga.control.replica_record import PlaceKey, ReplicaRecord, place_name
 from quadriga.core.replica import DepthClass, ResizeReport, Role
 from quadriga.core.routing import AutoReport

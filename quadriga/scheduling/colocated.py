@@ -200,9 +200,9 @@ class ColocatedLoop:
         paused = self.decode.is_paused
         decoding = [s.sequence_id for s in self.decode.running if not paused(s.sequence_id)]
         known = sorted([*(s.state.sequence_id for s in self.prefill.running), *decoding])
-        if sorted(slots.holders) != known:
+        if sorted(slots.owners) != known:
             raise InvariantViolation(
-                f"slots are held for {sorted(slots.holders)}; {known} are computed or run"
+                f"slots are held for {sorted(slots.owners)}; {known} are computed or run"
             )
 
     def _reserve(self, state: SequenceState) -> Slot:

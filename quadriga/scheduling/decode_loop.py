@@ -37,8 +37,8 @@ from quadriga.scheduling.depth import DepthChanges, Emissions, Shrunk
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
 from quadriga.scheduling.sequence import RunningSequence
-from quadriga.scheduling.sequence_export import SequenceExport
 from quadriga.scheduling.slots import Slot, SlotTable
+from quadriga.scheduling.transfer.sequence_export import SequenceExport
 
 RATE_WINDOW_S = 10.0
 

@@ -57,7 +57,7 @@ class Leaks:
         self._suspects: dict[str, float] = {}  # sequence → since when
 
     def check(self, held: Collection[str], claimed: Collection[str], *, now_s: float) -> bool:
-        """Compare the holders of slots with the known sequences; returns whether any is suspect.
+        """Compare the owners of slots with the known sequences; returns whether any is suspect.
 
         Raises:
             InvariantViolation: One has been suspect for too long.

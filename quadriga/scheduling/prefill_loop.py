@@ -12,7 +12,6 @@ from quadriga.errors import DeadlineExceeded, InvariantViolation, KVCacheExhaust
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.prefill_queue import PrefillQueue
-from quadriga.scheduling.rebuild import check_record, chunk_of, num_prefill_tokens
 from quadriga.scheduling.sequence import (
     NO_ROW,
     RunningSequence,
@@ -21,6 +20,7 @@ from quadriga.scheduling.sequence import (
     finish_reason,
 )
 from quadriga.scheduling.slots import Slot, SlotTable
+from quadriga.scheduling.transfer.rebuild import check_record, chunk_of, num_prefill_tokens
 
 RATE_WINDOW_S = 10.0
 PrefillOutput = tuple[RunningSequence, EngineOutput | None]
@@ -317,9 +317,9 @@ class PrefillLoop:
         """Verify which sequences hold a slot. Raises: InvariantViolation."""
         self.slots.check()
         running = sorted(s.state.sequence_id for s in self.running)
-        if sorted(self.slots.holders) != running:
+        if sorted(self.slots.owners) != running:
             raise InvariantViolation(
-                f"slots are held for {sorted(self.slots.holders)}; {running} are "
+                f"slots are held for {sorted(self.slots.owners)}; {running} are "
                 "being computed or handed off"
             )
 

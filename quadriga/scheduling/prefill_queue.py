@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from quadriga.errors import Overloaded
-from quadriga.scheduling.rebuild import num_prefill_tokens
 from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
 
 STARVING_S = 5.0
 """A sequence that has waited for so long is next, however important the others are."""

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from quadriga.core.request import FinishReason, SampledToken, SequenceState
-from quadriga.scheduling.kv_feed import KVFeed
+from quadriga.scheduling.transfer.kv_feed import KVFeed
 
 NO_ROW = -1
 

@@ -182,7 +182,7 @@ class SlotTable:
         return self._slots.get(sequence_id)
 
     @property
-    def holders(self) -> list[str]:
+    def owners(self) -> list[str]:
         """Sequences that hold a slot."""
         return list(self._slots)
 

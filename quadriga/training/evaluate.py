@@ -24,7 +24,7 @@ from quadriga.tasks import (
 from quadriga.training.generate import greedy
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.data import encode
-from quadriga.training.teacher import Forced, force
+from quadriga.training.reference_pass import Forced, force
 
 CRITERIA = ("top", "margin")
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)

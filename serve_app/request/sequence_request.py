@@ -19,7 +19,7 @@ from quadriga.errors import (
     ReplicaError,
     Unavailable,
 )
-from quadriga.scheduling.rebuild import num_prefill_tokens
+from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
 from quadriga.text import Detokenizer, StopMatcher
 
 

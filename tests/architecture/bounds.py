@@ -19,13 +19,13 @@ BOUNDS = {
     "request_classes": Bound(23, 10),
     "service_lines": Bound(46_600, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(81_600, 58_000),
-    "test_lines": Bound(59_300, 38_000),
+    "product_lines": Bound(80_800, 58_000),
+    "test_lines": Bound(59_400, 38_000),
     "reliability_lines": Bound(4_800, 4_000),
-    "circles": Bound(5, 0),
-    "largest_folder": Bound(19, 15),
-    "old_names": Bound(8, 0),
-    "shared_class_names": Bound(28, 0),
+    "circles": Bound(0, 0),
+    "largest_folder": Bound(15, 15),
+    "old_names": Bound(0, 0),
+    "shared_class_names": Bound(0, 0),
 }
 """By the names in the line that `python -m tests.architecture.report` prints.
 

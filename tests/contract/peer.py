@@ -22,7 +22,7 @@ from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted, QuadrigaError
-from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.fake_nccl import FakeNccl
 
 NUM_LAYERS = 4

@@ -16,7 +16,7 @@ from ray.exceptions import RayTaskError
 from actors.rpc.ray_rpc import from_ray
 from quadriga.core.kv import TransferOffer
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaError
-from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.contract.lines import wait_for
 from tests.contract.peer import DEPTH_CLASS, NUM_LAYERS, NUM_ROWS, make_state, start_peer
 

@@ -16,14 +16,14 @@ from quadriga.engine.baton.runner import BatonRunner
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.handoff import LeaseTable
-from quadriga.scheduling.sequence_export import (
+from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer.handoff import LeaseTable
+from quadriga.scheduling.transfer.sequence_export import (
     PreCopy,
     SequenceReading,
     SequenceRemainder,
     depth_bounds,
 )
-from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import whole_prompt
 
 AnyRunner = NativeRunner | BatonRunner

@@ -23,8 +23,8 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, DeadlineExceeded, KVCacheExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.handoff import LeaseTable
 from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer.handoff import LeaseTable
 from tests.equivalence.early_exit_reference import (
     LAYERS,
     TIE,

@@ -28,9 +28,9 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import ReplicaError
-from quadriga.scheduling import migration_copy
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
-from quadriga.scheduling.sequence_export import StepPhase
+from quadriga.scheduling.transfer import migration_copy
+from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.equivalence.early_exit_reference import LAYERS, build_deep, save_with_exits
 from tests.equivalence.test_depth import EXITS, MODELS, Bench, check, reference, states
 

@@ -17,8 +17,8 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import InvariantViolation
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.rebuild import chunk_of, num_prefill_tokens
 from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer.rebuild import chunk_of, num_prefill_tokens
 from quadriga.text import load_tokenizer
 from tests.equivalence.models import make_spec, make_state, whole_prompt
 from tests.equivalence.paged import load_on_pages

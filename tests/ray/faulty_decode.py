@@ -23,7 +23,7 @@ from quadriga.core.output import PollReply
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import KVCacheExhausted, KVTransportError, MigrationFailed, ReplicaError
-from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.ray.ingress import call
 
 HANG_S = 60.0

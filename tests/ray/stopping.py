@@ -28,7 +28,7 @@ def arm(replica: str, point: str, signal_number: int) -> None:
 def _arm(replica: Any, point: str, signal_number: int) -> None:
     """In the replica's process."""
     from actors.kv_transfer.migration import Migration
-    from quadriga.scheduling.migration_copy import Copy
+    from quadriga.scheduling.transfer.migration_copy import Copy
 
     is_due = [True]
 

@@ -97,9 +97,9 @@ class Case:
         self.mover.start(self.stream, self.destination)
         pid = self.pids[victim]
         if signal_number == KILL:
-            self.ingress.until(lambda: victim not in pids(self.app.name), 15.0)
+            self.ingress.until(lambda: victim not in pids(self.app.name))
             return
-        self.ingress.until(lambda: is_stopped(pid), 15.0)
+        self.ingress.until(lambda: is_stopped(pid))
         started_s = time.monotonic()
         self.ingress.until(lambda: time.monotonic() - started_s > STOPPED_S)
         go_on(pid)

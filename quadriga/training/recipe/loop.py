@@ -21,7 +21,7 @@ from quadriga.training.recipe.family import FamilyMember
 from quadriga.training.recipe.optimizer import Muon
 from quadriga.training.recipe.schedule import Budget, length_scale, ramp
 from quadriga.training.recipe.state import LATEST, STABLE, Progress, load, save_atomically
-from quadriga.training.teacher import probe
+from quadriga.training.reference_pass import probe
 from quadriga.training.tokenizer import build_tokenizer
 
 

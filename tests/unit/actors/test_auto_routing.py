@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.control.auto_routing import AutoRouter, Route
+from quadriga.control.model_routing import AutoRouter, Route
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import Admission, AdmitRequest, PlaceRequest

@@ -29,7 +29,7 @@ from quadriga.errors import (
     QuadrigaError,
     ReplicaError,
 )
-from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.transfer.handoff import LeaseState
 
 NUM_TOKENS = 3
 CLASS = DepthClass("m", 2)

@@ -16,7 +16,7 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.kv import TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.scheduling.handoff import LeaseState
+from quadriga.scheduling.transfer.handoff import LeaseState
 
 CLASS = DepthClass("m", 8)
 

@@ -27,12 +27,12 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
-from quadriga.scheduling import migration_copy
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.handoff import LeaseState
 from quadriga.scheduling.sequence import SequenceStatus
-from quadriga.scheduling.sequence_export import StepPhase
 from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer import migration_copy
+from quadriga.scheduling.transfer.handoff import LeaseState
+from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.fake_runner import FakeRunner, FakeSuspended, next_token
 
 CLASS = DepthClass("fake", FakeRunner.num_layers)
@@ -270,7 +270,7 @@ async def test_moved() -> None:
     assert replica.moves == ["begun", "done"]
     assert {e.epoch for e in replica.told} == {0}
     assert {e.moved_to for e in replica.told} == {"destination"}
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []
     assert replica.metrics.counted == [report]
     assert not replica.migrations.under_way
 
@@ -306,7 +306,7 @@ async def test_a_paused_sequence_moves_out_of_host_memory() -> None:
     assert transfer.committed[1].extents[-1].num_tokens == known
     assert replica.moves == ["begun", "done"]
     assert not replica.loop.is_paused("s")
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []
 
 
 @pytest.mark.parametrize("step", ["reserve", "send", "commit"])
@@ -339,7 +339,7 @@ async def test_it_may_be_paused_and_come_back_while_it_is_copied(step: str) -> N
     assert transfer.committed is not None
     known = transfer.committed[0].num_tokens - 1
     assert sum(n for _, _, n in transfer.sent + transfer.carried) == known, "nothing goes twice"
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []
 
 
 async def test_the_last_kv_goes_with_the_commit() -> None:
@@ -482,7 +482,7 @@ async def test_a_sequence_that_ends_on_the_way(when: str) -> None:
     assert "failed" not in replica.moves, "nobody is told to listen to us again"
     await asyncio.sleep(0)
     assert replica.transfers[0].num_aborts == 1
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []
 
 
 LOST = MigrationFailed("no answer", code="timeout")
@@ -509,7 +509,7 @@ async def test_a_commit_whose_answer_was_lost() -> None:
     assert not replica.goes_on(), "while nobody knows, it rests"
     await replica.settled()
     assert replica.moves == ["begun", "done"]
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []
     assert [r.outcome for r in replica.metrics.counted] == ["moved"]
     assert replica.transfers[0].num_settles == 2
 
@@ -535,7 +535,7 @@ async def test_cancelled_while_nobody_knows() -> None:
     replica.cancelled.add("s")
     replica.loop.leave("s")
     await replica.settled()
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []
     assert [r.outcome for r in replica.metrics.counted] == ["finished"]
 
 
@@ -637,4 +637,4 @@ async def test_everything_moves() -> None:
         replica.take(name)
     reports = await replica.migrations.move_all("destination")
     assert [r.outcome for r in reports] == ["moved"] * 3
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer.placement import Placement
+from actors.kv_transfer.placement import DecodePlacement
 from quadriga.config.loader import load_config
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.prefill_queue import STARVING_S
@@ -31,7 +31,7 @@ class Turns:
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.sequences: dict[str, RunningSequence] = {}
         calls: Any = None
-        self.placement = Placement(load_config({}), calls, self.sequences, now_s)
+        self.placement = DecodePlacement(load_config({}), calls, self.sequences, now_s)
         self.served: list[str] = []
         self.gates: dict[str, asyncio.Event] = {}
 

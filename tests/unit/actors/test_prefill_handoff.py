@@ -13,8 +13,8 @@ import torch
 from actors.kv_transfer import handoff_sender, placement
 from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
-from actors.kv_transfer.placement import Placement
-from actors.kv_transfer.prefill_handoff import PrefillHandoff
+from actors.kv_transfer.placement import DecodePlacement
+from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import SystemClock
 from quadriga.config.loader import load_config
@@ -30,9 +30,9 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
-from quadriga.scheduling.handoff import LeaseState
-from quadriga.scheduling.kv_feed import KVFeed, KVRange, StagingBudget
 from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.transfer.handoff import LeaseState
+from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
 
 CLASS = DepthClass("m", 2)
 KV = torch.ones(2, 2, 1, 2, 4)
@@ -61,7 +61,7 @@ def a_handoff(
     host: Any, sequence: RunningSequence, sender: Any, place: Any
 ) -> tuple[PrefillHandoff, KVFeed]:
     calls: Any = SimpleNamespace(call=place)
-    places = Placement(host.config, calls, {sequence.state.sequence_id: sequence})
+    places = DecodePlacement(host.config, calls, {sequence.state.sequence_id: sequence})
     feed = KVFeed(StagingBudget(), 2, 1)
     return PrefillHandoff(host, sequence, feed, places, sender), feed
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer.prefill_handoff import PrefillHandoff
+from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.replica.prefill import PrefillReplica
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import DeadlineExceeded, MigrationFailed, Overloaded, QuadrigaError
-from quadriga.scheduling.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
 
 
 class Loop:

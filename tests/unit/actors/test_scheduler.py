@@ -12,11 +12,11 @@ import pytest
 
 import actors.rpc.tasks
 import actors.scheduler.scheduler
-from actors.kv_transfer.placement import Placement
+from actors.kv_transfer.placement import DecodePlacement
 from actors.scheduler.scheduler import Scheduler
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
-from quadriga.control.auto_routing import Route
+from quadriga.control.model_routing import Route
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
@@ -170,7 +170,7 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     config: dict[str, Any], second: str | None
 ) -> None:
     calls: Any = None
-    placement = Placement(load_config(config), calls, {})
+    placement = DecodePlacement(load_config(config), calls, {})
     placement._is_scheduler_away = True
     placement._view = ClusterView(
         time.time(), [snapshot("d0", Role.DECODE, SMALL), snapshot("d1", Role.DECODE, FULL)]

@@ -16,7 +16,7 @@ from quadriga.engine import load_runner
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import ModelRunner, PrefillChunk
-from quadriga.scheduling.rebuild import chunk_of
+from quadriga.scheduling.transfer.rebuild import chunk_of
 from tests.equivalence.models import make_spec, make_state, save, whole_prompt
 from tests.equivalence.relay_models import FAMILIES, VOCAB, build_relay, generate
 

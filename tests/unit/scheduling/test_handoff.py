@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from quadriga.core.kv import KVExtent, KVPart, TransferOffer
 from quadriga.core.replica import DepthClass
 from quadriga.errors import KVTransportError, MigrationFailed, Overloaded
-from quadriga.scheduling.handoff import MAX_LIVE, MAX_REMEMBERED, Lease, LeaseState, LeaseTable
+from quadriga.scheduling.transfer.handoff import (
+    MAX_LIVE,
+    MAX_REMEMBERED,
+    Lease,
+    LeaseState,
+    LeaseTable,
+)
 
 DEPTH = 4
 CLASS = DepthClass("m", DEPTH)

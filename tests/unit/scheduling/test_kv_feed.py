@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quadriga.scheduling.kv_feed import (
+from quadriga.scheduling.transfer.kv_feed import (
     MAX_JOINED_BYTES,
     MIN_PART_BYTES,
     KVFeed,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quadriga.core.kv import KVExtent
 from quadriga.errors import InvariantViolation, MigrationFailed
-from quadriga.scheduling.sequence_export import (
+from quadriga.scheduling.transfer.sequence_export import (
     MAX_REMAINDER_TOKENS,
     MIN_PIECE_TOKENS,
     KVSpan,

@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.core.request import SequenceState
 from quadriga.errors import InvariantViolation, Overloaded
-from quadriga.scheduling.rebuild import chunk_of, num_prefill_tokens
+from quadriga.scheduling.transfer.rebuild import chunk_of, num_prefill_tokens
 from tests.fake_runner import expected_output
 from tests.unit.scheduling.test_loops import Harness, sequence
 

@@ -11,8 +11,8 @@ from quadriga.errors import DeadlineExceeded, MigrationFailed
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.sequence import SequenceStatus
-from quadriga.scheduling.sequence_export import PreCopy, SequenceRemainder
 from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer.sequence_export import PreCopy, SequenceRemainder
 from tests.fake_runner import FakeSegmentRunner
 
 ENDS = (2, 5, 8)
@@ -82,14 +82,14 @@ def test_a_moving_sequence_emits_nothing_and_keeps_its_row() -> None:
     assert rest.state.output_ids is not one.output_ids, "nobody changes what is sent"
     assert {s.sequence_id for s in loop.running} == {"one", "other"}, "it is still held"
     assert loop.num_running == 1
-    assert set(loop.slots.holders) == {"one", "other"}
+    assert set(loop.slots.owners) == {"one", "other"}
     assert loop.export.abort_cutover("one", epoch=7)
     assert not loop.export.abort_cutover("one")
     assert one.epoch == 7
     while loop.has_work:
         loop.step()
     assert len(one.output_ids) == 50
-    assert loop.slots.holders == []
+    assert loop.slots.owners == []
 
 
 def test_a_moving_sequence_may_be_cancelled() -> None:
@@ -98,7 +98,7 @@ def test_a_moving_sequence_may_be_cancelled() -> None:
     replica.loop.step()
     replica.begin_cutover("one")
     assert replica.loop.leave("one") is state
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []
     assert not replica.loop.export.abort_cutover("one")
     replica.take("one")
 
@@ -118,7 +118,7 @@ def test_a_sequence_does_not_expire_while_it_moves_but_right_afterwards() -> Non
     errors = [e.error for _, e in loop.step() if e.sequence_id == "one"]
     assert len(errors) == 1
     assert isinstance(errors[0], DeadlineExceeded)
-    assert loop.slots.holders == ["other"]
+    assert loop.slots.owners == ["other"]
 
 
 def test_only_sequences_that_are_here_are_read() -> None:
@@ -159,7 +159,7 @@ def test_a_paused_sequence_moves_out_of_host_memory() -> None:
     while loop.has_work:
         loop.step()
     assert (len(state.output_ids), len(other.output_ids)) == (50, 50)
-    assert loop.slots.holders == []
+    assert loop.slots.owners == []
 
 
 def test_a_paused_sequence_that_moves_is_let_go() -> None:
@@ -170,7 +170,7 @@ def test_a_paused_sequence_that_moves_is_let_go() -> None:
     replica.begin_cutover("one")
     assert replica.loop.leave("one") is state
     assert not replica.loop.has_work
-    assert replica.loop.slots.holders == []
+    assert replica.loop.slots.owners == []
     assert replica.loop.running == []
 
 

@@ -20,7 +20,7 @@ from quadriga.training.recipe.family import FAMILY, FamilyMember, ModelShape
 from quadriga.training.recipe.loop import Trainer, TrainingOptions, budget_name, resume, run
 from quadriga.training.recipe.optimizer import orthogonalize
 from quadriga.training.recipe.state import LATEST, STABLE
-from quadriga.training.teacher import Forced, force
+from quadriga.training.reference_pass import Forced, force
 from quadriga.training.tokenizer import END_ID, build_tokenizer
 
 TOKENIZER = build_tokenizer()

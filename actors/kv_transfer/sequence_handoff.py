@@ -7,7 +7,7 @@ import logging
 import random
 from typing import TYPE_CHECKING, Any
 
-from actors.kv_transfer.placement import Placement
+from actors.kv_transfer.placement import DecodePlacement
 from actors.replica.replica import Replica
 from actors.rpc.tasks import background
 from quadriga.core.output import EngineOutput
@@ -24,9 +24,9 @@ from quadriga.errors import (
 )
 from quadriga.observability import tracing
 from quadriga.scheduling.forecasts import remaining_of
-from quadriga.scheduling.handoff import LeaseState
-from quadriga.scheduling.kv_feed import KVFeed, KVRange
 from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
+from quadriga.scheduling.transfer.handoff import LeaseState
+from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange
 
 if TYPE_CHECKING:
     from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
@@ -54,7 +54,7 @@ class PrefillHandoff:
         replica: Replica[Any],
         sequence: RunningSequence,
         feed: KVFeed,
-        placement: Placement,
+        placement: DecodePlacement,
         sender: HandoffSender,
     ) -> None:
         self.task: asyncio.Task[None] | None = None

@@ -17,11 +17,11 @@ meanwhile, or, when its token goes deep, the deep layers of all its predecessors
 missing, it stops and the remainder goes.
 
 The moment at which it stops is chosen so that the commit catches the destination's next step
-(`hold_s`). A token comes every step, at the source's step borders; the next one after the move
-comes a whole step after the first border of the destination that the commit reaches. So the gap is
-one step and the time from border to border: less than two steps, unless the commit just misses a
-border. Where it would, or would come long before one, the source holds its own next step back for a
-moment.
+(`cutover_delay_s`). A token comes every step, at the source's step borders; the next one after the
+move comes a whole step after the first border of the destination that the commit reaches. So the
+gap is one step and the time from border to border: less than two steps, unless the commit just
+misses a border. Where it would, or would come long before one, the source holds its own next step
+back for a moment.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class StepPhase:
     step_s: float
 
 
-def hold_s(phase: StepPhase, *, age_s: float, lead_s: float) -> float:
+def cutover_delay_s(phase: StepPhase, *, age_s: float, lead_s: float) -> float:
     """Return how long to hold the source's next step back; 0 is to come to rest now.
 
     Args:

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 from quadriga.clock import Clock
 from quadriga.errors import MigrationFailed
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.sequence_export import (
+from quadriga.scheduling.transfer.sequence_export import (
     MAX_HOLDS,
     MAX_REMAINDER_TOKENS,
     PreCopy,
     SequenceReading,
     SequenceRemainder,
     StepPhase,
-    hold_s,
+    cutover_delay_s,
 )
 
 READ_SHARE = 0.08
@@ -189,7 +189,7 @@ class Copy:
             raise Ended("it was over before it could move")
         if aim is not None:
             age_s = self._clock.now_s() - aim.at_s
-            held_s = hold_s(aim.phase, age_s=age_s, lead_s=aim.lead_s)
+            held_s = cutover_delay_s(aim.phase, age_s=age_s, lead_s=aim.lead_s)
             if held_s > 0.0:
                 time.sleep(held_s)
                 return None

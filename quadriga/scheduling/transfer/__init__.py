@@ -1,0 +1,1 @@
+"""What moves a sequence and its KV between replicas: hand-off, migration, rebuilding."""
