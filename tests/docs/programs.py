@@ -39,6 +39,8 @@ MAINS = {
     "quadriga.training": "quadriga.training.cli",
     "deploy.multinode": "deploy.multinode",
     "loadgen.bench.gpu": "loadgen.bench.gpu",
+    "tests.architecture.report": "tests.architecture.report",
+    "tests.architecture.mutants": "tests.architecture.mutants",
 }
 WITHOUT_OPTIONS = {"serve_app.http.haproxy", "serve_app.cli.demo"}
 # Commands that run anywhere within seconds: a fence that shows one has a test run it.

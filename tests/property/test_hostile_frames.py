@@ -112,7 +112,7 @@ class ScriptedLines:
     line: ScriptedLine
     name: str = "scripted"
 
-    def join_link(self, offer: ChannelOffer) -> ScriptedLine:
+    def join(self, offer: ChannelOffer) -> ScriptedLine:
         return self.line
 
 
