@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -151,7 +151,7 @@ class Copy:
         return {True: "survived", False: "killed", None: "timed_out"}[passed]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Make the sample, run the tests, print."""
     parser = argparse.ArgumentParser(prog="python -m tests.architecture.mutants")
     parser.add_argument("--count", type=int, default=200, help="how many faults")
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--paths", nargs="+", default=PATHS, help="files or folders to change")
     parser.add_argument("--files", type=int, default=4, help="the most test files for one fault")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a test file")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copy is removed, the tests ended
     tree = Tree()
     chosen = [m for m in tree.product if any(m.file.is_relative_to(p) for p in options.paths)]

@@ -12,7 +12,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.architecture.names import OLD_WORDS, entries, old_names, shared_names
@@ -55,14 +55,14 @@ def traced_figures(tree: Tree, road: Road) -> dict[str, int]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m tests.architecture.report")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--recorded", action="store_true", help="the service as last measured")
     source.add_argument("--static", action="store_true", help="start no service")
     parser.add_argument("--verbose", action="store_true", help="list what is counted")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the service is ended then too
     tree = Tree()
     figures = static_figures(tree)
