@@ -66,7 +66,7 @@ def _arm(replica: Any, point: str, signal_number: int) -> None:
     elif point == "reserve":
         before(replica, "reserve")
     elif point == "commit":
-        before(replica, "commit")
+        before(replica.receiver, "commit")
     elif point == "committed":
         after(replica.receiver, "commit")
     elif point == "store":

@@ -59,7 +59,10 @@ def hold(replica: Any, point: str, folder: str, limit_s: float) -> None:
         "change": ("on_engine", lambda calls, args: calls > 1, False),
     }
     name, is_due, is_after = points[point]
-    owner = replica.transport if point == "copy" else replica
+    owners = {"copy": replica.transport}
+    if point in ("commit", "committed"):
+        owners[point] = replica.receiver  # calls of its own never pass the actor's attributes
+    owner = owners.get(point, replica)
     original = getattr(owner, name)
     calls = itertools.count(1)
 
