@@ -14,10 +14,10 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
-    "road_files": Bound(112, 50),
-    "road_lines": Bound(22_000, 10_000),
-    "request_classes": Bound(23, 10),
-    "service_lines": Bound(46_600, 33_000),
+    "road_files": Bound(96, 50),
+    "road_lines": Bound(21_600, 10_000),
+    "request_classes": Bound(15, 10),
+    "service_lines": Bound(46_000, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(80_800, 58_000),
     "test_lines": Bound(59_400, 38_000),
