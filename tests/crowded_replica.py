@@ -94,7 +94,7 @@ class Replica:
         for state in self.states.values():
             wanted = output_of(state.prompt_ids, state.sampling.max_tokens)
             assert state.output_ids == wanted, state.sequence_id
-        assert self.loop.slots.holders == []
+        assert self.loop.slots.owners == []
         assert self.loop.paused_tokens == 0
 
     @property
