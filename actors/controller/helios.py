@@ -182,11 +182,9 @@ class HeliosController:
         return view
 
 
-def set_up_helios(app: str, desired: Desired) -> HeliosSetup | None:
-    """Prepare the choice of models, where it is wanted; blocks. Raises: ConfigError."""
+def set_up_helios(app: str, desired: Desired) -> HeliosSetup:
+    """Prepare the choice of models; blocks. Raises: ConfigError."""
     config = desired.deployment.config
-    if not config.helios.enabled:
-        return None
     return set_up(config, cluster_hardware(), desired.places, load_history(app, config))
 
 

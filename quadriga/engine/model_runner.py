@@ -19,7 +19,6 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.kv import KVExtent
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.compiled import CompiledDecoder
-from quadriga.engine.cuda.loading import find_gpu, load_paged
 from quadriga.engine.early_exit.exit_logits import ExitedTokens, ExitLogits
 from quadriga.engine.early_exit.recorded_pass import RecordedPass, recorded_depths, repay
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
@@ -89,6 +88,8 @@ class NativeRunner:
                 param="engine.max_model_len",
             )
         if spec.device == "cuda":
+            from quadriga.engine.cuda.loading import find_gpu, load_paged
+
             return cls(load_paged(spec, config, find_gpu()))
         return cls(load_rows(spec, config))
 

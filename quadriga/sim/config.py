@@ -9,7 +9,7 @@ from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import ScalingConfig
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import TransferCosts
+from quadriga.policies.ares.settings import TransferCosts
 from quadriga.sim.profiles import NO_DELAYS, CostProfile, Delays
 from quadriga.sim.records import RECOMPUTE, MemoryRules
 

@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import PlaceRequest
-from quadriga.policies.ares import DriftMonitor, horizon_s
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
+from quadriga.policies.ares.governor import DriftMonitor
 from quadriga.policies.ares.placement import best_replica
+from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.slot_reservation import promised_tokens
 from quadriga.sim.board import Board
 from quadriga.sim.config import DEPTH_CLASS, SimConfig

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from quadriga.core.replica import Reservation
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import AresSettings, Rescheduler
-from quadriga.policies.ares.settings import settings_under
+from quadriga.policies.ares.rescheduler import Rescheduler
+from quadriga.policies.ares.settings import AresSettings, settings_under
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.placements import PLAIN
 

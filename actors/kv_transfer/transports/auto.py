@@ -6,20 +6,22 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 import torch
 
-from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
+from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE, ChannelOffer, NcclOffer
 from actors.kv_transfer.transports.gloo import GlooTransport
-from actors.kv_transfer.transports.nccl import NcclOffer, NcclTransport
-from actors.kv_transfer.transports.nccl_library import NcclLibrary, find_nccl
 from actors.kv_transfer.transports.object_store import ObjectStoreTransport
 from quadriga.config.engine_spec import Device
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
 from quadriga.interfaces import KVSink, KVTransport
+
+if TYPE_CHECKING:
+    from actors.kv_transfer.transports.nccl import NcclTransport
+    from actors.kv_transfer.transports.nccl_library import NcclLibrary
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,8 @@ class TransportHub:
         self._store: ObjectStoreTransport | None = None
         library = nccl or _library(kind, device)
         if library is not None:
+            from actors.kv_transfer.transports.nccl import NcclTransport  # for GPUs alone
+
             self._nccl = NcclTransport(me, sink, host_for, library)
         if kind in ("auto", "gloo"):
             self._gloo = GlooTransport(me, sink, host_for)
@@ -191,6 +195,8 @@ def _library(kind: Kind, device: Device) -> NcclLibrary | None:
     """NCCL where it is wanted and can be had. Raises: ConfigError."""
     if kind not in ("auto", "nccl") or (kind == "auto" and device != "cuda"):
         return None
+    from actors.kv_transfer.transports.nccl_library import find_nccl
+
     try:
         return find_nccl()
     except KVTransportError as exc:

@@ -55,6 +55,19 @@ class ChannelOffer:
     generation: int
 
 
+@dataclass(frozen=True, slots=True)
+class NcclOffer(ChannelOffer):
+    """How the receiver reaches the sender's control link.
+
+    Attributes:
+        token: Proves at the link that it is the receiver who came.
+        gpu: Where the sender is.
+    """
+
+    token: str
+    gpu: str
+
+
 class Channel(Protocol):
     """One end of a channel; its thread calls everything but `abort`.
 

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from actors.kv_transfer.transports.channel import (
     NO_ROUTE,
     TOO_LARGE,
     ChannelOffer,
+    NcclOffer,
     parse_frame,
     seconds_to,
 )
@@ -48,19 +48,6 @@ MAX_STUCK_PAIRS = 4
 
 MAX_FRAME_BYTES = 64 << 10
 HELLO_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class NcclOffer(ChannelOffer):
-    """How the receiver reaches the sender's control link.
-
-    Attributes:
-        token: Proves at the link that it is the receiver who came.
-        gpu: Where the sender is.
-    """
-
-    token: str
-    gpu: str
 
 
 class Staging:

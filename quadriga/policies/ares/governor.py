@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
@@ -18,8 +19,6 @@ from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.policies.ares.cluster import by_class
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
-from quadriga.policies.ares.recording import RecordedTick
-from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import (
     ROUND_TRIP_S,
     AresSettings,
@@ -27,6 +26,9 @@ from quadriga.policies.ares.settings import (
     TransferCosts,
     settings_under,
 )
+
+if TYPE_CHECKING:
+    from quadriga.policies.ares.recording import RecordedTick
 
 
 class DriftMonitor:
@@ -208,6 +210,10 @@ class Governor:
         if len(able) < 2:
             self.last.why[str(depth_class)] = f"{len(able)} of {len(members)} replicas can forecast"
             return []
+        # Loaded where rescheduling is on.
+        from quadriga.policies.ares.recording import RecordedTick
+        from quadriga.policies.ares.rescheduler import Rescheduler
+
         costs = self.costs(able)
         settings = self._settings_for(able)
         predicts = self.config.ares.mode == "ares"
