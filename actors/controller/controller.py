@@ -25,7 +25,7 @@ from actors.rpc.lifecycle import (
 )
 from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, find_actor
 from actors.rpc.signals import die_on_sigterm
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import SystemClock
 from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec

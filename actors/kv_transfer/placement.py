@@ -13,7 +13,7 @@ from typing import Any
 from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter
 from quadriga.core.replica import Role

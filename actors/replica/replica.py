@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import ray
 
 from actors.metrics.replica_metrics import ReplicaMetrics
-from actors.metrics.spans import SequenceSpans
-from actors.replica.engine_thread import Core, EngineThread
-from actors.replica.resizing import Resizing
 from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls
 from actors.rpc.signals import on_sigterm
-from actors.rpc.tasks import background, overslept_s
+from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig
@@ -45,10 +42,13 @@ from quadriga.errors import (
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
+from quadriga.replica.engine_thread import Core, EngineThread
+from quadriga.replica.resizing import Resizing
+from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transports.channel import ChannelOffer
+    from quadriga.kv_transport.channel import ChannelOffer
 
 Result = TypeVar("Result")
 
@@ -81,7 +81,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         # Here, not above: the controller imports this module, and has no torch.
-        from actors.kv_transfer.transports.auto import TransportHub
+        from actors.kv_transfer.transport_hub import TransportHub
 
         self.name = name
         self.spec = spec

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.metrics.control_metrics import SchedulerMetrics
 from actors.rpc.ray_rpc import call
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.forecast import LengthOutcome

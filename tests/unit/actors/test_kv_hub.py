@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transfer.transports import nccl_library
-from actors.kv_transfer.transports.auto import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
-from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE
-from actors.kv_transfer.transports.nccl_library import find_nccl
+from actors.kv_transfer.transport_hub import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
+from quadriga.kv_transport import nccl_library
+from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE
+from quadriga.kv_transport.nccl_library import find_nccl
 from tests.fake_nccl import FakeNccl
 
 KV = torch.zeros(1, 2, 1, 4, 4)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from ray.exceptions import RayError
 
-from actors.kv_transfer.transports import object_store
-from actors.kv_transfer.transports.object_store import MAX_PUTS, ObjectStoreTransport
+from actors.kv_transfer import object_store
+from actors.kv_transfer.object_store import MAX_PUTS, ObjectStoreTransport
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, ReplicaError
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from actors.kv_transfer import handoff_sender, placement
-from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.placement import DecodePlacement
 from actors.kv_transfer.sequence_handoff import PrefillHandoff
@@ -30,6 +29,7 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
+from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget

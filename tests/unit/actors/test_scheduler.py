@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import actors.rpc.tasks
 import actors.scheduler.scheduler
+import quadriga.background
 from actors.kv_transfer.placement import DecodePlacement
 from actors.scheduler.scheduler import Scheduler
 from quadriga.clock import ManualClock
@@ -80,7 +80,7 @@ async def test_one_that_stood_still_does_not_take_it_for_silence(
         ended.set()
 
     patched = SimpleNamespace(get_running_loop=asyncio.get_running_loop, sleep=sleep)
-    monkeypatch.setattr(actors.rpc.tasks, "asyncio", patched)
+    monkeypatch.setattr(quadriga.background, "asyncio", patched)
     monkeypatch.setattr(actors.scheduler.scheduler, "SystemClock", lambda: clock)
     monkeypatch.setattr(Scheduler, "_end", end)
     Scheduler(plain())

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.kv_transfer.transports.payload import checksum, unpack
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState
 from quadriga.errors import KVTransportError, MigrationFailed, Overloaded, QuadrigaError
+from quadriga.kv_transport.payload import checksum, unpack
 from quadriga.scheduling.transfer.handoff import Lease, LeaseState, LeaseTable, still_busy
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from actors.replica.engine_thread import EngineBroken, EngineThread
 from quadriga.errors import InvalidRequest, QuadrigaError, ReplicaError, Unavailable
+from quadriga.replica.engine_thread import EngineBroken, EngineThread
 
 
 class Core:

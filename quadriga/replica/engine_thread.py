@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from actors.replica.gc_tuning import settle
 from quadriga.errors import QuadrigaError, ReplicaError, Unavailable
+from quadriga.replica.gc_tuning import settle
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.kv_transfer.transports import payload
-from actors.kv_transfer.transports.payload import (
+from quadriga.core.kv import KVPart
+from quadriga.errors import KVTransportError
+from quadriga.kv_transport import payload
+from quadriga.kv_transport.payload import (
     DEVICE_DIGEST,
     as_bytes,
     checksum,
@@ -17,8 +19,6 @@ from actors.kv_transfer.transports.payload import (
     num_bytes,
     where_digested,
 )
-from quadriga.core.kv import KVPart
-from quadriga.errors import KVTransportError
 
 
 def part_of(kv: torch.Tensor, digest: int) -> KVPart:

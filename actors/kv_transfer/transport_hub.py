@@ -11,17 +11,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 import torch
 
-from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE, ChannelOffer, NcclOffer
-from actors.kv_transfer.transports.gloo import GlooTransport
-from actors.kv_transfer.transports.object_store import ObjectStoreTransport
+from actors.kv_transfer.object_store import ObjectStoreTransport
+from actors.rpc.ray_rpc import call
 from quadriga.config.engine_spec import Device
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
 from quadriga.interfaces import KVSink, KVTransport
+from quadriga.kv_transport.channel import (
+    CONNECT_TIMEOUT_S,
+    NO_ROUTE,
+    TOO_LARGE,
+    ChannelOffer,
+    NcclOffer,
+)
+from quadriga.kv_transport.gloo import GlooTransport
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transports.nccl import NcclTransport
-    from actors.kv_transfer.transports.nccl_library import NcclLibrary
+    from quadriga.kv_transport.nccl import NcclTransport
+    from quadriga.kv_transport.nccl_library import NcclLibrary
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +40,11 @@ NO_ROUTE_RETRY_S = 3600.0
 """The same where it never reaches that peer."""
 SHARE = 0.5
 """Of a part's deadline: what one transport may use up before the next gets the rest."""
+
+
+async def invite_actor(peer: str, offer: ChannelOffer) -> None:
+    """Call the peer's `kv_connect`. Raises: QuadrigaError."""
+    await call(peer, "kv_connect", offer, timeout_s=CONNECT_TIMEOUT_S)
 
 
 @dataclass(slots=True)
@@ -103,11 +115,11 @@ class TransportHub:
         self._store: ObjectStoreTransport | None = None
         library = nccl or _library(kind, device)
         if library is not None:
-            from actors.kv_transfer.transports.nccl import NcclTransport  # for GPUs alone
+            from quadriga.kv_transport.nccl import NcclTransport  # for GPUs alone
 
-            self._nccl = NcclTransport(me, sink, host_for, library)
+            self._nccl = NcclTransport(me, sink, host_for, library, invite_actor)
         if kind in ("auto", "gloo"):
-            self._gloo = GlooTransport(me, sink, host_for)
+            self._gloo = GlooTransport(me, sink, host_for, invite_actor)
         if kind in ("auto", "object_store"):
             self._store = ObjectStoreTransport(me, sink)
         ways: tuple[KVTransport | None, ...] = (self._nccl, self._gloo, self._store)
@@ -195,7 +207,7 @@ def _library(kind: Kind, device: Device) -> NcclLibrary | None:
     """NCCL where it is wanted and can be had. Raises: ConfigError."""
     if kind not in ("auto", "nccl") or (kind == "auto" and device != "cuda"):
         return None
-    from actors.kv_transfer.transports.nccl_library import find_nccl
+    from quadriga.kv_transport.nccl_library import find_nccl
 
     try:
         return find_nccl()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from actors.kv_transfer.transports.nccl_library import NcclEnd, NcclLibrary, named
+from quadriga.kv_transport.nccl_library import NcclEnd, NcclLibrary, named
 
 logger = logging.getLogger(__name__)
 

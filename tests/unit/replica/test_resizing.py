@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from actors.replica.resizing import Resizing
 from quadriga.clock import SystemClock
 from quadriga.errors import ConfigError
+from quadriga.replica.resizing import Resizing
 
 
 @dataclass

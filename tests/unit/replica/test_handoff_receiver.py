@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import actors.rpc.tasks
-from actors.kv_transfer.handoff_receiver import HandoffReceiver
-from actors.kv_transfer.transports.payload import checksum, pack
+import quadriga.background
 from actors.replica.decode import DecodeReplica
 from quadriga.clock import ManualClock, SystemClock
 from quadriga.config.loader import QuadrigaConfig
@@ -29,6 +27,8 @@ from quadriga.errors import (
     QuadrigaError,
     ReplicaError,
 )
+from quadriga.kv_transport.payload import checksum, pack
+from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.transfer.handoff import LeaseState
 
 NUM_TOKENS = 3
@@ -294,7 +294,7 @@ async def test_a_replica_that_stood_still_does_not_take_it_for_silence(
             raise asyncio.CancelledError
         clock.advance(left.pop(0))
 
-    monkeypatch.setattr(actors.rpc.tasks, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(quadriga.background, "asyncio", SimpleNamespace(sleep=sleep))
     replica: Any = SimpleNamespace(
         clock=clock,
         config=QuadrigaConfig(),

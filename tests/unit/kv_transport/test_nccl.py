@@ -12,10 +12,11 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from actors.kv_transfer.transports import channel_ends, nccl_pair
-from actors.kv_transfer.transports import nccl as nccl_module
-from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
-from actors.kv_transfer.transports.nccl import (
+from quadriga.errors import KVTransportError
+from quadriga.kv_transport import channel_ends, nccl_pair
+from quadriga.kv_transport import nccl as nccl_module
+from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
+from quadriga.kv_transport.nccl import (
     MAX_STUCK_PAIRS,
     Listener,
     NcclChannels,
@@ -23,10 +24,9 @@ from actors.kv_transfer.transports.nccl import (
     Staging,
     join_link,
 )
-from actors.kv_transfer.transports.nccl_library import SHARE_VARIABLE, NcclLibrary, named
-from actors.kv_transfer.transports.nccl_pair import NcclPair
-from actors.kv_transfer.transports.pairs import Invite, PairTransport
-from quadriga.errors import KVTransportError
+from quadriga.kv_transport.nccl_library import SHARE_VARIABLE, NcclLibrary, named
+from quadriga.kv_transport.nccl_pair import NcclPair
+from quadriga.kv_transport.pairs import Invite, PairTransport
 from tests.contract.lines import WAIT_S, Rig, Sink, make_rig, wait_for
 from tests.contract.test_lines import localhost
 from tests.fake_nccl import FakeNccl

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 
 import torch
 
-from actors.kv_transfer.transports.channel import NO_ROUTE
 from quadriga.errors import KVTransportError
+from quadriga.kv_transport.channel import NO_ROUTE
 
 SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Set to 1, NCCL 2.30 and later take several ranks on one GPU; without it, none do."""

@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-from actors.kv_transfer.transports.channel import (
+from quadriga.core.kv import KVPart
+from quadriga.errors import KVTransportError, QuadrigaError
+from quadriga.interfaces import KVSink
+from quadriga.kv_transport.channel import (
     BROKEN,
     CONNECT_TIMEOUT_S,
     MAX_IDLE_S,
@@ -28,10 +31,7 @@ from actors.kv_transfer.transports.channel import (
     read_verdict,
     seconds_to,
 )
-from actors.kv_transfer.transports.payload import from_bytes, num_bytes, where_digested
-from quadriga.core.kv import KVPart
-from quadriga.errors import KVTransportError, QuadrigaError
-from quadriga.interfaces import KVSink
+from quadriga.kv_transport.payload import from_bytes, num_bytes, where_digested
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer.transports.channel_ends import Job, SendingChannel
-from actors.kv_transfer.transports.gloo import GlooChannels, GlooTransport
 from quadriga.errors import KVTransportError
+from quadriga.kv_transport.channel_ends import Job, SendingChannel
+from quadriga.kv_transport.gloo import GlooChannels, GlooTransport
 from tests.contract.lines import WAIT_S, Rig, make_rig
 from tests.contract.test_lines import localhost
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from actors.metrics.replica_metrics import ReplicaMetrics
-from actors.replica.forecasting import Forecasting, load_lengths
 from loadgen.bench.engines.offline import engine_spec
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
@@ -14,6 +13,7 @@ from quadriga.core.kv import TransferOffer
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.observability.metrics import MetricsHub, parse_exposition
+from quadriga.replica.forecasting import Forecasting, load_lengths
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 

@@ -11,7 +11,6 @@ import pytest
 
 from actors.replica.decode_engine import DecodeEngine
 from actors.replica.prefill_engine import PrefillEngine
-from actors.replica.resizing import Resizing
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
@@ -21,6 +20,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
+from quadriga.replica.resizing import Resizing
 from quadriga.scheduling.prefill_loop import PrefillOutput
 from quadriga.scheduling.sequence import RunningSequence
 

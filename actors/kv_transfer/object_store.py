@@ -11,11 +11,11 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from actors.kv_transfer.transports.payload import as_array, from_bytes, num_bytes, where_digested
 from actors.rpc.ray_rpc import call
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink
+from quadriga.kv_transport.payload import as_array, from_bytes, num_bytes, where_digested
 
 MAX_PUTS = 4
 """At once: parts of 256 KiB to 1 MiB, as they mostly are, go through faster up to four and not

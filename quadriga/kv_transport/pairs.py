@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from actors.kv_transfer.transports.channel import CONNECT_TIMEOUT_S, ChannelOffer, Channels
-from actors.kv_transfer.transports.channel_ends import Job, ReceivingChannel, SendingChannel
-from actors.kv_transfer.transports.payload import as_bytes, num_bytes
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink
+from quadriga.kv_transport.channel import CONNECT_TIMEOUT_S, ChannelOffer, Channels
+from quadriga.kv_transport.channel_ends import Job, ReceivingChannel, SendingChannel
+from quadriga.kv_transport.payload import as_bytes, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,6 @@ CLOSE_TIMEOUT_S = 2.0
 
 Invite = Callable[[str, ChannelOffer], Awaitable[None]]
 """Hands an offer to a peer, within CONNECT_TIMEOUT_S. Raises: QuadrigaError."""
-
-
-async def invite_actor(peer: str, offer: ChannelOffer) -> None:
-    """Call the peer's `kv_connect`."""
-    from actors.rpc.ray_rpc import call  # loads Ray, which channels do not need
-
-    await call(peer, "kv_connect", offer, timeout_s=CONNECT_TIMEOUT_S)
 
 
 class PairTransport:
@@ -47,9 +40,7 @@ class PairTransport:
         invite: How a peer learns of a new channel.
     """
 
-    def __init__(
-        self, me: str, sink: KVSink | None, channels: Channels, invite: Invite = invite_actor
-    ) -> None:
+    def __init__(self, me: str, sink: KVSink | None, channels: Channels, invite: Invite) -> None:
         self.name = channels.name
         self._me = me
         self._sink = sink

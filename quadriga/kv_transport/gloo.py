@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed
 
-from actors.kv_transfer.transports.channel import (
+from quadriga.errors import KVTransportError
+from quadriga.interfaces import KVSink
+from quadriga.kv_transport.channel import (
     CONNECT_TIMEOUT_S,
     ChannelOffer,
     parse_frame,
     seconds_to,
 )
-from actors.kv_transfer.transports.pairs import Invite, PairTransport, invite_actor
-from actors.kv_transfer.transports.payload import to_host
-from quadriga.errors import KVTransportError
-from quadriga.interfaces import KVSink
+from quadriga.kv_transport.pairs import Invite, PairTransport
+from quadriga.kv_transport.payload import to_host
 
 dist: Any = torch.distributed  # its classes are made in C++ and unknown to type checkers
 
@@ -126,7 +126,7 @@ class GlooTransport(PairTransport):
         me: str,
         sink: KVSink | None,
         host_for: Callable[[str], str],
-        invite: Invite = invite_actor,
+        invite: Invite,
     ) -> None:
         super().__init__(me, sink, GlooChannels(me, host_for), invite)
 

@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 
-from actors.kv_transfer.transports.channel import (
+from quadriga.errors import KVTransportError
+from quadriga.interfaces import KVSink
+from quadriga.kv_transport.channel import (
     CONNECT_TIMEOUT_S,
     NO_ROUTE,
     TOO_LARGE,
@@ -32,11 +34,9 @@ from actors.kv_transfer.transports.channel import (
     parse_frame,
     seconds_to,
 )
-from actors.kv_transfer.transports.nccl_library import NcclLibrary
-from actors.kv_transfer.transports.nccl_pair import NcclPair
-from actors.kv_transfer.transports.pairs import Invite, PairTransport, invite_actor
-from quadriga.errors import KVTransportError
-from quadriga.interfaces import KVSink
+from quadriga.kv_transport.nccl_library import NcclLibrary
+from quadriga.kv_transport.nccl_pair import NcclPair
+from quadriga.kv_transport.pairs import Invite, PairTransport
 
 OPEN_TIMEOUT_S = 15.0
 """For a pair to form: NCCL looks at the machine's topology first."""
@@ -273,7 +273,7 @@ class NcclTransport(PairTransport):
         sink: KVSink | None,
         host_for: Callable[[str], str],
         library: NcclLibrary,
-        invite: Invite = invite_actor,
+        invite: Invite,
         *,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
