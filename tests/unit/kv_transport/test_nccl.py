@@ -115,7 +115,7 @@ def test_two_replicas_on_one_gpu_are_told_so_at_once(
     assert not any(nccl.communicators for nccl in gpus.nccl.values())
 
 
-def test_nccl_that_shares_gpus_is_let_try(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_that_may_share_gpus_is_tried(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARE_VARIABLE, "1")
     _, rig = start("A", "A")
     with pytest.raises(KVTransportError) as refusal:  # this NCCL does not
@@ -378,7 +378,7 @@ def in_parallel(*calls: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def test_who_waits_for_more_than_comes_waits_until_its_deadline(pair: Pairs) -> None:
+def test_a_receive_of_more_bytes_than_come_ends_at_its_deadline(pair: Pairs) -> None:
     _, _, one, other = pair
     one.send(torch.ones(1000, dtype=torch.uint8), soon(), nothing)  # nobody counts
     started_s = time.monotonic()
@@ -388,7 +388,7 @@ def test_who_waits_for_more_than_comes_waits_until_its_deadline(pair: Pairs) -> 
     assert other.is_quiet(WAIT_S)
 
 
-def test_what_an_abort_cut_short_is_no_success(pair: Pairs) -> None:
+def test_a_transfer_that_an_abort_cut_short_is_an_error(pair: Pairs) -> None:
     """The stream looks idle then, as after a transfer."""
     _, _, _, other = pair
     threading.Timer(0.05, other.abort).start()

@@ -91,7 +91,7 @@ async def test_errors_of_commands_reach_their_callers_alone() -> None:
     await end(engine)
 
 
-async def test_a_command_that_leaves_a_mess_is_the_end_of_the_engine() -> None:
+async def test_a_command_that_fails_half_way_ends_the_engine() -> None:
     engine, failures = await start()
 
     def half(core: Core) -> None:

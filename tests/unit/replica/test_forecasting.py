@@ -66,7 +66,7 @@ class Stand:
             self.forecasting.look(self.loop)
 
 
-def test_nobody_wants_it_and_nothing_is_done() -> None:
+def test_without_demand_no_forecast_is_made() -> None:
     stand = Stand()
     state = stand.join("a")
     stand.step(30)
@@ -75,7 +75,7 @@ def test_nobody_wants_it_and_nothing_is_done() -> None:
     assert stand.forecasting.seconds == 0.0
 
 
-def test_wanted_it_predicts_and_forecasts_what_is_held() -> None:
+def test_on_demand_the_held_sequences_are_predicted_and_forecast() -> None:
     stand = Stand(predict_every_tokens=10)
     stand.forecasting.is_wanted = True
     states = [stand.join("a"), stand.join("b")]
@@ -101,7 +101,7 @@ def test_wanted_it_predicts_and_forecasts_what_is_held() -> None:
     assert page['quadriga_forecast_kv_tokens{ahead_seconds="0",replica="d"}'] > 8
 
 
-def test_a_newcomer_is_seen_soon() -> None:
+def test_a_new_sequence_is_in_the_forecast_soon() -> None:
     stand = Stand(predict_every_tokens=0)
     stand.forecasting.is_wanted = True
     stand.join("a")

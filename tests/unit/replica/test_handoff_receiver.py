@@ -163,7 +163,7 @@ async def test_a_commit_may_bring_the_last_kv_and_be_repeated() -> None:
     ],
     ids=["too little", "corrupt", "a gap", "another's", "misshapen", "outside"],
 )
-async def test_last_kv_that_does_not_belong_there(parts: list[KVPart], code: str) -> None:
+async def test_last_kv_of_another_transfer_is_refused(parts: list[KVPart], code: str) -> None:
     host = TakingHost()
     receiver, state = await open_transfer(host)
     sums = [a_part(0, 0, 1).checksum, *(part.checksum for part in parts)]
@@ -281,7 +281,7 @@ async def test_a_second_try_waits_for_a_row_that_was_asked_for_in_vain() -> None
     ("turns_s", "num_open"),
     [([2.5] * 4, 1), ([2.5] * 5, 0), ([60.0, 2.5], 1), ([60.0] + [2.5] * 4, 0)],
 )
-async def test_a_replica_that_stood_still_does_not_take_it_for_silence(
+async def test_a_replica_that_stalled_does_not_count_it_as_its_sources_silence(
     turns_s: list[float], num_open: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The renewals of a time in which it read nothing may be there unread."""

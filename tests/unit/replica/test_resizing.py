@@ -83,7 +83,7 @@ class FakeHost:
         self.served.append(engine.depth)
 
 
-async def test_down_and_up() -> None:
+async def test_a_replica_drops_layers_and_loads_them_again() -> None:
     runner = FakeRunner()
     host = FakeHost(runner)
     resizing = Resizing(host)
@@ -96,13 +96,13 @@ async def test_down_and_up() -> None:
     assert host.served == [4, 8]
 
 
-async def test_who_is_in_the_way_is_waited_for() -> None:
+async def test_sequences_that_need_the_layers_are_waited_for() -> None:
     host = FakeHost(FakeRunner(), blockers=[["a"], ["a"], []], at_change=[["late"]])
     report = await Resizing(host).resize(4, 5.0)
     assert report.outcome == "resized" and report.held_s > 0.0
 
 
-async def test_whoever_does_not_go_blocks_it_and_nothing_has_changed() -> None:
+async def test_a_sequence_that_stays_blocks_the_change() -> None:
     host = FakeHost(FakeRunner(), blockers=[["a", "b"]])
     report = await Resizing(host).resize(4, 0.05)
     assert report.outcome == "blocked" and report.depth == 8
@@ -117,7 +117,7 @@ async def test_layers_that_cannot_be_loaded_leave_the_old_ones_serving() -> None
     assert report.depth == 4 and host.served == []
 
 
-async def test_what_is_refused() -> None:
+async def test_orders_that_cannot_be_carried_out_are_refused() -> None:
     host = FakeHost(FakeRunner(), blockers=[["a"]])
     resizing = Resizing(host)
     first = asyncio.create_task(resizing.resize(4, 0.2))
