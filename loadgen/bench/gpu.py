@@ -27,8 +27,9 @@ import torch
 from loadgen.bench.engines.agreement import first_difference
 from loadgen.bench.engines.floor import model_costs
 from loadgen.bench.engines.hf_transformers import generate_padded, load_model
-from loadgen.bench.engines.offline import engine_spec, run_offline
+from loadgen.bench.engines.offline import run_offline
 from loadgen.bench.engines.workloads import Workload, WorkloadRequest
+from loadgen.model_costs.engine import engine_spec
 from loadgen.report import provenance
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.engine import load_runner

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from loadgen.model_costs.engine import engine_spec
 from loadgen.options import number, whole
 from loadgen.paper.baton.check import count_ties
 from loadgen.paper.baton.contestants import CONTESTANTS, rows_needed
@@ -33,9 +34,7 @@ from loadgen.paper.baton.report import as_row, headline, print_table, write_plot
 from loadgen.report.experiment import publish, say
 from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.folder import read_checkpoint
-from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.baton.runner import BatonRunner
-from quadriga.files import cache_folder
 
 BRIEF_CONTESTANTS = ("run_to_completion", "baton", "generate")
 """In the second set only these are compared, as in the paper."""
@@ -172,17 +171,11 @@ def _load(args: argparse.Namespace, settings: Sequence[BatonSetting]) -> BatonRu
         for round_ in range(args.rounds)
     )
     runner = BatonRunner.load(
-        EngineSpec(
-            checkpoint=checkpoint,
-            depth=checkpoint.num_layers,
-            device="cpu",
-            dtype="float32",
-            threads=1,
-            compile="off",
-            cache_dir=cache_folder(),
+        engine_spec(
+            checkpoint,
             num_rows=1,
             row_capacity_tokens=capacity,
-            kv_capacity_tokens=capacity,
+            compile="off",
             runner="baton",
         )
     )

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loadgen.load.task_suite import TaskPrompt
+from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import TurnClock
-from loadgen.paper.native import sequence
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.clock import Clock
 from quadriga.core.request import SamplingParams

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import TurnClock
 from loadgen.paper.helios.record import ServedRequest
-from loadgen.paper.native import VALUE_BYTES, load_native, sequence
+from loadgen.paper.native import VALUE_BYTES, load_native
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.clock import Clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from actors.metrics.replica_metrics import ReplicaMetrics
-from loadgen.bench.engines.offline import engine_spec
+from loadgen.model_costs.engine import engine_spec
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
