@@ -36,7 +36,7 @@ from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line
 from loadgen.report.output import add_out_argument
 from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
@@ -117,17 +117,16 @@ def run(args: argparse.Namespace) -> int:
             found = run_event_loop(lambda: Overload(args, service, console).run())
     failures = judge(found)
     console.print(table(found))
-    line = figures(found) | {
-        "failures": failures,
-        "seconds": round(time.monotonic() - began_s, 1),
-        "seed": args.seed,
-        "proxy": args.proxy,
-        "machine": provenance.machine(),
-        "commit": provenance.commit(),
-    }
+    line = print_line(
+        "overload",
+        **figures(found),
+        failures=failures,
+        seconds=round(time.monotonic() - began_s, 1),
+        seed=args.seed,
+        proxy=args.proxy,
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "overload.json").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
     return 1 if failures else 0
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from rich.table import Table
 
+from loadgen.report.experiment import table_of
 from tests.reliability.load.mixed_load import Silence, Tally
 
 KINDS = ("sigterm", "front", "replace", "scale")
@@ -88,7 +89,6 @@ def figures(found: Found) -> dict[str, object]:
     """For the last line."""
     tally = found.tally
     return {
-        "experiment": "upgrade",
         "rounds": dict(Counter(r.kind for r in found.rounds)),
         "round_s": {
             kind: [round(r.took_s, 1) for r in found.rounds if r.kind == kind]
@@ -122,19 +122,16 @@ def _by_kind(found: Found, *, is_first: bool) -> dict[str, list[float]]:
 
 def table(found: Found) -> Table:
     """A line for each kind of round."""
-    made = Table("round", "times", "seconds P50", "seconds max")
-    for name in ("longest silence s", "longest wait for a first token s", "trouble"):
-        made.add_column(name)
-    for kind in (*KINDS, NODE):
-        times = [r.took_s for r in found.rounds if r.kind == kind]
-        if times:
-            made.add_row(
-                kind,
-                str(len(times)),
-                f"{np.median(times):.1f}",
-                f"{max(times):.1f}",
-                f"{max(found.silences_s(kind, is_first=False)):.2f}",
-                f"{max(found.silences_s(kind, is_first=True)):.2f}",
-                str(sum(bool(r.trouble) for r in found.rounds if r.kind == kind)),
-            )
-    return made
+    times = {k: [r.took_s for r in found.rounds if r.kind == k] for k in (*KINDS, NODE)}
+    columns: dict[str, Callable[[str], object]] = {
+        "round": lambda kind: kind,
+        "times": lambda kind: len(times[kind]),
+        "seconds P50": lambda kind: f"{np.median(times[kind]):.1f}",
+        "seconds max": lambda kind: f"{max(times[kind]):.1f}",
+        "longest silence s": lambda kind: f"{max(found.silences_s(kind, is_first=False)):.2f}",
+        "longest wait for a first token s": lambda kind: (
+            f"{max(found.silences_s(kind, is_first=True)):.2f}"
+        ),
+        "trouble": lambda kind: sum(bool(r.trouble) for r in found.rounds if r.kind == kind),
+    }
+    return table_of([kind for kind in times if times[kind]], columns)
