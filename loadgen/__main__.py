@@ -127,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    Where nobody reads the output to its end, as in `| head`, the command ends without a word.
+    Where the output is not read to its end, as in `| head`, the command ends without a word.
     """
     try:
         status = _main(arguments)

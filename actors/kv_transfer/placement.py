@@ -1,4 +1,4 @@
-"""Finds decode replicas for the sequences of a prefill replica, and who may ask for one next."""
+"""Finds decode replicas for the sequences of a prefill replica, and the order in which they ask."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DecodePlacement:
     # Turns: where no decode replica has room, the sequences ask one after the other.
 
     def is_free_for(self, priority: int) -> bool:
-        """Whether no sequence waits that would be served before a newcomer."""
+        """Whether no sequence waits that would be served before a new one of this priority."""
         head = self._head()
         return head is None or (
             head.state.priority > priority and not is_starving(head, self._now_s())

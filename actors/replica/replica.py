@@ -190,7 +190,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Free everything these sequences hold here, in whatever state they are, and note it.
 
         Args:
-            ingress_id: Of whom; another one's go on. None: of anybody.
+            ingress_id: Owner of the sequences; those of others go on. None: any owner.
         """
 
     @abstractmethod
@@ -232,8 +232,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Free everything these sequences hold; unknown ones are no error.
 
         Args:
-            ingress_id: Who cancels: what another ingress has adopted is not its any more, and goes
-                on. None: they end, whichever ingress they are of.
+            ingress_id: The ingress that cancels; a sequence that another one has adopted goes on.
+                None: they end, whichever ingress owns them.
         """
         if self.engine.is_ready:
             await self._cancel(sequence_ids, ingress_id)
@@ -251,7 +251,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     # RPC: the cluster's side.
 
     async def info(self) -> ReplicaInfo:
-        """Who this is; answers before the weights are loaded."""
+        """Name, role and capacity; answers before the weights are loaded."""
         return self.info_record
 
     async def snapshot(self) -> ReplicaSnapshot:

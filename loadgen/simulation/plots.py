@@ -28,7 +28,9 @@ def _draw(axes: Any, run: SimulatedRun, load: SimLoad, slo: Slo) -> None:
     steps.legend()
     memory.plot(at_s, [s.most_used for s in run.samples], label="fullest", lw=0.8)
     memory.plot(at_s, [s.mean_used for s in run.samples], label="mean")
-    memory.plot(at_s, [s.most_wanted for s in run.samples], label="wanted, with who waits", lw=0.8)
+    memory.plot(
+        at_s, [s.most_wanted for s in run.samples], label="wanted, with those that wait", lw=0.8
+    )
     memory.axhline(1.0, color="grey", ls=":")
     memory.set(xlabel="s", ylabel="share of a replica's KV memory")
     memory.legend()

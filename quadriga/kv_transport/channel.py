@@ -60,7 +60,7 @@ class NcclOffer(ChannelOffer):
     """How the receiver reaches the sender's control link.
 
     Attributes:
-        token: Proves at the link that it is the receiver who came.
+        token: Proves at the link that the receiver connected.
         gpu: Where the sender is.
     """
 

@@ -220,7 +220,7 @@ class NcclChannels:
         self.staging.check(num_bytes)
 
     def _lead(self, link: Link) -> NcclChannel:
-        """Form a pair with a peer who came, as its rank 0."""
+        """Form a pair with a peer that connected, as its rank 0."""
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S
         try:
             uid = self._library.unique_id()
@@ -331,7 +331,7 @@ class Link:
 
 
 class Listener:
-    """Where one peer, who knows the token, is waited for."""
+    """A port on which one peer, which knows the token, may connect."""
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_hex(16)

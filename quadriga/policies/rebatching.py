@@ -1,4 +1,4 @@
-"""What a decode batch asks of a rebatching policy: which rows run next, and who leaves.
+"""What a decode batch asks of a rebatching policy: which rows run next, and which leave.
 
 Segments and exits are numbered from 0; exit i is behind segment i, and the last exit is the end of
 the loaded model. Rows *wait at exit i* when they did not leave there and their next segment has not
@@ -45,9 +45,9 @@ class Range:
 class BatchDecision(Enum):
     """What happens to a group at a non-final exit."""
 
-    SPLIT = "split"  # who passes leaves, the others wait at this exit
+    SPLIT = "split"  # rows that pass leave, the others wait at this exit
     STAY = "stay"  # no row leaves: the whole group goes on together, now
-    LEAVE = "leave"  # everybody leaves, passed or not
+    LEAVE = "leave"  # every row leaves, passed or not
 
 
 @dataclass(frozen=True, slots=True)

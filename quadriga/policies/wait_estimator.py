@@ -1,6 +1,6 @@
-"""How long a newcomer would wait for a place.
+"""How long a new request would wait for a place.
 
-Whoever runs ends sooner or later; how soon is learned as a hazard: endings per second of running,
+Every running sequence ends; how soon is learned as a hazard: endings per second of running,
 both forgotten alike. Times the sequences that run now it is the rate at which room comes free, also
 right after a change of load, where a rate over a window would still show the load before.
 """
@@ -18,7 +18,7 @@ from quadriga.policies.retry_reservations import RetryReservations
 from quadriga.policies.slot_reservation import admitted_tokens, promised_tokens
 
 MEMORY_S = 20.0
-"""Endings and running time are forgotten with this time constant, while anybody runs."""
+"""Endings and running time are forgotten with this time constant, while sequences run."""
 MIN_RATE, MAX_RATE = 1e-3, 1e6
 LATE_S = 60.0
 """A sequence without an end so long after its deadline will have none reported any more."""
@@ -35,7 +35,7 @@ class _QueueModel:
         ran_s: Seconds of running, of all sequences together, decayed alike.
         reported: Sequences in the replicas' last reports. The end of those whose ingress died is
             not reported; they count no longer than replicas hold them.
-        reservations: Of callers who were refused.
+        reservations: Of callers that were refused.
     """
 
     pending: dict[str, float] = field(default_factory=dict)
@@ -186,7 +186,7 @@ def decode_supply(
 
     The rate is that of all places in use: one that is free while others are refused is kept for
     a caller that comes soon. With the rate of those in use, a few kept places would mean a longer
-    wait for all who are refused, and so more places that are kept.
+    wait for all refused callers, and so more places that are kept.
 
     Args:
         decodes: Those that may take it, with what is on its way to them.
@@ -231,7 +231,7 @@ def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
         wanted = promised_tokens(
             request.num_prompt_tokens, longest, upper_tokens=snapshot.upper_tokens
         )
-        if snapshot.num_running + snapshot.num_waiting:  # who is alone may have it all
+        if snapshot.num_running + snapshot.num_waiting:  # a sequence alone may have it all
             capacity = admitted_tokens(capacity, info.num_slots, info.max_model_len)
     free = capacity - snapshot.reserved_tokens
     return max(0, min(slots, free // max(1, wanted)))

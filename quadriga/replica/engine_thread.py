@@ -109,7 +109,7 @@ class EngineThread(Generic[Core]):
         def run(core: Core) -> None:
             try:
                 result = command(core)
-                core.publish()  # before the caller can tell anybody of it
+                core.publish()  # before the caller acts on it
             except QuadrigaError as exc:
                 self.post(_set_exception, future, exc)
                 if isinstance(exc, EngineBroken):

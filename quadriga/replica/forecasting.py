@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quadriga.scheduling.forecasts import LengthModel
 
 LOOK_EVERY_S = 0.25
-"""Between two looks at who is held."""
+"""Between two looks at the sequences held."""
 MIN_LOOK_EVERY_S = 0.05
 """The same while sequences come and go: as often as there can be a report."""
 
@@ -74,8 +74,8 @@ class Forecasting:
         leaving: Ids of those on their way elsewhere; from any thread.
 
     Attributes:
-        is_wanted: Somebody looks at the forecasts; while nobody does they cost nothing.
-        seconds: Time of the engine's thread spent on writing down who is held.
+        is_wanted: The scheduler uses forecasts; while it does not they cost nothing.
+        seconds: Time of the engine's thread spent on noting which sequences are held.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Forecasting:
             self._outcomes.emitted(emissions)
 
     def look(self, loop: DecodeLoop) -> None:
-        """Write down who is held, now and then."""
+        """Note which sequences are held, now and then."""
         if not self.is_wanted:
             return
         now_s = self._clock.now_s()
@@ -147,7 +147,7 @@ class Forecasting:
         self.seconds += self._clock.now_s() - now_s
 
     def forecast(self) -> LoadForecast | None:
-        """For the snapshot; None while nobody wants it."""
+        """The forecast for the snapshot; None while the scheduler wants none."""
         seen = self._seen
         if seen is None or not self.is_wanted:
             return None

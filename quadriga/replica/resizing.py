@@ -1,6 +1,6 @@
 """A replica's depth changes while it serves: layers are loaded in the background, or let go.
 
-    order ──▶ load, while it serves ──▶ wait for whoever is in the way ──▶ change, between two steps
+    order ──▶ load, while it serves ──▶ wait for sequences in the way ──▶ change, between two steps
                     │                              │
                     ▼                              ▼
                   failed                        blocked       the old depth serves on
@@ -44,7 +44,7 @@ class ResizableEngine(Protocol):
         """Sequences that must be gone before; nothing new is begun until `give_up` or `change`."""
 
     def change(self, depth: int, prepared: Any) -> list[str]:
-        """Do it, unless somebody is in the way after all: then these, and nothing has changed.
+        """Change the depth, or return the sequences that are in the way; then nothing has changed.
 
         Args:
             prepared: What `NativeRunner.prepare_depth` gave; None where layers go.
@@ -54,7 +54,7 @@ class ResizableEngine(Protocol):
         """
 
     def give_up(self) -> None:
-        """It is not going to happen."""
+        """Give the change up: new sequences may begin again."""
 
 
 class ResizingHost(Protocol):
@@ -67,7 +67,7 @@ class ResizingHost(Protocol):
         """Run a command on the engine's thread between two steps."""
 
     def resized(self, engine: EngineSpec) -> None:
-        """Another depth is served from now on: tell it to whoever asks."""
+        """Report another depth from now on."""
 
 
 class Resizing:
@@ -151,7 +151,7 @@ class _Change:
         return self._report("resized", "", runner, load_s)
 
     async def _wait_for_blockers(self) -> list[str]:
-        """Those who are still in the way at the deadline, or when they were waited for too long."""
+        """Return the sequences still in the way at the deadline, or after too long a wait."""
         depth, clock = self._depth, self._host.clock
         began_s = clock.now_s()
         try:

@@ -164,7 +164,7 @@ class Placing:
         """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once.
 
         Args:
-            reserved, wanted: Tokens promised by each, and what it would promise the newcomer, [n].
+            reserved, wanted: Tokens promised by each, and what it would promise the new one, [n].
         """
         board = self._board
         fits = reserved + wanted <= self._config.admitted_tokens

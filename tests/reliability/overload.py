@@ -2,14 +2,14 @@
 
     capacity   as many clients as there are decode slots, each with its next request at once
     calm       half of that rate: what latencies are like when nothing waits
-    burst      five times the capacity for a moment; whoever is refused comes back when told
-    overload   five times the capacity; whoever is refused gives up, but for every tenth caller,
-               who comes back when told
-    recovery   half of the capacity again: how long until nobody notices any more
+    burst      five times the capacity for a moment; refused callers come back when told
+    overload   five times the capacity; refused callers give up, but for every tenth one,
+               which comes back when told
+    recovery   half of the capacity again: how long until latencies are calm
 
-Held to: nobody fails; of those let in, P99 of TTFT and of TPOT stays within twice the calm one,
-for every priority; goodput stays at 0.9 of the peak; no priority is shut out; whoever comes back
-when told is mostly let in, and on average after hardly more time than it was told.
+Held to: no request fails; of those let in, P99 of TTFT and of TPOT stays within twice the calm one,
+for every priority; goodput stays at 0.9 of the peak; no priority is shut out; a caller
+that comes back when told is mostly let in, and on average after hardly more time than it was told.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Overload:
             RequestSpec(
                 index=index,
                 arrival_s=0.0,
-                prompt=PROMPT.format(first=index),  # nobody is taken for somebody else
+                prompt=PROMPT.format(first=index),  # no caller is taken for another
                 max_tokens=self._rng.randint(*OUTPUT_TOKENS),
                 ignore_eos=True,
                 extra={"priority": PRIORITIES[index % len(PRIORITIES)]},

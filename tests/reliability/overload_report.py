@@ -69,7 +69,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Returns:
-    """Refused callers who came back when told.
+    """Refused callers that came back when told.
 
     Attributes:
         tries: How often each had to come back until it was let in.
@@ -161,7 +161,7 @@ def judge(found: Found) -> list[str]:
     ]
     refused = [r for r in over.records if r.verdict.outcome is Outcome.REFUSED]
     if not refused:
-        failures.append("nobody was refused: this was no overload")
+        failures.append("no request was refused: this was no overload")
     if any(r.verdict.retry_after_s is None for r in refused):
         failures.append("a refusal did not say when to come back")
     for name, returns in (("burst", found.returns), ("overload", found.overload_returns)):

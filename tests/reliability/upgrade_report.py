@@ -75,7 +75,9 @@ def judge(found: Found, *, wanted_rounds: int, wanted_nodes: int = 0) -> list[st
     if not found.tally.is_ok:
         failures += found.tally.faults[:5] or ["requests were refused, or none was sent"]
     if not found.farewell.is_ok:
-        failures += [f"at the end: {f}" for f in found.farewell.faults[:3]] or ["nobody took leave"]
+        failures += [f"at the end: {f}" for f in found.farewell.faults[:3]] or [
+            "no stream was under way"
+        ]
     if found.nodes is not None and not found.nodes.is_ok:
         failures += [f"nodes: {f}" for f in found.nodes.faults[:3]] or [
             "nodes: refused, or unasked"

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     samples, count = len(data.remaining), len(data.token_ids)
     console.print(f"{args.checkpoint.name}: {samples:,} samples of {count:,} requests")
     contest = hold(data, (train, validation, test), sizes, budget_s, args.seed, console.print)
-    rows = [_row(p, data, test) for p in contest.everybody]
+    rows = [_row(p, data, test) for p in contest.predictors]
     intervals = _by_interval(contest.alone, data, test)
     _print(rows, contest.losses, intervals, console)
     ours, auxiliary = _row(contest.ours, data, test), _row(contest.auxiliary, data, test)
@@ -160,7 +160,7 @@ def _print(
         for n in BATCHES
     }
     columns["below q90"] = lambda r: f"{r['calibration'][-1][1]:.2f}"
-    title = "Remaining tokens, on requests nobody was trained on"
+    title = "Remaining tokens, on requests that no predictor was trained on"
     console.print(table_of(rows, columns, title=title))
     sweep = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
     console.print(f"auxiliary encoders, loss on validation: {sweep}")

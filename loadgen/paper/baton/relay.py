@@ -49,7 +49,7 @@ class Relay(ColocatedLoop):
     """The service's loops at work on a query set; notes in `record` what they do.
 
     A query goes on to decode when its contestant says so, and until it is released: what comes
-    after its end is of no use to anybody.
+    after its end is of no use.
 
     Args:
         chunk_tokens: Prompt tokens between two steps, at most.

@@ -1,7 +1,7 @@
 """`python -m loadgen paper drex --quality`: what leaving early costs in answers.
 
 Every fill mode and threshold decodes the same task prompts, really generated, and is compared with
-the same engine at full depth. Every exit is tested for every token and whoever passes leaves, so
+the same engine at full depth. Every exit is tested for every token and one that passes leaves, so
 the table depends on the weights alone; load can only make tokens go deeper.
 
 Where two answers part, their first different token tells what was to blame: one that left early

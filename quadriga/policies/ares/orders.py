@@ -1,4 +1,4 @@
-"""Orders that are out, and what became of the recent ones: who is to be left alone for now.
+"""Orders that are out, and what became of the recent ones: what is to be left alone for now.
 
 Soft state: a scheduler that starts anew knows nothing of orders under way. They end by themselves
 (source and destination hold the leases), the sequences on their way are marked as such in the
@@ -41,7 +41,7 @@ class _Settling:
 
 
 class MoveTracker:
-    """Who takes part in a move, and who is left alone after one that failed.
+    """What takes part in a move, and what is left alone after one that failed.
 
     Args:
         max_concurrent: Orders out at once.
