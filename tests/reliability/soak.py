@@ -252,7 +252,7 @@ class Soak:
         if kinds:
             axes.legend(loc="lower right", fontsize="small")
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         """The last line."""
         tally = self._load.tally if self._load is not None else Tally()
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -87,7 +88,7 @@ def judge(found: Found, *, wanted_rounds: int, wanted_nodes: int = 0) -> list[st
     return failures
 
 
-def figures(found: Found) -> dict[str, object]:
+def figures(found: Found) -> dict[str, Any]:
     """For the last line."""
     tally = found.tally
     return {
