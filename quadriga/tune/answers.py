@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from quadriga.checkpoint.exits import FULL_DEPTH
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.llm import LLM
@@ -79,7 +80,8 @@ def generate_answers(
                 params = SamplingParams(max_tokens, **asdict(sampling))
                 asked.append((prompt.id, ids, replace(params, seed=seed * 1_000_003 + index)))
             said: dict[int, list[int]] = {index: [] for index in range(len(asked))}
-            news = llm.stream([ids for _, ids, _ in asked], [p for *_, p in asked])
+            given = [params for *_, params in asked]
+            news = llm.stream([ids for _, ids, _ in asked], given, exits=FULL_DEPTH)
             for output in news if asked else ():
                 said[output.index] += output.token_ids
                 if output.finish_reason is None:

@@ -205,9 +205,7 @@ class Distiller:
         self._optimizer.load_state_dict(state["optimizer"])
 
 
-def shortlist(
-    ids: Tensor, vocab: int, seed: int
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
+def shortlist(ids: Tensor, vocab: int, seed: int) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """The part of the vocabulary over which a batch's softmax is taken.
 
     Args:

@@ -17,8 +17,6 @@ from quadriga.engine.models.layers import activate, rms_norm
 from quadriga.engine.weights.checkpoint_weights import Head
 
 TunedKind = Literal["norm", "mlp", "head", "linear"]
-KINDS: tuple[TunedKind, ...] = ("norm", "mlp", "head", "linear")
-"""`linear` is a head without a norm before it."""
 
 
 class Norm(nn.Module):
@@ -93,8 +91,6 @@ class ExitHead(nn.Module):
             name if name.endswith((".weight", ".bias")) else f"{name}.weight": value
             for name, value in named.items()
         }
-
-
 
 
 def load_tensors(head: ExitHead, depth: int, tensors: Mapping[str, Tensor]) -> None:

@@ -64,7 +64,9 @@ class TuneFolder:
         """Store the exits, with their weights where these are given."""
         if tensors is not None:
             self._save(EXITS_WEIGHTS, tensors)
-        write_atomically(self.path / EXITS_FILE, (json.dumps(to_json(spec), indent=2) + "\n").encode())
+        write_atomically(
+            self.path / EXITS_FILE, (json.dumps(to_json(spec), indent=2) + "\n").encode()
+        )
 
     def keep_exits(self, spec: ExitSpec) -> None:
         """Store fewer exits than there were, and only their weights."""

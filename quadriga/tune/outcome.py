@@ -168,5 +168,3 @@ def log_likelihood(runner: NativeRunner, answers: Sequence[Answer]) -> float:
         total += float(scores.sum())
         count += len(said)
     return total / max(1, count)
-
-

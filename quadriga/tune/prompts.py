@@ -69,9 +69,11 @@ def read_prompts(source: str) -> list[TunePrompt]:
     path = Path(source).expanduser()
     try:
         packed = path.suffix == ".gz"
-        with gzip.open(path, "rt", encoding="utf-8") if packed else path.open(
-            encoding="utf-8"
-        ) as lines:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if packed
+            else path.open(encoding="utf-8") as lines
+        ):
             is_text = path.name.removesuffix(".gz").endswith(".txt")
             found = [
                 _read(line, number, path, is_text)

@@ -160,9 +160,7 @@ class StateStore:
         kind, width = self._parts()[name]
         if not self.num_tokens:
             return np.zeros((0, width), dtype=kind)
-        return np.memmap(
-            self.folder / name, dtype=kind, mode="r", shape=(self.num_tokens, width)
-        )
+        return np.memmap(self.folder / name, dtype=kind, mode="r", shape=(self.num_tokens, width))
 
     @property
     def owners(self) -> npt.NDArray[np.generic]:

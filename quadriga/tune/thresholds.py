@@ -24,6 +24,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _TOKENS_AT_ONCE = 512
 _STEPS = 40
+_SUREST = 1 - 1e-6
+"""The greatest threshold that can be passed."""
 _FEWEST = 20
 """Tokens that must leave at an exit before what is seen there is believed."""
 
@@ -50,7 +52,7 @@ class Verdicts:
         depths: Layers run at each exit.
         confidence: [exits, n].
         changed: bool [exits, n], its token is not the one of full depth.
-        lost: [exits, n], log-likelihood of the best token less that of the exit's, under full depth.
+        lost: [exits, n], log-likelihood under full depth of its best token less that of the exit's.
     """
 
     depths: tuple[int, ...]
@@ -70,9 +72,7 @@ class Verdicts:
     def only(self, depths: Sequence[int]) -> Verdicts:
         """Those of some exits."""
         rows = [self.depths.index(k) for k in depths]
-        return Verdicts(
-            tuple(depths), self.confidence[rows], self.changed[rows], self.lost[rows]
-        )
+        return Verdicts(tuple(depths), self.confidence[rows], self.changed[rows], self.lost[rows])
 
 
 @torch.inference_mode()
@@ -146,8 +146,8 @@ def _at_rate(verdicts: Verdicts, measure: Measure, rate: float) -> dict[int, flo
         fitting = np.flatnonzero(means <= rate)
         fitting = fitting[fitting >= _FEWEST - 1]
         threshold = NEVER
-        if fitting.size and float(sure[order[fitting[-1]]]) < 1.0:
-            threshold = float(sure[order[fitting[-1]]])
+        if fitting.size:
+            threshold = min(float(sure[order[fitting[-1]]]), _SUREST)
         thresholds[depth] = threshold
         if threshold < NEVER:
             stays[here[sure >= threshold]] = False

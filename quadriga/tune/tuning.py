@@ -64,8 +64,8 @@ class TuneOptions:
     prompts: str
     parts: tuple[PartName, ...] = PARTS
     layers: tuple[int, ...] = ()
-    distill: DistillOptions = DistillOptions()
-    budget: Budget = Budget("changed", 0.02)
+    distill: DistillOptions = field(default_factory=DistillOptions)
+    budget: Budget = field(default_factory=lambda: Budget("changed", 0.02))
     held_back: tuple[str, ...] = ()
     max_tokens: int = 256
     temperature: float | None = None
@@ -302,9 +302,7 @@ class Tuning:
     def _load(self, exits: dict[str, Any]) -> LLM:
         options = self._options
         engine = {"threads": options.threads, "compile": "wait", **options.engine}
-        return LLM(
-            options.model, exits=exits, engine=engine, decode={"max_slots": options.slots}
-        )
+        return LLM(options.model, exits=exits, engine=engine, decode={"max_slots": options.slots})
 
     def _check_work(self) -> None:
         """What was generated before belongs to the same question. Raises: ConfigError."""
