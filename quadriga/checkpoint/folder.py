@@ -189,9 +189,9 @@ def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
     """
     if (checkpoint.path / "config.json").is_file():
         return checkpoint
-    heads = "own" if checkpoint.heads_path == checkpoint.path else str(checkpoint.heads_path)
-    if checkpoint.heads_path.parent.name == ASSETS.name:
-        heads = "auto"
+    # Own heads, and those of the package, are found again; others lie at the same place.
+    is_apart = (checkpoint.heads_path / TUNE_FILE).is_file()
+    heads = str(checkpoint.heads_path) if is_apart else "auto"
     found = read_checkpoint(
         checkpoint.source, model_id=checkpoint.id, cache_dir=cache_dir, heads=heads
     )

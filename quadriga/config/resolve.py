@@ -342,9 +342,9 @@ def configured_exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) ->
                 param=f"pools.{index}.exits.layers",
             )
         spec = replace(spec, layers=tuple(sorted(set(config.layers))))
-    if config.kind not in ("auto", spec.kind):
+    if config.kind != "auto" and config.kind != spec.kind:
         spec = replace(spec, kind=config.kind, sure_from=())
-    if config.criterion not in ("auto", spec.criterion):
+    if config.criterion != "auto" and config.criterion != spec.criterion:
         spec = replace(spec, criterion=config.criterion, sure_from=())
     if config.threshold != "auto":
         spec = replace(spec, threshold=config.threshold)

@@ -9,7 +9,7 @@ from typing import Any
 
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.llm import LLM
-from quadriga.tune.answers import Answer, generate_answers
+from quadriga.tune.answers import OwnAnswer, generate_answers
 from quadriga.tune.folder import save_maps
 from quadriga.tune.lengths import MAX_NEW_TOKENS, LengthData, gather, save_heads, train_heads
 from quadriga.tune.prompts import TASKS_NAME, TunePrompt, read_prompts
@@ -86,7 +86,7 @@ def answers_of(
     prompts: list[TunePrompt],
     advance: Callable[[int], object] = lambda _: None,
     max_tokens: int = MAX_NEW_TOKENS,
-) -> list[Answer]:
+) -> list[OwnAnswer]:
     """Greedy answers at full depth."""
     most = min(max_tokens, llm.runner.row_capacity_tokens // 2)
     with tempfile.TemporaryDirectory() as folder:

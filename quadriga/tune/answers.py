@@ -18,7 +18,7 @@ _PROMPTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OwnAnswer:
     """One generated answer.
 
     Attributes:
@@ -46,8 +46,8 @@ def generate_answers(
     temperature: float | None,
     seed: int,
     advance: Callable[[int], object],
-) -> list[Answer]:
-    """Answer all prompts that are not answered in `work` yet; returns them in the prompts' order.
+) -> list[OwnAnswer]:
+    """Answer all prompts that are not answered in `work` yet; returns all in the prompts' order.
 
     Prompts that are too long for the model are left out.
 
@@ -87,7 +87,7 @@ def generate_answers(
                 if output.finish_reason is None:
                     continue
                 name, ids, _ = asked[output.index]
-                answer = Answer(
+                answer = OwnAnswer(
                     name, ids, said.pop(output.index), output.finish_reason.value == "stop"
                 )
                 out.write(json.dumps(asdict(answer)) + "\n")
@@ -97,7 +97,7 @@ def generate_answers(
     return [known[p.id] for p in prompts if p.id in known]
 
 
-def read_answers(file: Path) -> dict[str, Answer]:
+def read_answers(file: Path) -> dict[str, OwnAnswer]:
     """By the prompts' ids; a last line that was cut off by the end of a run does not count."""
     if not file.is_file():
         return {}
@@ -106,5 +106,5 @@ def read_answers(file: Path) -> dict[str, Answer]:
     if end < len(whole):
         with file.open("r+b") as handle:
             handle.truncate(end)
-    answers = [Answer(**json.loads(line)) for line in whole[:end].splitlines()]
+    answers = [OwnAnswer(**json.loads(line)) for line in whole[:end].splitlines()]
     return {answer.id: answer for answer in answers}

@@ -139,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
     from quadriga.checkpoint.folder import read_checkpoint
     from quadriga.tune.distillation import DistillOptions
     from quadriga.tune.importers import import_exits
-    from quadriga.tune.thresholds import Budget
+    from quadriga.tune.thresholds import QualityBudget
     from quadriga.tune.tuning import TuneOptions, tune
 
     if "report" in args.parts:
@@ -168,7 +168,7 @@ def _run(args: argparse.Namespace) -> int:
                 dtype=getattr(torch, args.dtype),
                 device=args.device,
             ),
-            budget=Budget(measure, amount),
+            budget=QualityBudget(measure, amount),
             held_back=args.hold_back,
             max_tokens=args.max_tokens,
             temperature=args.temperature,

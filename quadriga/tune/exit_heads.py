@@ -19,7 +19,7 @@ from quadriga.engine.weights.checkpoint_weights import Head
 TunedKind = Literal["norm", "mlp", "head", "linear"]
 
 
-class Norm(nn.Module):
+class TrainedNorm(nn.Module):
     """A norm of the model's kind, of its own weights."""
 
     def __init__(self, config: ModelConfig, like: Tensor | None, bias: Tensor | None) -> None:
@@ -52,12 +52,16 @@ class ExitHead(nn.Module):
         self.norm = (
             None
             if kind == "linear"
-            else Norm(config, own and own.weight, own.bias if own is not None else None)
+            else TrainedNorm(
+                config,
+                None if own is None else own.weight,
+                None if own is None else own.bias,
+            )
         )
         self.mlp_norm = self.mlp_up = self.mlp_down = None
         if kind == "mlp":
             size, rows = config.hidden_size, width * (2 if config.gated else 1)
-            self.mlp_norm = Norm(config, None, None)
+            self.mlp_norm = TrainedNorm(config, None, None)
             self.mlp_up = nn.Parameter(torch.randn(rows, size) * size**-0.5)
             self.mlp_down = nn.Parameter(torch.zeros(size, width))
         self.head: nn.Parameter | None = None

@@ -29,7 +29,7 @@ from quadriga.checkpoint.length_heads import (
     to_json,
 )
 from quadriga.files import write_atomically
-from quadriga.tune.answers import Answer
+from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.folder import save_halves
 from quadriga.tune.states import StateStore
 
@@ -86,7 +86,7 @@ class LengthData:
 
 
 def gather(
-    store: StateStore, answers: Sequence[Answer], *, every: int = SAMPLE_EVERY
+    store: StateStore, answers: Sequence[OwnAnswer], *, every: int = SAMPLE_EVERY
 ) -> LengthData:
     """Take the states of answers out of a store: of the prompt's last token, and of every n-th.
 

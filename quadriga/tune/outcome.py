@@ -14,7 +14,7 @@ from quadriga.checkpoint.exits import NEVER, ExitParams, ExitSpec
 from quadriga.core.request import SamplingParams
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.llm import LLM
-from quadriga.tune.answers import Answer
+from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.states import run_passes
 from quadriga.tune.thresholds import Verdicts, outcome
 
@@ -76,7 +76,7 @@ def measure_speed(
     batches: Sequence[int] = BATCHES,
     rounds: int = ROUNDS,
     advance: Callable[[int], object] = lambda _: None,
-) -> tuple[list[dict[str, Any]], dict[bool, list[Answer]]]:
+) -> tuple[list[dict[str, Any]], dict[bool, list[OwnAnswer]]]:
     """Generate greedily with exits and at full depth, in turn, on this machine.
 
     Args:
@@ -105,7 +105,7 @@ def measure_speed(
                 tokens = sum(len(output.token_ids) for output in outputs)
                 took[has_exits].append(tokens / elapsed_s)
                 answers[has_exits] = [
-                    Answer(str(i), ids, output.token_ids, False)
+                    OwnAnswer(str(i), ids, output.token_ids, False)
                     for i, (ids, output) in enumerate(zip(some, outputs, strict=True))
                 ]
                 if has_exits:
@@ -126,7 +126,7 @@ def measure_speed(
 
 
 def compare_answers(
-    runner: NativeRunner, answers: Mapping[bool, Sequence[Answer]]
+    runner: NativeRunner, answers: Mapping[bool, Sequence[OwnAnswer]]
 ) -> dict[str, float]:
     """What whole answers lose: with everything that an early token does to those behind it.
 
@@ -149,7 +149,7 @@ def compare_answers(
 
 
 @torch.inference_mode()
-def log_likelihood(runner: NativeRunner, answers: Sequence[Answer]) -> float:
+def log_likelihood(runner: NativeRunner, answers: Sequence[OwnAnswer]) -> float:
     """Of answers under full depth, in nats a token."""
     full = runner.num_layers
     total, count = 0.0, 0

@@ -24,7 +24,7 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import norm
 from quadriga.engine.weights.checkpoint_weights import LayerWeights
-from quadriga.tune.answers import Answer
+from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.states import run_passes
 
 _RIDGE = 1e-3
@@ -34,7 +34,7 @@ _RIDGE = 1e-3
 def fit_maps(
     runner: NativeRunner,
     exits: ExitSpec,
-    answers: Sequence[Answer],
+    answers: Sequence[OwnAnswer],
     advance: Callable[[int], object] = lambda _: None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Fit the maps of a model with exits.

@@ -21,7 +21,7 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
-from quadriga.tune.answers import Answer
+from quadriga.tune.answers import OwnAnswer
 
 TOP = 32
 """Candidates of the full depth that are kept for each token."""
@@ -192,7 +192,7 @@ class StateStore:
     def fill(
         self,
         runner: NativeRunner,
-        answers: Sequence[Answer],
+        answers: Sequence[OwnAnswer],
         advance: Callable[[int], object],
         *,
         answers_at_once: int = 64,
@@ -232,7 +232,7 @@ class StateStore:
             advance(len(some))
 
     def _read(
-        self, runner: NativeRunner, answers: Sequence[Answer]
+        self, runner: NativeRunner, answers: Sequence[OwnAnswer]
     ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
         sequences = [answer.token_ids for answer in answers]
         begins = np.array([len(answer.prompt_ids) - 1 for answer in answers])

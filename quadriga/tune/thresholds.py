@@ -31,7 +31,7 @@ _FEWEST = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class QualityBudget:
     """What may be given up.
 
     Attributes:
@@ -115,7 +115,7 @@ def judge(
     return Verdicts(depths, confidence, changed, lost)
 
 
-def choose(verdicts: Verdicts, budget: Budget) -> dict[int, float]:
+def choose(verdicts: Verdicts, budget: QualityBudget) -> dict[int, float]:
     """The lowest thresholds that keep the budget, per exit; `NEVER` where none does.
 
     All exits get the same share of tokens that go wrong among those that leave there: it is raised

@@ -24,7 +24,7 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
 from quadriga.tune import lengths, report
-from quadriga.tune.answers import Answer, generate_answers
+from quadriga.tune.answers import OwnAnswer, generate_answers
 from quadriga.tune.distillation import Distiller, DistillOptions
 from quadriga.tune.exit_heads import TunedKind
 from quadriga.tune.folder import TuneFolder
@@ -32,7 +32,7 @@ from quadriga.tune.outcome import by_domain, compare_answers, measure_speed
 from quadriga.tune.prompts import Part, read_prompts
 from quadriga.tune.skipped_kv import fit_maps
 from quadriga.tune.states import StateStore
-from quadriga.tune.thresholds import Budget, Verdicts, choose, judge, outcome
+from quadriga.tune.thresholds import QualityBudget, Verdicts, choose, judge, outcome
 
 PartName = Literal["exits", "thresholds", "maps", "lengths", "report"]
 PARTS: tuple[PartName, ...] = ("exits", "thresholds", "maps", "lengths", "report")
@@ -65,7 +65,7 @@ class TuneOptions:
     parts: tuple[PartName, ...] = PARTS
     layers: tuple[int, ...] = ()
     distill: DistillOptions = field(default_factory=DistillOptions)
-    budget: Budget = field(default_factory=lambda: Budget("changed", 0.02))
+    budget: QualityBudget = field(default_factory=lambda: QualityBudget("changed", 0.02))
     held_back: tuple[str, ...] = ()
     max_tokens: int = 256
     temperature: float | None = None
@@ -162,7 +162,7 @@ class Tuning:
         self.folder.say({"made": self._how()})
         return self.figures
 
-    def _answers(self, llm: LLM) -> list[Answer]:
+    def _answers(self, llm: LLM) -> list[OwnAnswer]:
         options = self._options
         with self._progress("answers generated", len(self.prompts)) as advance:
             return generate_answers(
@@ -175,7 +175,7 @@ class Tuning:
                 advance=advance,
             )
 
-    def _exits(self, llm: LLM, store: StateStore, answers: Sequence[Answer]) -> None:
+    def _exits(self, llm: LLM, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (a): train exits, or take those of another project."""
         if self._options.imported is not None:
             spec, tensors = self._options.imported
@@ -202,7 +202,7 @@ class Tuning:
         self.folder.save_exits(spec_of(distill.kind, self.layers), tensors)
         self.figures["training_loss"] = {str(k): round(v, 4) for k, v in distiller.loss.items()}
 
-    def _thresholds(self, store: StateStore, answers: Sequence[Answer]) -> None:
+    def _thresholds(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (b): so sure must a token be at each exit; exits that nobody leaves are left out."""
         options, spec = self._options, replace(self.folder.exits, sure_from=())
         self.folder.save_exits(spec)
@@ -231,7 +231,7 @@ class Tuning:
         self.figures["budget"] = {options.budget.measure: options.budget.amount}
         self.figures["calibration"] = outcome(asked, thresholds)
 
-    def _maps(self, answers: Sequence[Answer]) -> None:
+    def _maps(self, answers: Sequence[OwnAnswer]) -> None:
         """Part (c): what stands in for K and V of skipped layers."""
         spec = self.folder.exits
         some = [a for a in answers if self._parts[a.id] == "train"][: self._options.map_answers]
@@ -243,7 +243,7 @@ class Tuning:
             self.folder.save_maps(maps)
         self.figures["maps"] = unexplained
 
-    def _lengths(self, store: StateStore, answers: Sequence[Answer]) -> None:
+    def _lengths(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (d): heads that predict how many tokens are left, behind every exit."""
         learned = lengths.gather(store, answers)
         spec, tensors, figures = lengths.train_heads(
@@ -252,7 +252,7 @@ class Tuning:
         lengths.save_heads(self.folder.path, spec, tensors)
         self.figures["lengths"] = figures
 
-    def _report(self, store: StateStore, answers: Sequence[Answer]) -> None:
+    def _report(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """What all of it brings and costs."""
         options, spec = self._options, self.folder.exits
         llm = self._load({"folder": str(self.folder.path)})
@@ -280,7 +280,7 @@ class Tuning:
         self._console.print(page, markup=False)
 
     def _tokens(
-        self, store: StateStore, answers: Sequence[Answer], part: Part, most: int | None = None
+        self, store: StateStore, answers: Sequence[OwnAnswer], part: Part, most: int | None = None
     ) -> npt.NDArray[np.int64]:
         """Tokens of one part, at most so many, drawn at random.
 

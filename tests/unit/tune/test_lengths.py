@@ -19,7 +19,7 @@ from quadriga.checkpoint.length_heads import (
 from quadriga.engine.early_exit.length_head import LengthHeads
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
-from quadriga.tune.answers import Answer
+from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.lengths import (
     QUANTILES,
     LengthData,
@@ -62,7 +62,7 @@ def data(runner: NativeRunner, tmp_path_factory: pytest.TempPathFactory) -> Leng
         found: list[int] = torch.randint(VOCAB, (count,), generator=generator).tolist()
         return found
 
-    answers = [Answer(str(i), tokens(3 + i), tokens(8 + 3 * i), True) for i in range(16)]
+    answers = [OwnAnswer(str(i), tokens(3 + i), tokens(8 + 3 * i), True) for i in range(16)]
     store = StateStore(tmp_path_factory.mktemp("states"), MODEL_HIDDEN, DEPTHS, top=0)
     store.fill(runner, answers, lambda _: None)
     return gather(store, answers, every=7)

@@ -17,7 +17,7 @@ from quadriga.training.heads import fit_folder
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.family import FAMILY, ModelShape
 from quadriga.training.tokenizer import build_tokenizer
-from quadriga.tune.answers import Answer
+from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.skipped_kv import LeastSquares, fit_maps, own_kv, unit
 from quadriga.tune.states import run_passes
 from tests.equivalence.models import make_spec
@@ -57,7 +57,7 @@ def test_the_maps_guess_better_than_the_layers_own_projections(family: str, tmp_
     runner = NativeRunner.load(make_spec(folder, exits=exits))
     g = torch.Generator().manual_seed(2)
     rows = torch.randint(VOCAB, (60, 40), generator=g).tolist()
-    answers = [Answer(str(i), row[:4], row[4:], True) for i, row in enumerate(rows)]
+    answers = [OwnAnswer(str(i), row[:4], row[4:], True) for i, row in enumerate(rows)]
     maps, unexplained = fit_maps(runner, exits, answers)
     names = {f"exits.{depth}.kv.{layer}" for depth, layer in ((1, 2), (1, 3), (2, 3))}
     assert set(unexplained) == names

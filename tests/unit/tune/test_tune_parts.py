@@ -14,12 +14,12 @@ import torch
 from quadriga.checkpoint.exits import NEVER, ExitSpec
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
-from quadriga.tune.answers import ANSWERS_FILE, Answer, read_answers
+from quadriga.tune.answers import ANSWERS_FILE, OwnAnswer, read_answers
 from quadriga.tune.distillation import shortlist
 from quadriga.tune.outcome import raw_thresholds
 from quadriga.tune.prompts import read_prompts
 from quadriga.tune.states import StateStore, run_passes
-from quadriga.tune.thresholds import Budget, Verdicts, choose, outcome
+from quadriga.tune.thresholds import QualityBudget, Verdicts, choose, outcome
 from tests.equivalence.models import make_spec
 from tests.unit.tune.models import HIDDEN, LAYERS, VOCAB, save_model
 
@@ -59,7 +59,7 @@ def test_states_are_those_of_each_sequence_alone(runner: NativeRunner) -> None:
 
 
 def test_a_store_goes_on_where_a_run_stopped(runner: NativeRunner, tmp_path: Path) -> None:
-    answers = [Answer(str(i), ids(4 + i, i), ids(3 + i, 50 + i), True) for i in range(5)]
+    answers = [OwnAnswer(str(i), ids(4 + i, i), ids(3 + i, 50 + i), True) for i in range(5)]
     whole = StateStore(tmp_path / "whole", HIDDEN, (2, LAYERS), top=4)
     whole.fill(runner, answers, lambda _: None)
     broken = StateStore(tmp_path / "broken", HIDDEN, (2, LAYERS), top=4)
@@ -139,8 +139,8 @@ def random_verdicts(count: int = 4000) -> Verdicts:
     return Verdicts((2, 5), confidence, changed, changed * rng.exponential(2.0, (2, count)))
 
 
-@pytest.mark.parametrize("budget", [Budget("changed", 0.02), Budget("loss", 0.05)])
-def test_thresholds_keep_the_budget_and_use_it(budget: Budget) -> None:
+@pytest.mark.parametrize("budget", [QualityBudget("changed", 0.02), QualityBudget("loss", 0.05)])
+def test_thresholds_keep_the_budget_and_use_it(budget: QualityBudget) -> None:
     verdicts = random_verdicts()
     found = outcome(verdicts, choose(verdicts, budget))
     assert 0.8 * budget.amount < found[budget.measure] <= budget.amount
@@ -150,7 +150,7 @@ def test_thresholds_keep_the_budget_and_use_it(budget: Budget) -> None:
 
 def test_no_budget_lets_nothing_leave_that_is_wrong() -> None:
     verdicts = random_verdicts()
-    found = outcome(verdicts, choose(verdicts, Budget("changed", 0.0)))
+    found = outcome(verdicts, choose(verdicts, QualityBudget("changed", 0.0)))
     assert found["changed"] == 0
 
 

@@ -22,7 +22,7 @@ from quadriga.llm import LLM
 from quadriga.tune.cli import main
 from quadriga.tune.distillation import DistillOptions
 from quadriga.tune.exit_heads import TunedKind
-from quadriga.tune.thresholds import Budget
+from quadriga.tune.thresholds import QualityBudget
 from quadriga.tune.tuning import TuneOptions, tune
 from tests.unit.tune.models import LAYERS, save_model
 
@@ -50,7 +50,7 @@ def options(model: Path, out: Path, kind: TunedKind = "mlp") -> TuneOptions:
         prompts=PROMPTS,
         layers=(1, 3),
         distill=DistillOptions(kind, width=16, epochs=8, batch_tokens=32, rate=1e-2),
-        budget=Budget("changed", 0.6),
+        budget=QualityBudget("changed", 0.6),
         held_back=("story",),
         max_tokens=10,
         slots=8,
