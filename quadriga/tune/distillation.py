@@ -217,7 +217,8 @@ def shortlist(ids: Tensor, vocab: int, seed: int) -> tuple[Tensor | None, Tensor
     """
     if vocab <= SHORTLIST_FROM:
         return None, ids, None
-    best, places = torch.unique(ids, return_inverse=True)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = ids.unique(return_inverse=True)
+    best, places = found
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(vocab, (RANDOM_SHARE,), generator=generator).to(ids.device).unique()
     others = drawn[~torch.isin(drawn, best)]
