@@ -26,7 +26,7 @@ class Grammar:
     text: str
 
     @classmethod
-    def json_schema(cls, schema: dict[str, Any] | bool | str) -> Grammar:
+    def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
         """JSON that a schema allows; given as a dictionary or as JSON text."""
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 

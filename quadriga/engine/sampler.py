@@ -1,9 +1,10 @@
 """From logits to tokens: penalties, bans, truncation, and seeded draws; batched.
 
 Order of operations, per row: logit bias → bans (min_tokens) → repetition penalty → frequency and
-presence penalties → what its grammar does not allow; that is the *processed* distribution, which logprobs report. Then temperature →
-min-p → top-k → top-p → draw. A draw walks the cumulative distribution in vocabulary order with one
-counter-based uniform, so it depends on the row alone, not on the batch around it.
+presence penalties → what its grammar does not allow; that is the *processed* distribution, which
+logprobs report. Then temperature → min-p → top-k → top-p → draw. A draw walks the cumulative
+distribution in vocabulary order with one counter-based uniform, so it depends on the row alone, not
+on the batch around it.
 """
 
 from __future__ import annotations
@@ -197,7 +198,9 @@ def token_logprobs(
         return [TokenLogprob(t, lp) for t, lp in zip(token_ids, own, strict=True)]
     best = torch.topk(logprobs, min(num_top, logprobs.shape[-1]), dim=-1)
     return [
-        TokenLogprob(t, lp, tuple((i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf))
+        TokenLogprob(
+            t, lp, tuple((i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf)
+        )
         for t, lp, ids, values in zip(
             token_ids, own, best.indices.tolist(), best.values.tolist(), strict=True
         )

@@ -164,7 +164,11 @@ class GrammarMatcher:
 
 
 def grammar_source(grammar: Grammar) -> str:
-    """A grammar in llguidance's own form; whether it is one shows when it is compiled."""
+    """A grammar in llguidance's own form; most mistakes show only when that is compiled.
+
+    Raises:
+        InvalidRequest: It cannot even be written so.
+    """
     if grammar.kind == "json_schema":
         try:
             return str(
@@ -173,13 +177,15 @@ def grammar_source(grammar: Grammar) -> str:
                 )
             )
         except ValueError as exc:
-            raise InvalidRequest(f"the schema is not JSON: {exc}") from exc
+            raise InvalidRequest(
+                f"the schema cannot be read: {exc}", code="invalid_grammar"
+            ) from exc
     if grammar.kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(grammar.text))
     try:
         return str(llguidance.grammar_from("grammar", grammar.text))
     except ValueError as exc:
-        raise InvalidRequest(f"the grammar cannot be read: {exc}") from exc
+        raise InvalidRequest(f"the grammar cannot be read: {exc}", code="invalid_grammar") from exc
 
 
 def grammars_of(checkpoint: Checkpoint) -> TokenGrammars:

@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import time
 
 from quadriga.core.grammar import Grammar
 from quadriga.errors import InvalidRequest
@@ -24,6 +25,9 @@ MEMORY_BYTES = 3 << 30
 """Of address space, of which a vocabulary of 128,000 tokens takes less than half."""
 TRIED_TOKENS = 8
 """An answer's first tokens: most grammars that need too much work for a token fail within them."""
+
+TOKEN_LIMIT_S = 0.5
+"""All answers of a batch wait while one's next tokens are looked for."""
 
 
 def main() -> None:
@@ -49,9 +53,14 @@ def fault(grammars: TokenGrammars, grammar: Grammar) -> str:
         return exc.message
     matcher, said = grammars.matcher(grammar), list[int]()
     for _ in range(TRIED_TOKENS):
+        began_s = time.monotonic()
         allowed = (~matcher.banned_after(said)).nonzero()[0]
-        if matcher.failure:
-            return matcher.failure
+        took_s = time.monotonic() - began_s
+        if matcher.failure or took_s > TOKEN_LIMIT_S:
+            return matcher.failure or (
+                f"it takes {took_s:.1f} s for a token, above the limit of {TOKEN_LIMIT_S} s; make "
+                "it simpler"
+            )
         said.append(int(allowed[-1]))
         if said[-1] in grammars.end_ids:
             break

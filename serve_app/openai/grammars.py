@@ -84,7 +84,7 @@ def _forms(given: dict[str, Any], place: str) -> list[tuple[Grammar, str]]:
     for name, value in given.items():
         field = f"{place}{name}"
         if name == "json":
-            if not isinstance(value, dict | str | bool):
+            if not isinstance(value, dict | str):
                 raise InvalidRequest(
                     f"{field}: must be a JSON schema, as an object or as text, got {shown(value)}",
                     param=field,
