@@ -162,6 +162,14 @@ class DecodeConfig(Section):
         "grows; where memory fills, some are paused to host memory; longest: it reserves "
         "all it can grow to, fewer fit, and nobody is ever paused.",
     )
+    nice: int = Field(
+        10,
+        ge=0,
+        le=19,
+        description="On CPUs the decode engine yields this much (Unix niceness) to processes of "
+        "its machine that also want its cores: prompts are read first, and first tokens come "
+        "sooner. With a core for each it changes nothing; 0: it never yields.",
+    )
     pace: str | None = Field(
         None, description="Pad each step to a modelled device time: a profile's name."
     )
