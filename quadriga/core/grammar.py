@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-GrammarKind = Literal["json_schema", "regex", "lark"]
+GrammarKind = Literal["json_schema", "regex", "lark", "ebnf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class Grammar:
     Equal grammars are compiled once in each process; see `quadriga.text.grammar`.
 
     Attributes:
-        kind: `json_schema`, `regex` (Rust's syntax, the whole answer must match), or `lark`, with
-            llguidance's extensions; `lark` reads GBNF as well.
+        kind: `json_schema`, `regex` (Rust's syntax, the whole answer must match), `lark` (with
+            llguidance's extensions), or `ebnf`, where GBNF is recognised and turned into Lark.
         text: The schema as JSON, the expression, or the rules.
     """
 
@@ -46,6 +46,6 @@ class Grammar:
         return cls("lark", f"start: {' | '.join(json.dumps(t, ensure_ascii=False) for t in texts)}")
 
     @classmethod
-    def lark(cls, rules: str) -> Grammar:
+    def ebnf(cls, rules: str) -> Grammar:
         """Text that a context-free grammar derives, in Lark's syntax or as GBNF."""
-        return cls("lark", rules)
+        return cls("ebnf", rules)

@@ -182,6 +182,8 @@ def grammar_source(grammar: Grammar) -> str:
             ) from exc
     if grammar.kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "lark":
+        return str(llguidance.LLMatcher.grammar_from_lark(grammar.text))
     try:
         return str(llguidance.grammar_from("grammar", grammar.text))
     except ValueError as exc:

@@ -97,7 +97,7 @@ def _forms(given: dict[str, Any], place: str) -> list[tuple[Grammar, str]]:
                 raise InvalidRequest(f"{field}: needs at least one text", param=field)
             found.append((Grammar.choice(value), field))
         elif name == "grammar":
-            found.append((Grammar.lark(value), field))
+            found.append((Grammar.ebnf(value), field))
         else:
             found.append((Grammar.json_object(), field))
     return found

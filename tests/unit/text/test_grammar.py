@@ -51,8 +51,8 @@ def is_in(grammar: Grammar, text: str) -> bool:
         (Grammar.json_object(), '{"a": [1, {"b": null}]}', "[1]"),
         (Grammar.regex(r"[0-9]{3}-[a-z]+"), "123-abc", "123-abc!"),
         (Grammar.choice(["yes", 'a "b"\n', "ü"]), 'a "b"\n', "ye"),
-        (Grammar.lark('start: "a" b*\nb: "b" | "c"'), "abcb", "aba"),
-        (Grammar.lark('root ::= "x" [0-9]+'), "x12", "x"),
+        (Grammar.ebnf('start: "a" b*\nb: "b" | "c"'), "abcb", "aba"),
+        (Grammar.ebnf('root ::= "x" [0-9]+'), "x12", "x"),
     ],
 )
 def test_a_text_is_inside_or_outside(grammar: Grammar, inside: str, outside: str) -> None:
@@ -110,7 +110,7 @@ def test_accept_and_rollback() -> None:
         (Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (Grammar.json_schema({"enum": [1], "type": "string"}), "nsatisfiable"),
         (Grammar.json_schema('{"items":' * 3000 + "{}" + "}" * 3000), "recursion"),
-        (Grammar.lark("start: unknown"), "unknown"),
+        (Grammar.ebnf("start: unknown"), "unknown"),
     ],
 )
 def test_what_is_no_grammar_is_refused(grammar: Grammar, reason: str) -> None:
