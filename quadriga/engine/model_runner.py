@@ -258,7 +258,8 @@ class NativeRunner:
         x = self._pass(rows, samplers, first, stop)
         depth = self.model.ends[stop - 1]
         self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
-        return self._exit.confidences(self.spec.exits.criterion)
+        exits = self.spec.exits
+        return exits.calibrated(depth, self._exit.confidences(exits.criterion))
 
     @torch.inference_mode()
     def emit(self, rows: Sequence[int]) -> list[SampledToken]:
