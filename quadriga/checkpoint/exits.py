@@ -15,7 +15,7 @@ from quadriga.errors import ConfigError, InvalidRequest
 
 ExitKind = Literal["shared", "norm", "head"]
 Criterion = Literal["margin", "top"]
-ExitPolicy = Literal["bounded", "strict"]
+ExitPolicy = Literal["lossless", "bounded", "strict", "off"]
 SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
 ExitUse = Literal["tested", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"]
 """Whether tokens may leave at an exit of a replica now, and if not, why.
@@ -73,7 +73,8 @@ class ExitParams:
     Attributes:
         threshold: In [0, 1]; 1 is the full model.
         policy: `bounded` lets tokens leave the deepest exit there is below the threshold, and
-            counts them; `strict` forbids it.
+            counts them; `strict` forbids it. `lossless` lets none leave early: the first exit
+            drafts, and the whole model verifies. `off` neither leaves early nor drafts.
         max_depth: Run no token deeper than this many layers; 0 is no limit.
         sla_tbt_s: Longest time between two tokens that rebatching may plan for; 0 is the
             replica's default.
@@ -83,6 +84,11 @@ class ExitParams:
     policy: ExitPolicy = "strict"
     max_depth: int = 0
     sla_tbt_s: float = 0.0
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether it may not do with fewer layers than it asks for."""
+        return self.policy in ("strict", "lossless")
 
 
 def read_exit_params(
@@ -147,6 +153,8 @@ class ExitCounters:
         buffered: Tokens that went through a buffer.
         filled_tokens: Positions × segments whose skipped KV was filled in for a deeper pass.
         copied_bytes: Hidden states moved for buffers and for later fills.
+        drafted, accepted: Tokens that were drafted and verified; of these, those that agreed.
+        verified: Passes that verified drafts.
     """
 
     tokens: dict[int, int] = field(default_factory=dict)
@@ -164,6 +172,9 @@ class ExitCounters:
     buffered: int = 0
     filled_tokens: int = 0
     copied_bytes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    verified: int = 0
 
     def copy(self) -> ExitCounters:
         """A snapshot for other threads."""
