@@ -16,6 +16,8 @@ from quadriga.errors import ConfigError, InvalidRequest
 ExitKind = Literal["shared", "norm", "head"]
 Criterion = Literal["margin", "top"]
 ExitPolicy = Literal["lossless", "bounded", "strict", "off"]
+ExitMode = Literal["lossless", "bounded", "off"]
+"""What requests that ask for nothing else get; see `ExitParams.policy`."""
 SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
 ExitUse = Literal["tested", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"]
 """Whether tokens may leave at an exit of a replica now, and if not, why.
@@ -53,6 +55,7 @@ class ExitSpec:
         threshold: Default for requests that name none; 1 never leaves early.
         replay_newest: Where KV of skipped layers is made up by a map, run the newest so many of the
             skipped positions through the layers instead.
+        mode: For requests that ask for nothing of the exits.
     """
 
     layers: tuple[int, ...] = ()
@@ -60,6 +63,7 @@ class ExitSpec:
     criterion: Criterion = "top"
     threshold: float = DEFAULT_THRESHOLD
     replay_newest: int = 0
+    mode: ExitMode = "bounded"
 
     def cut(self, depth: int) -> ExitSpec:
         """The exits that are left where only `depth` layers are loaded."""
@@ -92,18 +96,25 @@ class ExitParams:
 
 
 def read_exit_params(
-    asked: ExitParams | None, exits: ExitSpec, model: str, *, depth: int, full: int
+    asked: ExitParams | None,
+    exits: ExitSpec,
+    model: str,
+    *,
+    depth: int,
+    full: int,
+    sla_tbt_s: float = 0.0,
 ) -> ExitParams:
     """Return what a request asks of a model's exits, if it can be had.
 
     Args:
-        asked: None: the model's own threshold, `bounded`.
+        asked: None: what the model's mode says.
         exits: Those in use.
         depth: Layers that are loaded, of `full`.
+        sla_tbt_s: Of a request that asks for nothing else.
 
     Raises:
-        InvalidRequest: There are no exits, no token can leave at `max_depth`, or `strict` cannot
-            be kept.
+        InvalidRequest: There are no exits, no token can leave at `max_depth`, or `strict` or
+            `lossless` cannot be kept.
     """
     if not exits.layers:
         if asked is not None and (asked.threshold < NEVER or asked.max_depth):
@@ -111,7 +122,7 @@ def read_exit_params(
                 f"exits: {model} has no early exits here; leave it out", param="exits"
             )
         return FULL_DEPTH
-    params = asked or ExitParams(exits.threshold, "bounded")
+    params = asked or _default_params(exits, depth, full, sla_tbt_s)
     if params.max_depth and not exits.layers[0] <= params.max_depth <= full:
         raise InvalidRequest(
             f"max_depth: {params.max_depth} must be in {exits.layers[0]}..{full}; {model} can be "
@@ -119,14 +130,35 @@ def read_exit_params(
             param="max_depth",
         )
     limit = params.max_depth or depth
+    what = "max_depth" if params.max_depth else "this deployment"
+    if params.policy == "lossless" and limit < full:
+        raise InvalidRequest(
+            f"exit_policy: 'lossless' answers as the whole model does, but {what} ends at {limit} "
+            f"of {full} layers; use 'bounded'",
+            param="exit_policy",
+        )
+    if params.policy in ("lossless", "off") and params.threshold < NEVER:
+        raise InvalidRequest(
+            f"exit_threshold: {params.threshold} lets tokens leave early, which '{params.policy}' "
+            "forbids; leave one of both out",
+            param="exit_threshold",
+        )
     if params.policy == "strict" and params.threshold < NEVER and limit < full:
-        what = "max_depth" if params.max_depth else "this deployment"
         raise InvalidRequest(
             f"exit_policy: 'strict' lets no token leave below its threshold, but {what} ends "
             f"at {limit} of {full} layers; use 'bounded'",
             param="exit_policy",
         )
     return params
+
+
+def _default_params(exits: ExitSpec, depth: int, full: int, sla_tbt_s: float) -> ExitParams:
+    """What a request gets that asks for nothing; fewer layers than there are lose in any case."""
+    if exits.mode == "off":
+        return ExitParams(NEVER, "off", 0, sla_tbt_s)
+    if exits.mode == "lossless" and depth == full:
+        return ExitParams(NEVER, "lossless", 0, sla_tbt_s)
+    return ExitParams(exits.threshold, "bounded", 0, sla_tbt_s)
 
 
 NO_EXITS = ExitSpec()

@@ -1,21 +1,16 @@
 """When the first exit drafts tokens for a batch, which rows go on, and when they are verified.
 
 Rows that must not lose anything can still gain by an exit: the first segment and its head draft
-tokens, and one pass through the other segments verifies all drafts of all rows. With
+tokens, and one pass through the other segments verifies all drafts of all rows. Two decisions:
 
-    c_d(n)  a pass of n rows through the first segment and its head,
-    c_v(n)  a pass of n positions through the other segments and the last head,
-    c_f(n)  a pass of n rows through everything,
-
-a full pass yields n tokens for c_f(n); a draft makes the second part of the work larger and rarer.
-Two decisions, both by measured times:
-
-- *Whether to draft at all* for N rows: the throughput of the best number of drafting passes, with
-  the shares of rows that go on and of drafts that agree as they were of late, against N / c_f(N).
-- *Whether to draft on*: a further pass over the rows whose drafts all agree so far with
-  probability s is worth Σ s tokens. At the throughput λ there is, a token is worth 1/λ seconds, so
-  it pays where Σ s / λ > c_d(n) + c_v(P + n) − c_v(P), with P positions to be verified anyway. Rows
-  that do not pay for themselves stay behind first.
+- *Whether to draft at all*: by what a token took of late, with drafts and without, for about so
+  many rows. Both are tried at first, and the worse one again now and then, as far as that costs
+  little. Measured, not forecast: a segment that runs again and again finds its weights in a cache.
+- *Whether to draft on*. With c_d(n) for n rows through the first segment and its head, and c_v(n)
+  for n positions through the others, a further pass over rows whose drafts all agree so far with
+  probability s is worth Σ s tokens. A token is worth the v seconds that it takes at best. So it
+  pays where v · Σ s > c_d(n) + c_v(P + n) − c_v(P), with P positions to be verified anyway. Rows
+  that do not pay for themselves stay behind.
 
 How often a draft agrees is learnt by the confidence with which it was made, for greedy and for
 drawn tokens apart.
@@ -29,10 +24,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from math import log2
 
-from quadriga.interfaces import MAX_DRAFTED
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.policies.rebatching import Range
 
@@ -40,9 +35,9 @@ _EDGES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.96, 0.99, 0.998)  # of confidence
 _PRIORS = (0.1, 0.3, 0.5, 0.7, 0.85, 0.9, 0.96, 0.98, 0.99)  # how often a draft agrees
 _PRIOR_WEIGHT = 8.0  # tokens
 _RATE = 0.01  # a token, of the moving averages
-_GAIN = 1.01  # factor by which drafting must beat full passes
+_TRIALS = 4  # rounds of each kind, before it is believed what a token takes
+_EXPLORE_SHARE = 0.005  # of the time, that rounds of the worse kind may lose
 _REFRESH = 32  # passes for which forecasts are kept
-_EXPLORE_EVERY = 256  # full passes between two drafts that are made to learn
 _LONGEST_OVERHEAD_S = 2e-3  # between two passes; beyond it the replica was idle or disturbed
 
 
@@ -66,12 +61,64 @@ class DraftChoice:
     least: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Forecast:
-    """What N rows may yield, in tokens per second."""
+@dataclass(slots=True)
+class _Kind:
+    """What a token took in rounds of one kind.
 
-    full: float
-    drafting: float
+    Attributes:
+        rounds: So many were measured.
+    """
+
+    token_s: float = 0.0
+    rounds: int = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A round took so long. One that was disturbed counts as one that was a little."""
+        each_s = seconds / tokens
+        if self.rounds >= _TRIALS:
+            each_s = min(each_s, 2.0 * self.token_s)
+        self.rounds += 1
+        self.token_s += max(0.05, 1.0 / self.rounds) * (each_s - self.token_s)
+
+
+@dataclass(slots=True)
+class _Regime:
+    """Both kinds of rounds, for about so many rows.
+
+    Attributes:
+        budget_s: What may be lost by rounds of the worse kind.
+    """
+
+    full: _Kind = field(default_factory=_Kind)
+    drafting: _Kind = field(default_factory=_Kind)
+    budget_s: float = 0.0
+
+    def drafts(self) -> bool:
+        """Whether the next round drafts."""
+        full, drafting = self.full, self.drafting
+        if min(full.rounds, drafting.rounds) < _TRIALS:
+            return drafting.rounds <= full.rounds
+        return (drafting.token_s < full.token_s) is not self.explores()
+
+    def explores(self) -> bool:
+        """Whether the next round is of the worse kind."""
+        return self.budget_s > 0.0
+
+    def add(self, tokens: int, seconds: float, *, drafted: bool) -> None:
+        """A round gave so many tokens."""
+        kind = self.drafting if drafted else self.full
+        kind.add(tokens, seconds)
+        other = self.full if drafted else self.drafting
+        if not other.rounds or kind.token_s <= other.token_s:
+            self.budget_s += _EXPLORE_SHARE * seconds
+        else:
+            self.budget_s -= tokens * (kind.token_s - other.token_s)
+
+    @property
+    def token_s(self) -> float:
+        """What a token takes at best; 0 where that is not known yet."""
+        known = [k.token_s for k in (self.full, self.drafting) if k.rounds]
+        return min(known, default=0.0)
 
 
 class Drafter:
@@ -87,14 +134,12 @@ class Drafter:
         self.overhead_s = overhead_s
         self._agrees = [list(_PRIORS), list(_PRIORS)]
         self._seen = [[_PRIOR_WEIGHT] * len(_PRIORS) for _ in range(2)]
-        self._goes_on = 0.8  # share of the drafting rows that draft once more
-        self._stands = 0.95  # share of the verified drafts that agree
+        self._regimes: dict[int, _Regime] = {}
+        self._round_s = 0.0  # of the round under way
         self._tokens_each = 0.0
-        self._forecasts: dict[int, _Forecast] = {}
         self._draft_s: dict[int, float] = {}
         self._verify_s: dict[int, float] = {}
         self._until_refresh = 0
-        self._until_explore = _EXPLORE_EVERY
         self._idle_since_s: float | None = None
         self._pass_from_s = 0.0
 
@@ -102,7 +147,6 @@ class Drafter:
         """The policy over the costs of other segments, the first of which is the same."""
         other = Drafter(costs, self.overhead_s)
         other._agrees, other._seen = self._agrees, self._seen
-        other._goes_on, other._stands = self._goes_on, self._stands
         return other
 
     def choose(
@@ -126,40 +170,30 @@ class Drafter:
             budget_s: Time until the most urgent of them should have its token.
         """
         self._begin(now_s, num_tokens / (fresh + pending))
-        forecast = self._forecast(fresh + pending)
+        regime = self._regime(fresh + pending)
         if not pending:
-            return DraftChoice(self._first(fresh, forecast, budget_s))
+            least_s = self._drafts_s(fresh) + self._verified_s(fresh)
+            drafts = least_s <= budget_s and regime.drafts()
+            return DraftChoice(DraftAction.DRAFT if drafts else DraftAction.FULL)
+        value_s = regime.token_s or self._full_s(fresh + pending)
         going = sorted(survivals, reverse=True)
-        value_s = 1.0 / max(forecast.full, forecast.drafting)
-        least = self._least(fresh, positions, going, value_s)
+        least = self._least(fresh, positions, len(going), value_s)
         while going and going[-1] < least:
             going.pop()
         count = fresh + len(going)
         if not count:
             return DraftChoice(DraftAction.VERIFY)
-        more_s = self._drafts_s(count) + self._verified_s(positions + count)
-        if more_s > budget_s or (
-            (fresh + sum(going)) * value_s <= more_s - self._verified_s(positions)
-        ):
+        pass_s, then_s = self._drafts_s(count), self._verified_s(positions + count)
+        is_late = pass_s + then_s > budget_s
+        worth_s = (fresh + sum(going)) * value_s
+        if is_late or worth_s <= pass_s + then_s - self._verified_s(positions):
             return DraftChoice(DraftAction.VERIFY)
         return DraftChoice(DraftAction.DRAFT, least)
 
-    def _first(self, fresh: int, forecast: _Forecast, budget_s: float) -> DraftAction:
-        """Whether rows that all have a new token begin to draft."""
-        if self._drafts_s(fresh) + self._verified_s(fresh) > budget_s:
-            return DraftAction.FULL
-        if forecast.drafting > _GAIN * forecast.full:
-            return DraftAction.DRAFT
-        self._until_explore -= 1
-        if self._until_explore > 0:
-            return DraftAction.FULL
-        self._until_explore = _EXPLORE_EVERY
-        return DraftAction.DRAFT
-
-    def _least(self, fresh: int, positions: int, going: Sequence[float], value_s: float) -> float:
-        """The probability below which a row costs more than it brings: half of them are compared
-        with all."""
-        count = fresh + len(going)
+    def _least(self, fresh: int, positions: int, going: int, value_s: float) -> float:
+        """The probability below which a row costs more than it brings: what half of the rows cost
+        more than the other half."""
+        count = fresh + going
         half = count // 2
         if not half or not going:
             return 0.0
@@ -189,20 +223,33 @@ class Drafter:
             self._seen[kind][bucket] += 1.0
             rate = max(_RATE, 1.0 / self._seen[kind][bucket])
             self._agrees[kind][bucket] += rate * (agreed - self._agrees[kind][bucket])
-            self._stands += _RATE * (agreed - self._stands)
-
-    def drafted(self, count: int, num_sure: int) -> None:
-        """A pass drafted for `count` rows; so many of the drafts are likely to agree."""
-        self._goes_on += min(0.2, _RATE * count) * (num_sure / count - self._goes_on)
 
     def observe(
-        self, ran: Range, positions: int, num_tokens: int, seconds: float, filled: int = 0
+        self,
+        ran: Range,
+        positions: int,
+        num_tokens: int,
+        seconds: float,
+        filled: int = 0,
     ) -> None:
         """A pass over so many positions drafted, or verified."""
         self.costs.observe(
             ran.first, ran.stop, positions, num_tokens, seconds, tests=ran.tests, filled=filled
         )
+        self.spent(seconds)
+
+    def spent(self, seconds: float) -> None:
+        """A pass of a round took so long."""
+        self._round_s += seconds + self.overhead_s
         self._idle_since_s = self._pass_from_s + seconds
+
+    def ended(self, rows: int, tokens: int, *, drafted: bool) -> None:
+        """A round over so many rows gave so many tokens."""
+        self._regime(rows).add(tokens, self._round_s, drafted=drafted)
+        self._round_s = 0.0
+
+    def _regime(self, rows: int) -> _Regime:
+        return self._regimes.setdefault(round(2.0 * log2(rows)), _Regime())
 
     def _begin(self, now_s: float, tokens_each: float) -> None:
         """Learn what a pass costs beside the runner's time; let old forecasts go."""
@@ -216,30 +263,14 @@ class Drafter:
         if self._until_refresh < 0:
             self._until_refresh = _REFRESH
             self._tokens_each = tokens_each
-            self._forecasts.clear()
             self._draft_s.clear()
             self._verify_s.clear()
 
-    def _forecast(self, rows: int) -> _Forecast:
-        found = self._forecasts.get(rows)
-        if found is None:
-            found = self._forecasts[rows] = self._make_forecast(rows)
-        return found
-
-    def _make_forecast(self, rows: int) -> _Forecast:
-        """Rows in a steady state: `_goes_on` of them draft once more, `_stands` of drafts agree."""
-        num_tokens = rows * self._tokens_each
-        full_s = self.costs.forecast_s(0, self.costs.num_segments, rows, num_tokens, tests=False)
-        best, drafting_s, tokens, positions, stands = 0.0, 0.0, 0.0, 0.0, 1.0
-        running = float(rows)
-        for _ in range(MAX_DRAFTED + 1):
-            drafting_s += self._drafts_s(max(1, round(running)))
-            positions += running
-            tokens += running * stands
-            best = max(best, tokens / (drafting_s + self._verified_s(round(positions))))
-            running *= self._goes_on
-            stands *= self._stands
-        return _Forecast(rows / (full_s + self.overhead_s), best)
+    def _full_s(self, rows: int) -> float:
+        """What a token takes in a full pass, by forecast."""
+        costs, tokens = self.costs, rows * self._tokens_each
+        seconds = costs.forecast_s(0, costs.num_segments, rows, tokens, tests=False)
+        return (seconds + self.overhead_s) / rows
 
     def _drafts_s(self, count: int) -> float:
         seconds = self._draft_s.get(count)

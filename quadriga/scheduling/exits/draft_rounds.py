@@ -23,15 +23,13 @@ from quadriga.scheduling.decode_batch import DecodeBatch, summary
 from quadriga.scheduling.exits.judging import Group
 from quadriga.scheduling.sequence import RunningSequence
 
-_SURE = 0.5  # a draft that agrees with this probability is likely to be gone on from
-
 
 class DraftRounds:
     """Who drafts, who verifies, and what is noted of it."""
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
-        self._left_drafts = False  # the last pass left drafts behind
+        self._num_left = 0  # passes since those with drafts last took part in one
 
     @property
     def runner(self) -> DraftingRunner:
@@ -61,8 +59,8 @@ class DraftRounds:
         """The next range, and who runs it.
 
         Alone, those that draft do what is best for them. Beside others, whose passes the rebatching
-        policy chooses, they draft with those that run the first segment, and verify with those that
-        run all the others; drafts that a pass leaves behind are verified by the next.
+        policy chooses, they draft with those that run the first segment, and may be verified with
+        those that run all the others; they do not wait for that longer than a token takes.
         """
         batch, now_s, last = self._batch, self._batch.clock.now_s(), len(self._batch.ends)
         fresh = [s for s in groups[0] if s.drafts]
@@ -77,11 +75,9 @@ class DraftRounds:
                 return Range(0, 1), fresh + going
             return Range(0, last, tests=False), fresh
         others = [s for s in groups[1] if not s.drafts]
-        # Passes over rows that leave before the end are cut short.
-        together = pending if batch.num_limited else groups[1]
-        if pending and (self._left_drafts or choice.action is DraftAction.VERIFY):
-            self._left_drafts = False
-            return Range(1, last, tests=False), together
+        if pending and (self._num_left >= last or choice.action is DraftAction.VERIFY):
+            self._num_left = 0
+            return Range(1, last, tests=False), pending
         front = Waiting(len(groups[0]), sum([s.num_tokens for s in groups[0]]))
         waiting = [summary(group) for group in (others, *groups[2:])]
         ran = batch.rebatcher.choose(front, waiting, now_s)
@@ -89,9 +85,9 @@ class DraftRounds:
         if (ran.first, ran.stop) == (0, 1):
             group = group + going
         elif ran.first == 1 and (ran.stop < last or batch.num_limited):
-            group = others
+            group = others  # what is limited cuts the pass short
         went_on = (ran.first, ran.stop) == (0, 1) or group is groups[1]
-        self._left_drafts = bool(pending) and not went_on
+        self._num_left = 0 if went_on or not pending else self._num_left + 1
         return ran, group
 
     def _decide(self, fresh: Group, pending: Group, now_s: float) -> DraftChoice:
@@ -111,7 +107,7 @@ class DraftRounds:
     def draft(self, drafting: Group, confidences: Iterable[float]) -> None:
         """Sequences were run to the first exit: let its choices be drafts."""
         tokens = self.runner.draft([s.row for s in drafting])
-        now_s, num_sure = self._batch.clock.now_s(), 0
+        now_s = self._batch.clock.now_s()
         for sequence, token_id, confidence in zip(drafting, tokens, confidences, strict=True):
             if sequence.next_segment:
                 sequence.num_drafted += 1
@@ -122,8 +118,6 @@ class DraftRounds:
             mark, chance = self._batch.drafter.judge(confidence, is_drawn=is_drawn)
             sequence.draft_marks.append(mark)
             sequence.survival *= chance if _may_run(sequence, token_id) else 0.0
-            num_sure += chance >= _SURE and sequence.survival > 0.0
-        self._batch.drafter.drafted(len(drafting), num_sure)
 
     def verified(self, drafting: Group, group: Group, tokens: list[list[SampledToken]]) -> None:
         """A group's drafts were verified, and gave these tokens."""
@@ -135,6 +129,7 @@ class DraftRounds:
                 counters.drafted += sequence.num_drafted
                 counters.accepted += num_agreed
                 batch.drafter.verified(sequence.draft_marks[: sequence.num_drafted], num_agreed)
+        batch.drafter.ended(len(group), sum(map(len, tokens)), drafted=True)
         for sequence in drafting:
             sequence.draft_marks, sequence.num_drafted, sequence.survival = [], 0, 0.0
 
