@@ -502,7 +502,7 @@ class DecodeLoop:
         if not decoding:
             return "idle"
         if all(s.min_confidence == math.inf for s in decoding):
-            return "full_depth_asked"
+            return "drafts" if self.batch.num_drafting and layer == ends[0] else "full_depth_asked"
         return "tested" if self.batch.rebatcher.tests(ends.index(layer)) else "not_worth_it"
 
     @property

@@ -21,7 +21,16 @@ from quadriga.policies.drafting import DraftAction, DraftChoice, Drafter
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.colocated import ColocatedLoop
 from tests.equivalence.models import build, make_spec, make_state, save
+from tests.equivalence.moving import Member
 from tests.equivalence.paged import assert_no_page_is_held, load_on_pages
+from tests.equivalence.test_migrated import (
+    GREEDY,
+    SEEDED,
+    Traffic,
+    assert_same,
+    sequences,
+    undisturbed,
+)
 
 FAMILIES = ("llama", "mistral-window", "qwen2-some-windows", "qwen3", "opt-pre-norm")
 FULL = ExitParams(1.0, "off")
@@ -263,6 +272,66 @@ def test_where_memory_is_scarce(agreeing: NativeRunner) -> None:
     wanted = run(make_loop(agreeing), states(lambda i: FULL))
     assert tokens_of(got) == tokens_of(wanted)
     assert loop.decode.counters.accepted > 0
+
+
+def members(path: Path, count: int) -> list[Member]:
+    made = [Member(spec_of(path), rebatches=True) for _ in range(count)]
+    for seed, member in enumerate(made):
+        member.loop.batch.drafter = RandomDrafter(member.loop.batch.rebatcher.costs, seed)
+    return made
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_moved_in_the_middle_of_a_draft(checkpoint: Path, sampled: bool) -> None:
+    """Drafts stay behind, and so does nothing else: what moves is the token that waits."""
+
+    def made(exits: ExitParams) -> list[SequenceState]:
+        extras = SEEDED if sampled else GREEDY
+        return [replace(s, exits=exits) for s in sequences(6, 40, **extras)]
+
+    wanted = undisturbed(members(checkpoint, 1)[0], made(FULL))
+    replicas = members(checkpoint, 3)
+    traffic = Traffic(replicas, made(LOSSLESS), Random(3), pauses=0.05)
+    assert_same(traffic.run(), wanted)
+    assert traffic.moves > 15 and traffic.waited > 3
+    assert sum(m.loop.counters.accepted for m in replicas) > 0
+
+
+def test_rebuilt_after_its_replica_was_lost(agreeing: NativeRunner) -> None:
+    """All that is known of a sequence is what was emitted for it; that has no drafts."""
+    wanted = states(lambda i: FULL, 24)
+    run(make_loop(agreeing), wanted)
+    todo, random = states(lambda i: LOSSLESS, 24), Random(5)
+    done: dict[str, SequenceState] = {}
+    num_lost = 0
+    while todo:
+        loop = make_loop(agreeing, random.randrange(99))
+        for state in todo:
+            loop.submit(state)
+        lost_at, steps, ended = random.randint(20, 60), 0, set[str]()
+        while loop.has_work and steps < lost_at:
+            ended |= {o.sequence_id for o in loop.step() if o.finish is not None}
+            steps += 1
+        num_lost += sum(s.num_drafted > 0 for s in loop.decode.batch.decoding)
+        done |= {s.sequence_id: s for s in todo if s.sequence_id in ended}
+        todo = [s for s in todo if s.sequence_id not in ended]
+        for state in todo:
+            loop.release(state.sequence_id)
+    assert num_lost > 5, "replicas were lost in the middle of drafts"
+    assert [done[s.sequence_id].output_ids for s in wanted] == [s.output_ids for s in wanted]
+
+
+def test_layers_do_not_go_while_answers_need_them(checkpoint: Path) -> None:
+    member = members(checkpoint, 1)[0]
+    made = [replace(s, exits=LOSSLESS) for s in sequences(3, 20)]
+    for state in made:
+        member.begin(state)
+    member.loop.step()
+    assert member.loop.drop_to(1).blocked_by == [s.sequence_id for s in made]
+    while member.loop.has_work:
+        member.loop.step()
+    wanted = [replace(s, exits=FULL) for s in sequences(3, 20)]
+    assert_same(made, undisturbed(members(checkpoint, 1)[0], wanted))
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
