@@ -19,14 +19,16 @@ ExitPolicy = Literal["lossless", "bounded", "strict", "off"]
 ExitMode = Literal["lossless", "bounded", "off"]
 """What requests that ask for nothing else get; see `ExitParams.policy`."""
 SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
-ExitUse = Literal["tested", "drafts", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"]
+ExitUse = Literal[
+    "tested", "drafts", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"
+]
 """Whether tokens may leave at an exit of a replica now, and if not, why.
 
 `tested`: those that are sure enough leave. `drafts`: none leaves, and the exit drafts for requests
-that want the whole model's answer, where that is faster. `not_worth_it`: the rebatching policy expects more
-tokens/s without it. `full_depth_asked`: every running request asks for threshold 1. `not_loaded`:
-it is not above the layers that are loaded. `off`: the configuration uses no exits. `idle`: nothing
-has run yet.
+that want the whole model's answer, where that is faster. `not_worth_it`: the rebatching policy
+expects more tokens/s without it. `full_depth_asked`: every running request asks for threshold 1.
+`not_loaded`: it is not above the layers that are loaded. `off`: the configuration uses no exits.
+`idle`: nothing has run here yet.
 """
 
 EXITS_FILE = "exits.json"

@@ -62,7 +62,7 @@ class DraftChoice:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _RoundKind:
     """What a token took in rounds of one kind.
 
     Attributes:
@@ -89,8 +89,8 @@ class _Regime:
         budget_s: What may be lost by rounds of the worse kind.
     """
 
-    full: _Kind = field(default_factory=_Kind)
-    drafting: _Kind = field(default_factory=_Kind)
+    full: _RoundKind = field(default_factory=_RoundKind)
+    drafting: _RoundKind = field(default_factory=_RoundKind)
     budget_s: float = 0.0
 
     def drafts(self) -> bool:
