@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import sys
 import threading
@@ -56,12 +57,18 @@ class EngineThread(Generic[Core]):
         load: Makes the core; called on the thread, may take minutes.
         on_failure: Called on the event loop when loading or a step failed; the thread is over
             then, and so should the replica be.
+        nice: Unix niceness of the thread, and of the threads that it starts, above that of the
+            process; where the system has no niceness of threads, it is left as it is.
     """
 
     def __init__(
-        self, load: Callable[[], Core], on_failure: Callable[[QuadrigaError], None]
+        self,
+        load: Callable[[], Core],
+        on_failure: Callable[[QuadrigaError], None],
+        nice: int = 0,
     ) -> None:
         self._load = load
+        self._nice = nice
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Callable[[Core], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -139,6 +146,9 @@ class EngineThread(Generic[Core]):
 
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        if sys.platform == "linux" and self._nice:  # elsewhere niceness belongs to processes
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + self._nice)
         try:
             core = self._load()
             settle()

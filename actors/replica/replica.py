@@ -134,7 +134,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             max_model_len=spec.engine.row_capacity_tokens,
         )
         self._resizing = Resizing(self)
-        self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed)
+        self.engine: EngineThread[Core] = EngineThread(
+            self._load_core,
+            self._engine_failed,
+            self.config.decode.nice
+            if spec.role is Role.DECODE and spec.engine.device == "cpu"
+            else 0,
+        )
         self.engine.start()
         on_sigterm(self._asked_to_go)
         for coroutine in (self._report_forever(), self._watch_ingresses()):

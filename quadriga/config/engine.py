@@ -18,12 +18,18 @@ class ExitsConfig(Section):
         "whole model's, token for token; the first exit drafts tokens where that is faster. "
         "bounded: tokens leave early from the threshold on. off: neither.",
     )
+    folder: str = Field(
+        "auto",
+        description="A folder that quadriga.tune wrote for these weights; own: what lies beside "
+        "them; auto: that, else what the package has for them.",
+    )
     layers: Literal["auto", "all", "none"] | tuple[int, ...] = Field(
         "auto", description='Layers run before each exit; "all": after every layer (LayerSkip).'
     )
-    kind: Literal["auto", "shared", "norm", "head"] = Field(
+    kind: Literal["auto", "shared", "norm", "mlp", "head"] = Field(
         "auto",
-        description="shared: the model's own norm and head; norm: a norm per exit; head: both.",
+        description="shared: the model's own norm and head; norm: a norm per exit; mlp: an MLP and "
+        "a norm; head: norm and head.",
     )
     criterion: Literal["auto", "margin", "top"] = Field(
         "auto", description="margin: p1 - p2 > threshold; top: p1 >= threshold."
@@ -167,6 +173,14 @@ class DecodeConfig(Section):
         description="used: a sequence reserves what it has and what answers usually add, and "
         "grows; where memory fills, some are paused to host memory; longest: it reserves "
         "all it can grow to, fewer fit, and nobody is ever paused.",
+    )
+    nice: int = Field(
+        10,
+        ge=0,
+        le=19,
+        description="On CPUs the decode engine yields this much (Unix niceness) to processes of "
+        "its machine that also want its cores: prompts are read first, and first tokens come "
+        "sooner. With a core for each it changes nothing; 0: it never yields.",
     )
     pace: str | None = Field(
         None, description="Pad each step to a modelled device time: a profile's name."

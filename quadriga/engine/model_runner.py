@@ -279,7 +279,8 @@ class NativeRunner:
             x = self._pass(rows, self._samplers_of(rows), first, stop)
         depth = self.model.ends[stop - 1]
         self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
-        return self._exit.confidences(self.spec.exits.criterion)
+        exits = self.spec.exits
+        return exits.calibrated(depth, self._exit.confidences(exits.criterion))
 
     def _draft_pass(
         self, rows: Sequence[int], samplers: list[RowSampler], drafted: list[int | None]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 
@@ -30,9 +32,11 @@ class Core:
         self.num_published += 1
 
 
-async def start(core: Core | None = None) -> tuple[EngineThread[Core], list[QuadrigaError]]:
+async def start(
+    core: Core | None = None, nice: int = 0
+) -> tuple[EngineThread[Core], list[QuadrigaError]]:
     failures: list[QuadrigaError] = []
-    engine = EngineThread(lambda: core or Core(), failures.append)
+    engine = EngineThread(lambda: core or Core(), failures.append, nice)
     engine.start()
     assert await asyncio.to_thread(is_ready_soon, engine)
     return engine, failures
@@ -59,6 +63,18 @@ async def test_commands_run_on_the_thread_and_are_published_before_their_answer(
     num_published, thread = await engine.call(command)
     assert thread == "engine"
     assert engine.require_core().num_published > num_published
+    await end(engine)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness on Linux alone")
+async def test_a_yielding_engine_lowers_the_priority_of_its_thread_alone() -> None:
+    def niceness(core: Core | None = None) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = niceness()
+    engine, _ = await start(nice=3)
+    assert await engine.call(niceness) == min(before + 3, 19)
+    assert niceness() == before
     await end(engine)
 
 
