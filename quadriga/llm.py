@@ -31,6 +31,7 @@ from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.colocated import ColocatedLoop
 from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.text import AnswerText, TextTokenizer, load_tokenizer
+from quadriga.text.grammar import grammars_of
 
 if TYPE_CHECKING:
     from quadriga.engine import AnyRunner
@@ -233,6 +234,8 @@ class LLM:
         if sampling is None:
             sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
         sampling.check()
+        if sampling.grammar is not None:
+            grammars_of(checkpoint).prepare(sampling.grammar)
         if len(ids) + sampling.max_tokens > most:
             raise ContextTooLong(
                 f"{field}: {len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than "

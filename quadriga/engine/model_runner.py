@@ -38,7 +38,7 @@ from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.prompt_scores import PromptScores, wants_scores
-from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, sample
+from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, make_sampler, sample
 from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.errors import ConfigError, InvariantViolation
@@ -148,8 +148,8 @@ class NativeRunner:
             raise InvariantViolation(f"row {row} is outside the {self.num_rows} rows")
         if self._samplers[row] is not None:
             raise InvariantViolation(f"row {row} is taken: {state.sequence_id} cannot attach")
-        self._samplers[row] = RowSampler(
-            state, self.model.config.vocab_size, self.model.spec.checkpoint.eos_token_ids
+        self._samplers[row] = make_sampler(
+            state, self.model.spec.checkpoint, self.model.config.vocab_size
         )
         self.positions[row] = -1
         if self.skipped is not None:

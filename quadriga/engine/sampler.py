@@ -1,21 +1,26 @@
 """From logits to tokens: penalties, bans, truncation, and seeded draws; batched.
 
 Order of operations, per row: logit bias → bans (min_tokens) → repetition penalty → frequency and
-presence penalties; that is the *processed* distribution, which logprobs report. Then temperature →
-min-p → top-k → top-p → draw. A draw walks the cumulative distribution in vocabulary order with one
-counter-based uniform, so it depends on the row alone, not on the batch around it.
+presence penalties → what its grammar does not allow; that is the *processed* distribution, which
+logprobs report. Then temperature → min-p → top-k → top-p → draw. A draw walks the cumulative
+distribution in vocabulary order with one counter-based uniform, so it depends on the row alone, not
+on the batch around it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SampledToken, SamplingParams, SequenceState, TokenLogprob
 from quadriga.engine.random import uniforms
+from quadriga.errors import InvalidRequest
+from quadriga.text.grammar import GrammarMatcher, grammars_of
 
 LEAST_DIVISOR = 1e-30
 """Temperatures and penalties below count as this: float32 makes 0 of still smaller ones, and what
@@ -31,15 +36,23 @@ class RowSampler:
 
     Attributes:
         is_plain: Greedy without any extra: the argmax of the raw logits is the answer.
+        matcher: Where it stands in its grammar; None without one.
     """
 
     __slots__ = ("_banned", "_bias", "_biased", "_counted", "_output_counts", "_prompt_seen",
-                 "is_plain", "params", "state")  # fmt: skip
+                 "is_plain", "matcher", "params", "state")  # fmt: skip
 
-    def __init__(self, state: SequenceState, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        state: SequenceState,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        matcher: GrammarMatcher | None = None,
+    ) -> None:
         p = state.sampling
         self.state = state
         self.params = p
+        self.matcher = matcher
         ends = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos_ids))
         banned = sorted(i for i in ends if 0 <= i < vocab_size) if p.min_tokens else []
         biases = {i: b for i, b in p.logit_bias if 0 <= i < vocab_size}
@@ -53,6 +66,7 @@ class RowSampler:
             and not biases
             and not self.has_penalties
             and p.num_logprobs is None
+            and matcher is None
         )
         self._counted = 0
         self._prompt_seen: torch.Tensor | None = None
@@ -78,12 +92,36 @@ class RowSampler:
         """Of the token that is sampled next."""
         return self.state.num_tokens
 
-    def process(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> None:
-        """Apply bias, bans and penalties to this row's logits [vocab], in place.
+    def process(self, logits: torch.Tensor, drafted: list[int] | None = None) -> None:
+        """Apply bias, bans, penalties and grammar to this row's logits [vocab], in place.
 
         Args:
             drafted: Tokens that are taken to follow those of the state.
         """
+        drafted = drafted or []
+        self._penalise(logits, drafted)
+        if self.matcher is not None:
+            said = self.state.output_ids + drafted if drafted else self.state.output_ids
+            banned = torch.from_numpy(self.matcher.banned_after(said))
+            logits.masked_fill_(banned.to(logits.device), float("-inf"))
+
+    @property
+    def error(self) -> InvalidRequest | None:
+        """Why the row can say nothing more; None while it can."""
+        return self.error_after(0)
+
+    def error_after(self, num_drafted: int) -> InvalidRequest | None:
+        """The same behind so many drafted tokens, those of the last `process`."""
+        if self.matcher is None or not self.matcher.failure:
+            return None
+        count = len(self.state.output_ids) + num_drafted
+        return InvalidRequest(
+            f"the grammar of the answer fails after {count} tokens: "
+            f"{self.matcher.failure}; make it simpler",
+            code="grammar_failed",
+        )
+
+    def _penalise(self, logits: torch.Tensor, drafted: list[int]) -> None:
         p = self.params
         if self._bias.device != logits.device:  # the first time; they stay there
             self._banned = self._banned.to(logits.device)
@@ -119,11 +157,12 @@ class RowSampler:
 class SamplerAhead:
     """A row's sampler as it will be after some drafted tokens, should all of them come."""
 
-    __slots__ = ("_drafted", "_row")
+    __slots__ = ("_drafted", "_row", "error")
 
-    def __init__(self, row: RowSampler, drafted: Sequence[int]) -> None:
+    def __init__(self, row: RowSampler, drafted: list[int]) -> None:
         self._row = row
         self._drafted = drafted
+        self.error: InvalidRequest | None = None
 
     @property
     def state(self) -> SequenceState:
@@ -132,6 +171,10 @@ class SamplerAhead:
     @property
     def params(self) -> SamplingParams:
         return self._row.params
+
+    @property
+    def matcher(self) -> GrammarMatcher | None:
+        return self._row.matcher
 
     @property
     def is_plain(self) -> bool:
@@ -149,9 +192,22 @@ class SamplerAhead:
     def process(self, logits: torch.Tensor) -> None:
         """See `RowSampler.process`."""
         self._row.process(logits, self._drafted)
+        self.error = self._row.error_after(len(self._drafted))
 
 
 Sampler = RowSampler | SamplerAhead
+
+
+def make_sampler(state: SequenceState, checkpoint: Checkpoint, vocab_size: int) -> RowSampler:
+    """The sampler of a sequence as it is now: begun, moved here or rebuilt.
+
+    Args:
+        vocab_size: The model's, which is the width of its logits.
+    """
+    grammar, matcher = state.sampling.grammar, None
+    if grammar is not None:
+        matcher = grammars_of(checkpoint).matcher(grammar)
+    return RowSampler(state, vocab_size, checkpoint.eos_token_ids, matcher)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> list[SampledToken]:
@@ -167,7 +223,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
 
 
 def process(logits: torch.Tensor, rows: Sequence[Sampler]) -> bool:
-    """Apply every row's bias, bans and penalties in place; whether any had some."""
+    """Apply every row's bias, bans, penalties and grammar in place; whether any had some."""
     changed = False
     for i, row in enumerate(rows):
         if not row.is_plain:
@@ -186,6 +242,8 @@ def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
     chosen: list[int] = best.tolist()  # waits for the device
     sampled = [SampledToken(token_id, exit_layer) for token_id in chosen]
     for i, row in enumerate(rows):
+        if row.matcher is not None:
+            sampled[i].error = row.error
         if row.params.num_logprobs is not None:
             report = token_logprobs(logits[i : i + 1], [chosen[i]], row.params.num_logprobs)
             sampled[i].logprob = report[0]
@@ -195,7 +253,7 @@ def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprob]:
-    """Log-probabilities of given tokens and of the `num_top` best ones.
+    """Log-probabilities of given tokens and of the `num_top` best ones, if so many are possible.
 
     Args:
         logits: float32 [n, vocab], processed.
@@ -207,7 +265,9 @@ def token_logprobs(
         return [TokenLogprob(t, lp) for t, lp in zip(token_ids, own, strict=True)]
     best = torch.topk(logprobs, min(num_top, logprobs.shape[-1]), dim=-1)
     return [
-        TokenLogprob(t, lp, tuple(zip(ids, values, strict=True)))
+        TokenLogprob(
+            t, lp, tuple((i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf)
+        )
         for t, lp, ids, values in zip(
             token_ids, own, best.indices.tolist(), best.values.tolist(), strict=True
         )

@@ -384,8 +384,11 @@ class DecodeLoop:
         for sequence, news in zip(leavers, tokens, strict=True):
             state = sequence.state
             output_ids = state.output_ids
-            first, finish = len(output_ids), None
+            first, finish, error = len(output_ids), None, None
             for token in news:
+                error = token.error
+                if error is not None:
+                    break
                 output_ids.append(token.token_id)
                 finish = sequence.finish.reason(output_ids)
                 if finish is not None:
@@ -396,17 +399,25 @@ class DecodeLoop:
             sequence.num_tokens += len(token_ids)
             at_depth += len(token_ids)
             logprobs = [t.logprob for t in news[: len(token_ids)] if t.logprob is not None]
-            emission = EngineOutput(
-                state.sequence_id,
-                state.epoch,
-                first,
-                token_ids,
-                depths,
-                logprobs or None,
-                None,
-                finish,
-            )
-            emissions.append((state.ingress_id, emission))
+            if token_ids:
+                emission = EngineOutput(
+                    state.sequence_id,
+                    state.epoch,
+                    first,
+                    token_ids,
+                    depths,
+                    logprobs or None,
+                    None,
+                    finish,
+                )
+                emissions.append((state.ingress_id, emission))
+            if error is not None:
+                self.leave(state.sequence_id)
+                emission = EngineOutput(
+                    state.sequence_id, state.epoch, len(output_ids), error=error
+                )
+                emissions.append((state.ingress_id, emission))
+                continue
             if finish is not None:
                 self.leave(state.sequence_id)
                 continue

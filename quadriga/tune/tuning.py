@@ -246,8 +246,23 @@ class Tuning:
     def _lengths(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (d): heads that predict how many tokens are left, behind every exit."""
         learned = lengths.gather(store, answers)
+        part_of = [self._parts[answer.id] for answer in answers]
+        of_sample = [part_of[request] for request in learned.requests.tolist()]
+        train, validation, test = (
+            torch.tensor([i for i, p in enumerate(of_sample) if p == name], dtype=torch.long)
+            for name in ("train", "calibrate", "test")
+        )
+        if not min(len(train), len(validation), len(test)):
+            raise ConfigError(
+                f"--prompts: {len(answers)} answered prompts are too few for length heads, which "
+                "need some to learn from, some to stop by and some to be measured on",
+                param="prompts",
+            )
         spec, tensors, figures = lengths.train_heads(
-            learned, seed=self._options.seed, report=self._console.print
+            learned,
+            seed=self._options.seed,
+            report=self._console.print,
+            parts=(train, validation, test),
         )
         lengths.save_heads(self.folder.path, spec, tensors)
         self.figures["lengths"] = figures
