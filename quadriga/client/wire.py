@@ -70,7 +70,7 @@ class CallOptions(TypedDict, total=False):
     priority: int
     user: str
     exit_threshold: float
-    exit_policy: Literal["bounded", "strict"]
+    exit_policy: Literal["lossless", "bounded", "strict", "off"]
     max_depth: int
     sla_tbt_ms: float
     structured_outputs: Mapping[str, Any]

@@ -149,12 +149,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.imported is not None:
         name, path = args.imported
         checkpoint = read_checkpoint(args.model, heads="own")
-        imported = import_exits(name, path, checkpoint, args.layers)
+        imported = import_exits(name, path, checkpoint, args.layers, args.out)
     measure, amount = args.budget
     engine: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
     tune(
         TuneOptions(
-            model=args.model,
+            model=args.model if imported is None else imported.model,
             out=args.out,
             prompts=args.prompts,
             parts=args.parts,
@@ -178,7 +178,7 @@ def _run(args: argparse.Namespace) -> int:
             map_answers=args.map_answers,
             test_tokens=args.test_tokens,
             speed_prompts=args.speed_prompts,
-            imported=imported,
+            imported=None if imported is None else (imported.spec, imported.tensors),
             engine=engine,
         ),
         Console(),

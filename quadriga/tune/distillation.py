@@ -217,10 +217,9 @@ def shortlist(ids: Tensor, vocab: int, seed: int) -> tuple[Tensor | None, Tensor
     """
     if vocab <= SHORTLIST_FROM:
         return None, ids, None
-    found: tuple[Tensor, Tensor] = ids.unique(return_inverse=True)
-    best, places = found
+    best, places = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(vocab, (RANDOM_SHARE,), generator=generator).to(ids.device).unique()
+    drawn = torch.randperm(vocab, generator=generator)[:RANDOM_SHARE].to(ids.device)
     others = drawn[~torch.isin(drawn, best)]
     rest = vocab - len(best)
     weight = torch.zeros(len(best) + len(others), device=ids.device)

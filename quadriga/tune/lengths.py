@@ -111,14 +111,21 @@ def gather(
 
 
 def train_heads(
-    data: LengthData, *, seed: int = 0, report: Callable[[str], None] = lambda _: None
+    data: LengthData,
+    *,
+    seed: int = 0,
+    report: Callable[[str], None] = lambda _: None,
+    parts: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[LengthHeadSpec, dict[str, Tensor], dict[str, Any]]:
     """Train one head per exit.
+
+    Args:
+        parts: Samples of training, validation and test; None: as `LengthData.split` draws them.
 
     Returns:
         What to store: the spec, the tensors by name; and the figures on the test part.
     """
-    train, validation, test = data.split(seed=seed)
+    train, validation, test = parts or data.split(seed=seed)
     tensors: dict[str, Tensor] = {}
     figures: dict[str, Any] = {}
     num_layers = len(WIDTHS) + 1

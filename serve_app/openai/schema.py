@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
 
+from quadriga.checkpoint.exits import ExitPolicy
 from serve_app.openai.unsupported import (
     CHAT,
     COMPLETIONS,
@@ -205,9 +206,11 @@ class GenerationFields(RequestBody):
     exit_threshold: float | None = Field(
         None, ge=0, le=1, description="Confidence from which a token leaves early; 1: never."
     )
-    exit_policy: Literal["bounded", "strict"] | None = Field(
+    exit_policy: ExitPolicy | None = Field(
         None,
-        description="strict: no token may leave the deepest layers there are below the threshold.",
+        description="lossless: the whole model's answer, drafted by an exit; bounded: tokens leave "
+        "early from the threshold on; strict: none may leave the deepest layers there are below "
+        "it; off: none leaves early.",
     )
     max_depth: int | None = Field(
         None, ge=1, le=INT32_MAX, description="Run no token through more layers than this."

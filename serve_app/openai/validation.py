@@ -459,15 +459,24 @@ def read_exit_fields(body: GenerationFields, model: ServedModel) -> ExitParams:
 
     Raises: InvalidRequest.
     """
+    whole = ("lossless", "off")  # what every model can give
     if not model.exits.layers:
         for field in EXIT_FIELDS:
-            if getattr(body, field) is not None:
+            value = getattr(body, field)
+            if value is not None and not (field == "exit_policy" and value in whole):
                 raise InvalidRequest(
                     f"{field}: {model.id} has no early exits here; leave it out", param=field
                 )
         return ExitParams(threshold=NEVER)
-    threshold = model.exits.threshold if body.exit_threshold is None else body.exit_threshold
-    policy, gap_s = body.exit_policy or "bounded", (body.sla_tbt_ms or 0.0) / 1000
-    asked = ExitParams(threshold, policy, body.max_depth or 0, gap_s)
-    full = model.checkpoint.num_layers
-    return read_exit_params(asked, model.exits, model.id, depth=model.depth, full=full)
+    threshold, policy, exits = body.exit_threshold, body.exit_policy, model.exits
+    depth, full, gap_s = model.depth, model.checkpoint.num_layers, (body.sla_tbt_ms or 0.0) / 1000
+    asked = None
+    if policy in whole:
+        threshold = NEVER if threshold is None else threshold
+        asked = ExitParams(threshold, policy, body.max_depth or 0, gap_s)
+    elif policy or body.max_depth or (threshold is not None and threshold < NEVER):
+        threshold = exits.threshold if threshold is None else threshold
+        asked = ExitParams(threshold, policy or "bounded", body.max_depth or 0, gap_s)
+    elif threshold is not None and (exits.mode == "bounded" or depth < full):
+        asked = ExitParams(NEVER, "bounded", 0, gap_s)
+    return read_exit_params(asked, exits, model.id, depth=depth, full=full, sla_tbt_s=gap_s)

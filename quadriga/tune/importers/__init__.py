@@ -5,23 +5,44 @@ Pickled files are read with `weights_only` alone: tensors and plain values, no c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from quadriga.checkpoint.exits import ExitSpec
-from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.tune.importers.ee_llm import read_ee_llm
 from quadriga.tune.importers.head_files import read_dssd, read_linear
+from quadriga.tune.importers.split_layers import write_split
 
-Imported = tuple[ExitSpec, dict[str, torch.Tensor]]
 LAYERSKIP_EXITS = 3
+BACKBONE = "backbone"
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedExits:
+    """Exits of another project.
+
+    Attributes:
+        tensors: By their names in `exits.safetensors`; none where the model's own head speaks.
+        model: Whose exits they are: the backbone, or what was written instead of it because the
+            exits are in the middle of layers.
+    """
+
+    spec: ExitSpec
+    tensors: dict[str, torch.Tensor]
+    model: str
 
 
 def import_exits(
-    name: str, path: Path, checkpoint: Checkpoint, layers: tuple[int, ...] = ()
-) -> Imported:
+    name: str,
+    path: Path,
+    checkpoint: Checkpoint,
+    layers: tuple[int, ...] = (),
+    out: Path | None = None,
+) -> ImportedExits:
     """Read exits, ready for `quadriga.tune.folder`.
 
     Args:
@@ -29,12 +50,14 @@ def import_exits(
         path: Their checkpoint; of no meaning for `layerskip`.
         checkpoint: That they belong to.
         layers: For `layerskip` and `linear`, layers run before each exit; else they are known.
+        out: Where to write another backbone, if it takes one.
 
     Raises:
         ConfigError: They cannot be read, do not fit the model, or compute what is not supported.
     """
+    model = checkpoint.source or str(checkpoint.path)
     if name == "layerskip":
-        return layerskip(checkpoint, layers), {}
+        return ImportedExits(layerskip(checkpoint, layers), {}, model)
     if layers and name != "linear":
         raise ConfigError(f"--layers: {name} says its layers itself; leave it out", param="layers")
     if name == "dssd":
@@ -42,9 +65,14 @@ def import_exits(
     elif name == "linear":
         spec, tensors = read_linear(path, checkpoint, layers)
     else:
-        spec, tensors = read_ee_llm(path, checkpoint)
+        found = read_ee_llm(path, checkpoint)
+        spec, tensors = found.spec, found.tensors
+        if found.divided:
+            folder = write_split(checkpoint, found.divided, (out or path) / BACKBONE)
+            checkpoint = read_checkpoint(str(folder), heads="own")
+            model = str(folder)
     _check(spec, tensors, checkpoint, path)
-    return spec, tensors
+    return ImportedExits(spec, tensors, model)
 
 
 def layerskip(checkpoint: Checkpoint, layers: tuple[int, ...]) -> ExitSpec:
@@ -72,7 +100,8 @@ def _check(
             param="import",
         )
     for name, tensor in tensors.items():
-        if tensor.shape[-1] != checkpoint.hidden_size or not bool(tensor.isfinite().all()):
+        wanted = tensor.shape[0 if name.endswith("mlp.down.weight") else -1]
+        if wanted != checkpoint.hidden_size or not bool(tensor.isfinite().all()):
             raise ConfigError(
                 f"--import: {name} of {path} has shape {list(tensor.shape)}, or values that are "
                 f"not finite; {checkpoint.id} has a hidden size of {checkpoint.hidden_size}",
