@@ -78,6 +78,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         ("bench depth", f"{_BENCH}.depth", "memory, speed and changes of depth"),
         ("bench profile", f"{_BENCH}.profile", "a cost profile for the simulator"),
         ("bench generator", f"{_BENCH}.generator", "the load generator's own limit"),
+        ("bench grammar", f"{_BENCH}.grammar", "answers of a given form: validity and cost"),
         ("paper ares", f"{_PAPER}.ares.experiment", "rescheduling against its baselines"),
         ("paper ares-predictor", f"{_PAPER}.ares.predictor",
          "length heads against other predictors"),

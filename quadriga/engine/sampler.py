@@ -26,7 +26,10 @@ LEAST_DIVISOR = 1e-30
 """Temperatures and penalties below count as this: float32 makes 0 of still smaller ones, and what
 is divided by it stays finite, or is the −inf of what has no probability."""
 WHOLE_SORT = 4096
-"""Vocabularies up to this are sorted as a whole on hosts; of larger ones the best tokens alone."""
+"""Vocabularies up to this are sorted, and masked, as a whole on hosts; of larger ones the best
+tokens, and the few that differ, alone."""
+FEW = 8
+"""Of the vocabulary one in so many tokens is few."""
 FIRST_RANKED = 256
 """So many are ranked at first, then eight times as many, until top-p is reached."""
 
@@ -102,8 +105,7 @@ class RowSampler:
         self._penalise(logits, drafted)
         if self.matcher is not None:
             said = self.state.output_ids + drafted if drafted else self.state.output_ids
-            banned = torch.from_numpy(self.matcher.banned_after(said))
-            logits.masked_fill_(banned.to(logits.device), float("-inf"))
+            _ban(logits, self.matcher.banned_after(said))
 
     @property
     def error(self) -> InvalidRequest | None:
@@ -152,6 +154,29 @@ class RowSampler:
         for token_id in self.state.output_ids[self._counted :]:
             counts[token_id] += 1
         self._counted = len(self.state.output_ids)
+
+
+def _ban(logits: torch.Tensor, banned: npt.NDArray[np.bool_]) -> None:
+    """Give the banned tokens of a row no probability, in place; [vocab] both.
+
+    Mostly a few tokens are banned (in a string) or a few are allowed (everywhere else): by their
+    numbers that takes a tenth of the time that all tokens take.
+    """
+    if banned.size <= WHOLE_SORT:
+        logits.masked_fill_(torch.from_numpy(banned).to(logits.device), float("-inf"))
+        return
+    num_banned = int(np.count_nonzero(banned))
+    if num_banned * FEW < banned.size:
+        ids = torch.from_numpy(np.flatnonzero(banned)).to(logits.device)
+        logits.index_fill_(0, ids, float("-inf"))
+    elif (banned.size - num_banned) * FEW < banned.size:
+        ids = torch.from_numpy(np.flatnonzero(~banned)).to(logits.device)
+        values = logits[ids]
+        logits.fill_(float("-inf"))
+        logits[ids] = values
+    else:
+        at = torch.from_numpy(banned).to(logits.device)
+        torch.where(at, logits.new_tensor(float("-inf")), logits, out=logits)
 
 
 class SamplerAhead:

@@ -231,20 +231,20 @@ class ChatAnswer(Answer):
     usage: UsageAnswer = Field(description="Token counts.")
 
 
-class CalledFunctionDelta(Answer):
+class CalledFunctionChunk(Answer):
     """What is new of a function's call."""
 
     name: str | None = Field(None, description="With the first news.")
     arguments: str = Field(description="More of the JSON.")
 
 
-class ToolCallDelta(Answer):
+class ToolCallChunk(Answer):
     """What is new of a call."""
 
     index: int = Field(description="Among the answer's calls.")
     id: str | None = Field(None, description="With the first news.")
     type: Literal["function"] | None = Field(None, description="With the first news.")
-    function: CalledFunctionDelta = Field(description="What is new.")
+    function: CalledFunctionChunk = Field(description="What is new.")
 
 
 class ChatDelta(Answer):
@@ -252,7 +252,7 @@ class ChatDelta(Answer):
 
     role: Literal["assistant"] | None = Field(None, description="With the first text.")
     content: str | None = Field(description="More text; null with news of calls alone.")
-    tool_calls: list[ToolCallDelta] | None = Field(None, description="News of calls.")
+    tool_calls: list[ToolCallChunk] | None = Field(None, description="News of calls.")
 
 
 class ChatChunkChoice(Answer):

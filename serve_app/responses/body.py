@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from quadriga.checkpoint.exits import ExitPolicy
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import parse_body, refuse_unsupported, shown
 from serve_app.openai.schema import (
@@ -98,7 +99,7 @@ class ResponsesBody(RequestBody):
     priority: int | None = Field(None, description="As for chats.")
     deadline_ms: int | None = Field(None, ge=1, le=INT32_MAX, description="As for chats.")
     exit_threshold: float | None = Field(None, ge=0, le=1, description="As for chats.")
-    exit_policy: Literal["bounded", "strict"] | None = Field(None, description="As for chats.")
+    exit_policy: ExitPolicy | None = Field(None, description="As for chats.")
     max_depth: int | None = Field(None, ge=1, le=INT32_MAX, description="As for chats.")
     sla_tbt_ms: float | None = Field(None, gt=0, le=3_600_000, description="As for chats.")
 

@@ -63,6 +63,19 @@ def test_every_answer_is_valid(llm: LLM, temperature: float, threshold: float) -
     assert temperature == 0 or len({o.text for o in outputs}) > 3
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_drafted_is_full_depth(llm: LLM, temperature: float) -> None:
+    """Drafts are masked as the tokens that verify them."""
+    sampling = [
+        SamplingParams(200, temperature=temperature, seed=i, grammar=PERSON) for i in (1, 2)
+    ]
+    full = llm.generate([PROMPT] * 2, sampling, exits=ExitParams(NEVER), progress=False)
+    lossless = ExitParams(NEVER, policy="lossless")
+    drafted = llm.generate([PROMPT] * 2, sampling, exits=lossless, progress=False)
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in full]
+    assert llm.loop.decode.counters.drafted > 0
+
+
 def test_what_the_grammar_leaves_no_choice_leaves_early(llm: LLM) -> None:
     """The mask comes before the test of an exit: one possible token is certain everywhere."""
     assert llm.tokenizer is not None
