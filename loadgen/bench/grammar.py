@@ -78,7 +78,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class TokenCost:
     """What a form adds to a step of a full batch.
 
     Attributes:
@@ -202,7 +202,7 @@ def is_valid(text: str, schema: Any) -> bool:
     return True
 
 
-def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[Cost]:
+def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[TokenCost]:
     """Time full batches without and with a form; medians of runs in turns."""
 
     def batch(temperature: float, form: Grammar | None) -> Callable[[], float]:
@@ -240,7 +240,7 @@ def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[Cost
         for key, timed in contestants.items():
             seconds[key].append(timed())
     return [
-        Cost(tokens, name, median(seconds[tokens, "none"]), median(taken))
+        TokenCost(tokens, name, median(seconds[tokens, "none"]), median(taken))
         for (tokens, name), taken in seconds.items()
         if name != "none"
     ]
@@ -282,7 +282,7 @@ def try_suite(llm: LLM, folder: Path) -> dict[str, Any]:
                 counts["wrongly_allowed"] += is_allowed
                 if is_allowed:
                     wrong.append(f"{path}: {group['description']}: {test['description']}")
-    show([counts], {name: lambda row, name=name: row[name] for name in counts})
+    show(counts.items(), {"of the suite": lambda row: row[0], "count": lambda row: row[1]})
     return counts | {"wrong": wrong}
 
 

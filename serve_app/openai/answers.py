@@ -231,7 +231,7 @@ class ChatAnswer(Answer):
     usage: UsageAnswer = Field(description="Token counts.")
 
 
-class CalledFunctionChunk(Answer):
+class CalledFunctionNews(Answer):
     """What is new of a function's call."""
 
     name: str | None = Field(None, description="With the first news.")
@@ -244,7 +244,7 @@ class ToolCallChunk(Answer):
     index: int = Field(description="Among the answer's calls.")
     id: str | None = Field(None, description="With the first news.")
     type: Literal["function"] | None = Field(None, description="With the first news.")
-    function: CalledFunctionChunk = Field(description="What is new.")
+    function: CalledFunctionNews = Field(description="What is new.")
 
 
 class ChatDelta(Answer):
