@@ -84,16 +84,23 @@ class TokenCost:
     Attributes:
         tokens: How they are chosen.
         plain_s, form_s: Seconds a step without and with the form.
+        plain_cpu_s, form_cpu_s: Of processor time, which holds on a busy machine too.
     """
 
     tokens: str
     form: str
     plain_s: float
     form_s: float
+    plain_cpu_s: float
+    form_cpu_s: float
 
     @property
     def share(self) -> float:
         return self.form_s / self.plain_s - 1.0
+
+    @property
+    def cpu_share(self) -> float:
+        return self.form_cpu_s / self.plain_cpu_s - 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
             "plain ms/step": lambda c: f"{c.plain_s * 1e3:.2f}",
             "form ms/step": lambda c: f"{c.form_s * 1e3:.2f}",
             "cost": lambda c: f"{c.share:.1%}",
+            "of processor time": lambda c: f"{c.cpu_share:.1%}",
         },
     )
     headline = {
@@ -205,7 +213,7 @@ def is_valid(text: str, schema: Any) -> bool:
 def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[TokenCost]:
     """Time full batches without and with a form; medians of runs in turns."""
 
-    def batch(temperature: float, form: Grammar | None) -> Callable[[], float]:
+    def batch(temperature: float, form: Grammar | None) -> Callable[[], tuple[float, float]]:
         params = [
             SamplingParams(
                 num_tokens,
@@ -217,13 +225,13 @@ def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[Toke
             for row in range(rows)
         ]
 
-        def timed() -> float:
-            began_s = time.perf_counter()
+        def timed() -> tuple[float, float]:
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
             outputs = llm.generate([PROMPT] * rows, params, progress=False)
-            took_s = time.perf_counter() - began_s
+            cpu_s, took_s = time.process_time() - began_cpu_s, time.perf_counter() - began_s
             first_s = max(output.ttft_s for output in outputs)
             assert all(len(output.token_ids) == num_tokens for output in outputs)
-            return (took_s - first_s) / (num_tokens - 1)
+            return (took_s - first_s) / (num_tokens - 1), cpu_s / num_tokens
 
         return timed
 
@@ -233,17 +241,19 @@ def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[Toke
         for tokens, temperature in (("drawn", 0.8), ("greedy", 0.0))
         for name, form in forms.items()
     }
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contestants}
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in contestants}
     for timed in contestants.values():
         timed()  # compiles, and fills caches
     for _ in range(repeats):
         for key, timed in contestants.items():
             seconds[key].append(timed())
-    return [
-        TokenCost(tokens, name, median(seconds[tokens, "none"]), median(taken))
-        for (tokens, name), taken in seconds.items()
-        if name != "none"
-    ]
+    middle = {key: [median(part) for part in zip(*of, strict=True)] for key, of in seconds.items()}
+    costs = []
+    for (tokens, name), (form_s, form_cpu_s) in middle.items():
+        if name != "none":
+            plain_s, plain_cpu_s = middle[tokens, "none"]
+            costs.append(TokenCost(tokens, name, plain_s, form_s, plain_cpu_s, form_cpu_s))
+    return costs
 
 
 def try_suite(llm: LLM, folder: Path) -> dict[str, Any]:
