@@ -164,6 +164,7 @@ def _add_tool(request: Any, tool: Mapping[str, Any]) -> None:
         name=function["name"],
         description=function.get("description") or "",
         parameters="" if parameters is None else json.dumps(parameters),
+        strict=bool(function.get("strict")),
     )
 
 

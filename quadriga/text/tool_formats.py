@@ -55,22 +55,50 @@ class ToolFormat:
             is_parallel: There may be several calls.
             ids: Marks that are special tokens, with their ids.
         """
+        more = MAX_CALLS - 1 if is_parallel else 0
+        opening = _mark(self.opening, ids)
+        start = f"{opening} {self._calls(more, ids)}"
+        if more and not self.is_list:
+            start += f" ({_quote(self.separator)} {opening} {self._calls(0, ids)}){{0,{more}}}"
+        return Grammar("lark", "\n".join([f"start: {start}", *self._rules(tools)]))
+
+    def free_grammar(
+        self, tools: Sequence[Mapping[str, Any]], ids: Mapping[str, int]
+    ) -> Grammar | None:
+        """The form of an answer in which calls fit their schemas, and other text is free.
+
+        Returns:
+            None where nothing opens calls, so that they begin like other text.
+        """
+        name = self.opening.strip()
+        if not name:
+            return None
+        after = self.opening[self.opening.index(name) + len(name) :]
+        body = f"{_quote(after) if after else ''} {self._calls(MAX_CALLS - 1, ids)}"
+        rules = ["start: called* TEXT", r"TEXT: /(.|\n)*/"]
+        if name in ids:
+            rules.append(f"called: TEXT <[{ids[name]}]> {body}")
+        else:  # lazy: text ends with the first mark
+            rules += [f"opened[lazy]: TEXT {_quote(name)}", f"called: opened {body}"]
+        return Grammar("lark", "\n".join([*rules, *self._rules(tools)]))
+
+    def _calls(self, more: int, ids: Mapping[str, int]) -> str:
+        """What follows an opening mark, up to the closing one, in Lark."""
+        closing = _mark(self.closing, ids)
+        if not self.is_list:
+            return f"call {closing}"
+        others = f' (", " call){{0,{more}}}' if more else ""
+        return f'"[" call{others} "]" {closing}'
+
+    def _rules(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What a call is, in Lark."""
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
             head = f'{{"name": {json.dumps(tool["name"])}, "{self.arguments}": '
             rules.append(f'call_{i}: {_quote(head)} arguments_{i} "}}"')
             schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | dict(tool["parameters"])
             rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
-        opening, closing = _mark(self.opening, ids), _mark(self.closing, ids)
-        more = MAX_CALLS - 1 if is_parallel else 0
-        if self.is_list:
-            calls = '"[" call' + (f' (", " call){{0,{more}}}' if more else "") + ' "]"'
-            start = f"{opening} {calls} {closing}"
-        else:
-            start = f"{opening} call {closing}"
-            if more:
-                start += f" ({_quote(self.separator)} {opening} call {closing}){{0,{more}}}"
-        return Grammar("lark", "\n".join([f"start: {start}", *rules]))
+        return rules
 
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]

@@ -165,6 +165,7 @@ def _tools(request: Any) -> dict[str, Any]:
                     "name": tool.name,
                     "description": tool.description,
                     "parameters": _schema(tool.parameters, f"tools.{i}.parameters"),
+                    "strict": tool.strict,
                 },
             }
             for i, tool in enumerate(request.tools)

@@ -280,7 +280,7 @@ class FunctionBody(RequestBody):
         None, description="JSON Schema of an object; none where it takes nothing."
     )
     strict: bool | None = Field(
-        None, description="Accepted; the arguments of a call that must be made always fit."
+        None, description="Arguments fit `parameters`; those of a call that must be made always do."
     )
 
 

@@ -15,6 +15,7 @@ from serve_app.openai.models import ServedModel
 from serve_app.openai.schema import ChatBody, NamedToolChoice, ToolBody
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_PARAMETERS: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class ChatTools:
     Attributes:
         told: What the chat template is told, in OpenAI's form.
         calling: How the answer is read; None where no tool may be called.
-        grammar: The form of an answer that must call; None where it need not.
+        grammar: The form of an answer that must call, or that may call strict tools; else None.
     """
 
     told: tuple[dict[str, Any], ...] = ()
@@ -59,6 +60,17 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
         ]
         is_parallel = not is_named and body.parallel_tool_calls is not False
         grammar = form.grammar(wanted, is_parallel=is_parallel, ids=ids)
+    elif any(tool.function.strict for tool in tools):
+        free = [
+            {
+                "name": t.function.name,
+                "parameters": (t.function.parameters or NO_PARAMETERS)
+                if t.function.strict
+                else ANY_PARAMETERS,
+            }
+            for t in tools
+        ]
+        grammar = form.free_grammar(free, ids)
     return ChatTools(told, ToolCalling(form, names, marks), grammar)
 
 

@@ -38,7 +38,7 @@ class ResponseFunction(RequestBody):
     name: str = Field(description="Letters, digits, `_`, `-` and `.`.")
     description: str | None = Field(None, description="For the model.")
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
-    strict: bool | None = Field(None, description="Accepted.")
+    strict: bool | None = Field(None, description="Arguments fit `parameters`.")
 
 
 class ResponseToolChoice(RequestBody):
@@ -139,6 +139,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
                     "name": tool.name,
                     "description": tool.description,
                     "parameters": tool.parameters,
+                    "strict": tool.strict,
                 },
             }
             for tool in body.tools

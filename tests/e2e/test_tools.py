@@ -114,3 +114,11 @@ def test_the_sdk_calls_tools(sdk: Client) -> None:
     assert "".join(d.arguments for d in deltas) == call.arguments
     assert deltas[0].name == call.name == "sort"
     assert pieces[-1].finish_reason is FinishReason.TOOL_CALLS
+
+
+def test_strict_tools_leave_words_free(client: openai.OpenAI) -> None:
+    strict: Any = [pydantic_function_tool(Sort)]
+    ask: Any = {"model": "quadriga-s", "messages": MESSAGES, "temperature": 0}
+    answer = client.chat.completions.create(tools=strict, **ask)
+    plain = client.chat.completions.create(**ask)
+    assert answer.choices[0].message.content == plain.choices[0].message.content

@@ -13,7 +13,7 @@ from serve_app.openai.schema import ChatBody
 from tests.unit.serve_app.conftest import END_ID, MODEL, MakeStand, Stand
 
 PATH = "/v1/chat/completions"
-ADD = {
+ADD: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "add",
@@ -120,6 +120,18 @@ async def test_what_must_be_called(
         assert ('"stop_it' in grammar.text.replace("\\", "")) is not is_named
         start = grammar.text.splitlines()[0]
         assert ("{0,15}" in start) is (parallel is None and not is_named)
+
+
+async def test_strict_tools_are_kept_to_where_the_model_is_free(stand: Stand) -> None:
+    strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
+    body = {"messages": [USER], "tools": [strict, TOOLS[1]]}
+    assert (await stand.http.post(PATH, json=body)).status_code == 200
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert grammar is not None
+    assert "start: called* TEXT" in grammar.text
+    assert '"integer"' in grammar.text
+    assert (await stand.http.post(PATH, json=body | {"tool_choice": "none"})).status_code == 200
+    assert stand.cluster.submitted[-1].sampling.grammar is None
 
 
 async def test_the_model_is_told_of_tools_and_of_the_conversation(stand: Stand) -> None:

@@ -171,6 +171,26 @@ def test_an_answer_that_must_call_can_only_be_calls(form: ToolFormat, is_paralle
     jsonschema.validate(json.loads(good[1]), WEATHER)
 
 
+@pytest.mark.parametrize("form", [HERMES, LISTED, MISTRAL])
+def test_a_free_answer_is_text_with_calls_that_fit(form: ToolFormat) -> None:
+    grammar = form.free_grammar(TOOLS, {})
+    assert grammar is not None
+    grammars_of(CHECKPOINT).prepare(grammar)
+    good = written(form, [("get_weather", '{"city": "Rome", "unit": "C"}')])
+
+    def is_allowed(text: str) -> bool:
+        return allows(grammar, TEXT.encode(text, add_special_tokens=False))
+
+    assert is_allowed("Just words. 1 < 2 [x]\n{y}")
+    assert is_allowed(good)
+    assert is_allowed(f"Let me look.\n{good}")
+    assert is_allowed(written(form, [TWO, TWO]))
+    assert not is_allowed(good.replace('"C"', '"K"'))
+    assert not is_allowed(good.replace("get_weather", "nobody"))
+    assert not is_allowed(f"Let me look.\n{good[:-8]}")
+    assert LLAMA.free_grammar(TOOLS, {}) is None
+
+
 def test_marks_that_are_special_tokens_are_said_and_shown_as_such() -> None:
     mark = 5
     grammar = MISTRAL.grammar(TOOLS, is_parallel=True, ids={"[TOOL_CALLS]": mark})
@@ -178,6 +198,10 @@ def test_marks_that_are_special_tokens_are_said_and_shown_as_such() -> None:
     rest = TEXT.encode('[{"name": "add", "arguments": {}}]', add_special_tokens=False)
     assert allows(grammar, [mark, *rest])
     assert not allows(grammar, TEXT.encode("[TOOL_CALLS]", add_special_tokens=False) + rest)
+    free = MISTRAL.free_grammar(TOOLS, {"[TOOL_CALLS]": mark})
+    assert free is not None
+    assert allows(free, [*TEXT.encode("a b", add_special_tokens=False), mark, *rest])
+    assert not allows(free, [mark, *rest[:-1]])
     shown = MarkedDetokenizer(TEXT.detokenizer(), {mark: "[TOOL_CALLS]"})
     text = "".join(shown.push(t) for t in [mark, *rest]) + shown.flush()
     assert read(MISTRAL, [text]) == ("", [("add", "{}")])
