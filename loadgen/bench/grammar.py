@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -202,9 +203,13 @@ def answer_schemas(llm: LLM, count: int) -> Answers:
 
 
 def is_valid(text: str, schema: Any) -> bool:
-    """Whether a text is JSON that the schema allows."""
+    """Whether a text is JSON that the schema allows.
+
+    Its numbers count as they are written: 39.0000000000000004 is above 39, and a float is not.
+    """
     try:
-        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+        value = json.loads(text, parse_float=Decimal)
+        jsonschema.Draft202012Validator(schema).validate(value)
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
