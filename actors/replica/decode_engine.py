@@ -184,7 +184,7 @@ class DecodeEngine:
             self._relay_memory = self._relay.memory()
         if self._is_watched:
             full = spec.checkpoint.num_layers
-            strict = [s for s in loop.running if s.exits.policy == "strict"]
+            strict = [s for s in loop.running if s.exits.is_strict]
             self._strict_depth = max((s.exits.max_depth or full for s in strict), default=0)
             self._parked = tuple(
                 ParkedSequence(s.sequence_id, s.num_tokens, s.max_total_tokens)

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from quadriga.policies.drex.costs import SegmentCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,13 @@ class ExitGroup:
 
 
 class Rebatcher(Protocol):
-    """A policy; one per decode loop, called on its thread."""
+    """A policy; one per decode loop, called on its thread.
+
+    Attributes:
+        costs: What passes take, kept fresh by `observe`.
+    """
+
+    costs: SegmentCosts
 
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
         """Which range to run next; some row waits before its first segment.

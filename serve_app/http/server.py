@@ -84,6 +84,7 @@ class HttpServer:
             ("GET", "/v1/models/{model:path}", self.model),
             ("POST", "/v1/completions", generation.completions),
             ("POST", "/v1/chat/completions", generation.chat),
+            ("POST", "/v1/responses", generation.responses),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             *(("GET", path, page) for path, page in docs_pages(TITLE)),
