@@ -149,6 +149,11 @@ def given_up(figures: Mapping[str, Any], wanted: Sequence[int]) -> list[str]:
     if never:
         found.append(f"exits after {', '.join(never)} are never left by default")
     speed = figures.get("speed") or []
-    if slow := [str(r["batch"]) for r in speed if r["ratio"] < 1.0]:
+    if unused := [str(r["batch"]) for r in speed if not r["early"]]:
+        found.append(
+            f"exits at batch {', '.join(unused)}: the engine found that they do not pay there and "
+            "left them unused, so both columns of the speed are full depth"
+        )
+    if slow := [str(r["batch"]) for r in speed if r["early"] and r["ratio"] < 1.0]:
         found.append(f"speed at batch {', '.join(slow)}: full depth is faster there")
     return found
