@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +11,22 @@ from typing import Any
 import numpy as np
 
 from quadriga.checkpoint.exits import NEVER
+from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 from quadriga.tune.thresholds import Verdicts
 
 REPORT_FILE = "report.md"
 FIGURES_FILE = "report.json"
 PLOT_FILE = "report.png"
+
+
+def check_plots() -> None:
+    """Raises: ConfigError: The report's plots cannot be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--parts: the report has plots, and matplotlib is not installed; pip install "
+            "'quadriga[tune]', or leave `report` out"
+        )
 
 
 def write_report(folder: Path, figures: Mapping[str, Any], verdicts: Verdicts | None) -> str:
