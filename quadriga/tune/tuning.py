@@ -98,6 +98,8 @@ class Tuning:
 
     def __init__(self, options: TuneOptions, console: Console) -> None:
         self._options, self._console = options, console
+        if "report" in options.parts:
+            report.check_plots()
         cache_dir = options.engine.get("cache_dir")
         self.checkpoint = read_checkpoint(options.model, cache_dir=cache_dir, heads="own")
         _check(self.checkpoint)

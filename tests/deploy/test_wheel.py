@@ -50,6 +50,7 @@ GUARDED = {
     "quadriga.catalogue.energy": {"pynvml"},
     "quadriga.engine.cuda.triton_attention": {"triton"},
     "quadriga.kv_transport.nccl_library": {"cupy"},
+    "quadriga.tune.report": {"matplotlib"},
     "loadgen.event_loop": {"uvloop"},
     "loadgen.model_costs.depth": {"torch"},
 }
