@@ -142,6 +142,7 @@ class PrefillEngine:
                 step_time_s=loop.step_time_s,
                 steps=replace(loop.meter.totals),
                 strict_depth=loop.needs_depth,
+                prefixes=None if loop.prefixes is None else loop.prefixes.count(),
             )
         )
 

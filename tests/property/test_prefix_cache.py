@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.clock import ManualClock
 from quadriga.core.request import SamplingParams, SequenceState
@@ -31,7 +31,7 @@ ANSWER = SamplingParams(6, temperature=0.8, seed=3, num_logprobs=0)
 def folder() -> Iterator[Path]:
     torch.manual_seed(1)
     config = LlamaConfig(**(GATED | {"max_position_embeddings": LENGTH}))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = LlamaForCausalLM(config)
     with TemporaryDirectory() as name:
         yield save(randomise(model), Path(name))
 

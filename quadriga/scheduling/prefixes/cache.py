@@ -20,28 +20,14 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from quadriga.core.request import SequenceState
 from quadriga.interfaces import ModelRunner, SharingRunner
+from quadriga.scheduling.meters import PrefixTotals
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
-
-
-@dataclass(slots=True)
-class PrefixTotals:
-    """What came of looking prompts up, since the start.
-
-    Attributes:
-        queries: Prompt tokens of the sequences that were given rows.
-        hits: Those of them whose KV was there.
-        evicted: Tokens whose KV was let go, for sequences or for newer prefixes.
-    """
-
-    queries: int = 0
-    hits: int = 0
-    evicted: int = 0
 
 
 class PrefixCache:
@@ -89,6 +75,10 @@ class PrefixCache:
             key = hashlib.blake2b(key + block, digest_size=32).digest()
             keys.append(key)
         return keys
+
+    def count(self) -> PrefixTotals:
+        """The totals as they are now, apart from what comes."""
+        return replace(self.totals, kept=self.held_tokens)
 
     def load(self, sequence: RunningSequence) -> int:
         """Let a sequence's row go on with the blocks that are there; returns their tokens.
