@@ -16,7 +16,7 @@ from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.policies.ares.governor import Governor
@@ -75,7 +75,6 @@ class Rescheduling:
         self._clock = clock
         self._snapshots = snapshots
         self._send = send or self._call_source
-        self._wanted: frozenset[DepthClass] = frozenset()
         self._recording: Recording | None = None
         self.governor = Governor(config.scheduler, self._record)
         self.metrics = SchedulerMetrics(config.name)
@@ -101,8 +100,10 @@ class Rescheduling:
             model = info.depth_class.model
             self.governor.ended_lengths(model, outcomes)
             self.metrics.lengths(model, list(outcomes))
-        is_wanted = info.depth_class in self._wanted
-        return ReportOptions(is_wanted, is_wanted and self.governor.config.placement == "ares")
+        # Scaling counts what sequences will still want.
+        helios = self._config.helios
+        scales = helios.enabled and helios.scaling.enabled
+        return ReportOptions(forecast=scales or self.governor.wants_forecasts)
 
     def replica_died(self, name: str) -> None:
         self.governor.moves.replica_died(name)
@@ -121,7 +122,6 @@ class Rescheduling:
             if is_due:
                 tick_s = now_s
             try:
-                self.look()
                 if is_due and self.governor.is_on:
                     self.tick()
                 if now_s >= push_s + METRICS_EVERY_S:
@@ -130,14 +130,6 @@ class Rescheduling:
                     background(self.metrics.push())
             except Exception:  # a border: this loop is not awaited, and the next tick may succeed
                 logger.exception("a tick of rescheduling failed")
-
-    def look(self) -> None:
-        """Note for which depth classes forecasts are wanted."""
-        snapshots = self._snapshots()
-        self._wanted = self.governor.wanted_classes(snapshots)
-        helios = self._config.helios
-        if helios.enabled and helios.scaling.enabled:  # it counts what sequences will still want
-            self._wanted |= {s.info.depth_class for s in snapshots if s.info.role is Role.DECODE}
 
     def tick(self) -> list[MigrationOrder]:
         """Decide now, and send the orders on their way."""

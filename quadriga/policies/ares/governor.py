@@ -7,8 +7,7 @@ only sends the orders and brings back the reports."""
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quadriga.config.scheduling import SchedulerConfig
@@ -138,13 +137,11 @@ class Governor:
     def is_on(self) -> bool:
         return self.config.ares.mode != "off"
 
-    def wanted_classes(self, snapshots: Iterable[ReplicaSnapshot]) -> frozenset[DepthClass]:
-        """Classes whose replicas shall predict and forecast: forecasts are used, and there is
-        more than one place for a sequence to be."""
-        if not self.is_on and self.config.placement != "ares":
-            return frozenset()
-        places = Counter(s.info.depth_class for s in snapshots if s.info.role is Role.DECODE)
-        return frozenset(c for c, count in places.items() if count > 1)
+    @property
+    def wants_forecasts(self) -> bool:
+        """Whether replicas shall predict lengths and forecast their loads. One that is alone in
+        its class does so too: when its memory will be full is worth knowing there as well."""
+        return self.is_on or self.config.placement == "ares"
 
     def is_distrusted(self, model: str) -> bool:
         """Whether a model's predictions are not to be believed now."""
