@@ -96,7 +96,7 @@ def submit_at_once(ingress: Ingress, count: int) -> list[Stream]:
 @pytest.mark.parametrize("placement", ["least_work", "least_requests"])
 def test_equal_streams_are_spread_evenly(uneven: App, placement: str) -> None:
     """One after the other, each when the one before decodes; and then as many at once."""
-    uneven.ensure(**{"scheduler.placement": placement})
+    uneven.ensure(**{"scheduler.placement": placement, "scheduler.ares.mode": "off"})
     ingress = uneven.ingress()
     streams: list[Stream] = []
     for index in range(NUM_STREAMS // 2):
@@ -112,7 +112,7 @@ def test_equal_streams_are_spread_evenly(uneven: App, placement: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_many_at_once_are_spread_evenly(uneven: App) -> None:
-    uneven.ensure(**{"scheduler.placement": "least_work"})
+    uneven.ensure(**{"scheduler.placement": "least_work", "scheduler.ares.mode": "off"})
     ingress = uneven.ingress()
     streams = submit_at_once(ingress, NUM_AT_ONCE)
     assert spread(streams, uneven) == [NUM_AT_ONCE // 2] * 2
@@ -145,6 +145,21 @@ def test_unequal_work_is_evened_out_and_nothing_moves_to_the_fuller(
         if order.cause is MigrationCause.BALANCE:
             found = works(tick)
             assert found[order.source] > found[order.destination]
+
+
+@pytest.mark.timeout(300)
+def test_a_service_as_it_comes_spreads_equal_streams_evenly(uneven: App) -> None:
+    """Placement and moves by forecast, over replicas that are equally fast."""
+    for name in uneven.replicas("decode"):
+        slow_down(name, 1.0)
+    uneven.ensure(**{"scheduler.placement": "ares", "scheduler.ares.mode": "ares"})
+    ingress = uneven.ingress()
+    for _ in range(2):
+        streams = submit_at_once(ingress, NUM_STREAMS)
+        counts = spread(streams, uneven)
+        assert abs(counts[0] - counts[1]) <= 2, counts
+        ingress.cancel(*streams)
+        uneven.until_idle(20.0)
 
 
 def works(tick: RecordedTick) -> dict[str, float]:
