@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.exits import ExitParams
+    from quadriga.core.grammar import Grammar
     from quadriga.core.output import RequestOutput
     from quadriga.core.request import SamplingParams
     from quadriga.llm import LLM
 
 _HOMES = {
     "LLM": "quadriga.llm",
+    "Grammar": "quadriga.core.grammar",
     "RequestOutput": "quadriga.core.output",
     "SamplingParams": "quadriga.core.request",
     "ExitParams": "quadriga.checkpoint.exits",
 }
 
-__all__ = ["LLM", "ExitParams", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "ExitParams", "Grammar", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

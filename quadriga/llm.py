@@ -31,6 +31,7 @@ from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.colocated import ColocatedLoop
 from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.text import AnswerText, TextTokenizer, load_tokenizer
+from quadriga.text.grammar import grammars_of
 
 if TYPE_CHECKING:
     from quadriga.engine import AnyRunner
@@ -99,12 +100,12 @@ class LLM:
         return made
 
     def _open(self, runner: AnyRunner, loop: ColocatedLoop, text: TextTokenizer | None) -> None:
-        self._runner, self.loop, self.tokenizer = runner, loop, text
+        self.runner, self.loop, self.tokenizer = runner, loop, text
         self._clock, self._names = SystemClock(), itertools.count()
 
     def close(self) -> None:
         """Give back what the engine holds beside Python's memory; it generates no more."""
-        self._runner.close()
+        self.runner.close()
 
     def generate(
         self,
@@ -210,7 +211,7 @@ class LLM:
                 f"stop: must be strings that are not empty, of an LLM with text; got {stop!r:.80}",
                 param="stop",
             )
-        spec = self._runner.spec
+        spec = self.runner.spec
         wanted = read_exit_params(
             exits, spec.exits, spec.checkpoint.id, depth=spec.depth, full=spec.checkpoint.num_layers
         )
@@ -222,7 +223,7 @@ class LLM:
     def _state(
         self, prompt: Prompt, sampling: SamplingParams | None, exits: ExitParams, field: str
     ) -> SequenceState:
-        checkpoint, most = self._runner.spec.checkpoint, self._runner.row_capacity_tokens
+        checkpoint, most = self.runner.spec.checkpoint, self.runner.row_capacity_tokens
         ids = self.tokenizer.prompt_ids(prompt) if self.tokenizer else list[Any](prompt)
         wrong = [t for t in ids if not isinstance(t, int) or not 0 <= t < checkpoint.vocab_size]
         if wrong or not ids:
@@ -233,6 +234,8 @@ class LLM:
         if sampling is None:
             sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
         sampling.check()
+        if sampling.grammar is not None:
+            grammars_of(checkpoint).prepare(sampling.grammar)
         if len(ids) + sampling.max_tokens > most:
             raise ContextTooLong(
                 f"{field}: {len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than "

@@ -202,6 +202,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
         self._require_wanted(state.sequence_id)
+        await self.compile_grammar(state)
         self.migrations.came_back(state.sequence_id)
 
         def join(core: DecodeEngine) -> None:

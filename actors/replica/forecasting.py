@@ -49,7 +49,7 @@ def load_lengths(runner: object, spec: EngineSpec) -> LengthModel | None:
     if not isinstance(runner, NativeRunner):
         return None
     checkpoint = spec.checkpoint
-    heads = LengthHeads.load(checkpoint.path, checkpoint.hidden_size, spec.depth, spec.device)
+    heads = LengthHeads.load(checkpoint.heads_path, checkpoint.hidden_size, spec.depth, spec.device)
     return None if heads is None else RunnerLengths(runner, heads)
 
 

@@ -61,10 +61,12 @@ class PrefillReplica(Replica[PrefillEngine]):
             Overloaded: The queue is full; with the time after which to retry.
             Unavailable: Draining, or the weights are not loaded yet.
             DeadlineExceeded: It is late already.
+            InvalidRequest: The grammar of its answer is none.
         """
         self.require_taking()
         if state.deadline_unix_s <= self.clock.unix_s():
             raise DeadlineExceeded("the deadline passed before the request was queued")
+        await self.compile_grammar(state)
         self.mail.expect(state.ingress_id)
         sequence = self.sequences[state.sequence_id] = RunningSequence(state)
         self.spans.begin("prefill", state)

@@ -46,6 +46,7 @@ from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
+from quadriga.text.grammar import grammars_of
 
 if TYPE_CHECKING:
     from actors.kv_transfer.transports.channel import ChannelOffer
@@ -442,6 +443,17 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             with self._load_lock:
                 self._accepted = accepted + self._accepted
             logger.info("report to %s failed: %s", scheduler, exc)
+
+    async def compile_grammar(self, state: SequenceState) -> None:
+        """Have the grammar of its answer ready before the engine needs it, which must not wait.
+
+        Raises:
+            InvalidRequest: It is none; the ingress has asked that before.
+        """
+        grammar = state.sampling.grammar
+        if grammar is not None:
+            checkpoint = self.spec.engine.checkpoint
+            await asyncio.to_thread(lambda: grammars_of(checkpoint).prepare(grammar))
 
     async def _watch_ingresses(self) -> None:
         """Cancel the sequences of silent ingresses; end this process when all are silent."""

@@ -38,7 +38,7 @@ def load_native(
         replay_newest: None: what the checkpoint says.
     """
     depth, capacity = depth or checkpoint.num_layers, row_tokens(checkpoint)
-    has_maps = (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file()
+    has_maps = (checkpoint.heads_path / SKIPPED_KV_WEIGHTS).is_file()
     plan = checkpoint.exits
     native = NativeRunner.load(
         EngineSpec(

@@ -45,7 +45,7 @@ def inspect(model: str, *, cache_dir: str | None = None) -> CatalogueModel:
     sizes = sizes_of(config, checkpoint.exits)
     tensors = read_checkpoint_headers(path)
     _check_layers(path, tensors, sizes)
-    extra = _exit_tensors(path, checkpoint.exits)
+    extra = _exit_tensors(checkpoint.heads_path, checkpoint.exits)
     check_finite([*tensors.values(), *extra], whole_below_bytes=WHOLE_SCAN_BYTES)
     return CatalogueModel(
         id=checkpoint.id,
@@ -96,12 +96,11 @@ def _exit_tensors(path: Path, exits: ExitSpec) -> list[TensorPlace]:
         )
     tensors = read_header(path / EXITS_WEIGHTS)
     names = {t.name for t in tensors}
-    parts = ("norm", "head") if exits.kind == "head" else ("norm",)
     for layer in exits.layers:
-        for part in parts:
-            if f"exits.{layer}.{part}.weight" not in names:
+        for part in exits.parts:
+            if f"exits.{layer}.{part}" not in names:
                 raise ConfigError(
-                    f"model: {path / EXITS_WEIGHTS} lacks exits.{layer}.{part}.weight, which "
+                    f"model: {path / EXITS_WEIGHTS} lacks exits.{layer}.{part}, which "
                     f"exits.json promises",
                     param="model",
                 )

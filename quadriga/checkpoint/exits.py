@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from quadriga.checkpoint.json_files import read_object
 from quadriga.errors import ConfigError, InvalidRequest
 
-ExitKind = Literal["shared", "norm", "head"]
+ExitKind = Literal["shared", "norm", "mlp", "head"]
 Criterion = Literal["margin", "top"]
 ExitPolicy = Literal["bounded", "strict"]
 SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
@@ -37,6 +37,7 @@ MAX_REPLAYED = 64
 DEFAULT_THRESHOLD = 0.9
 NEVER = 1.0
 """A threshold that no confidence passes: the full model, token for token."""
+_BELOW = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,18 @@ class ExitSpec:
     Attributes:
         layers: Layers run before each non-final exit, ascending; may be empty.
         kind: What stands between an exit's hidden state and its logits. `shared`: the model's own
-            final norm and head (LayerSkip); `norm`: a norm of its own, the head shared; `head`:
-            norm and head of its own (EE-Tuning).
+            final norm and head (LayerSkip); `norm`: a norm of its own, the head shared; `mlp`: an
+            MLP of its own, whose result is added, then as `norm`; `head`: norm and head of its own.
+        has_norm: `mlp` and `head` have the norm; without it the head reads the state as it is.
+        own_head: `mlp` has a head of its own as well.
         criterion: `margin`: leave where p1 − p2 > threshold (DREX's code); `top`: where
             p1 ≥ threshold (HELIOS). Taken on the processed logits, before temperature.
         threshold: Default for requests that name none; 1 never leaves early.
         replay_newest: Where KV of skipped layers is made up by a map, run the newest so many of the
             skipped positions through the layers instead.
+        sure_from: (layer, confidence) of exits whose confidence was calibrated: so sure must a
+            token be there to count as sure as `calibrated_at`.
+        calibrated_at: The threshold that the calibration stands for.
     """
 
     layers: tuple[int, ...] = ()
@@ -60,6 +66,39 @@ class ExitSpec:
     criterion: Criterion = "top"
     threshold: float = DEFAULT_THRESHOLD
     replay_newest: int = 0
+    has_norm: bool = True
+    own_head: bool = False
+    sure_from: tuple[tuple[int, float], ...] = ()
+    calibrated_at: float = DEFAULT_THRESHOLD
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The tensors that each exit has in `exits.safetensors`."""
+        norm = ("norm.weight",) if self.has_norm else ()
+        if self.kind == "mlp":
+            head = ("head.weight",) if self.own_head else ()
+            return ("mlp.norm.weight", "mlp.up.weight", "mlp.down.weight", *norm, *head)
+        return {"shared": (), "norm": ("norm.weight",), "head": (*norm, "head.weight")}[self.kind]
+
+    @property
+    def has_own_head(self) -> bool:
+        return self.kind == "head" or (self.kind == "mlp" and self.own_head)
+
+    def calibrated(self, depth: int, confidences: list[float]) -> list[float]:
+        """Confidences at an exit, on the scale that thresholds are named on.
+
+        A straight line leads from 0 to the calibrated one, and another from there to 1.
+        """
+        sure = next((sure for layer, sure in self.sure_from if layer == depth), None)
+        if sure is None:
+            return confidences
+        at = self.calibrated_at
+        if sure >= NEVER:
+            return [c * at * _BELOW for c in confidences]
+        return [
+            at + (c - sure) / (1 - sure) * (1 - at) if c >= sure else c / sure * at * _BELOW
+            for c in confidences
+        ]
 
     def cut(self, depth: int) -> ExitSpec:
         """The exits that are left where only `depth` layers are loaded."""
@@ -187,7 +226,56 @@ def read_exits(path: Path, num_layers: int) -> ExitSpec:
         criterion=_one_of(data, "criterion", get_args(Criterion), "top", file),
         threshold=_threshold(data.get("threshold", DEFAULT_THRESHOLD), file),
         replay_newest=_replay_newest(data.get("replay_newest", 0), file),
+        has_norm=_flag(data, "has_norm", True, file),
+        own_head=_flag(data, "own_head", False, file),
+        sure_from=_sure_from(data.get("sure_from", {}), num_layers, file),
+        calibrated_at=_threshold(data.get("calibrated_at", DEFAULT_THRESHOLD), file),
     )
+
+
+def to_json(spec: ExitSpec) -> dict[str, Any]:
+    """What `read_exits` reads."""
+    said: dict[str, Any] = {
+        "kind": spec.kind,
+        "layers": list(spec.layers),
+        "criterion": spec.criterion,
+        "threshold": spec.threshold,
+        "replay_newest": spec.replay_newest,
+    }
+    if not spec.has_norm:
+        said["has_norm"] = False
+    if spec.own_head:
+        said["own_head"] = True
+    if spec.sure_from:
+        said["sure_from"] = {str(layer): sure for layer, sure in spec.sure_from}
+        said["calibrated_at"] = spec.calibrated_at
+    return said
+
+
+def _flag(data: dict[str, Any], key: str, default: bool, file: Path) -> bool:
+    value = data.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"model: {file} says {key} {value!r}; use true or false", param="model")
+    return value
+
+
+def _sure_from(value: Any, num_layers: int, file: Path) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or not all(
+        k.isascii() and k.isdecimal() and 0 < int(k[:6]) < num_layers for k in value
+    ):
+        raise ConfigError(
+            f"model: {file} says sure_from {value!r:.200}; it must be an object of layers, 1 to "
+            f"{num_layers - 1}, and confidences",
+            param="model",
+        )
+    return tuple(sorted((int(k), _confidence(sure, file)) for k, sure in value.items()))
+
+
+def _confidence(value: Any, file: Path) -> float:
+    sure = _threshold(value, file)
+    if not sure:
+        raise ConfigError(f"model: {file} says sure_from 0; it must be above 0", param="model")
+    return sure
 
 
 def _layers(value: Any, num_layers: int, file: Path) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quadriga.checkpoint.exits import ExitSpec, read_exits
+from quadriga.checkpoint.exits import EXITS_FILE, ExitSpec, read_exits
 from quadriga.checkpoint.families import read_facts
 from quadriga.checkpoint.json_files import GARBLED, read_object
 from quadriga.checkpoint.packaged_models import PACKAGED_MODELS, packaged_file
+from quadriga.checkpoint.tuned import TUNE_FILE, bundled_for, check_pair
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
 
@@ -46,6 +47,7 @@ class Checkpoint:
         exits: What `exits.json` says; no exits where there is no such file.
         max_model_len: Most positions the model was made for.
         fingerprint: Hash of config and weight index; equal fingerprints have interchangeable KV.
+        heads_path: Where exits, length heads and maps are: `path`, or a folder of `quadriga.tune`.
         sampling: What its `generation_config.json` recommends.
         source: By what any node finds it: an absolute path, or a name.
     """
@@ -62,6 +64,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     exits: ExitSpec
     fingerprint: str
+    heads_path: Path
     sampling: SamplingDefaults = SamplingDefaults()
     source: str = ""
 
@@ -117,15 +120,22 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
 
 
 def read_checkpoint(
-    model: str, *, model_id: str | None = None, cache_dir: str | Path | None = None
+    model: str,
+    *,
+    model_id: str | None = None,
+    cache_dir: str | Path | None = None,
+    heads: str = "auto",
 ) -> Checkpoint:
     """Locate `model` and read its facts.
 
     Args:
         cache_dir: See `locate`.
+        heads: `exits.folder`: a folder of `quadriga.tune`; `own`: what lies beside the weights;
+            `auto`: that, else what the package has for these weights.
 
     Raises:
-        ConfigError: The checkpoint is missing or its files are not usable.
+        ConfigError: The checkpoint is missing, its files are not usable, or the folder of heads was
+            made for other weights.
     """
     path = locate(model, cache_dir=cache_dir)
     config = read_object(path / "config.json")
@@ -138,6 +148,7 @@ def read_checkpoint(
         raise ConfigError(
             f"model: {path / 'config.json'} lacks or garbles the field {exc}", param="model"
         ) from exc
+    heads_path = _heads_path(path, heads, facts.num_layers, facts.hidden_size)
     return Checkpoint(
         id=model_id or _public_name(model, path),
         path=path,
@@ -149,11 +160,23 @@ def read_checkpoint(
         vocab_size=facts.vocab_size,
         max_model_len=facts.max_positions,
         eos_token_ids=eos_token_ids,
-        exits=read_exits(path, facts.num_layers),
-        fingerprint=_fingerprint(path),
+        exits=read_exits(heads_path, facts.num_layers),
+        fingerprint=_fingerprint(path, heads_path),
         sampling=_sampling(path, generation),
         source=_source(model),
+        heads_path=heads_path,
     )
+
+
+def _heads_path(path: Path, heads: str, num_layers: int, hidden_size: int) -> Path:
+    """The folder that `heads` means. Raises: ConfigError: It was made for other weights."""
+    if heads == "own" or (heads == "auto" and (path / EXITS_FILE).is_file()):
+        return path
+    if heads == "auto":
+        return bundled_for(path, num_layers, hidden_size, ASSETS) or path
+    folder = Path(heads).expanduser().resolve()
+    check_pair(folder, path, path.name)
+    return folder
 
 
 def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
@@ -166,14 +189,19 @@ def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
     """
     if (checkpoint.path / "config.json").is_file():
         return checkpoint
-    found = read_checkpoint(checkpoint.source, model_id=checkpoint.id, cache_dir=cache_dir)
+    # Own heads, and those of the package, are found again; others lie at the same place.
+    is_apart = (checkpoint.heads_path / TUNE_FILE).is_file()
+    heads = str(checkpoint.heads_path) if is_apart else "auto"
+    found = read_checkpoint(
+        checkpoint.source, model_id=checkpoint.id, cache_dir=cache_dir, heads=heads
+    )
     if found.fingerprint != checkpoint.fingerprint:
         raise ConfigError(
             f"model: {checkpoint.source} on this node is another model than where the service was "
             "started; put the same file on every node",
             param="model",
         )
-    return replace(checkpoint, path=found.path)
+    return replace(checkpoint, path=found.path, heads_path=found.heads_path)
 
 
 def _source(model: str) -> str:
@@ -240,10 +268,12 @@ def _sampling(path: Path, generation: dict[str, Any]) -> SamplingDefaults:
     return SamplingDefaults(**given)
 
 
-def _fingerprint(path: Path) -> str:
+def _fingerprint(path: Path, heads_path: Path) -> str:
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob("*.safetensors")):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as handle:
             digest.update(handle.read(1 << 16))
+    if heads_path != path:
+        digest.update((heads_path / TUNE_FILE).read_bytes())
     return digest.hexdigest()[:16]

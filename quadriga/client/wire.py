@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +40,11 @@ _FINISH = {
 
 
 class CallOptions(TypedDict, total=False):
-    """Sampling and limits of one request; what is left out has the server's default."""
+    """Sampling and limits of one request; what is left out has the server's default.
+
+    `structured_outputs` says the form of the answer, by one of `json` (a JSON Schema, as a
+    dictionary or as text), `regex`, `choice` (texts), `grammar` (Lark or GBNF) and `json_object`.
+    """
 
     max_tokens: int
     min_tokens: int
@@ -64,6 +69,7 @@ class CallOptions(TypedDict, total=False):
     exit_policy: Literal["bounded", "strict"]
     max_depth: int
     sla_tbt_ms: float
+    structured_outputs: Mapping[str, Any]
 
 
 def affinity(request_id: str) -> list[tuple[str, str]]:
@@ -107,12 +113,30 @@ def make_request(
             getattr(request, name).extend(values)
         elif name == "logit_bias":
             request.logit_bias.update(options["logit_bias"])
+        elif name == "structured_outputs":
+            _set_form(request.structured_outputs, options["structured_outputs"])
         elif value is not None:
             setattr(request, name, value)
     if not request.HasField("seed"):
         digest = hashlib.sha256(request.request_id.encode()).digest()
         request.seed = int.from_bytes(digest[:8], "big") >> 1
     return request
+
+
+def _set_form(message: Any, form: Mapping[str, Any]) -> None:
+    """Raises: TypeError, naming what the form of an answer may be."""
+    known = [field.name for field in pb.StructuredOutputs.DESCRIPTOR.fields]
+    if len(form) != 1 or not form.keys() <= set(known):
+        raise TypeError(
+            f"structured_outputs: give one of {', '.join(known)}, not {', '.join(form) or 'none'}"
+        )
+    name, value = next(iter(form.items()))
+    if name == "choice":
+        message.choice.texts.extend(value)
+    elif name == "json" and not isinstance(value, str):
+        message.json = json.dumps(value)
+    else:
+        setattr(message, name, value)
 
 
 def _set_prompt(request: Any, prompt: Prompt) -> None:

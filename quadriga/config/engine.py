@@ -12,12 +12,18 @@ from quadriga.config.fields import Auto, Count, NodeLabels, Seconds, Section
 class ExitsConfig(Section):
     """Where a model may be left early. "auto" is what its `exits.json` says."""
 
+    folder: str = Field(
+        "auto",
+        description="A folder that quadriga.tune wrote for these weights; own: what lies beside "
+        "them; auto: that, else what the package has for them.",
+    )
     layers: Literal["auto", "all", "none"] | tuple[int, ...] = Field(
         "auto", description='Layers run before each exit; "all": after every layer (LayerSkip).'
     )
-    kind: Literal["auto", "shared", "norm", "head"] = Field(
+    kind: Literal["auto", "shared", "norm", "mlp", "head"] = Field(
         "auto",
-        description="shared: the model's own norm and head; norm: a norm per exit; head: both.",
+        description="shared: the model's own norm and head; norm: a norm per exit; mlp: an MLP and "
+        "a norm; head: norm and head.",
     )
     criterion: Literal["auto", "margin", "top"] = Field(
         "auto", description="margin: p1 - p2 > threshold; top: p1 >= threshold."

@@ -107,7 +107,9 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     checkpoints: dict[str, Checkpoint] = {}
     pools: list[_Pool] = []
     for index, pool in enumerate(config.pools):
-        checkpoint = read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
+        checkpoint = read_checkpoint(
+            pool.model, cache_dir=config.engine.cache_dir, heads=pool.exits.folder
+        )
         checkpoint = replace(checkpoint, exits=configured_exits(pool.exits, index, checkpoint))
         known = checkpoints.setdefault(checkpoint.id, checkpoint)
         if known.path != checkpoint.path:
@@ -340,10 +342,10 @@ def configured_exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) ->
                 param=f"pools.{index}.exits.layers",
             )
         spec = replace(spec, layers=tuple(sorted(set(config.layers))))
-    if config.kind != "auto":
-        spec = replace(spec, kind=config.kind)
-    if config.criterion != "auto":
-        spec = replace(spec, criterion=config.criterion)
+    if config.kind != "auto" and config.kind != spec.kind:
+        spec = replace(spec, kind=config.kind, sure_from=())
+    if config.criterion != "auto" and config.criterion != spec.criterion:
+        spec = replace(spec, criterion=config.criterion, sure_from=())
     if config.threshold != "auto":
         spec = replace(spec, threshold=config.threshold)
     return spec
@@ -375,7 +377,7 @@ def _exits_in_use(
 def _skipped_kv(pool: PoolConfig, index: int, checkpoint: Checkpoint) -> SkippedKV:
     """How skipped KV is made up for. Raises: ConfigError: Maps are asked for that are not there."""
     wanted = pool.exits.skipped_kv
-    has_maps = (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file()
+    has_maps = (checkpoint.heads_path / SKIPPED_KV_WEIGHTS).is_file()
     if wanted == "auto":
         return "linear" if has_maps else "project"
     if wanted == "linear" and not has_maps:

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.forecast import LengthPrediction
+from quadriga.core.grammar import Grammar
 from quadriga.core.relative_time import RelativeTimeMixin
 from quadriga.errors import InvalidRequest
 
@@ -47,6 +48,7 @@ class SamplingParams:
         num_logprobs: Alternatives to report per token; 0 reports the chosen token alone, None
             reports nothing.
         num_prompt_logprobs: The same for the prompt's own tokens (`echo` with `logprobs`).
+        grammar: The form that the answer must have; None for any.
     """
 
     max_tokens: int
@@ -64,6 +66,7 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -81,6 +84,12 @@ class SamplingParams:
                 f"max_tokens: {self.max_tokens} must be at least 1 (0 only with "
                 f"num_prompt_logprobs) and at least min_tokens ({self.min_tokens})",
                 param="max_tokens",
+            )
+        if self.grammar is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(
+                f"{name}: not with a grammar, which says where the answer may end; leave it out",
+                param=name,
             )
 
 
@@ -197,9 +206,11 @@ class SampledToken:
     Attributes:
         exit_layer: Number of layers that were run for this token.
         prompt_logprobs: Only from a prefill that was asked for them.
+        error: The sequence ends in this error, without the token.
     """
 
     token_id: int
     exit_layer: int
     logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    error: InvalidRequest | None = None

@@ -192,13 +192,14 @@ class CompiledDecoder:
         self, x: torch.Tensor, depth: int, logits: torch.Tensor, best: int | None, probs: int | None
     ) -> None:
         x = x.contiguous()
-        needed = x.shape[0] * (self.config.hidden_size + self.config.embed_size)
+        head, hidden = self._heads[depth], self.config.hidden_size
+        needed = x.shape[0] * (2 * hidden + max(hidden, head.embed) + 2 * head.mlp_width)
         if self._head_scratch.numel() < needed:
             self._head_scratch = torch.empty(needed)
         self._library.head(
             self._pool,
             self._model,
-            self._heads[depth],
+            head,
             x.shape[0],
             x.data_ptr(),
             self._head_scratch.data_ptr(),
@@ -259,10 +260,15 @@ def _model(eager: Decoder, layers: ctypes.Array[CLayer]) -> CModel:
 
 
 def _head(eager: Decoder, head: Head) -> CHead:
+    mlp = head.mlp
     return CHead(
         has_norm=head.norm is not None,
         embed=head.weight.shape[1],
         vocab=eager.config.vocab_size,
+        mlp_width=0 if mlp is None else mlp.down.weight.shape[1],
+        mlp_norm=CNorm() if mlp is None else CNorm.of(mlp.norm),
+        mlp_up=CLinear() if mlp is None else CLinear.of(mlp.up),
+        mlp_down=CLinear() if mlp is None else CLinear.of(mlp.down),
         norm=CNorm.of(head.norm),
         project=CMatrix.of(head.project),
         weight=CMatrix.of(head.weight),

@@ -422,14 +422,14 @@ def _deepened(spec: EngineSpec, eager: Decoder, is_over: Callable[[], bool]) -> 
     weights, config, checkpoint = eager.weights, eager.config, spec.checkpoint
     exits, base = checkpoint.exits, weights.heads[len(weights.layers)]
     layers, heads = list(weights.layers), dict(weights.heads)
-    source = WeightSource.beside(weights, checkpoint.path, spec.shared_in)
+    source = WeightSource.beside(weights, checkpoint, spec.shared_in)
     with source.open() as files:
         for index in range(len(layers), spec.depth):
             if is_over():
                 raise DeadlineExceeded(f"loading stopped before layer {index + 1}")
             layers.append(read_layer(files, config, index))
         if spec.depth not in exits.layers:
-            known = None if exits.kind == "head" else base.weight
+            known = None if exits.has_own_head else base.weight
             is_whole = known is None or config.tied_head  # then it is laid out as at the start
             with files.part(
                 "head" if is_whole else "final norm", config.hidden_size * weights.dtype.itemsize

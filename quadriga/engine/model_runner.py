@@ -35,7 +35,7 @@ from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.prompt_scores import PromptScores, wants_scores
-from quadriga.engine.sampler import RowSampler, sample
+from quadriga.engine.sampler import RowSampler, make_sampler, sample
 from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.errors import ConfigError, InvariantViolation
@@ -135,8 +135,8 @@ class NativeRunner:
             raise InvariantViolation(f"row {row} is outside the {self.num_rows} rows")
         if self._samplers[row] is not None:
             raise InvariantViolation(f"row {row} is taken: {state.sequence_id} cannot attach")
-        self._samplers[row] = RowSampler(
-            state, self.model.config.vocab_size, self.model.spec.checkpoint.eos_token_ids
+        self._samplers[row] = make_sampler(
+            state, self.model.spec.checkpoint, self.model.config.vocab_size
         )
         self.positions[row] = -1
         if self.skipped is not None:
@@ -258,7 +258,8 @@ class NativeRunner:
         x = self._pass(rows, samplers, first, stop)
         depth = self.model.ends[stop - 1]
         self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
-        return self._exit.confidences(self.spec.exits.criterion)
+        exits = self.spec.exits
+        return exits.calibrated(depth, self._exit.confidences(exits.criterion))
 
     @torch.inference_mode()
     def emit(self, rows: Sequence[int]) -> list[SampledToken]:

@@ -1,21 +1,26 @@
 """From logits to tokens: penalties, bans, truncation, and seeded draws; batched.
 
 Order of operations, per row: logit bias → bans (min_tokens) → repetition penalty → frequency and
-presence penalties; that is the *processed* distribution, which logprobs report. Then temperature →
-min-p → top-k → top-p → draw. A draw walks the cumulative distribution in vocabulary order with one
-counter-based uniform, so it depends on the row alone, not on the batch around it.
+presence penalties → what its grammar does not allow; that is the *processed* distribution, which
+logprobs report. Then temperature → min-p → top-k → top-p → draw. A draw walks the cumulative
+distribution in vocabulary order with one counter-based uniform, so it depends on the row alone, not
+on the batch around it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SampledToken, SequenceState, TokenLogprob
 from quadriga.engine.random import uniforms
+from quadriga.errors import InvalidRequest
+from quadriga.text.grammar import GrammarMatcher, grammars_of
 
 LEAST_DIVISOR = 1e-30
 """Temperatures and penalties below count as this: float32 makes 0 of still smaller ones, and what
@@ -31,15 +36,23 @@ class RowSampler:
 
     Attributes:
         is_plain: Greedy without any extra: the argmax of the raw logits is the answer.
+        matcher: Where it stands in its grammar; None without one.
     """
 
     __slots__ = ("_banned", "_bias", "_biased", "_counted", "_output_counts", "_prompt_seen",
-                 "is_plain", "params", "state")  # fmt: skip
+                 "is_plain", "matcher", "params", "state")  # fmt: skip
 
-    def __init__(self, state: SequenceState, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        state: SequenceState,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        matcher: GrammarMatcher | None = None,
+    ) -> None:
         p = state.sampling
         self.state = state
         self.params = p
+        self.matcher = matcher
         ends = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos_ids))
         banned = sorted(i for i in ends if 0 <= i < vocab_size) if p.min_tokens else []
         biases = {i: b for i, b in p.logit_bias if 0 <= i < vocab_size}
@@ -53,6 +66,7 @@ class RowSampler:
             and not biases
             and not self.has_penalties
             and p.num_logprobs is None
+            and matcher is None
         )
         self._counted = 0
         self._prompt_seen: torch.Tensor | None = None
@@ -70,7 +84,24 @@ class RowSampler:
         )
 
     def process(self, logits: torch.Tensor) -> None:
-        """Apply bias, bans and penalties to this row's logits [vocab], in place."""
+        """Apply bias, bans, penalties and grammar to this row's logits [vocab], in place."""
+        self._penalise(logits)
+        if self.matcher is not None:
+            banned = torch.from_numpy(self.matcher.banned_after(self.state.output_ids))
+            logits.masked_fill_(banned.to(logits.device), float("-inf"))
+
+    @property
+    def error(self) -> InvalidRequest | None:
+        """Why the row can say nothing more; None while it can."""
+        if self.matcher is None or not self.matcher.failure:
+            return None
+        return InvalidRequest(
+            f"the grammar of the answer fails after {len(self.state.output_ids)} tokens: "
+            f"{self.matcher.failure}; make it simpler",
+            code="grammar_failed",
+        )
+
+    def _penalise(self, logits: torch.Tensor) -> None:
         p = self.params
         if self._bias.device != logits.device:  # the first time; they stay there
             self._banned = self._banned.to(logits.device)
@@ -100,6 +131,18 @@ class RowSampler:
         self._counted = len(self.state.output_ids)
 
 
+def make_sampler(state: SequenceState, checkpoint: Checkpoint, vocab_size: int) -> RowSampler:
+    """The sampler of a sequence as it is now: begun, moved here or rebuilt.
+
+    Args:
+        vocab_size: The model's, which is the width of its logits.
+    """
+    grammar, matcher = state.sampling.grammar, None
+    if grammar is not None:
+        matcher = grammars_of(checkpoint).matcher(grammar)
+    return RowSampler(state, vocab_size, checkpoint.eos_token_ids, matcher)
+
+
 def sample(logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int) -> list[SampledToken]:
     """Process the logits and choose the next token of each row.
 
@@ -113,7 +156,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int) ->
 
 
 def process(logits: torch.Tensor, rows: Sequence[RowSampler]) -> bool:
-    """Apply every row's bias, bans and penalties in place; whether any had some."""
+    """Apply every row's bias, bans, penalties and grammar in place; whether any had some."""
     changed = False
     for i, row in enumerate(rows):
         if not row.is_plain:
@@ -132,6 +175,8 @@ def choose(logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int) ->
     chosen: list[int] = best.tolist()  # waits for the device
     sampled = [SampledToken(token_id, exit_layer) for token_id in chosen]
     for i, row in enumerate(rows):
+        if row.matcher is not None:
+            sampled[i].error = row.error
         if row.params.num_logprobs is not None:
             report = token_logprobs(logits[i : i + 1], [chosen[i]], row.params.num_logprobs)
             sampled[i].logprob = report[0]
@@ -141,7 +186,7 @@ def choose(logits: torch.Tensor, rows: Sequence[RowSampler], exit_layer: int) ->
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprob]:
-    """Log-probabilities of given tokens and of the `num_top` best ones.
+    """Log-probabilities of given tokens and of the `num_top` best ones, if so many are possible.
 
     Args:
         logits: float32 [n, vocab], processed.
@@ -153,7 +198,9 @@ def token_logprobs(
         return [TokenLogprob(t, lp) for t, lp in zip(token_ids, own, strict=True)]
     best = torch.topk(logprobs, min(num_top, logprobs.shape[-1]), dim=-1)
     return [
-        TokenLogprob(t, lp, tuple(zip(ids, values, strict=True)))
+        TokenLogprob(
+            t, lp, tuple((i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf)
+        )
         for t, lp, ids, values in zip(
             token_ids, own, best.indices.tolist(), best.values.tolist(), strict=True
         )

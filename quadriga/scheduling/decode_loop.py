@@ -317,6 +317,13 @@ class DecodeLoop:
         for sequence, token in zip(leavers, tokens, strict=True):
             state, token_id = sequence.state, token.token_id
             output_ids = state.output_ids
+            if token.error is not None:
+                self.leave(state.sequence_id)
+                emission = EngineOutput(
+                    state.sequence_id, state.epoch, len(output_ids), error=token.error
+                )
+                emissions.append((state.ingress_id, emission))
+                continue
             output_ids.append(token_id)
             state.exit_layers.append(depth)
             sequence.num_tokens += 1

@@ -291,6 +291,9 @@ class PrefillLoop:
 
     def _finish_prompt(self, sequence: RunningSequence, token: SampledToken) -> EngineOutput:
         state = sequence.state
+        if token.error is not None:
+            self.release(state.sequence_id)
+            return _failure(state, token.error)
         sequence.status = SequenceStatus.WAITING_FOR_PLACEMENT
         logprobs: list[TokenLogprob] | None = None
         if state.sampling.max_tokens > 0:

@@ -49,6 +49,10 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._fast.chat_template)
 
+    def definition(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`."""
+        return str(self._core.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 

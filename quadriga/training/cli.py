@@ -227,48 +227,39 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _fit_kv(args: argparse.Namespace) -> int:
-    import torch
-
-    torch.set_num_threads(args.threads)
     for folder in _folders(args):
-        _fit(folder)
+        _fit(folder, args.threads)
     return 0
 
 
-def _fit(folder: Path) -> None:
-    from quadriga.training.skipped_kv import fit_folder
+def _fit(folder: Path, threads: int = 1) -> None:
+    from quadriga.training.heads import fit_folder
 
     print(f"maps for skipped K and V → {folder}; variance left unexplained:")
-    for name, share in fit_folder(folder).items():
+    for name, share in fit_folder(folder, threads=threads).items():
         print(f"  {name}  {share:.3f}")
 
 
 def _length(args: argparse.Namespace) -> int:
-    import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from quadriga.tasks import TASKS
-    from quadriga.training.checkpoint_io import load_checkpoint
-    from quadriga.training.length import collect, save_heads, train_heads
-    from quadriga.training.tokenizer import build_tokenizer
+    from quadriga.training.heads import train_lengths
 
-    torch.set_num_threads(args.threads)
     report: dict[str, Any] = {}
     columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     for folder in _folders(args):
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("requests", total=args.requests * len(TASKS))
-            data = collect(
-                load_checkpoint(folder),
-                build_tokenizer(),
+            report[folder.name] = train_lengths(
+                folder,
                 requests_per_task=args.requests,
+                seed=args.seed,
+                threads=args.threads,
                 advance=lambda done, bar=bar, task=task: bar.advance(task, done),  # type: ignore[misc]
+                report=print,
             )
-        print(f"{folder.name}: {len(data.remaining)} samples of {len(data.token_ids)} requests")
-        spec, tensors, figures = train_heads(data, seed=args.seed, report=print)
-        save_heads(folder, spec, tensors)
-        report[folder.name] = figures
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -105,6 +105,8 @@ def generation_fields(request: Any) -> dict[str, Any]:
         fields["stop_token_ids"] = list(request.stop_token_ids)
     if request.logit_bias:
         fields["logit_bias"] = {str(k): v for k, v in request.logit_bias.items()}
+    if _set(request, "structured_outputs"):
+        fields["structured_outputs"] = _structured_outputs(request.structured_outputs)
     form = request.WhichOneof("input")
     if form == "chat":
         fields["messages"] = [
@@ -128,6 +130,14 @@ def generation_fields(request: Any) -> dict[str, Any]:
         if _set(request, name):
             fields[name] = getattr(request, name)
     return fields
+
+
+def _structured_outputs(message: Any) -> dict[str, Any]:
+    name = message.WhichOneof("form")
+    if name is None:
+        return {}
+    value = getattr(message, name)
+    return {name: list(value.texts) if name == "choice" else value}
 
 
 def _set(message: Any, field: str) -> bool:

@@ -230,9 +230,9 @@ class GrpcServer:
         }
         if "messages" in fields:
             chat = parse_body(ChatBody, fields)
-            return await chat_request(chat, model, self._limits, models.tokenize, **common)
+            return await chat_request(chat, model, self._limits, models, **common)
         body = parse_body(CompletionBody, fields)
-        return await completion_request(body, model, self._limits, models.tokenize, **common)
+        return await completion_request(body, model, self._limits, models, **common)
 
     def _caller(self, context: Any) -> ApiKey:
         """Raises: Unauthenticated, KeyLimitReached."""

@@ -90,7 +90,7 @@ class HttpGeneration:
                 chat,
                 models.find(chat.model),
                 self._limits,
-                models.tokenize,
+                models,
                 request_id=name,
                 now_unix_s=now_unix_s,
             )
@@ -99,7 +99,7 @@ class HttpGeneration:
             body,
             models.find(body.model),
             self._limits,
-            models.tokenize,
+            models,
             request_id=name,
             now_unix_s=now_unix_s,
         )

@@ -13,10 +13,12 @@ from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import configured_exits
+from quadriga.core.grammar import Grammar
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import AUTO_MODEL
 from quadriga.errors import ContextTooLong, UnknownModel
 from quadriga.text import TextTokenizer, load_tokenizer
+from serve_app.openai.grammar_checker import GrammarChecker
 
 Result = TypeVar("Result")
 
@@ -71,6 +73,7 @@ class ModelDirectory:
         self._models = {model.id: model for model in models}
         self._default = replace(models[0], is_auto=chooses)
         self._created_unix_s = int(time.time())
+        self._checkers: dict[str, GrammarChecker] = {}
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
 
     @classmethod
@@ -170,8 +173,18 @@ class ModelDirectory:
             len(token_ids), lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False)
         )
 
+    async def check_grammar(self, model: ServedModel, grammar: Grammar, field: str) -> None:
+        """See `GrammarChecker.check`."""
+        checker = self._checkers.get(model.id)
+        if checker is None:
+            checker = GrammarChecker(model.checkpoint, model.tokenizer)
+            self._checkers[model.id] = checker
+        await checker.check(grammar, field)
+
     def close(self) -> None:
-        """End the thread; texts that wait for it are not encoded."""
+        """End the threads; texts and grammars that wait for them are not read."""
+        for checker in self._checkers.values():
+            checker.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:

@@ -14,7 +14,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
 
-from serve_app.openai.unsupported import CHAT, COMPLETIONS, MESSAGE, TOKENIZE, UnsupportedField
+from serve_app.openai.unsupported import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGE,
+    STRUCTURED_OUTPUTS,
+    TOKENIZE,
+    UnsupportedField,
+)
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -23,12 +30,14 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_STOPS_READ = 1024
 """Longer lists of stop strings are refused unread; the deployment's own limit is lower."""
+MAX_CHOICES_READ = 4096
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 _DEFAULT = "default: that of the model's generation_config.json, unless set otherwise."
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Choices = Annotated[list[str], Field(max_length=MAX_CHOICES_READ, fail_fast=True)]
 Stops = Annotated[list[str], Field(max_length=MAX_STOPS_READ, fail_fast=True)]
 
 
@@ -74,6 +83,36 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = Field(None, description="One last chunk with the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
+
+
+class JsonSchemaFormat(RequestBody):
+    """A form by the name that its author gave it."""
+
+    name: str | None = Field(None, max_length=512, description="Accepted; changes nothing.")
+    description: str | None = Field(None, description="Accepted; changes nothing.")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="JSON Schema; any object where there is none."
+    )
+    strict: bool | None = Field(None, description="Accepted: every schema is kept to.")
+
+
+class ResponseFormat(RequestBody):
+    """The form of the answer, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="Which form.")
+    json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema.")
+
+
+class StructuredOutputs(RequestBody):
+    """The form of the answer, in vLLM's words: one of these."""
+
+    unsupported = STRUCTURED_OUTPUTS
+
+    json_: Any = Field(None, alias="json", description="JSON Schema, as an object or as text.")
+    regex: str | None = Field(None, description="The whole answer matches; Rust's syntax.")
+    choice: Choices | None = Field(None, description="One of these texts.")
+    grammar: str | None = Field(None, description="Lark, or GBNF.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
 
 
 class GenerationFields(RequestBody):
@@ -150,6 +189,18 @@ class GenerationFields(RequestBody):
         None, ge=1, le=INT32_MAX, description="Answer 504 when not done by then."
     )
     user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
+    response_format: ResponseFormat | None = Field(
+        None, description="The form of the answer: JSON of any kind, or that a schema allows."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="The form of the answer, by schema, expression, choice or grammar."
+    )
+    guided_json: Any = Field(None, description="`structured_outputs.json` by its older name.")
+    guided_regex: str | None = Field(None, description="`structured_outputs.regex`, the same.")
+    guided_choice: Choices | None = Field(
+        None, description="`structured_outputs.choice`, the same."
+    )
+    guided_grammar: str | None = Field(None, description="`structured_outputs.grammar`, the same.")
     exit_threshold: float | None = Field(
         None, ge=0, le=1, description="Confidence from which a token leaves early; 1: never."
     )

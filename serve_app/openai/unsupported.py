@@ -72,20 +72,15 @@ def _table(*groups: Iterable[UnsupportedField]) -> dict[str, UnsupportedField]:
 _Field = UnsupportedField
 
 STRUCTURE = (
-    # OpenAI
-    _Field("response_format", ({"type": "text"},)),
-    # vLLM
-    _Field("structured_outputs", ({},)),
-    _Field("guided_json"),
-    _Field("guided_regex"),
-    _Field("guided_choice"),
-    _Field("guided_grammar"),
     # SGLang, llama.cpp
-    _Field("regex"),
-    _Field("ebnf"),
-    _Field("json_schema"),
+    _Field("regex", instead="structured_outputs.regex"),
+    _Field("ebnf", instead="structured_outputs.grammar"),
+    _Field("json_schema", instead="structured_outputs.json"),
     _Field("structural_tag"),
-    _Field("grammar"),
+    _Field("grammar", instead="structured_outputs.grammar"),
+    # vLLM
+    _Field("guided_whitespace_pattern"),
+    _Field("guided_decoding_backend", ("auto", "guidance")),
 )
 """Answers of a given form."""
 
@@ -151,6 +146,16 @@ OTHER_NAMES = (
     _Field("random_seed", instead="seed"),
 )
 """Fields with another name here."""
+
+STRUCTURED_OUTPUTS = _table(
+    (
+        _Field("structural_tag"),
+        _Field("whitespace_pattern"),
+        _Field("disable_any_whitespace", (False,)),
+        _Field("disable_additional_properties", (False,)),
+    )
+)
+"""Of `structured_outputs`."""
 
 COMPLETIONS = _table(
     STRUCTURE,

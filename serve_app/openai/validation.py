@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from quadriga.checkpoint.exits import NEVER, ExitParams, read_exit_params
 from quadriga.checkpoint.folder import SamplingDefaults
@@ -15,7 +16,8 @@ from quadriga.config.ingress import IngressConfig
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ContextTooLong, InvalidRequest
 from serve_app.openai.bodies import ignored_fields, refuse_unsupported, shown
-from serve_app.openai.models import ServedModel
+from serve_app.openai.grammars import read_grammar
+from serve_app.openai.models import ModelDirectory, ServedModel
 from serve_app.openai.schema import (
     INT64_MIN,
     ChatBody,
@@ -34,19 +36,11 @@ OPENAI_DEFAULTS = SamplingDefaults()
 EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms")
 
 
-class Tokenize(Protocol):
-    """`ModelDirectory.tokenize`."""
-
-    async def __call__(
-        self, model: ServedModel, text: str, add_special_tokens: bool, *, field: str
-    ) -> list[int]: ...
-
-
 async def completion_request(
     body: CompletionBody,
     model: ServedModel,
     limits: IngressConfig,
-    tokenize: Tokenize,
+    models: ModelDirectory,
     *,
     request_id: str,
     now_unix_s: float,
@@ -62,7 +56,7 @@ async def completion_request(
             param="best_of",
         )
     echo = bool(body.echo)
-    prompts, texts = await _read_prompts(body.prompt, model, limits, tokenize, n=n, echo=echo)
+    prompts, texts = await _read_prompts(body.prompt, model, limits, models, n=n, echo=echo)
     longest = max(len(prompt_ids) for prompt_ids in prompts)
     wanted = body.max_tokens
     if wanted is None:
@@ -79,6 +73,7 @@ async def completion_request(
         num_prompt_logprobs=num_logprobs if echo else None,
     )
     _check_context(longest, wanted, model, "prompt", "max_tokens")
+    sampling = await _with_grammar(sampling, body, model, models)
     return _request(body, model, limits, request_id, now_unix_s, prompts, texts, n, sampling, echo)
 
 
@@ -86,7 +81,7 @@ async def chat_request(
     body: ChatBody,
     model: ServedModel,
     limits: IngressConfig,
-    tokenize: Tokenize,
+    models: ModelDirectory,
     *,
     request_id: str,
     now_unix_s: float,
@@ -102,7 +97,7 @@ async def chat_request(
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
     text = model.tokenizer.render_chat(plain_messages(body.messages))
-    token_ids = await tokenize(model, text, False, field="messages")
+    token_ids = await models.tokenize(model, text, False, field="messages")
     if not token_ids:
         raise InvalidRequest("messages: the conversation is empty", param="messages")
     _check_vocabulary(token_ids, model, "messages")
@@ -115,9 +110,22 @@ async def chat_request(
         wanted = max(1, model.max_model_len - len(token_ids))
     _check_context(len(token_ids), wanted, model, "messages", field)
     sampling = _read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
+    sampling = await _with_grammar(sampling, body, model, models)
     return _request(
         body, model, limits, request_id, now_unix_s, [token_ids], [text], n, sampling, False
     )
+
+
+async def _with_grammar(
+    sampling: SamplingParams, body: GenerationFields, model: ServedModel, models: ModelDirectory
+) -> SamplingParams:
+    """Add the grammar that the body asks for, which was tried. Raises: InvalidRequest."""
+    found = read_grammar(body)
+    if found is None:
+        return sampling
+    grammar, field = found
+    await models.check_grammar(model, grammar, field)
+    return replace(sampling, grammar=grammar)
 
 
 def _choices(n: int | None, limits: IngressConfig) -> int:
@@ -237,7 +245,7 @@ async def _read_prompts(
     value: object,
     model: ServedModel,
     limits: IngressConfig,
-    tokenize: Tokenize,
+    models: ModelDirectory,
     *,
     n: int,
     echo: bool,
@@ -268,7 +276,7 @@ async def _read_prompts(
     for name, item in zip(names, items, strict=True):
         if type(item) is not type(items[0]):
             raise InvalidRequest(f"{name}: prompts must all be of one kind", param=name)
-        token_ids, text = await _one_prompt(item, name, model, tokenize, echo=echo)
+        token_ids, text = await _one_prompt(item, name, model, models, echo=echo)
         prompts.append(token_ids)
         texts.append(text)
         if len(prompts) % PROMPTS_AT_ONCE == 0:
@@ -277,12 +285,12 @@ async def _read_prompts(
 
 
 async def _one_prompt(
-    item: object, name: str, model: ServedModel, tokenize: Tokenize, *, echo: bool
+    item: object, name: str, model: ServedModel, models: ModelDirectory, *, echo: bool
 ) -> tuple[list[int], str]:
     if isinstance(item, str):
         if not item:
             raise InvalidRequest(f"{name}: is empty", param=name)
-        token_ids = await tokenize(model, item, True, field=name)
+        token_ids = await models.tokenize(model, item, True, field=name)
         if not token_ids:
             raise InvalidRequest(f"{name}: has no tokens", param=name)
         _check_vocabulary(token_ids, model, name)

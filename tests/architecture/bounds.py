@@ -19,8 +19,8 @@ BOUNDS = {
     "request_classes": Bound(15, 10),
     "service_lines": Bound(46_000, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(80_800, 58_000),
-    "test_lines": Bound(59_400, 38_000),
+    "product_lines": Bound(84_650, 58_000),
+    "test_lines": Bound(60_950, 38_000),
     "reliability_lines": Bound(4_800, 4_000),
     "circles": Bound(0, 0),
     "largest_folder": Bound(15, 15),

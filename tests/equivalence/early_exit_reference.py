@@ -39,6 +39,7 @@ TIE = 1e-4
 """Logits, or a confidence and its threshold, that are no further apart may fall either way."""
 
 LAYERS = 6
+MLP_WIDTH = 12
 DEEP: dict[str, Any] = {"num_hidden_layers": LAYERS}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**(GATED | DEEP)),
@@ -69,6 +70,8 @@ def save_with_exits(model: Model, path: Path, exits: ExitSpec, *, all_layers: bo
         "kind": exits.kind,
         "criterion": exits.criterion,
         "threshold": exits.threshold,
+        "has_norm": exits.has_norm,
+        "own_head": exits.own_head,
     }
     (path / EXITS_FILE).write_text(json.dumps(about), encoding="utf-8")
     generator = torch.Generator().manual_seed(12)
@@ -88,10 +91,15 @@ def save_with_exits(model: Model, path: Path, exits: ExitSpec, *, all_layers: bo
     tensors = {}
     for layer in exits.layers:
         at = f"exits.{layer}"
-        tensors[f"{at}.norm.weight"] = 0.5 + torch.rand(hidden, generator=generator)
-        if model.config.model_type == "opt":
-            tensors[f"{at}.norm.bias"] = 0.1 * torch.randn(hidden, generator=generator)
-        if exits.kind == "head":
+        for norm in (["norm"] if exits.has_norm else []) + ["mlp.norm"] * (exits.kind == "mlp"):
+            tensors[f"{at}.{norm}.weight"] = 0.5 + torch.rand(hidden, generator=generator)
+            if model.config.model_type == "opt":
+                tensors[f"{at}.{norm}.bias"] = 0.1 * torch.randn(hidden, generator=generator)
+        if exits.kind == "mlp":
+            rows = MLP_WIDTH * (1 if model.config.model_type == "opt" else 2)
+            for part, size in (("up", (rows, hidden)), ("down", (hidden, MLP_WIDTH))):
+                tensors[f"{at}.mlp.{part}.weight"] = 0.3 * torch.randn(*size, generator=generator)
+        if exits.has_own_head:
             size = (model.config.vocab_size, hidden)
             tensors[f"{at}.head.weight"] = 0.25 * torch.randn(*size, generator=generator)
     save_file(tensors, path / EXITS_WEIGHTS)
@@ -178,19 +186,37 @@ class EarlyExitReference:
         model, inner = self._model, self._inner
         own = depth in self._exits.layers and self._own
         norm = getattr(inner, "norm", None) or getattr(inner, "final_layer_norm", None)
-        if own and model.config.model_type == "opt":
-            norm = torch.nn.LayerNorm(x.shape[-1])
-            norm.bias.data = self._tensors[f"exits.{depth}.norm.bias"]
-        elif own:
-            norm = copy.deepcopy(norm)
         if own:
-            norm.weight.data = self._tensors[f"exits.{depth}.norm.weight"]
+            norm = self._norm(norm, f"exits.{depth}.norm") if self._exits.has_norm else None
         with torch.inference_mode():
+            if own and self._exits.kind == "mlp":
+                x = x + self._mlp(x, depth)
             x = norm(x) if norm is not None else x
-            if own and self._exits.kind == "head":
+            if own and self._exits.has_own_head:
                 return torch.mv(self._tensors[f"exits.{depth}.head.weight"], x)
             project = getattr(inner, "project_out", None)
             return torch.mv(model.lm_head.weight, project(x) if project is not None else x)
+
+    def _norm(self, like: torch.nn.Module, name: str) -> torch.nn.Module:
+        """A norm of the model's kind with the weights of an exit."""
+        if self._model.config.model_type == "opt":
+            norm: torch.nn.Module = torch.nn.LayerNorm(self._model.config.hidden_size)
+            norm.bias.data = self._tensors[f"{name}.bias"]
+        else:
+            norm = copy.deepcopy(like)
+        norm.weight.data = self._tensors[f"{name}.weight"]
+        return norm
+
+    def _mlp(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        """What an exit's MLP makes of a state: [hidden] → [hidden]."""
+        at = f"exits.{depth}.mlp"
+        like = self._inner.layers[0]
+        norm = self._norm(getattr(like, "input_layernorm", None), f"{at}.norm")
+        up = self._tensors[f"{at}.up.weight"] @ norm(x)
+        if self._model.config.model_type == "opt":
+            return self._tensors[f"{at}.down.weight"] @ like.activation_fn(up)
+        gate, up = up.chunk(2)
+        return self._tensors[f"{at}.down.weight"] @ (like.mlp.act_fn(gate) * up)
 
     def generate(self, state: SequenceState) -> Generated:
         """Continue the state's prompt to its `max_tokens`, each token leaving as early as it may.

@@ -37,10 +37,10 @@ PROMPT_LENGTHS = (1, 20, 7, 3, 12, 33, 5)
 MAX_TOKENS = (14, 9, 18, 22, 5, 16, 12)
 NUM_ROWS = 5
 KINDS = {
-    "llama": ExitSpec((2, 3), "norm", "margin"),
+    "llama": ExitSpec((2, 3), "mlp", "margin"),
     "mistral-window": ExitSpec((1, 4), "head", "top"),
     "qwen3": ExitSpec((2, 4), "shared", "margin"),
-    "opt-pre-norm": ExitSpec((2, 5), "head", "margin"),
+    "opt-pre-norm": ExitSpec((2, 5), "head", "margin", has_norm=False),
     "opt-post-norm-projected": ExitSpec((3, 4), "norm", "top"),
 }
 assert KINDS.keys() == CONFIGS.keys()

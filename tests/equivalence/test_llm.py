@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, prompts: list[str]) -
 
 def replicas_say(llm: LLM, states: list[SequenceState]) -> None:
     """Prefill in one engine, hand the KV over, and decode in another, as the service does."""
-    spec = llm._runner.spec
+    spec = llm.runner.spec
     prefill, decode = (
         NativeRunner.load(replace(spec, can_exit=can_exit)) for can_exit in (False, True)
     )

@@ -63,7 +63,7 @@ def test_all_layers(tmp_path: Path) -> None:
         ({"layers": 3}, "3"),
         ({"layers": None}, "None"),
         ({"layers": {"2": 1}}, "{'2': 1}"),
-        ({"kind": "own"}, "shared, norm, head"),
+        ({"kind": "own"}, "shared, norm, mlp, head"),
         ({"kind": None}, "kind None"),
         ({"kind": ["head"]}, "kind ['head']"),
         ({"criterion": "entropy"}, "margin, top"),
@@ -74,6 +74,13 @@ def test_all_layers(tmp_path: Path) -> None:
         ({"threshold": True}, "True"),
         ({"threshold": None}, "None"),
         ({"threshold": float("nan")}, "nan"),
+        ({"has_norm": 1}, "has_norm 1"),
+        ({"own_head": "yes"}, "own_head 'yes'"),
+        ({"sure_from": {"8": 0.5}}, "1 to 7"),
+        ({"sure_from": {"x": 0.5}}, "1 to 7"),
+        ({"sure_from": [0.5]}, "sure_from [0.5]"),
+        ({"sure_from": {"2": 0}}, "sure_from 0"),
+        ({"sure_from": {"2": 1.5}}, "0..1"),
     ],
 )
 def test_faults_are_named(tmp_path: Path, data: Any, named: str) -> None:

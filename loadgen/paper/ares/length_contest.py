@@ -21,8 +21,7 @@ from loadgen.paper.ares.length_encoder import (
     train_encoder,
 )
 from quadriga.scheduling.forecasts import NEW_SHARE
-from quadriga.training.length import QUANTILES, SAMPLE_EVERY, LengthData, apply, train_head_at
-from quadriga.training.tokenizer import build_tokenizer
+from quadriga.tune.lengths import QUANTILES, SAMPLE_EVERY, LengthData, apply, train_head_at
 
 BATCHES = (1, 10)
 MEDIAN = 1 + QUANTILES.index(0.5)
@@ -73,6 +72,7 @@ def hold(
     data: LengthData,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     sizes: tuple[EncoderSize, ...],
+    vocab_size: int,
     budget_s: float,
     seed: int,
     say: Callable[[str], None] = lambda line: None,
@@ -80,6 +80,7 @@ def hold(
     """Train what is trained, and ask everybody about the test part.
 
     Args:
+        vocab_size: Of the model.
         budget_s: Of training, for each encoder.
         say: Called with a line for each one that is trained.
     """
@@ -93,7 +94,9 @@ def hold(
         "head, averaged", averaged(said[test], data, test), parameters, latency_s
     )
     alone = LengthPredictor("head, each answer alone", said[test], parameters, latency_s)
-    size, encoder, losses = _best_encoder(data, train, validation, sizes, budget_s, seed, say)
+    size, encoder, losses = _best_encoder(
+        data, train, validation, sizes, vocab_size, budget_s, seed, say
+    )
     auxiliary, auxiliary_alone = _auxiliary(data, validation, test, size, encoder)
     total = (data.generated + data.remaining)[train].float().mean()
     left = (total - data.generated[test]).clamp(min=0.0)
@@ -111,11 +114,11 @@ def _best_encoder(
     train: torch.Tensor,
     validation: torch.Tensor,
     sizes: tuple[EncoderSize, ...],
+    vocab_size: int,
     budget_s: float,
     seed: int,
     say: Callable[[str], None],
 ) -> tuple[EncoderSize, LengthEncoder, dict[str, float]]:
-    vocab_size = build_tokenizer().get_vocab_size()
     losses: dict[str, float] = {}
     best: tuple[float, LengthEncoder, EncoderSize] | None = None
     for size in sizes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quadriga.training.length import PATIENCE, QUANTILES, LengthData, loss_of, to_tokens
+from quadriga.tune.lengths import PATIENCE, QUANTILES, LengthData, loss_of, to_tokens
 
 MAX_POSITIONS = 1024
 _TOKENS_PER_BATCH = 6144

@@ -33,10 +33,9 @@ from loadgen.report.output import add_out_argument
 from loadgen.report.progress import Steps
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.scheduling.calibration import Dummies
-from quadriga.tasks import TASKS
-from quadriga.training.checkpoint_io import load_checkpoint
-from quadriga.training.length import SAMPLE_EVERY, LengthData, collect, measure
-from quadriga.training.tokenizer import build_tokenizer
+from quadriga.training.heads import collect, load
+from quadriga.tune.lengths import SAMPLE_EVERY, LengthData, measure
+from quadriga.tune.prompts import TASKS_NAME, read_prompts
 
 SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128), EncoderSize(4, 128), EncoderSize(4, 256))
 QUICK_SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128))
@@ -46,9 +45,12 @@ INTERVALS = (20, 40, 80, 160, 320)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
-        "--checkpoint", default="quadriga-l", help="bundled id or directory of that family"
+        "--checkpoint", default="quadriga-l", help="bundled or packaged name, or checkpoint folder"
     )
     parser.add_argument("--requests", type=whole(1), default=300, help="per task")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="of quadriga.tune, instead of the tasks' prompts"
+    )
     parser.add_argument(
         "--encoder-s", type=number(0), default=240.0, help="processor seconds to train one size"
     )
@@ -60,17 +62,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the experiment and print its tables; returns the exit status."""
-    args.checkpoint = read_checkpoint(args.checkpoint).path
     torch.set_num_threads(args.threads)
+    checkpoint = read_checkpoint(args.checkpoint)
     requests = min(args.requests, 40) if args.quick else args.requests
     budget_s = min(args.encoder_s, 45.0) if args.quick else args.encoder_s
     sizes = QUICK_SWEEP if args.quick else SWEEP
     console = Console()
-    data = _collect(args.checkpoint, requests)
+    data = _collect(args.checkpoint, args.prompts or f"{TASKS_NAME}{requests}", args.threads)
     train, validation, test = data.split(seed=args.seed)
     samples, count = len(data.remaining), len(data.token_ids)
-    console.print(f"{args.checkpoint.name}: {samples:,} samples of {count:,} requests")
-    contest = hold(data, (train, validation, test), sizes, budget_s, args.seed, console.print)
+    console.print(f"{checkpoint.id}: {samples:,} samples of {count:,} requests")
+    contest = hold(
+        data,
+        (train, validation, test),
+        sizes,
+        checkpoint.vocab_size,
+        budget_s,
+        args.seed,
+        console.print,
+    )
     rows = [_row(p, data, test) for p in contest.everybody]
     intervals = _by_interval(contest.alone, data, test)
     _print(rows, contest.losses, intervals, console)
@@ -88,14 +98,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect(checkpoint: Path, requests: int) -> LengthData:
-    with Steps(Console(stderr=True), "requests", requests * len(TASKS)) as steps:
-        return collect(
-            load_checkpoint(checkpoint),
-            build_tokenizer(),
-            requests_per_task=requests,
-            advance=steps.advance,
-        )
+def _collect(model: str, source: str, threads: int) -> LengthData:
+    prompts, llm = read_prompts(source), load(model, threads)
+    with Steps(Console(stderr=True), "requests", len(prompts)) as steps:
+        data = collect(llm, prompts, steps.advance)
+    llm.close()
+    return data
 
 
 def _by_interval(
@@ -130,16 +138,16 @@ def _row(predictor: LengthPredictor, data: LengthData, test: torch.Tensor) -> di
     } | figures
 
 
-def _step_overhead(checkpoint: Path, predict_s: float) -> float:
+def _step_overhead(checkpoint: str, predict_s: float) -> float:
     """Share of decode time: one batched prediction in every 20 steps of ten sequences."""
     step_s = _step_s(checkpoint, batch=10)
     return round(predict_s / (SAMPLE_EVERY * step_s), 5)
 
 
-def _step_s(checkpoint: Path, *, batch: int) -> float:
+def _step_s(checkpoint: str, *, batch: int) -> float:
     """Median time of a full-depth decode step of the engine, with 100 tokens of context."""
     threads = torch.get_num_threads()
-    runner = load_native(read_checkpoint(str(checkpoint)), num_rows=batch, threads=threads)
+    runner = load_native(read_checkpoint(checkpoint), num_rows=batch, threads=threads)
     with Dummies(runner, batch, 100) as dummies:
         return timed(dummies.decode)
 

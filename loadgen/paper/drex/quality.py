@@ -113,7 +113,7 @@ def measure(
     rows: list[Quality] = []
     full: ClosedLoopRun | None = None
     for mode in modes:
-        if mode == "linear" and not (checkpoint.path / SKIPPED_KV_WEIGHTS).is_file():
+        if mode == "linear" and not (checkpoint.heads_path / SKIPPED_KV_WEIGHTS).is_file():
             say(f"{model} has no fitted maps: linear is left out")
             continue
         native = load_native(

@@ -19,7 +19,7 @@ from quadriga.engine.baton.prompts import PASS_TOKENS, PromptSpan, group_prompts
 from quadriga.engine.baton.row_kv import CacheGeometry, RowKV
 from quadriga.engine.baton.rows import RelayRows
 from quadriga.engine.prompt_scores import PromptScores, wants_scores
-from quadriga.engine.sampler import RowSampler, choose, process, sample
+from quadriga.engine.sampler import RowSampler, choose, make_sampler, process, sample
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
 
@@ -129,9 +129,7 @@ class BatonRunner:
         self._check_row(row)
         if self._samplers[row] is not None:
             raise InvariantViolation(f"row {row} is taken: {state.sequence_id} cannot attach")
-        self._samplers[row] = RowSampler(
-            state, self.geometry.vocab_size, self.spec.checkpoint.eos_token_ids
-        )
+        self._samplers[row] = make_sampler(state, self.spec.checkpoint, self.geometry.vocab_size)
 
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""

@@ -2,6 +2,8 @@
 // for where the time goes.
 #include "kernels.h"
 
+#include <algorithm>
+
 #include "attention.h"
 #include "linear.h"
 #include "pool.h"
@@ -181,10 +183,11 @@ class PassRunner {
     });
   }
 
-  // The MLP's first half: out[tokens, ffn] = act(x · Gateᵀ) ∘ (x · Upᵀ), or act(x · Upᵀ).
-  //   buffer: [tokens, ffn] for the up projection where there is a gate.
-  void project_activate(const float* x, const QuadrigaLinear& a, float* out, float* buffer) {
-    const int64_t n = model_.ffn, k = model_.hidden;
+  // An MLP's first half: out[tokens, n] = act(x · Gateᵀ) ∘ (x · Upᵀ), or act(x · Upᵀ).
+  //   buffer: [tokens, n] for the up projection where there is a gate.
+  void project_activate(const float* x, const QuadrigaLinear& a, int64_t n, float* out,
+                        float* buffer) {
+    const int64_t k = model_.hidden;
     const int64_t ldw = row_bytes(a.weight.form, k);
     project(x, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
       if (model_.gated)
@@ -322,7 +325,7 @@ void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int6
     pass.project_add(mixed, q, layer.out, h, x);
     if (!m.pre_norm) pass.normalise(x, layer.attn_norm, x);
     if (m.pre_norm) pass.normalise(x, layer.mlp_norm, h);
-    pass.project_activate(m.pre_norm ? h : x, layer.up, up, spare);
+    pass.project_activate(m.pre_norm ? h : x, layer.up, m.ffn, up, spare);
     pass.project_add(up, m.ffn, layer.down, h, x);
     if (!m.pre_norm) pass.normalise(x, layer.mlp_norm, x);
   }
@@ -347,8 +350,18 @@ void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* h
                    const float* x, float* scratch, float* logits, int64_t* best, float* probs) {
   quadriga::PassRunner pass(*static_cast<quadriga::Pool*>(pool), *model, tokens);
   const float* input = x;
+  if (head->mlp_width) {
+    float* own = scratch + tokens * (model->hidden + head->embed);  // [tokens, hidden]
+    float* up = own + tokens * model->hidden;                       // [tokens, mlp_width]
+    float* spare = up + tokens * head->mlp_width;                   // [tokens, mlp_width]
+    std::copy(x, x + tokens * model->hidden, own);
+    pass.normalise(x, head->mlp_norm, scratch);
+    pass.project_activate(scratch, head->mlp_up, head->mlp_width, up, spare);
+    pass.project_add(up, head->mlp_width, head->mlp_down, scratch, own);
+    input = own;
+  }
   if (head->has_norm) {
-    pass.normalise(x, head->norm, scratch);
+    pass.normalise(input, head->norm, scratch);
     input = scratch;
   }
   if (head->project.rows) {

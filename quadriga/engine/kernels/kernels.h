@@ -51,6 +51,9 @@ struct QuadrigaModel {
 
 struct QuadrigaHead {
   int64_t has_norm, embed, vocab;  // embed: width of the head's input
+  int64_t mlp_width;  // of what is added to x before the norm; 0 where nothing is
+  QuadrigaNorm mlp_norm;
+  QuadrigaLinear mlp_up, mlp_down;  // as a layer's
   QuadrigaNorm norm;
   QuadrigaMatrix project;  // [embed, hidden], or none where embed = hidden
   QuadrigaMatrix weight;   // [vocab, embed]
@@ -87,7 +90,7 @@ void quadriga_project_kv(void* pool, const QuadrigaModel* model, const QuadrigaK
 
 // Norm and head over x [tokens, hidden]: logits [tokens, vocab]; into `best` the first index of each
 // row's maximum, into `probs` [tokens, 2] the two largest probabilities; either may be null.
-// `scratch` holds tokens · (hidden + embed) floats.
+// `scratch` holds tokens · (2 · hidden + embed + 2 · mlp_width) floats.
 void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* head, int64_t tokens,
                    const float* x, float* scratch, float* logits, int64_t* best, float* probs);
 }

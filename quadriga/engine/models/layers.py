@@ -146,6 +146,9 @@ def embed(weights: ModelWeights, ids: torch.Tensor, positions: torch.Tensor) -> 
 
 def apply_head(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor:
     """The head of an exit: [n, hidden] → float32 [n, vocab]."""
+    if head.mlp is not None:
+        inner = activate(_linear(norm(x, head.mlp.norm, config), head.mlp.up), config)
+        x = x + _linear(inner, head.mlp.down)
     if head.norm is not None:
         x = norm(x, head.norm, config)
     if head.project is not None:

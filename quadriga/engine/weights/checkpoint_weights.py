@@ -74,6 +74,21 @@ class KVMap:
 
 
 @dataclass(slots=True)
+class ExitMLP:
+    """What an exit adds to the hidden state before its norm: of the model's activation and gating.
+
+    Attributes:
+        up: Gate and up projections stacked [2 · width, hidden]; up alone [width, hidden] if the
+            model's own MLP has no gate.
+        down: [hidden, width].
+    """
+
+    norm: Norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(slots=True)
 class Head:
     """What turns a hidden state into logits, at the end of the model or at an exit.
 
@@ -82,11 +97,13 @@ class Head:
         project: [embed_size, hidden] where embed_size differs from hidden_size.
         weight: [vocab, embed_size]; the same matrix as the embedding where tied, and one matrix
             for all exits that share it.
+        mlp: Its result is added to the hidden state before the norm; None: nothing is.
     """
 
     norm: Norm | None
     weight: Matrix
     project: Matrix | None = None
+    mlp: ExitMLP | None = None
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from quadriga.checkpoint.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpe
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import (
+    ExitMLP,
     Head,
     KVMap,
     LayerWeights,
@@ -32,7 +33,14 @@ def load_spec(
     """Read the weights that an engine needs; see `load_weights`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return load_weights(
-        WeightSource(spec.checkpoint.path, dtype, device, spec.shared_in, keeps_forms),
+        WeightSource(
+            spec.checkpoint.path,
+            dtype,
+            device,
+            spec.shared_in,
+            keeps_forms,
+            spec.checkpoint.heads_path,
+        ),
         config,
         spec.depth,
         spec.row_capacity_tokens,
@@ -116,9 +124,9 @@ def kv_maps_of(
     maps = {k: list((known or {}).get(k, ())) for k in exits}
     for of_exit in maps.values():
         of_exit += [_own_map(layer, config) for layer in layers[len(of_exit) :]]
-    if fitted and (source.path / SKIPPED_KV_WEIGHTS).is_file():
+    if fitted and (source.heads.path / SKIPPED_KV_WEIGHTS).is_file():
         have = {k: len(of_exit) for k, of_exit in (known or {}).items()}
-        _read_fitted(source, config, maps, have)
+        _read_fitted(source.heads, config, maps, have)
     return maps
 
 
@@ -133,9 +141,11 @@ def read_exit_heads(
     if exits.kind == "shared" or not at:
         return dict.fromkeys(at, final)
     heads = {}
-    with source.open(EXITS_WEIGHTS) as files:
+    with source.heads.open(EXITS_WEIGHTS) as files:
         for layer in at:
-            size = config.vocab_size if exits.kind == "head" else 1
+            name = f"exits.{layer}.mlp.down.weight"
+            size = 2 + (config.vocab_size if exits.has_own_head else 0)
+            size += 3 * files.shape(name)[1] if exits.kind == "mlp" else 0
             with files.part(f"exit {layer}", size * config.hidden_size * source.dtype.itemsize):
                 heads[layer] = _exit_head(files, config, exits, layer, final)
     return heads
@@ -181,15 +191,29 @@ def _read_fitted(
 def _exit_head(
     files: TensorFiles, config: ModelConfig, exits: ExitSpec, layer: int, final: Head
 ) -> Head:
-    name = f"exits.{layer}.norm"
+    name, size = f"exits.{layer}", config.hidden_size
+    norm = _exit_norm(files, config, f"{name}.norm") if exits.has_norm else None
+    weight, project = final.weight, final.project
+    if exits.has_own_head:
+        weight, project = files.matrix(f"{name}.head.weight", config.vocab_size, size), None
+    if exits.kind != "mlp":
+        return Head(norm, weight, project)
+    width = files.shape(f"{name}.mlp.down.weight")[1]
+    rows = width * (2 if config.gated else 1)
+    has_bias = f"{name}.mlp.up.bias" in files
+    mlp = ExitMLP(
+        _exit_norm(files, config, f"{name}.mlp.norm"),
+        _linear(files, f"{name}.mlp.up", rows, size, has_bias),
+        _linear(files, f"{name}.mlp.down", size, width, has_bias),
+    )
+    return Head(norm, weight, project, mlp)
+
+
+def _exit_norm(files: TensorFiles, config: ModelConfig, name: str) -> Norm:
     norm = Norm(files.read(f"{name}.weight", config.hidden_size))
     if config.norm == "layer":
         norm.bias = files.read(f"{name}.bias", config.hidden_size)
-    if exits.kind == "norm":
-        return Head(norm, final.weight, final.project)
-    return Head(
-        norm, files.matrix(f"exits.{layer}.head.weight", config.vocab_size, config.hidden_size)
-    )
+    return norm
 
 
 def _read_ends(files: TensorFiles, config: ModelConfig, num_positions: int) -> ModelWeights:

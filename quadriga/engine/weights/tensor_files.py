@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quadriga.catalogue.headers import INDEX_FILE, SINGLE_FILE, read_index
+from quadriga.checkpoint.folder import Checkpoint
 from quadriga.checkpoint.stored_forms import split_name
 from quadriga.engine.memory import Arena, DeviceArena
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
@@ -39,6 +40,7 @@ class WeightSource:
         device: Where tensors go, one by one.
         shared_in: Registry of the parts that this machine's processes share; None shares nothing.
         keeps_forms: Matrices stay in the form they are stored in, where there is a `Form` for it.
+        heads_path: Where exits and maps are, if elsewhere.
     """
 
     path: Path
@@ -47,10 +49,26 @@ class WeightSource:
     shared_in: Path | None = None
     keeps_forms: bool = False
 
+    heads_path: Path | None = None
+
     @classmethod
-    def beside(cls, weights: ModelWeights, path: Path, shared_in: Path | None) -> WeightSource:
+    def beside(
+        cls, weights: ModelWeights, checkpoint: Checkpoint, shared_in: Path | None
+    ) -> WeightSource:
         """More of a model that is loaded already."""
-        return cls(path, weights.dtype, weights.device, shared_in, weights.keeps_forms)
+        return cls(
+            checkpoint.path,
+            weights.dtype,
+            weights.device,
+            shared_in,
+            weights.keeps_forms,
+            checkpoint.heads_path,
+        )
+
+    @property
+    def heads(self) -> WeightSource:
+        """The same for the files of exits and maps."""
+        return self if self.heads_path is None else replace(self, path=self.heads_path)
 
     def open(self, single_file: str = SINGLE_FILE) -> TensorFiles:
         """Open its tensors. Raises: ConfigError as `TensorFiles`."""
@@ -137,6 +155,17 @@ class TensorFiles:
                 yield
             finally:
                 self._arena = before
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Rows and columns of a matrix of numbers. Raises: ConfigError: It is absent, or none."""
+        stored, file = self._place(name)
+        try:
+            shape = tuple(self._file(file).get_slice(stored).get_shape())
+        except SafetensorError as exc:
+            raise self._unreadable(name, file, exc) from exc
+        if len(shape) != 2 or split_name(stored)[1] is not None:
+            raise self._misfit(name, ["rows", "columns"], f"shape {list(shape)}")
+        return shape[0], shape[1]
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
         """Return a copy of a tensor of numbers in the engine's dtype.

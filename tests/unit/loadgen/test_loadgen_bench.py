@@ -36,6 +36,7 @@ CHECKPOINT = Checkpoint(
     eos_token_ids=(0,),
     exits=NO_EXITS,
     fingerprint="0",
+    heads_path=Path("tiny"),
 )
 
 

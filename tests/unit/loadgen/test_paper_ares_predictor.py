@@ -9,7 +9,7 @@ from loadgen.paper.ares.length_contest import averaged
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.forecasts import believed
-from quadriga.training.length import QUANTILES, LengthData
+from quadriga.tune.lengths import QUANTILES, LengthData
 
 TOTALS = (95, 7, 61)
 

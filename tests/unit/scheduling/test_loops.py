@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -12,6 +12,7 @@ from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import (
     ContextTooLong,
     DeadlineExceeded,
+    InvalidRequest,
     InvariantViolation,
     Overloaded,
     QuadrigaError,
@@ -397,3 +398,39 @@ def test_finish_reason(
     state.sampling, state.output_ids = params, output
     assert finish_reason(state, eos_token_ids=(EOS,), row_capacity_tokens=64) == reason
     assert finish_reason(state, eos_token_ids=(), row_capacity_tokens=1 + len(output)) is not None
+
+
+def test_a_token_that_cannot_be_said_ends_its_sequence_in_either_loop() -> None:
+    """A grammar that fails; the others go on, and no row stays held."""
+    error = InvalidRequest("the grammar fails", code="grammar_failed")
+    harness = Harness()
+    prefill = harness.runner.prefill
+    harness.runner.prefill = lambda *args: [  # type: ignore[method-assign]
+        replace(t, error=error) if t else t for t in prefill(*args)
+    ]
+    harness.submit(sequence("first", [1, 2]))
+    harness.step()
+    assert harness.events.errors == {"first": error}
+    assert harness.slots.num_held == 0
+    harness.loop.check()
+
+    runner = FakeRunner(2)
+    slots = SlotTable(num_rows=2, row_capacity_tokens=256, kv_capacity_tokens=512)
+    loop = DecodeLoop(runner=runner, slots=slots, eos_token_ids=(), clock=harness.clock)
+    for name in ("bad", "good"):
+        state = sequence(name, [1, 2])
+        slot = loop.reserve(name, state.max_total_tokens)
+        state.output_ids, state.exit_layers = [expected_output([1, 2], 1)[0]], [runner.num_layers]
+        runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
+        loop.join(state)
+    compute = runner.decode
+    runner.decode = lambda rows: [  # type: ignore[method-assign]
+        replace(token, error=error) if i == 0 else token for i, token in enumerate(compute(rows))
+    ]
+    outputs = {e.sequence_id: e for _, e in loop.step()}
+    assert outputs["bad"].error is error
+    assert outputs["bad"].token_ids == []
+    assert outputs["bad"].first_index == 1
+    assert len(outputs["good"].token_ids) == 1
+    assert [s.sequence_id for s in loop.running] == ["good"]
+    loop.check()

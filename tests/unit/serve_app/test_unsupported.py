@@ -9,7 +9,14 @@ import pytest
 
 from quadriga.config.loader import load_config
 from serve_app.openai.openapi import openapi_document
-from serve_app.openai.unsupported import CHAT, COMPLETIONS, MESSAGE, TOKENIZE, UnsupportedField
+from serve_app.openai.unsupported import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGE,
+    STRUCTURED_OUTPUTS,
+    TOKENIZE,
+    UnsupportedField,
+)
 from tests.unit.serve_app.conftest import Stand
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -50,11 +57,6 @@ async def test_each_field_of_a_message_is_refused(stand: Stand) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("guided_json", {"type": "object"}),
-        ("guided_regex", "[0-9]+"),
-        ("guided_choice", ["a", "b"]),
-        ("guided_grammar", "root ::= 'a'"),
-        ("structured_outputs", {"regex": "a"}),
         ("prompt_logprobs", 0),
         ("truncate_prompt_tokens", 5),
         ("use_beam_search", True),
@@ -98,6 +100,7 @@ def test_the_openapi_document_and_the_docs_name_each_field() -> None:
         ("ChatBody", CHAT),
         ("ChatMessage", MESSAGE),
         ("TokenizeBody", TOKENIZE),
+        ("StructuredOutputs", STRUCTURED_OUTPUTS),
     ):
         for name, field in table.items():
             assert schemas[body]["properties"][name]["enum"] == [None, *field.neutral]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS
-from quadriga.tasks import make_example
+from quadriga.checkpoint.exits import EXITS_FILE, SKIPPED_KV_WEIGHTS, ExitSpec, to_json
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.training.checkpoint_io import save_checkpoint
-from quadriga.training.cli import main
+from quadriga.training.heads import fit_folder
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.family import FAMILY, ModelShape
-from quadriga.training.skipped_kv import _kv, _LeastSquares, _unit, fit
 from quadriga.training.tokenizer import build_tokenizer
+from quadriga.tune.answers import OwnAnswer
+from quadriga.tune.skipped_kv import LeastSquares, fit_maps, own_kv, unit
+from quadriga.tune.states import run_passes
+from tests.equivalence.models import make_spec
+from tests.unit.tune.models import VOCAB, save_model
 
 SHAPE = ModelShape(hidden=32, layers=5, heads=4, kv_heads=2, head_dim=8, ff=48, exits=(1, 3))
 PAIRS = {(1, 2), (1, 3), (1, 4), (3, 4)}
@@ -32,7 +37,7 @@ def sure_model() -> EarlyExitLlama:
 
 def test_least_squares_finds_the_line_and_what_it_leaves() -> None:
     g = torch.Generator().manual_seed(1)
-    least = _LeastSquares(4, 3)
+    least = LeastSquares(4, 3)
     weight, bias = torch.randn(3, 4, generator=g), torch.randn(3, generator=g)
     for _ in range(20):
         x = torch.randn(500, 4, generator=g)
@@ -44,35 +49,36 @@ def test_least_squares_finds_the_line_and_what_it_leaves() -> None:
     assert share == pytest.approx(noise, rel=0.1)
 
 
-def test_the_maps_guess_better_than_the_layers_own_projections() -> None:
-    model, tokenizer = sure_model(), build_tokenizer()
-    maps, unexplained = fit(
-        model, tokenizer, [make_example("copy", seed=3, index=i) for i in range(150)]
-    )
-    names = {f"exits.{depth}.kv.{layer}" for depth, layer in PAIRS}
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_the_maps_guess_better_than_the_layers_own_projections(family: str, tmp_path: Path) -> None:
+    exits = ExitSpec((1, 2), "shared", threshold=0.0)
+    folder = save_model(family, tmp_path)
+    (folder / EXITS_FILE).write_text(json.dumps(to_json(exits)))
+    runner = NativeRunner.load(make_spec(folder, exits=exits))
+    g = torch.Generator().manual_seed(2)
+    rows = torch.randint(VOCAB, (60, 40), generator=g).tolist()
+    answers = [OwnAnswer(str(i), row[:4], row[4:], True) for i, row in enumerate(rows)]
+    maps, unexplained = fit_maps(runner, exits, answers)
+    names = {f"exits.{depth}.kv.{layer}" for depth, layer in ((1, 2), (1, 3), (2, 3))}
     assert set(unexplained) == names
     assert set(maps) == {f"{name}.{part}" for name in names for part in ("weight", "bias")}
-    held_out = torch.tensor(tokenizer.encode(make_example("copy", seed=4, index=0).prompt).ids)
-    every = torch.arange(len(held_out))
-    with torch.no_grad():
-        states = model(held_out, every, [(1, len(held_out))], every, depths=(1, 2, 3, 4, 5))
-        for depth, layer in PAIRS:
-            name = f"exits.{depth}.kv.{layer}"
-            true = _kv(model, states[layer - 1], layer)
-            own = _kv(model, states[depth - 1], layer)
-            made = _unit(states[depth - 1], SHAPE.norm_eps) @ maps[f"{name}.weight"].T
-            made += maps[f"{name}.bias"]
-            assert (made - true).square().sum() < (own - true).square().sum()
+    held_out = torch.randint(VOCAB, (40,), generator=g).tolist()
+    (seen,) = run_passes(runner, [held_out], (1, 2, 3))
+    config, layers = runner.model.config, runner.weights.layers
+    for depth, layer in ((1, 2), (1, 3), (2, 3)):
+        name = f"exits.{depth}.kv.{layer}"
+        true = own_kv(seen.states[layer], layers[layer], config)
+        own = own_kv(seen.states[depth], layers[layer], config)
+        made = unit(seen.states[depth], config) @ maps[f"{name}.weight"].T
+        made += maps[f"{name}.bias"]
+        assert (made - true).square().sum() < (own - true).square().sum()
 
 
-def test_the_command_stores_them_beside_the_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_maps_of_a_bundled_model_are_stored_beside_its_weights(tmp_path: Path) -> None:
     folder = tmp_path / "toy"
     member = dataclasses.replace(FAMILY["quadriga-s"], shape=SHAPE)
     save_checkpoint(sure_model(), member, folder, facts={"steps": 1, "tokens": 1})
-    assert main(["fit-kv", "--models", str(folder)]) == 0
-    assert "exits.1.kv.4" in capsys.readouterr().out
+    assert "exits.1.kv.4" in fit_folder(folder, prompts_per_task=2, max_tokens=12)
     stored = load_file(folder / SKIPPED_KV_WEIGHTS)
     assert {tuple(int(p) for p in name.split(".")[1:4:2]) for name in stored} == PAIRS
     assert stored["exits.1.kv.2.weight"].shape == (2 * 16, 32)

@@ -17,21 +17,26 @@ from quadriga.checkpoint.length_heads import (
     read_length_heads,
 )
 from quadriga.engine.early_exit.length_head import LengthHeads
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
-from quadriga.training.length import (
+from quadriga.tune.answers import OwnAnswer
+from quadriga.tune.lengths import (
     QUANTILES,
     LengthData,
     apply,
-    collect,
+    gather,
     measure,
     save_heads,
     train_head,
     train_heads,
 )
-from quadriga.training.model import EarlyExitLlama
-from tests.unit.training.test_training import SHAPE, TOKENIZER, toy_model
+from quadriga.tune.states import StateStore, run_passes
+from tests.equivalence.models import make_spec
+from tests.unit.tune.models import HIDDEN as MODEL_HIDDEN
+from tests.unit.tune.models import LAYERS, VOCAB, save_model
 
 HIDDEN = 12
+DEPTHS = (1, 2, LAYERS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,32 +49,36 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model() -> EarlyExitLlama:
-    return toy_model()
+def runner(tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
+    folder = save_model("llama", tmp_path_factory.mktemp("model"))
+    return NativeRunner.load(make_spec(folder))
 
 
 @pytest.fixture(scope="module")
-def data(model: EarlyExitLlama) -> LengthData:
-    return collect(model, TOKENIZER, requests_per_task=2, every=7, max_new_tokens=40)
+def data(runner: NativeRunner, tmp_path_factory: pytest.TempPathFactory) -> LengthData:
+    generator = torch.Generator().manual_seed(4)
+
+    def tokens(count: int) -> list[int]:
+        found: list[int] = torch.randint(VOCAB, (count,), generator=generator).tolist()
+        return found
+
+    answers = [OwnAnswer(str(i), tokens(3 + i), tokens(8 + 3 * i), True) for i in range(16)]
+    store = StateStore(tmp_path_factory.mktemp("states"), MODEL_HIDDEN, DEPTHS, top=0)
+    store.fill(runner, answers, lambda _: None)
+    return gather(store, answers, every=7)
 
 
-def test_states_are_those_of_their_own_token(model: EarlyExitLlama, data: LengthData) -> None:
+def test_states_are_those_of_their_own_token(runner: NativeRunner, data: LengthData) -> None:
     """Against one pass per request, alone."""
     for request, (prompt, answer) in enumerate(data.token_ids):
         mine = torch.nonzero(data.requests == request).flatten()
         offsets = data.generated[mine]
         assert offsets.sort().values.tolist() == list(range(0, len(answer), 7))
         assert torch.equal(data.remaining[mine], len(answer) - 1 - offsets)
-        tokens = torch.tensor(prompt + answer[:-1])
-        with torch.no_grad():
-            alone = model(
-                tokens,
-                torch.arange(len(tokens)),
-                [(1, len(tokens))],
-                len(prompt) - 1 + offsets,
-            )
-        for gathered, expected in zip(data.states, alone, strict=True):
-            torch.testing.assert_close(gathered[mine], expected, rtol=1e-4, atol=1e-4)
+        (alone,) = run_passes(runner, [prompt + answer[:-1]], DEPTHS)
+        for gathered, depth in zip(data.states, DEPTHS, strict=True):
+            expected = alone.states[depth][len(prompt) - 1 + offsets]
+            torch.testing.assert_close(gathered[mine], expected, rtol=2e-3, atol=2e-3)
 
 
 def test_no_request_is_on_two_sides(data: LengthData) -> None:
@@ -104,9 +113,9 @@ def test_the_engine_says_what_was_trained(data: LengthData, tmp_path: Path) -> N
     spec, tensors, figures = train_heads(data, seed=0)
     save_heads(tmp_path, spec, tensors)
     assert read_length_heads(tmp_path) == spec
-    assert set(figures) == {str(depth) for depth in (*SHAPE.exits, SHAPE.layers)}
-    heads = LengthHeads.load(tmp_path, SHAPE.hidden, SHAPE.layers)
-    assert heads is not None and heads.depths == (*SHAPE.exits, SHAPE.layers)
+    assert set(figures) == {str(depth) for depth in DEPTHS}
+    heads = LengthHeads.load(tmp_path, MODEL_HIDDEN, LAYERS)
+    assert heads is not None and heads.depths == DEPTHS
     for index, depth in enumerate(data.depths):
         prefix = f"length.{depth}."
         head = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -129,7 +138,7 @@ def test_the_inputs_tell_where_a_token_stands(data: LengthData) -> None:
 def test_a_partial_model_has_the_heads_of_its_depth(data: LengthData, tmp_path: Path) -> None:
     spec, tensors, _ = train_heads(data, seed=0)
     save_heads(tmp_path, spec, tensors)
-    heads = LengthHeads.load(tmp_path, SHAPE.hidden, 2)
+    heads = LengthHeads.load(tmp_path, MODEL_HIDDEN, 2)
     assert heads is not None and heads.depths == (1, 2)
 
 

@@ -1,8 +1,8 @@
 """Train a checkpoint's length heads on what the model really generates.
 
-Answers are generated greedily from task prompts no other measurement uses; one more pass over
-prompt and answer gives the states that the service would see. Requests, not samples, are split into
-training, validation and test, so that no request is on both sides.
+Answers are the model's own; one more pass over prompt and answer gives the states that the service
+would see (`StateStore`). Requests, not samples, are split into training, validation and test, so
+that no request is on both sides.
 
 Source: ARES: samples every 20 tokens, 70/15/15 by request, AdamW, early stopping after 10 epochs
 without gain. Ours: log(1 + remaining) as scale, a mean and quantiles as targets, an MLP scaled to
@@ -11,16 +11,14 @@ the model's width, one head per exit.
 
 import itertools
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from quadriga.checkpoint.length_heads import (
@@ -30,13 +28,11 @@ from quadriga.checkpoint.length_heads import (
     counts_of,
     to_json,
 )
-from quadriga.tasks import TASKS, make_example
-from quadriga.training.generate import greedy
-from quadriga.training.model import EarlyExitLlama
-from quadriga.training.recipe.data import EncodedExample, group_rows, pack
-from quadriga.training.tokenizer import END_ID
+from quadriga.files import write_atomically
+from quadriga.tune.answers import OwnAnswer
+from quadriga.tune.folder import save_halves
+from quadriga.tune.states import StateStore
 
-DATA_SEED = 99_000
 SAMPLE_EVERY = 20
 QUANTILES = (0.1, 0.5, 0.9)
 SPLIT = (0.70, 0.15, 0.15)
@@ -46,8 +42,6 @@ DROPOUT = 0.1
 PATIENCE = 10
 MAX_EPOCHS = 200
 BATCH = 512
-_ROWS = 64
-_TOKENS_PER_PASS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,85 +85,47 @@ class LengthData:
         return train, validation, test
 
 
-def collect(
-    model: EarlyExitLlama,
-    tokenizer: Tokenizer,
-    *,
-    requests_per_task: int,
-    seed: int = DATA_SEED,
-    every: int = SAMPLE_EVERY,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    advance: Callable[[int], None] = lambda _: None,
+def gather(
+    store: StateStore, answers: Sequence[OwnAnswer], *, every: int = SAMPLE_EVERY
 ) -> LengthData:
-    """Generate answers and gather states.
+    """Take the states of answers out of a store: of the prompt's last token, and of every n-th.
 
     Args:
-        every: Distance of samples inside an answer; the state of the prompt's last token is one.
-        advance: Called with the number of requests done.
+        answers: Those that the store was filled with.
+        every: Distance of samples inside an answer.
     """
-    examples = [
-        make_example(task, seed=seed, index=i) for task in TASKS for i in range(requests_per_task)
-    ]
-    prompts = [e.ids for e in tokenizer.encode_batch([x.text for x in examples])]
-    # By expected length: rows that end early would idle beside long ones.
-    order = sorted(range(len(examples)), key=lambda i: len(examples[i].answer))
-    answers: list[list[int]] = [[] for _ in prompts]
-    for start in range(0, len(order), _ROWS):
-        chosen = order[start : start + _ROWS]
-        made = greedy(model, [prompts[i] for i in chosen], max_new_tokens=max_new_tokens)
-        for i, answer in zip(chosen, made, strict=True):
-            answers[i] = answer if len(answer) == max_new_tokens else [*answer, END_ID]
-        advance(len(chosen))
-    return _gather(model, prompts, answers, every)
-
-
-@torch.no_grad()
-def _gather(
-    model: EarlyExitLlama, prompts: list[list[int]], answers: list[list[int]], every: int
-) -> LengthData:
-    rows = [EncodedExample(p, a) for p, a in zip(prompts, answers, strict=True)]
-    sizes = [len(r.prompt) + len(r.answer) - 1 for r in rows]
-    states: list[list[Tensor]] = [[] for _ in model.exits]
-    generated: list[Tensor] = []
-    requests: list[Tensor] = []
-    for group in group_rows(sizes):
-        per_pass = max(1, _TOKENS_PER_PASS // sizes[group[0]])
-        for start in range(0, len(group), per_pass):
-            chosen = group[start : start + per_pass]
-            batch = pack([rows[i] for i in chosen], end_weight=1.0, num_tokens=0, next_index=0)
-            # One group, so the answers' states come back in the order of `chosen`, longest first
-            # or as given where equal: `pack` sorts as `group_rows` does.
-            inner = [j for g in group_rows([sizes[i] for i in chosen]) for j in g]
-            offsets = torch.cat([torch.arange(len(answers[chosen[j]])) for j in inner])
-            owners = torch.cat([torch.full((len(answers[chosen[j]]),), chosen[j]) for j in inner])
-            keep = offsets % every == 0
-            found = model(batch.tokens, batch.positions, batch.groups, batch.answers[keep])
-            for store, state in zip(states, found, strict=True):
-                store.append(state.float())
-            generated.append(offsets[keep])
-            requests.append(owners[keep])
-    at, owner = torch.cat(generated), torch.cat(requests)
-    lengths = torch.tensor([len(a) for a in answers])
+    generated, owners = np.array(store.generated), np.array(store.owners)
+    which = np.flatnonzero(generated % every == 0)
+    owner = torch.from_numpy(owners[which].astype(np.int64))
+    stands = torch.from_numpy(generated[which].astype(np.int64))
+    lengths = torch.tensor([len(answer.answer_ids) for answer in answers])
     return LengthData(
-        depths=model.exits,
-        states=[torch.cat(store) for store in states],
-        generated=at,
-        remaining=lengths[owner] - 1 - at,
-        prompt_lengths=torch.tensor([len(p) for p in prompts])[owner],
+        depths=store.depths,
+        states=[store.states(depth, which) for depth in store.depths],
+        generated=stands,
+        remaining=lengths[owner] - 1 - stands,
+        prompt_lengths=torch.tensor([len(answer.prompt_ids) for answer in answers])[owner],
         requests=owner,
-        token_ids=list(zip(prompts, answers, strict=True)),
+        token_ids=[(answer.prompt_ids, answer.answer_ids) for answer in answers],
     )
 
 
 def train_heads(
-    data: LengthData, *, seed: int = 0, report: Callable[[str], None] = lambda _: None
+    data: LengthData,
+    *,
+    seed: int = 0,
+    report: Callable[[str], None] = lambda _: None,
+    parts: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[LengthHeadSpec, dict[str, Tensor], dict[str, Any]]:
     """Train one head per exit.
+
+    Args:
+        parts: Samples of training, validation and test; None: as `LengthData.split` draws them.
 
     Returns:
         What to store: the spec, the tensors by name; and the figures on the test part.
     """
-    train, validation, test = data.split(seed=seed)
+    train, validation, test = parts or data.split(seed=seed)
     tensors: dict[str, Tensor] = {}
     figures: dict[str, Any] = {}
     num_layers = len(WIDTHS) + 1
@@ -334,11 +290,5 @@ def measure(outputs: Tensor, generated: Tensor, remaining: Tensor) -> dict[str, 
 
 def save_heads(folder: Path, spec: LengthHeadSpec, tensors: dict[str, Tensor]) -> None:
     """Store the heads beside a checkpoint's weights, in fp16; each file is replaced as a whole."""
-    halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in tensors.items()}
-    partial = folder / f".{LENGTH_WEIGHTS}.partial"
-    save_file(halves, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)
-    os.replace(partial, folder / LENGTH_WEIGHTS)
-    partial = folder / f".{LENGTH_FILE}.partial"
-    partial.write_text(json.dumps(to_json(spec), indent=2) + "\n")
-    os.replace(partial, folder / LENGTH_FILE)
+    save_halves(folder / LENGTH_WEIGHTS, tensors)
+    write_atomically(folder / LENGTH_FILE, (json.dumps(to_json(spec), indent=2) + "\n").encode())

@@ -1,0 +1,51 @@
+"""What an answer must look like, as a request says it and as it travels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+GrammarKind = Literal["json_schema", "regex", "lark", "ebnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form of an answer: a language that its text must be in, in the words of its author.
+
+    Equal grammars are compiled once in each process; see `quadriga.text.grammar`.
+
+    Attributes:
+        kind: `json_schema`, `regex` (Rust's syntax, the whole answer must match), `lark` (with
+            llguidance's extensions), or `ebnf`, where GBNF is recognised and turned into Lark.
+        text: The schema as JSON, the expression, or the rules.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
+        """JSON that a schema allows; given as a dictionary or as JSON text."""
+        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_schema", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that an expression matches from its beginning to its end."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """One of some texts."""
+        return cls("lark", f"start: {' | '.join(json.dumps(t, ensure_ascii=False) for t in texts)}")
+
+    @classmethod
+    def ebnf(cls, rules: str) -> Grammar:
+        """Text that a context-free grammar derives, in Lark's syntax or as GBNF."""
+        return cls("ebnf", rules)

@@ -1,0 +1,222 @@
+"""Grammars over a model's tokens: which tokens may come next.
+
+llguidance does the parsing; this module fixes how grammars are compiled (limits, whitespace), keeps
+those that were compiled, and ties where an answer stands in its grammar to its tokens alone. So an
+answer that goes on in another replica, or is begun anew there, goes on in the same place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from quadriga.checkpoint.folder import Checkpoint
+from quadriga.core.grammar import Grammar
+from quadriga.errors import InvalidRequest
+from quadriga.text.tokenizer import load_tokenizer
+
+WHITESPACE = r" |\n {0,32}"
+"""Between two parts of a JSON text: bounded, as small models may else write nothing but blanks."""
+MAX_KEPT = 16
+"""Compiled grammars that a process keeps; the one used longest ago goes first."""
+
+LEFT = "the answer has left its grammar"
+
+_LIMITS = llguidance.LLParserLimits(
+    step_lexer_fuel=100_000,  # some 7 ms
+    max_lexer_states=20_000,  # some 2 kB each
+    verbose_errors=False,
+)
+
+
+class TokenGrammars:
+    """Grammars compiled for one vocabulary. Thread-safe.
+
+    Args:
+        tokenizer: The text of a `tokenizer.json`.
+        vocab_size: Of the model; tokens that the tokenizer lacks are never allowed.
+        end_ids: Tokens that end an answer; there is at least one.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self.end_ids = frozenset(end_ids)
+        self._vocabulary = llguidance.LLTokenizer(
+            tokenizer, n_vocab=vocab_size, eos_token=list(end_ids)
+        )
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar, unless it is; a millisecond to some seconds, without the GIL.
+
+        Raises:
+            InvalidRequest: It is none, or allows no text, or needs more work than there may be.
+        """
+        reason = _reason(self._compile(grammar))
+        if reason:
+            raise InvalidRequest(reason, code="invalid_grammar")
+
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
+        """Where an answer without a token stands in a grammar that was prepared."""
+        return GrammarMatcher(self._compile(grammar).deep_copy(), self)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        made = llguidance.LLMatcher(
+            self._vocabulary, grammar_source(grammar), limits=_LIMITS, log_level=0
+        )
+        with self._lock:
+            self._compiled[grammar] = made
+            while len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        return made
+
+
+class GrammarMatcher:
+    """Where one answer stands in its grammar. Not thread-safe.
+
+    Attributes:
+        failure: Why no further token can be said; "" while one can. A grammar that needs more work
+            for a token than there may be fails in the midst of an answer, for good; a token that
+            was not allowed can be taken back.
+    """
+
+    def __init__(self, core: Any, grammars: TokenGrammars) -> None:
+        self.failure = _reason(core)
+        self._core = core
+        self._grammars = grammars
+        self._tokens: list[int] = []
+        self._num_parsed = 0  # of the tokens; ends and what comes after a wrong one are not
+        self._banned: npt.NDArray[np.bool_] | None = None
+
+    def banned_after(self, token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Which tokens may not follow these, the answer's so far: bool [vocab].
+
+        Consecutive calls may go on, or go back (a draft that was refused): only what differs from
+        the call before is parsed. With a `failure` all tokens are allowed.
+        """
+        self._follow(token_ids)
+        if self._banned is None:
+            self._banned = self._compute()
+        return self._banned
+
+    def accept(self, token_id: int) -> None:
+        """One more token of the answer."""
+        self._banned = None
+        self._tokens.append(token_id)
+        if self.failure or token_id in self._grammars.end_ids:
+            return
+        if self._core.try_consume_tokens([token_id]):
+            self._num_parsed += 1
+        else:
+            self.failure = _reason(self._core) or LEFT
+
+    def rollback(self, count: int) -> None:
+        """Forget the last tokens of the answer."""
+        self._banned = None
+        left = len(self._tokens) - count
+        del self._tokens[left:]
+        if self._num_parsed > left:
+            self._core.rollback(self._num_parsed - left)
+            self._num_parsed = left
+        self.failure = _reason(self._core) or (LEFT if self._is_lost(left) else "")
+
+    def _is_lost(self, count: int) -> bool:
+        """Whether one of the first `count` tokens was not allowed."""
+        said = [t for t in self._tokens[:count] if t not in self._grammars.end_ids]
+        return len(said) > self._num_parsed
+
+    def _follow(self, token_ids: Sequence[int]) -> None:
+        known, count = self._tokens, len(self._tokens)
+        if known != token_ids[:count]:
+            same = 0
+            while same < min(count, len(token_ids)) and known[same] == token_ids[same]:
+                same += 1
+            self.rollback(count - same)
+        for token_id in token_ids[len(self._tokens) :]:
+            self.accept(token_id)
+
+    def _compute(self) -> npt.NDArray[np.bool_]:
+        size = self._grammars.vocab_size
+        if not self.failure:
+            packed = np.frombuffer(self._core.compute_bitmask(), dtype=np.uint8)
+            self.failure = _reason(self._core)
+            allowed = np.unpackbits(packed, count=size, bitorder="little")
+            if not self.failure and not allowed.any():
+                self.failure = "no token of the model can go on with the answer"
+            if not self.failure:
+                banned: npt.NDArray[np.bool_] = (allowed ^ 1).view(np.bool_)
+                return banned
+        return np.zeros(size, dtype=np.bool_)
+
+
+def grammar_source(grammar: Grammar) -> str:
+    """A grammar in llguidance's own form; most mistakes show only when that is compiled.
+
+    Raises:
+        InvalidRequest: It cannot even be written so.
+    """
+    if grammar.kind == "json_schema":
+        try:
+            return str(
+                llguidance.LLMatcher.grammar_from_json_schema(
+                    grammar.text, defaults={"whitespace_pattern": WHITESPACE}
+                )
+            )
+        except ValueError as exc:
+            raise InvalidRequest(
+                f"the schema cannot be read: {exc}", code="invalid_grammar"
+            ) from exc
+    if grammar.kind == "regex":
+        return str(llguidance.LLMatcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "lark":
+        return str(llguidance.LLMatcher.grammar_from_lark(grammar.text))
+    try:
+        return str(llguidance.grammar_from("grammar", grammar.text))
+    except ValueError as exc:
+        raise InvalidRequest(f"the grammar cannot be read: {exc}", code="invalid_grammar") from exc
+
+
+def grammars_of(checkpoint: Checkpoint) -> TokenGrammars:
+    """The grammars of a checkpoint's vocabulary, made once in a process: that takes a second.
+
+    Raises:
+        ConfigError: Its tokenizer cannot be loaded.
+        InvalidRequest: No token ends its answers.
+    """
+    return _grammars(
+        checkpoint.path, checkpoint.id, checkpoint.vocab_size, checkpoint.eos_token_ids
+    )
+
+
+@lru_cache(maxsize=8)
+def _grammars(
+    path: Path, model_id: str, vocab_size: int, end_ids: tuple[int, ...]
+) -> TokenGrammars:
+    if not end_ids:
+        raise InvalidRequest(
+            f"{model_id} has no token that ends an answer, so no answer of it can have a form",
+            code="invalid_grammar",
+        )
+    return TokenGrammars(load_tokenizer(path, model_id).definition(), vocab_size, end_ids)
+
+
+def _reason(core: Any) -> str:
+    """Why a matcher of llguidance is of no use, as one line; "" where it is."""
+    if not core.is_error():
+        return ""
+    text = str(core.get_error()).split("<non-verbose/>")[0]
+    return " ".join(text.split())[:500] or "the grammar allows no text"

@@ -1,0 +1,98 @@
+"""The folder that tuning writes: exits, maps and length heads, and for which weights they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quadriga.checkpoint.exits import (
+    EXITS_FILE,
+    EXITS_WEIGHTS,
+    SKIPPED_KV_WEIGHTS,
+    ExitSpec,
+    read_exits,
+    to_json,
+)
+from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.tuned import TUNE_FILE, check_pair, weights_hash
+from quadriga.files import write_atomically
+
+
+class TuneFolder:
+    """One such folder, for one checkpoint.
+
+    Args:
+        path: Made where it is not there.
+
+    Raises:
+        ConfigError: It was made for other weights.
+    """
+
+    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
+        self.path = path
+        self._checkpoint = checkpoint
+        path.mkdir(parents=True, exist_ok=True)
+        if (path / TUNE_FILE).is_file():
+            check_pair(path, checkpoint.path, checkpoint.id)
+        else:
+            self.say({})
+
+    def say(self, made: Mapping[str, Any]) -> None:
+        """Write for which weights this is, and how it was made."""
+        checkpoint = self._checkpoint
+        about = {
+            "model": checkpoint.id,
+            "weights": weights_hash(checkpoint.path),
+            "num_layers": checkpoint.num_layers,
+            "hidden_size": checkpoint.hidden_size,
+            **made,
+        }
+        write_atomically(self.path / TUNE_FILE, (json.dumps(about, indent=2) + "\n").encode())
+
+    @property
+    def exits(self) -> ExitSpec:
+        """Those that are stored. Raises: ConfigError: The file cannot be right."""
+        return read_exits(self.path, self._checkpoint.num_layers)
+
+    def save_exits(self, spec: ExitSpec, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Store the exits, with their weights where these are given."""
+        if tensors is not None:
+            self._save(EXITS_WEIGHTS, tensors)
+        write_atomically(
+            self.path / EXITS_FILE, (json.dumps(to_json(spec), indent=2) + "\n").encode()
+        )
+
+    def keep_exits(self, spec: ExitSpec) -> None:
+        """Store fewer exits than there were, and only their weights."""
+        names = tuple(f"exits.{depth}." for depth in spec.layers)
+        file = self.path / EXITS_WEIGHTS
+        tensors = load_file(file) if file.is_file() else {}
+        kept = {name: value for name, value in tensors.items() if name.startswith(names)}
+        self.save_exits(spec, kept if tensors else None)
+
+    def save_maps(self, tensors: Mapping[str, Tensor]) -> None:
+        """Store the maps for skipped KV."""
+        save_maps(self.path, tensors)
+
+    def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        save_halves(self.path / name, tensors)
+
+
+def save_maps(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Store the maps for skipped KV in a checkpoint's folder or a folder of tuning."""
+    save_halves(folder / SKIPPED_KV_WEIGHTS, tensors)
+
+
+def save_halves(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Store tensors in fp16; the file is replaced as a whole."""
+    halves = {name: t.detach().to(torch.float16).cpu().contiguous() for name, t in tensors.items()}
+    partial = file.parent / f".{file.name}.partial"
+    save_file(halves, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    partial.replace(file)

@@ -1,0 +1,170 @@
+"""What tuning brought and what it costs: on answers that nothing was learned or chosen on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quadriga.checkpoint.exits import NEVER, ExitParams, ExitSpec
+from quadriga.core.request import SamplingParams
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.llm import LLM
+from quadriga.tune.answers import OwnAnswer
+from quadriga.tune.states import run_passes
+from quadriga.tune.thresholds import Verdicts, outcome
+
+LEVELS = (0.8, 0.9, 0.97)
+"""Thresholds that are reported, on the scale that requests name."""
+BATCHES = (1, 8, 32)
+SPEED_TOKENS = 128
+ROUNDS = 3
+
+
+def raw_thresholds(spec: ExitSpec, level: float) -> dict[int, float]:
+    """So sure must a token be at each exit to leave at a threshold that a request names."""
+    sure, at = dict(spec.sure_from), spec.calibrated_at
+    found: dict[int, float] = {}
+    for depth in spec.layers:
+        own = sure.get(depth)
+        if own is None or level >= NEVER:
+            found[depth] = level
+        elif own >= NEVER:
+            found[depth] = NEVER
+        elif level >= at:
+            found[depth] = own + (level - at) / (1 - at) * (1 - own)
+        else:
+            found[depth] = level / at * own
+    return found
+
+
+def by_domain(
+    verdicts: Verdicts, spec: ExitSpec, domains: Sequence[str], held_back: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows of the report: domain × threshold.
+
+    Args:
+        domains: Of each token.
+        held_back: Domains that nothing was learned on.
+    """
+    asked = verdicts.only(spec.layers)
+    names = np.array(domains)
+    rows = []
+    for domain in [*sorted(set(domains)), "all"]:
+        which = np.ones(len(names), dtype=bool) if domain == "all" else names == domain
+        part = asked.part(which)
+        rows += [
+            {
+                "domain": domain,
+                "held_back": domain in held_back,
+                "threshold": level,
+                **outcome(part, raw_thresholds(spec, level)),
+            }
+            for level in LEVELS
+        ]
+    return rows
+
+
+def measure_speed(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batches: Sequence[int] = BATCHES,
+    rounds: int = ROUNDS,
+    advance: Callable[[int], object] = lambda _: None,
+) -> tuple[list[dict[str, Any]], dict[bool, list[OwnAnswer]]]:
+    """Generate greedily with exits and at full depth, in turn, on this machine.
+
+    Args:
+        llm: With its exits.
+        advance: Called with the number of runs done.
+
+    Returns:
+        Per batch size tokens/s of both, medians over the rounds, and the share of early tokens; and
+        the answers of the last batch size, with exits and without.
+    """
+    full = llm.runner.spec.checkpoint.num_layers
+    rows, answers = [], {}
+    for batch in batches:
+        some = [list(ids) for ids in prompts[:batch]]
+        if len(some) < batch:
+            break
+        sampling = SamplingParams(SPEED_TOKENS, temperature=0.0)
+        took: dict[bool, list[float]] = {True: [], False: []}
+        early = 0.0
+        for _ in range(rounds):
+            for has_exits in (True, False):
+                started_s = time.perf_counter()
+                exits = None if has_exits else ExitParams(NEVER)
+                outputs = llm.generate(some, sampling, exits=exits, progress=False)
+                elapsed_s = time.perf_counter() - started_s
+                tokens = sum(len(output.token_ids) for output in outputs)
+                took[has_exits].append(tokens / elapsed_s)
+                answers[has_exits] = [
+                    OwnAnswer(str(i), ids, output.token_ids, False)
+                    for i, (ids, output) in enumerate(zip(some, outputs, strict=True))
+                ]
+                if has_exits:
+                    left = sum(k < full for output in outputs for k in output.exit_layers)
+                    early = left / max(1, tokens)
+                advance(1)
+        with_exits, without = (statistics.median(took[key]) for key in (True, False))
+        rows.append(
+            {
+                "batch": batch,
+                "with_exits": with_exits,
+                "full_depth": without,
+                "ratio": with_exits / without,
+                "early": early,
+            }
+        )
+    return rows, answers
+
+
+def compare_answers(
+    runner: NativeRunner, answers: Mapping[bool, Sequence[OwnAnswer]]
+) -> dict[str, float]:
+    """What whole answers lose: with everything that an early token does to those behind it.
+
+    Args:
+        runner: With no sequence in its rows.
+        answers: With exits (True) and at full depth.
+
+    Returns:
+        `same`: share of answers that are the same to the last token; `loglik_exits` and
+        `loglik_full`: log-likelihood of them under full depth, in nats a token.
+    """
+    pairs = zip(answers[True], answers[False], strict=True)
+    same = [mine.answer_ids == theirs.answer_ids for mine, theirs in pairs]
+    return {
+        "answers": len(same),
+        "same": sum(same) / max(1, len(same)),
+        "loglik_exits": log_likelihood(runner, answers[True]),
+        "loglik_full": log_likelihood(runner, answers[False]),
+    }
+
+
+@torch.inference_mode()
+def log_likelihood(runner: NativeRunner, answers: Sequence[OwnAnswer]) -> float:
+    """Of answers under full depth, in nats a token."""
+    full = runner.num_layers
+    total, count = 0.0, 0
+    for seen in run_passes(runner, [answer.token_ids for answer in answers], [full]):
+        begins = np.array([len(answer.prompt_ids) - 1 for answer in answers])[seen.owners]
+        keep = np.flatnonzero(seen.positions >= begins)
+        said = [
+            answers[owner].answer_ids[position - begin]
+            for owner, position, begin in zip(
+                seen.owners[keep], seen.positions[keep], begins[keep], strict=True
+            )
+        ]
+        states = seen.states[full]
+        logits = runner.model.decoder.logits(states[torch.from_numpy(keep)], full)
+        scores = logits.log_softmax(-1).cpu().gather(1, torch.tensor(said)[:, None])
+        total += float(scores.sum())
+        count += len(said)
+    return total / max(1, count)

@@ -1,0 +1,154 @@
+"""The report at the end: a table for the terminal, a page, all figures as JSON, and plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quadriga.checkpoint.exits import NEVER
+from quadriga.files import write_atomically
+from quadriga.tune.thresholds import Verdicts
+
+REPORT_FILE = "report.md"
+FIGURES_FILE = "report.json"
+PLOT_FILE = "report.png"
+
+
+def write_report(folder: Path, figures: Mapping[str, Any], verdicts: Verdicts | None) -> str:
+    """Write all three; returns the page."""
+    page = page_of(figures)
+    write_atomically(folder / REPORT_FILE, page.encode())
+    write_atomically(folder / FIGURES_FILE, (json.dumps(figures, indent=1) + "\n").encode())
+    if verdicts is not None and verdicts.confidence.shape[1]:
+        plot(folder / PLOT_FILE, figures, verdicts)
+    return page
+
+
+def page_of(figures: Mapping[str, Any]) -> str:
+    """All figures as Markdown."""
+    parts = [f"# Exits of {figures['model']}\n"]
+    if spec := figures.get("exits"):
+        sure = ", ".join(f"{k}: {v:.3f}" for k, v in spec.get("sure_from", {}).items())
+        parts.append(
+            f"Kind `{spec['kind']}`, after layers {', '.join(map(str, spec['layers'])) or 'none'} "
+            f"of {figures['num_layers']}; a token leaves by default when it is as sure as "
+            f"{sure or spec['threshold']}.\n"
+        )
+    if given_up := figures.get("given_up"):
+        parts.append("Given up: " + "; ".join(given_up) + ".\n")
+    if rows := figures.get("domains"):
+        parts.append("## Tokens of answers that nothing was learned on\n")
+        parts.append(
+            table(
+                ["domain", "threshold", "tokens", "leave early", "agree", "changed", "loss, nats"],
+                [
+                    [
+                        row["domain"] + (" (held back)" if row["held_back"] else ""),
+                        f"{row['threshold']:g}",
+                        f"{row['tokens']:,}",
+                        f"{row['early']:.3f}",
+                        f"{row['agreement']:.4f}",
+                        f"{row['changed']:.4f}",
+                        f"{row['loss']:.4f}",
+                    ]
+                    for row in rows
+                ],
+            )
+        )
+    if rows := figures.get("speed"):
+        parts.append("## Speed on this machine, greedy, tokens/s\n")
+        parts.append(
+            table(
+                ["batch", "with exits", "full depth", "ratio", "left early"],
+                [
+                    [
+                        str(row["batch"]),
+                        f"{row['with_exits']:.1f}",
+                        f"{row['full_depth']:.1f}",
+                        f"{row['ratio']:.2f}",
+                        f"{row['early']:.3f}",
+                    ]
+                    for row in rows
+                ],
+            )
+        )
+    if whole := figures.get("answers"):
+        parts.append(
+            f"Whole answers with exits: {whole['same']:.0%} of {whole['answers']} are those of "
+            f"full depth; log-likelihood under full depth {whole['loglik_exits']:.3f} a token "
+            f"against {whole['loglik_full']:.3f}.\n"
+        )
+    if maps := figures.get("maps"):
+        parts.append("## Maps for skipped KV: share of variance left unexplained\n")
+        parts.append(table(["map", "share"], [[k, f"{v:.3f}"] for k, v in maps.items()]))
+    if lengths := figures.get("lengths"):
+        parts.append("## Length heads, on requests they have not seen\n")
+        parts.append(
+            table(
+                ["behind layers", "samples", "MAE, tokens", "mean still to come"],
+                [
+                    [k, str(v["samples"]), f"{v['mae']:.2f}", f"{v['mean_remaining']:.1f}"]
+                    for k, v in lengths.items()
+                ],
+            )
+        )
+    return "\n".join(parts)
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def plot(file: Path, figures: Mapping[str, Any], verdicts: Verdicts) -> None:
+    """Each exit alone: how many leave and how many of them agree, by threshold; and the loss."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4))
+    left, right = figure.subplots(1, 2)
+    for row, depth in enumerate(verdicts.depths):
+        order = np.argsort(-verdicts.confidence[row], kind="stable")
+        count = np.arange(1, len(order) + 1)
+        share = count / len(order)
+        agree = 1 - np.cumsum(verdicts.changed[row, order]) / count
+        loss = np.cumsum(verdicts.lost[row, order]) / len(order)
+        skip = max(1, len(order) // 400)
+        left.plot(share[::skip], agree[::skip], label=f"after {depth} layers")
+        right.plot(share[::skip], loss[::skip], label=f"after {depth} layers")
+    chosen = [r for r in figures.get("domains", []) if r["domain"] == "all"]
+    for row in chosen:
+        left.plot(row["early"], row["agreement"], "k+")
+        right.plot(row["early"], row["loss"], "k+")
+    left.set(xlabel="share that leaves early", ylabel="of them as at full depth", ylim=(0.5, 1.01))
+    right.set(xlabel="share that leaves early", ylabel="log-likelihood lost, nats a token")
+    left.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def given_up(figures: Mapping[str, Any], wanted: Sequence[int]) -> list[str]:
+    """What the user should know is missing.
+
+    Args:
+        wanted: Exits that were asked for.
+    """
+    found = []
+    spec = figures.get("exits") or {}
+    gone = [k for k in wanted if k not in spec.get("layers", [])]
+    if spec and gone:
+        found.append(
+            f"exits after {', '.join(map(str, gone))}: too few tokens leave there within the budget"
+        )
+    never = [k for k, v in spec.get("sure_from", {}).items() if v >= NEVER]
+    if never:
+        found.append(f"exits after {', '.join(never)} are never left by default")
+    speed = figures.get("speed") or []
+    if slow := [str(r["batch"]) for r in speed if r["ratio"] < 1.0]:
+        found.append(f"speed at batch {', '.join(slow)}: full depth is faster there")
+    return found

@@ -1,0 +1,388 @@
+"""The parts of one tuning, in their order; each takes from disk what the ones before left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from quadriga.checkpoint.exits import DEFAULT_THRESHOLD, NEVER, ExitSpec, to_json
+from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.errors import ConfigError
+from quadriga.llm import LLM
+from quadriga.tune import lengths, report
+from quadriga.tune.answers import OwnAnswer, generate_answers
+from quadriga.tune.distillation import Distiller, DistillOptions
+from quadriga.tune.exit_heads import TunedKind
+from quadriga.tune.folder import TuneFolder
+from quadriga.tune.outcome import by_domain, compare_answers, measure_speed
+from quadriga.tune.prompts import Part, read_prompts
+from quadriga.tune.skipped_kv import fit_maps
+from quadriga.tune.states import StateStore
+from quadriga.tune.thresholds import QualityBudget, Verdicts, choose, judge, outcome
+
+PartName = Literal["exits", "thresholds", "maps", "lengths", "report"]
+PARTS: tuple[PartName, ...] = ("exits", "thresholds", "maps", "lengths", "report")
+LEAST_SHARE = 0.01
+"""Exits that fewer tokens leave at, within the budget, are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """What one tuning is asked for.
+
+    Attributes:
+        model: As `quadriga.LLM` takes it.
+        out: The folder that is written.
+        prompts: See `read_prompts`.
+        parts: Those to do; what they need of others has to be in `out`.
+        layers: Layers run before each exit; empty: after a half, two thirds and five sixths.
+        held_back: Domains that nothing is learned or chosen on.
+        max_tokens: Of an answer.
+        temperature: Of the answers; None: what the checkpoint recommends.
+        map_answers: Answers that the maps are fitted on, at most.
+        test_tokens: Tokens that thresholds are chosen and reported on, at most, each.
+        speed_prompts: Prompts that the speed is measured with, at most; 0: not at all.
+        imported: Exits that a checkpoint of another project holds, with their weights.
+    """
+
+    model: str
+    out: Path
+    prompts: str
+    parts: tuple[PartName, ...] = PARTS
+    layers: tuple[int, ...] = ()
+    distill: DistillOptions = field(default_factory=DistillOptions)
+    budget: QualityBudget = field(default_factory=lambda: QualityBudget("changed", 0.02))
+    held_back: tuple[str, ...] = ()
+    max_tokens: int = 256
+    temperature: float | None = None
+    seed: int = 0
+    threads: int = 1
+    slots: int = 32
+    map_answers: int = 400
+    test_tokens: int = 20_000
+    speed_prompts: int = 32
+    imported: tuple[ExitSpec, dict[str, torch.Tensor]] | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def tune(options: TuneOptions, console: Console) -> dict[str, Any]:
+    """Do the parts that are asked for; returns the figures of the report.
+
+    Raises:
+        ConfigError: The model cannot be tuned, the folder is another model's, or the prompts cannot
+            be used.
+    """
+    return Tuning(options, console).run()
+
+
+class Tuning:
+    """One tuning under way.
+
+    Raises:
+        ConfigError: See `tune`.
+    """
+
+    def __init__(self, options: TuneOptions, console: Console) -> None:
+        self._options, self._console = options, console
+        cache_dir = options.engine.get("cache_dir")
+        self.checkpoint = read_checkpoint(options.model, cache_dir=cache_dir, heads="own")
+        _check(self.checkpoint)
+        self.layers = options.layers or _usual_layers(self.checkpoint.num_layers)
+        if options.imported is not None:
+            self.layers = options.imported[0].layers
+        outside = [k for k in self.layers if not 0 < k < self.checkpoint.num_layers]
+        if outside:
+            raise ConfigError(
+                f"--layers: {outside} are outside 1..{self.checkpoint.num_layers - 1}, the inner "
+                f"layers of {self.checkpoint.id}",
+                param="layers",
+            )
+        self.prompts = read_prompts(options.prompts)
+        self._domains = {prompt.id: prompt.domain for prompt in self.prompts}
+        self._parts: dict[str, Part] = {p.id: p.part(options.held_back) for p in self.prompts}
+        self.folder = TuneFolder(options.out, self.checkpoint)
+        self.work = options.out / "work"
+        self.work.mkdir(exist_ok=True)
+        self._check_work()
+        self._figures_file = self.work / "figures.json"
+        self.figures: dict[str, Any] = {}
+        if self._figures_file.is_file():
+            self.figures = json.loads(self._figures_file.read_text())
+        self.figures |= {
+            "model": self.checkpoint.id,
+            "num_layers": self.checkpoint.num_layers,
+        }
+        self._verdicts: Verdicts | None = None
+
+    def run(self) -> dict[str, Any]:
+        """See `tune`."""
+        options = self._options
+        started_s = time.monotonic()
+        torch.manual_seed(options.seed)
+        plain = self._load({"folder": "own", "layers": "none"})
+        answers = self._answers(plain)
+        depths = (*self.layers, self.checkpoint.num_layers)
+        store = StateStore(
+            self.work / f"states-{'-'.join(map(str, self.layers))}",
+            self.checkpoint.hidden_size,
+            depths,
+        )
+        with self._progress("answers read", len(answers)) as advance:
+            store.fill(_native(plain), answers, advance)
+        if "exits" in options.parts:
+            self._exits(plain, store, answers)
+        if "lengths" in options.parts:
+            self._lengths(store, answers)
+        plain.close()
+        del plain
+        if "thresholds" in options.parts:
+            self._thresholds(store, answers)
+        if "maps" in options.parts:
+            self._maps(answers)
+        self.figures["seconds"] = round(
+            self.figures.get("seconds", 0.0) + time.monotonic() - started_s, 1
+        )
+        self._keep_figures()
+        if "report" in options.parts:
+            self._report(store, answers)
+        self.folder.say({"made": self._how()})
+        return self.figures
+
+    def _answers(self, llm: LLM) -> list[OwnAnswer]:
+        options = self._options
+        with self._progress("answers generated", len(self.prompts)) as advance:
+            return generate_answers(
+                llm,
+                self.prompts,
+                self.work,
+                max_tokens=options.max_tokens,
+                temperature=options.temperature,
+                seed=options.seed,
+                advance=advance,
+            )
+
+    def _exits(self, llm: LLM, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
+        """Part (a): train exits, or take those of another project."""
+        if self._options.imported is not None:
+            spec, tensors = self._options.imported
+            self.folder.save_exits(spec, tensors or None)
+            return
+        distill = self._options.distill
+        runner = _native(llm)
+        distiller = Distiller(
+            store,
+            self._tokens(store, answers, "train"),
+            runner.model.config,
+            runner.weights.heads[self.checkpoint.num_layers],
+            distill,
+            seed=self._options.seed,
+            work=self.work,
+        )
+        with self._progress("training steps", distiller.num_steps) as advance:
+            distiller.run(advance)
+        tensors = {
+            name: value
+            for depth, head in distiller.heads.items()
+            for name, value in head.tensors(depth).items()
+        }
+        self.folder.save_exits(spec_of(distill.kind, self.layers), tensors)
+        self.figures["training_loss"] = {str(k): round(v, 4) for k, v in distiller.loss.items()}
+
+    def _thresholds(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
+        """Part (b): so sure must a token be at each exit; exits that nobody leaves are left out."""
+        options, spec = self._options, replace(self.folder.exits, sure_from=())
+        self.folder.save_exits(spec)
+        llm = self._load({"folder": str(self.folder.path)})
+        which = self._tokens(store, answers, "calibrate", options.test_tokens)
+        with self._progress("tokens judged", len(which)) as advance:
+            verdicts = judge(store, which, _native(llm), spec.criterion, advance)
+        llm.close()
+        kept = spec.layers
+        while True:
+            asked = verdicts.only(kept)
+            thresholds = choose(asked, options.budget)
+            found = outcome(asked, thresholds)["at"]
+            least = min(kept, key=lambda k: found[k], default=None)
+            if least is None or found[least] >= LEAST_SHARE or len(kept) == 1:
+                break
+            kept = tuple(k for k in kept if k != least)
+        spec = replace(
+            spec,
+            layers=kept,
+            threshold=DEFAULT_THRESHOLD,
+            calibrated_at=DEFAULT_THRESHOLD,
+            sure_from=tuple((k, max(1e-6, min(NEVER, thresholds[k]))) for k in kept),
+        )
+        self.folder.keep_exits(spec)
+        self.figures["budget"] = {options.budget.measure: options.budget.amount}
+        self.figures["calibration"] = outcome(asked, thresholds)
+
+    def _maps(self, answers: Sequence[OwnAnswer]) -> None:
+        """Part (c): what stands in for K and V of skipped layers."""
+        spec = self.folder.exits
+        some = [a for a in answers if self._parts[a.id] == "train"][: self._options.map_answers]
+        llm = self._load({"folder": str(self.folder.path)})
+        with self._progress("answers for the maps", len(some)) as advance:
+            maps, unexplained = fit_maps(_native(llm), spec, some, advance)
+        llm.close()
+        if maps:
+            self.folder.save_maps(maps)
+        self.figures["maps"] = unexplained
+
+    def _lengths(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
+        """Part (d): heads that predict how many tokens are left, behind every exit."""
+        learned = lengths.gather(store, answers)
+        part_of = [self._parts[answer.id] for answer in answers]
+        of_sample = [part_of[request] for request in learned.requests.tolist()]
+        train, validation, test = (
+            torch.tensor([i for i, p in enumerate(of_sample) if p == name], dtype=torch.long)
+            for name in ("train", "calibrate", "test")
+        )
+        if not min(len(train), len(validation), len(test)):
+            raise ConfigError(
+                f"--prompts: {len(answers)} answered prompts are too few for length heads, which "
+                "need some to learn from, some to stop by and some to be measured on",
+                param="prompts",
+            )
+        spec, tensors, figures = lengths.train_heads(
+            learned,
+            seed=self._options.seed,
+            report=self._console.print,
+            parts=(train, validation, test),
+        )
+        lengths.save_heads(self.folder.path, spec, tensors)
+        self.figures["lengths"] = figures
+
+    def _report(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
+        """What all of it brings and costs."""
+        options, spec = self._options, self.folder.exits
+        llm = self._load({"folder": str(self.folder.path)})
+        runner = _native(llm)
+        if spec.layers:
+            which = self._tokens(store, answers, "test", options.test_tokens)
+            view = store.at((*spec.layers, self.checkpoint.num_layers))
+            with self._progress("tokens judged", len(which)) as advance:
+                verdicts = judge(view, which, runner, spec.criterion, advance)
+            owners = np.array(store.owners)[which]
+            domains = [self._domains[answers[owner].id] for owner in owners]
+            self.figures["domains"] = by_domain(verdicts, spec, domains, options.held_back)
+            self._verdicts = verdicts
+            tests = [a.prompt_ids for a in answers if self._parts[a.id] == "test"]
+            tests = tests[: options.speed_prompts]
+            if tests:
+                with self._progress("timed runs", None) as advance:
+                    self.figures["speed"], said = measure_speed(llm, tests, advance=advance)
+                self.figures["answers"] = compare_answers(runner, said)
+        llm.close()
+        self.figures["exits"] = to_json(spec)
+        self.figures["given_up"] = report.given_up(self.figures, self.layers)
+        self._keep_figures()
+        page = report.write_report(self.folder.path, self.figures, self._verdicts)
+        self._console.print(page, markup=False)
+
+    def _tokens(
+        self, store: StateStore, answers: Sequence[OwnAnswer], part: Part, most: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Tokens of one part, at most so many, drawn at random.
+
+        Raises: ConfigError: There are none.
+        """
+        in_part = np.array([self._parts[answer.id] == part for answer in answers])
+        which = np.flatnonzero(in_part[np.array(store.owners)])
+        if not which.size:
+            raise ConfigError(
+                f"--prompts: none of {len(answers)} answered prompts falls into the part "
+                f"{part!r}; give more prompts, or hold back fewer domains",
+                param="prompts",
+            )
+        if most is not None and len(which) > most:
+            rng = np.random.default_rng(self._options.seed)
+            which = np.sort(rng.choice(which, most, replace=False))
+        return which.astype(np.int64)
+
+    def _load(self, exits: dict[str, Any]) -> LLM:
+        options = self._options
+        engine = {"threads": options.threads, "compile": "wait", **options.engine}
+        return LLM(options.model, exits=exits, engine=engine, decode={"max_slots": options.slots})
+
+    def _check_work(self) -> None:
+        """What was generated before belongs to the same question. Raises: ConfigError."""
+        options = self._options
+        asked = {
+            "prompts": hashlib.sha256(
+                json.dumps([(p.id, p.domain, p.content) for p in self.prompts]).encode()
+            ).hexdigest()[:16],
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "seed": options.seed,
+        }
+        file = self.work / "asked.json"
+        if file.is_file() and json.loads(file.read_text()) != asked:
+            raise ConfigError(
+                f"--out: {self.work} holds answers to other prompts, or of another seed, "
+                "temperature or length; remove it, or name another folder",
+                param="out",
+            )
+        file.write_text(json.dumps(asked))
+
+    def _how(self) -> dict[str, Any]:
+        options = self._options
+        return {
+            "prompts": Path(options.prompts).name,
+            "held_back": list(options.held_back),
+            "seed": options.seed,
+            "seconds": self.figures.get("seconds"),
+            "torch": torch.__version__,
+        }
+
+    def _keep_figures(self) -> None:
+        self._figures_file.write_text(json.dumps(self.figures, indent=1) + "\n")
+
+    @contextmanager
+    def _progress(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.advance(task, done)
+
+
+def spec_of(kind: TunedKind, layers: tuple[int, ...]) -> ExitSpec:
+    """Trained exits of a kind, not calibrated yet."""
+    if kind == "linear":
+        return ExitSpec(layers, "head", has_norm=False)
+    return ExitSpec(layers, kind)
+
+
+def _usual_layers(num_layers: int) -> tuple[int, ...]:
+    """After a half, two thirds and five sixths of the layers."""
+    found = {round(num_layers * share) for share in (1 / 2, 2 / 3, 5 / 6)}
+    return tuple(sorted(k for k in found if 0 < k < num_layers))
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    """Raises: ConfigError: It has no native family."""
+    if checkpoint.architecture not in NATIVE_ARCHITECTURES:
+        raise ConfigError(
+            f"model: {checkpoint.id} is a {checkpoint.architecture}; exits are for "
+            f"{', '.join(sorted(NATIVE_ARCHITECTURES))}",
+            param="model",
+        )
+
+
+def _native(llm: LLM) -> NativeRunner:
+    assert isinstance(llm.runner, NativeRunner)
+    return llm.runner

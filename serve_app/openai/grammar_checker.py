@@ -1,0 +1,167 @@
+"""Grammars are tried in a process of their own before a request costs anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from quadriga.checkpoint.folder import Checkpoint
+from quadriga.core.grammar import Grammar
+from quadriga.errors import InvalidRequest, Overloaded, Unavailable
+from quadriga.text import TextTokenizer
+
+MAX_GRAMMAR_BYTES = 128 << 10
+COMPILE_LIMIT_S = 3.0
+START_LIMIT_S = 60.0
+MAX_WAITING = 64
+"""Grammars that wait for the process; one more is refused with 429."""
+MAX_KNOWN = 1024
+"""Grammars whose outcome is remembered."""
+
+
+class GrammarChecker:
+    """Says whether answers of one model can have a form.
+
+    The process is started with the first grammar, killed where one takes too long, and started
+    again. Its errors are the client's: nothing of a hostile grammar reaches the ingress's event
+    loop or an engine.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, tokenizer: TextTokenizer) -> None:
+        self._checkpoint = checkpoint
+        self._tokenizer = tokenizer
+        self._known: OrderedDict[Grammar, str] = OrderedDict()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_waiting = 0
+
+    async def check(self, grammar: Grammar, field: str) -> None:
+        """Let a grammar pass, or refuse it.
+
+        Args:
+            field: Where it is from, for the error.
+
+        Raises:
+            InvalidRequest: It is too long, is none, or takes too much time or memory.
+            Overloaded: Too many wait to be tried.
+            Unavailable: The process does not start.
+        """
+        if not self._checkpoint.eos_token_ids:
+            raise InvalidRequest(
+                f"{field}: {self._checkpoint.id} has no token that ends an answer, so its answers "
+                "can have no given form; leave it out",
+                param=field,
+            )
+        size = len(grammar.text.encode())
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"{field}: {size:,} bytes, above the limit of {MAX_GRAMMAR_BYTES:,}; make it "
+                "smaller",
+                param=field,
+                code="invalid_grammar",
+            )
+        error = self._known.get(grammar)
+        if error is None:
+            error = await self._try(grammar)
+        if error:
+            raise InvalidRequest(f"{field}: {error}", param=field, code="invalid_grammar")
+
+    def close(self) -> None:
+        """End the process; what waits for it ends in `Unavailable`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._kill()
+
+    async def _try(self, grammar: Grammar) -> str:
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded(
+                f"{MAX_WAITING} other grammars wait to be compiled; retry shortly",
+                retry_after_s=1.0,
+            )
+        self._num_waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            error = await loop.run_in_executor(self._thread, self._ask, grammar)
+        finally:
+            self._num_waiting -= 1
+        self._known[grammar] = error
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return error
+
+    # On the thread
+
+    def _ask(self, grammar: Grammar) -> str:
+        process = self._process if self._process is not None else self._start()
+        try:
+            _send(process, {"kind": grammar.kind, "text": grammar.text})
+            answer = _receive(process, COMPILE_LIMIT_S + 1.0)
+        except OSError:
+            answer = None
+        if answer is not None:
+            return str(answer["error"])
+        self._kill()
+        return (
+            f"it takes more than {COMPILE_LIMIT_S:.0f} s, or more memory than there is for it, to "
+            "compile; make it simpler"
+        )
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-m", "quadriga.text.grammar_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        about = {
+            "tokenizer": self._tokenizer.definition(),
+            "vocab_size": self._checkpoint.vocab_size,
+            "end_ids": self._checkpoint.eos_token_ids,
+            "limit_s": COMPILE_LIMIT_S,
+        }
+        try:
+            _send(process, about)
+            is_ready = _receive(process, START_LIMIT_S) is not None
+        except OSError:
+            is_ready = False
+        if not is_ready:
+            self._kill()
+            raise Unavailable("the process that compiles grammars does not start; retry shortly")
+        return process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+    """Raises: OSError: The process is gone."""
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(message).encode() + b"\n")
+    process.stdin.flush()
+
+
+def _receive(process: subprocess.Popen[bytes], limit_s: float) -> Any:
+    """The next answer; None where none comes in time, or the process is gone."""
+    assert process.stdout is not None
+    until_s, data = time.monotonic() + limit_s, b""
+    while not data.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, until_s - time.monotonic()))
+        piece = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
+        if not piece:
+            return None
+        data += piece
+    return json.loads(data)

@@ -1,0 +1,103 @@
+"""The fields that say which form an answer must have, in OpenAI's, vLLM's and our own words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quadriga.core.grammar import Grammar
+from quadriga.errors import InvalidRequest
+from serve_app.openai.bodies import refuse_unsupported, shown
+from serve_app.openai.schema import GenerationFields
+
+NOT_TOGETHER = ("ignore_eos", "min_tokens")
+"""Fields that say when an answer may end, which its grammar says."""
+
+
+def read_grammar(body: GenerationFields) -> tuple[Grammar, str] | None:
+    """The grammar of a request's answer and the field that it is from; None where it has none.
+
+    Raises: InvalidRequest.
+    """
+    found = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(field for _, field in found)
+        raise InvalidRequest(
+            f"{found[1][1]}: an answer has one form, and {names} give several; leave all but one "
+            "out",
+            param=found[1][1],
+        )
+    for name in NOT_TOGETHER:
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"{name}: not together with {found[0][1]}, which says where the answer may end; "
+                "leave it out",
+                param=name,
+            )
+    return found[0]
+
+
+def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:
+    form = body.response_format
+    if form is None or form.type == "text":
+        return []
+    if form.type == "json_object":
+        return [(Grammar.json_object(), "response_format")]
+    wanted = form.json_schema
+    if wanted is None:
+        field = "response_format.json_schema"
+        raise InvalidRequest(f"{field}: type json_schema needs it", param=field)
+    if wanted.schema_ is None:
+        return [(Grammar.json_object(), "response_format.json_schema")]
+    return [(Grammar.json_schema(wanted.schema_), "response_format.json_schema.schema")]
+
+
+def _guided(body: GenerationFields) -> list[tuple[Grammar, str]]:
+    given = {
+        "json": body.guided_json,
+        "regex": body.guided_regex,
+        "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+    }
+    return _forms({k: v for k, v in given.items() if v is not None}, "guided_")
+
+
+def _structured_outputs(body: GenerationFields) -> list[tuple[Grammar, str]]:
+    form = body.structured_outputs
+    if form is None:
+        return []
+    refuse_unsupported(form.model_extra or {}, form.unsupported, "structured_outputs.")
+    given: dict[str, Any] = {
+        "json": form.json_,
+        "regex": form.regex,
+        "choice": form.choice,
+        "grammar": form.grammar,
+        "json_object": form.json_object or None,
+    }
+    return _forms({k: v for k, v in given.items() if v is not None}, "structured_outputs.")
+
+
+def _forms(given: dict[str, Any], place: str) -> list[tuple[Grammar, str]]:
+    """Grammars by vLLM's names. Raises: InvalidRequest."""
+    found = []
+    for name, value in given.items():
+        field = f"{place}{name}"
+        if name == "json":
+            if not isinstance(value, dict | str):
+                raise InvalidRequest(
+                    f"{field}: must be a JSON schema, as an object or as text, got {shown(value)}",
+                    param=field,
+                )
+            found.append((Grammar.json_schema(value), field))
+        elif name == "regex":
+            found.append((Grammar.regex(value), field))
+        elif name == "choice":
+            if not value:
+                raise InvalidRequest(f"{field}: needs at least one text", param=field)
+            found.append((Grammar.choice(value), field))
+        elif name == "grammar":
+            found.append((Grammar.ebnf(value), field))
+        else:
+            found.append((Grammar.json_object(), field))
+    return found

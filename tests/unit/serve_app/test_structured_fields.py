@@ -1,0 +1,120 @@
+"""The fields that say which form an answer must have, and what is refused of them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+
+from quadriga.core.grammar import Grammar
+from serve_app.openai import grammar_checker
+from tests.unit.serve_app.conftest import Stand
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 5},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+
+
+WAYS: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"response_format": NAMED}, Grammar("json_schema", TEXT)),
+    ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+    ({"response_format": {"type": "text"}}, None),
+    ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)),
+    ({"guided_json": TEXT}, Grammar("json_schema", TEXT)),
+    ({"guided_regex": "[ab]+"}, Grammar.regex("[ab]+")),
+    ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+    ({"guided_grammar": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", TEXT)),
+    ({"structured_outputs": {"regex": "a"}}, Grammar.regex("a")),
+    ({"structured_outputs": {"choice": ["a"]}}, Grammar.choice(["a"])),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar.ebnf('start: "a"')),
+    ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+    ({"structured_outputs": {}}, None),
+    ({"guided_json": None, "response_format": None}, None),
+]
+
+
+async def test_every_way_to_say_it(stand: Stand) -> None:
+    for (route, body), (fields, grammar) in itertools.product(ROUTES.items(), WAYS):
+        reply = await stand.http.post(route, json=body | fields)
+        assert reply.status_code == 200, reply.text
+        assert "x-quadriga-ignored" not in reply.headers
+        assert stand.cluster.submitted[-1].sampling.grammar == grammar
+
+
+DEEP = '{"items":' * 3000 + "{}" + "}" * 3000
+HOSTILE = {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*"} for i in range(1, 20)]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": DEEP}, "guided_json"),
+    ({"guided_json": {"$ref": "http://example.com/schema"}}, "guided_json"),
+    ({"guided_json": {"enum": ["a" * 200_000]}}, "guided_json"),
+    ({"guided_regex": "["}, "guided_regex"),
+    ({"guided_regex": 5}, "guided_regex"),
+    ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a"] * 5000}, "guided_choice"),
+    ({"guided_grammar": "start: nobody"}, "guided_grammar"),
+    ({"guided_grammar": ""}, "guided_grammar"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+]
+
+
+async def test_what_is_refused(stand: Stand) -> None:
+    for (route, body), (fields, param) in itertools.product(ROUTES.items(), REFUSED):
+        reply = await stand.http.post(route, json=body | fields)
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: ")
+    assert not stand.cluster.submitted
+
+
+async def test_a_grammar_that_never_ends_compiling_costs_its_process_alone(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "COMPILE_LIMIT_S", 0.5)
+    stand.engine.models._checkers.clear()
+    route, body = "/v1/completions", ROUTES["/v1/completions"]
+    began_s = time.monotonic()
+    for _ in range(2):  # the second time from memory
+        reply = await stand.http.post(route, json=body | {"guided_json": HOSTILE})
+        assert reply.status_code == 400
+        assert "to compile" in reply.json()["error"]["message"]
+    checker: Any = stand.engine.models._checkers["quadriga-s"]
+    assert checker._process is None
+    assert time.monotonic() - began_s < 60
+    reply = await stand.http.post(route, json=body | {"guided_json": SCHEMA})
+    assert reply.status_code == 200
+    process = checker._process
+    await stand.engine.close()
+    assert process.poll() is not None, "it ends with the ingress"
+
+
+async def test_no_more_wait_than_there_is_room_for(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
+    reply = await stand.complete(guided_regex="[a-f]{7}")
+    assert reply.status_code == 429
+    assert "retry-after" in reply.headers

@@ -1,0 +1,140 @@
+"""Grammars over tokens: what may come next, whatever way one comes to where an answer stands."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.core.grammar import Grammar
+from quadriga.errors import InvalidRequest
+from quadriga.text import load_tokenizer
+from quadriga.text.grammar import MAX_KEPT, TokenGrammars, grammars_of
+from quadriga.text.grammar_worker import fault
+
+CHECKPOINT = read_checkpoint("quadriga-s")
+TEXT = load_tokenizer(CHECKPOINT.path, CHECKPOINT.id)
+END = CHECKPOINT.eos_token_ids[0]
+PERSON = Grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+@cache
+def grammars() -> TokenGrammars:
+    return grammars_of(CHECKPOINT)
+
+
+def is_in(grammar: Grammar, text: str) -> bool:
+    """Whether each token of a text may be said, and then the end."""
+    matcher, said = grammars().matcher(grammar), list[int]()
+    for token_id in [*TEXT.encode(text, add_special_tokens=False), END]:
+        if matcher.banned_after(said)[token_id]:
+            return False
+        said.append(token_id)
+    return not matcher.failure
+
+
+@pytest.mark.parametrize(
+    ("grammar", "inside", "outside"),
+    [
+        (PERSON, '{"name": "Ann", "age": 7}', '{"name": "Ann"}'),
+        (PERSON, '{"name":"Ä\\n","age":-1}', '{"age": 7, "name": "Ann"}'),
+        (Grammar.json_object(), '{"a": [1, {"b": null}]}', "[1]"),
+        (Grammar.regex(r"[0-9]{3}-[a-z]+"), "123-abc", "123-abc!"),
+        (Grammar.choice(["yes", 'a "b"\n', "ü"]), 'a "b"\n', "ye"),
+        (Grammar.ebnf('start: "a" b*\nb: "b" | "c"'), "abcb", "aba"),
+        (Grammar.ebnf('root ::= "x" [0-9]+'), "x12", "x"),
+    ],
+)
+def test_a_text_is_inside_or_outside(grammar: Grammar, inside: str, outside: str) -> None:
+    grammars().prepare(grammar)
+    assert is_in(grammar, inside)
+    assert not is_in(grammar, outside)
+
+
+def test_blanks_between_parts_are_bounded() -> None:
+    assert is_in(PERSON, '{\n    "name": "Ann",\n    "age": 7\n}')
+    assert not is_in(PERSON, '{     "name": "Ann", "age": 7}')
+    assert not is_in(PERSON, '{"name": "Ann", "age": 7}\n')
+
+
+def test_where_an_answer_stands_follows_from_its_tokens_alone() -> None:
+    """Step by step, at once, and after drafts that were refused: the same tokens may come."""
+    ids = TEXT.encode(json.dumps({"name": "Ann", "age": 12}), add_special_tokens=False)
+    stepwise, wandering = grammars().matcher(PERSON), grammars().matcher(PERSON)
+    rng = np.random.default_rng(3)
+    for count in range(len(ids) + 1):
+        banned = stepwise.banned_after(ids[:count])
+        at_once = grammars().matcher(PERSON).banned_after(ids[:count])
+        np.testing.assert_array_equal(banned, at_once)
+        draft = [*ids[:count], *rng.choice(np.flatnonzero(~banned), 1).tolist(), *ids[:2], END]
+        wandering.banned_after(draft)
+        np.testing.assert_array_equal(wandering.banned_after(ids[:count]), banned)
+        assert not wandering.failure
+    assert np.flatnonzero(~banned).tolist() == [END]
+
+
+def test_accept_and_rollback() -> None:
+    matcher = grammars().matcher(Grammar.choice(["abc"]))
+    first = matcher.banned_after([])
+    allowed = TEXT.encode("abc", add_special_tokens=False)
+    for token_id in [*allowed, END]:
+        assert not matcher.banned_after(matcher._tokens)[token_id]
+        matcher.accept(token_id)
+    matcher.rollback(len(allowed) + 1)
+    np.testing.assert_array_equal(matcher.banned_after([]), first)
+    matcher.accept(int(np.flatnonzero(first)[-1]))
+    assert "left its grammar" in matcher.failure
+    assert not matcher.banned_after(matcher._tokens).any()
+    matcher.rollback(1)
+    assert not matcher.failure
+    np.testing.assert_array_equal(matcher.banned_after([]), first)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar.regex("["), "unclosed"),
+        (Grammar.regex("(?=a)b"), "look-around"),
+        (Grammar.json_schema("{"), "cannot be read"),
+        (Grammar.json_schema({"type": "nothing"}), "nothing"),
+        (Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (Grammar.json_schema({"enum": [1], "type": "string"}), "nsatisfiable"),
+        (Grammar.json_schema('{"items":' * 3000 + "{}" + "}" * 3000), "recursion"),
+        (Grammar.ebnf("start: unknown"), "unknown"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        grammars().prepare(grammar)
+    assert caught.value.code == "invalid_grammar"
+    assert len(caught.value.message) < 600
+
+
+def test_what_needs_too_much_work_for_a_token_fails_within_the_first() -> None:
+    many = {f"p{i}": {"type": "string"} for i in range(2000)}
+    for grammar in (
+        Grammar.regex(r"(\w{1,1000}){1,1000}"),
+        Grammar.json_schema({"type": "object", "properties": many}),
+    ):
+        assert fault(grammars(), grammar)
+    assert fault(grammars(), PERSON) == ""
+
+
+def test_a_few_compiled_grammars_are_kept() -> None:
+    mine = TokenGrammars(TEXT.definition(), CHECKPOINT.vocab_size, CHECKPOINT.eos_token_ids)
+    for i in range(MAX_KEPT + 5):
+        mine.prepare(Grammar.choice([str(i)]))
+        mine.prepare(Grammar.choice(["0"]))
+    assert len(mine._compiled) == MAX_KEPT
+    assert Grammar.choice(["0"]) in mine._compiled
+    assert Grammar.choice(["1"]) not in mine._compiled

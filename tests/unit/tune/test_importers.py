@@ -1,0 +1,252 @@
+"""Exits of other projects, on small checkpoints in their layouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from quadriga.checkpoint.exits import EXITS_FILE, EXITS_WEIGHTS, ExitSpec, to_json
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.engine.models.layers import rms_norm
+from quadriga.errors import ConfigError
+from quadriga.tune.folder import save_halves
+from quadriga.tune.importers import import_exits
+from quadriga.tune.states import run_passes
+from tests.equivalence.models import make_spec
+from tests.unit.tune.models import HIDDEN, LAYERS, VOCAB, save_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return read_checkpoint(str(save_model("llama", tmp_path_factory.mktemp("model"))))
+
+
+class TheirHead(nn.Module):
+    """A head of DSSD: norm or identity, and a linear layer without bias."""
+
+    def __init__(self, has_norm: bool) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.RMSNorm(HIDDEN, eps=1e-6) if has_norm else nn.Identity()
+        self.linear = nn.Linear(HIDDEN, VOCAB, bias=False)
+        if has_norm:
+            nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.linear(self.norm(x))
+        return logits
+
+
+def served_logits(
+    checkpoint: Checkpoint, spec: ExitSpec, tensors: dict[str, torch.Tensor], folder: Path
+) -> dict[int, torch.Tensor]:
+    """What the engine says at each exit of one and the same state."""
+    for file in checkpoint.path.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / EXITS_FILE).write_text(json.dumps(to_json(spec)))
+    save_halves(folder / EXITS_WEIGHTS, tensors)
+    runner = NativeRunner.load(make_spec(folder, exits=spec))
+    return {k: runner.model.decoder.logits(state(), k) for k in spec.layers}
+
+
+def state() -> torch.Tensor:
+    return torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(6))
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_dssd_heads_say_what_they_said(
+    checkpoint: Checkpoint, has_norm: bool, tmp_path: Path
+) -> None:
+    """`aux_heads.pt` is the state dict of a module list; indices count layers from 0."""
+    torch.manual_seed(2)
+    heads = nn.ModuleList([TheirHead(has_norm), TheirHead(has_norm)])
+    torch.save(heads.state_dict(), tmp_path / "aux_heads.pt")
+    (tmp_path / "config.json").write_text(json.dumps({"head_layer_indices": [0, 2]}))
+    found = import_exits("dssd", tmp_path, checkpoint)
+    spec, tensors = found.spec, found.tensors
+    assert (spec.layers, spec.kind, spec.has_norm) == ((1, 3), "head", has_norm)
+    folder = tmp_path / "served"
+    folder.mkdir()
+    said = served_logits(checkpoint, spec, tensors, folder)
+    for depth, head in zip((1, 3), heads, strict=True):
+        torch.testing.assert_close(said[depth], head(state()), atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_linear_head_per_layer_is_read(
+    checkpoint: Checkpoint, suffix: str, tmp_path: Path
+) -> None:
+    tensors = {f"heads.{i}.weight": torch.randn(VOCAB, HIDDEN) for i in range(LAYERS)}
+    file = tmp_path / f"heads.{suffix}"
+    save_file(tensors, file) if suffix == "safetensors" else torch.save(tensors, file)
+    found = import_exits("linear", file, checkpoint)
+    assert found.spec == ExitSpec((1, 2, 3), "head", has_norm=False)
+    assert torch.equal(found.tensors["exits.2.head.weight"], tensors["heads.1.weight"])
+    with pytest.raises(ConfigError, match=r"2 were named, .* holds 4 heads"):
+        import_exits("linear", file, checkpoint, (1, 2))
+
+
+def megatron(root: Path, *, ranks: int, stages: int, **flags: Any) -> dict[int, torch.Tensor]:
+    """Write EE-LLM's layout with exits at layers 1 and 3; returns their whole heads by number."""
+    torch.manual_seed(4)
+    numbers = [1, 3]
+    padded = VOCAB + (-VOCAB) % (8 * ranks)
+    heads = {n: torch.randn(padded, HIDDEN) for n in numbers}
+    norms = {n: torch.rand(HIDDEN) + 0.5 for n in numbers}
+    said = argparse.Namespace(
+        num_layers=LAYERS,
+        exit_layer_nums=numbers,
+        untie_exit_output_weights=True,
+        **{"use_exit_norm": True, "use_exit_mlp": False, "pre_exit": False} | flags,
+    )
+    per_stage = LAYERS // stages
+    for stage in range(stages):
+        mine = [n for n in numbers if (n - 1) // per_stage == stage]
+        for rank in range(ranks):
+            encoder = {
+                f"layers.{(n - 1) % per_stage}.exit_norm.weight": norms[n]
+                for n in mine
+                if said.use_exit_norm
+            }
+            output = {f"{j}.weight": heads[n].chunk(ranks)[rank] for j, n in enumerate(mine)}
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+            folder = root / "iter_0000007" / name
+            folder.mkdir(parents=True)
+            model = {"language_model": {"encoder": encoder, "exit_output_layer": output}}
+            torch.save({"args": said, "model": model}, folder / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("7")
+    return {n: rms_norm(state(), norms[n], 1e-6) @ heads[n][:VOCAB].T for n in numbers}
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)])
+def test_ee_llm_exits_say_what_they_said(
+    checkpoint: Checkpoint, ranks: int, stages: int, tmp_path: Path
+) -> None:
+    expected = megatron(tmp_path / "theirs", ranks=ranks, stages=stages)
+    found = import_exits("ee-llm", tmp_path / "theirs", checkpoint)
+    spec, tensors = found.spec, found.tensors
+    assert spec == ExitSpec((1, 3), "head")
+    folder = tmp_path / "served"
+    folder.mkdir()
+    said = served_logits(checkpoint, spec, tensors, folder)
+    for depth, logits in expected.items():
+        torch.testing.assert_close(said[depth], logits, atol=0.05, rtol=0.01)
+
+
+def test_an_exit_before_its_layer_is_one_layer_earlier(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Before the first layer there is nothing to leave from."""
+    megatron(tmp_path, ranks=1, stages=1, pre_exit=True, use_exit_norm=False)
+    found = import_exits("ee-llm", tmp_path, checkpoint)
+    assert found.spec == ExitSpec((2,), "head", has_norm=False)
+    assert found.tensors.keys() == {"exits.2.head.weight"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mlp_exits_leave_in_the_middle_of_their_layer(
+    checkpoint: Checkpoint, ranks: int, tmp_path: Path
+) -> None:
+    """Against transformers' own layers, with the exit's MLP in the place of the layer's."""
+    megatron(tmp_path / "theirs", ranks=ranks, stages=1, use_exit_mlp=True)
+    branches = add_branches(tmp_path / "theirs", checkpoint, ranks)
+    found = import_exits("ee-llm", tmp_path / "theirs", checkpoint, out=tmp_path)
+    # Layers 1 and 3 are divided: their middles are behind layers 1 and 4 of six.
+    assert found.spec == ExitSpec((1, 4), "mlp", has_norm=True, own_head=True)
+    folder = Path(found.model)
+    (folder / EXITS_FILE).write_text(json.dumps(to_json(found.spec)))
+    save_halves(folder / EXITS_WEIGHTS, found.tensors)
+    runner = NativeRunner.load(make_spec(folder, exits=found.spec))
+    ids = list(range(5, 17))
+    (seen,) = run_passes(runner, [ids], (1, 4, LAYERS + 2))
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint.path).eval()
+    middles: dict[int, torch.Tensor] = {}
+    for number in (1, 3):
+        norm = theirs.model.layers[number - 1].post_attention_layernorm
+        norm.register_forward_pre_hook(
+            lambda _, inputs, number=number: middles.__setitem__(number, inputs[0][0])
+        )
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([ids])).logits[0]
+        full = runner.model.decoder.logits(seen.states[LAYERS + 2], LAYERS + 2)
+        torch.testing.assert_close(full, logits, atol=0.02, rtol=0.01)
+        for depth, number in ((1, 1), (4, 3)):
+            mlp, norm, head = branches[number]
+            layer = theirs.model.layers[number - 1]
+            r = middles[number]
+            x = layer.post_attention_layernorm(r)
+            gate, up = (mlp[0] @ x.T).T.chunk(2, dim=-1)
+            left = r + (mlp[1] @ (nn.functional.silu(gate) * up).T).T
+            expected = rms_norm(left, norm, 1e-6) @ head[:VOCAB].T
+            said = runner.model.decoder.logits(seen.states[depth], depth)
+            torch.testing.assert_close(said, expected, atol=0.1, rtol=0.02)
+
+
+def add_branches(root: Path, checkpoint: Checkpoint, ranks: int) -> dict[int, Any]:
+    """Give the exits at layers 1 and 3 MLPs; returns (up, down), norm and head of each."""
+    own = load_file(checkpoint.path / "model.safetensors")
+    width = 24
+    mlps = {
+        n: (0.2 * torch.randn(2 * width, HIDDEN), 0.2 * torch.randn(HIDDEN, width)) for n in (1, 3)
+    }
+    norms, heads = {}, {n: [] for n in (1, 3)}
+    for rank in range(ranks):
+        file = root / "iter_0000007" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            data = torch.load(file, weights_only=True)
+        model = data["model"]["language_model"]
+        for j, (n, (up, down)) in enumerate(mlps.items()):
+            at = f"layers.{n - 1}"
+            name = f"model.layers.{n - 1}.post_attention_layernorm.weight"
+            model["encoder"][f"{at}.post_attention_norm.weight"] = own[name]
+            gate_up = [half.chunk(ranks)[rank] for half in up.chunk(2)]
+            model["encoder"][f"{at}.mlp.branch.dense_h_to_4h.weight"] = torch.cat(gate_up)
+            model["encoder"][f"{at}.mlp.branch.dense_4h_to_h.weight"] = down.chunk(ranks, 1)[rank]
+            norms[n] = model["encoder"][f"{at}.exit_norm.weight"]
+            heads[n].append(model["exit_output_layer"][f"{j}.weight"])
+        torch.save(data, file)
+    return {n: (mlps[n], norms[n], torch.cat(heads[n])) for n in mlps}
+
+
+def test_exits_that_are_whole_layers_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    megatron(tmp_path, ranks=1, stages=1, use_exit_block=True)
+    with pytest.raises(ConfigError, match=r"use_exit_block.*not supported"):
+        import_exits("ee-llm", tmp_path, checkpoint)
+
+
+class Code:
+    """What a pickled file may hold and nobody asked for."""
+
+
+def test_files_that_hold_code_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    torch.save({"0.weight": Code()}, tmp_path / "heads.pt")
+    with pytest.raises(ConfigError, match="tensors alone"):
+        import_exits("linear", tmp_path / "heads.pt", checkpoint)
+    folder = tmp_path / "mp_rank_00"
+    folder.mkdir()
+    torch.save({"args": Code(), "model": {}}, folder / "model_optim_rng.pt")
+    with pytest.raises(ConfigError, match="without running code"):
+        import_exits("ee-llm", tmp_path, checkpoint)
+
+
+def test_heads_of_another_model_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    torch.save([torch.randn(VOCAB, HIDDEN + 1)], tmp_path / "heads.pt")
+    with pytest.raises(ConfigError, match="hidden size of"):
+        import_exits("linear", tmp_path / "heads.pt", checkpoint)
+    torch.save([torch.randn(VOCAB - 1, HIDDEN)], tmp_path / "heads.pt")
+    with pytest.raises(ConfigError, match="vocabulary of"):
+        import_exits("linear", tmp_path / "heads.pt", checkpoint)
+
+
+def test_layerskip_is_a_preset_of_few_exits(checkpoint: Checkpoint) -> None:
+    found = import_exits("layerskip", Path(), checkpoint)
+    assert (found.spec, found.tensors) == (ExitSpec((1, 2, 3), "shared"), {})
+    assert import_exits("layerskip", Path(), checkpoint, (2,)).spec.layers == (2,)

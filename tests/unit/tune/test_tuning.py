@@ -1,0 +1,203 @@
+"""`quadriga.tune` from prompts to a folder that is served, on small models of every family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from quadriga.checkpoint.exits import EXITS_WEIGHTS, ExitParams, ExitSpec
+from quadriga.checkpoint.folder import on_this_node, read_checkpoint
+from quadriga.checkpoint.length_heads import read_length_heads
+from quadriga.checkpoint.tuned import TUNE_FILE, bundled_for, weights_hash
+from quadriga.core.request import SamplingParams
+from quadriga.errors import ConfigError
+from quadriga.llm import LLM
+from quadriga.tune.cli import main
+from quadriga.tune.distillation import DistillOptions
+from quadriga.tune.exit_heads import TunedKind
+from quadriga.tune.thresholds import QualityBudget
+from quadriga.tune.tuning import TuneOptions, tune
+from tests.unit.tune.models import LAYERS, save_model
+
+PROMPTS = "tasks:4"
+KINDS: dict[str, TunedKind] = {
+    "llama": "mlp",
+    "mistral": "norm",
+    "qwen3": "head",
+    "opt": "linear",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def options(model: Path, out: Path, kind: TunedKind = "mlp") -> TuneOptions:
+    return TuneOptions(
+        model=str(model),
+        out=out,
+        prompts=PROMPTS,
+        layers=(1, 3),
+        distill=DistillOptions(kind, width=16, epochs=8, batch_tokens=32, rate=1e-2),
+        budget=QualityBudget("changed", 0.6),
+        held_back=("story",),
+        max_tokens=10,
+        slots=8,
+        speed_prompts=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and the folder that tuning made for it."""
+    model = save_model("llama", tmp_path_factory.mktemp("llama"))
+    out = tmp_path_factory.mktemp("tuned")
+    tune(options(model, out), Console(quiet=True))
+    return model, out
+
+
+@pytest.mark.parametrize("family", [name for name in KINDS if name != "llama"])
+def test_every_family_is_tuned_and_served_with_what_was_made(family: str, tmp_path: Path) -> None:
+    model, out = save_model(family, tmp_path / "model"), tmp_path / "out"
+    figures = tune(options(model, out, KINDS[family]), Console(quiet=True))
+    assert figures["domains"][-1]["domain"] == "all"
+    check_served(model, out)
+
+
+def test_a_tuned_folder_is_served_with_its_model(llama: tuple[Path, Path]) -> None:
+    check_served(*llama)
+
+
+def check_served(model: Path, out: Path) -> None:
+    """All parts are there, and tokens leave at the exits with them."""
+    checkpoint = read_checkpoint(str(model), heads=str(out))
+    assert checkpoint.exits.layers and set(checkpoint.exits.layers) <= {1, 3}
+    heads = read_length_heads(out)
+    assert heads is not None and heads.depths == (1, 3, LAYERS)
+    assert (out / "report.md").is_file() and (out / "report.png").is_file()
+    assert not list(out.glob("*model*.safetensors"))
+    llm = LLM(
+        str(model),
+        exits={"folder": str(out)},
+        engine={"compile": "wait"},
+        decode={"rebatching": "lazy"},  # whatever pays
+    )
+    has_maps = 1 in checkpoint.exits.layers  # behind layer 3 is the last one alone
+    assert llm.runner.spec.skipped_kv == ("linear" if has_maps else "project")
+    sampling = SamplingParams(8, temperature=0.0)
+    output = llm.generate("Sort: 3 1 2\n", sampling, exits=ExitParams(0.0, "bounded"))[0]
+    llm.close()
+    assert set(output.exit_layers[1:]) == {checkpoint.exits.layers[0]}
+
+
+def test_a_second_run_finds_everything_and_makes_the_same(
+    llama: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = llama
+    before = load_file(out / EXITS_WEIGHTS)
+    monkeypatch.setattr(LLM, "stream", lambda *_, **__: pytest.fail("it generated again"))
+    some = replace(options(model, out), parts=("exits", "thresholds"))
+    tune(some, Console(quiet=True))
+    after = load_file(out / EXITS_WEIGHTS)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_brings_an_exit_nearer_to_the_full_depth(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Against the first step, whose exits are the model's own norm and head."""
+    model, out = llama
+    begun = replace(options(model, tmp_path), parts=("exits",))
+    begun = replace(begun, distill=replace(begun.distill, epochs=0.01))
+    before = tune(begun, Console(quiet=True))["training_loss"]
+    after = json.loads((out / "report.json").read_text())["training_loss"]
+    assert before.keys() == after.keys() == {"1", "3"}
+    assert all(after[depth] < 0.8 * before[depth] for depth in after)
+
+
+def test_the_models_own_head_is_calibrated_where_it_was_trained_for_exits(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As LayerSkip's models: nothing is trained, thresholds and maps are found."""
+    some = replace(
+        options(llama[0], tmp_path),
+        parts=("exits", "thresholds", "maps"),
+        imported=(ExitSpec((1, 3), "shared"), {}),
+    )
+    tune(some, Console(quiet=True))
+    exits = read_checkpoint(str(llama[0]), heads=str(tmp_path)).exits
+    assert exits.kind == "shared" and dict(exits.sure_from).keys() == set(exits.layers)
+    assert not (tmp_path / EXITS_WEIGHTS).exists()
+
+
+def test_a_folder_of_other_weights_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    model, out = llama
+    other = save_model("llama", tmp_path / "other", seed=1)
+    assert weights_hash(other) != weights_hash(model)
+    with pytest.raises(ConfigError, match="was made for the weights"):
+        LLM(str(other), exits={"folder": str(out)})
+    with pytest.raises(ConfigError, match="was made for the weights"):
+        tune(options(other, out), Console(quiet=True))
+    with pytest.raises(ConfigError, match=f"no {TUNE_FILE}"):
+        read_checkpoint(str(model), heads=str(tmp_path))
+
+
+def test_what_the_package_has_for_a_models_weights_is_found(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, out = llama
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "anything").symlink_to(out)
+    other = save_model("llama", tmp_path / "other", seed=1)
+    assert bundled_for(model, LAYERS, 32, assets) == assets / "anything"
+    assert bundled_for(other, LAYERS, 32, assets) is None
+    assert bundled_for(model, LAYERS + 1, 32, assets) is None
+
+
+def test_another_node_reads_the_same_heads(llama: tuple[Path, Path]) -> None:
+    model, out = llama
+    there = read_checkpoint(str(model), heads=str(out))
+    moved = replace(there, path=Path("/nowhere/model"))
+    here = on_this_node(moved, Path("unused"))
+    assert (here.path, here.heads_path) == (there.path, there.heads_path)
+
+
+def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> None:
+    model, out = llama
+    with pytest.raises(ConfigError, match="other prompts"):
+        tune(replace(options(model, out), prompts="tasks:5"), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "0"], "no whole number above 0"),
+        (["--budget", "changed=x"], "must be changed=X"),
+        (["--parts", "magic"], "none of exits"),
+        (["--import", "dssd"], "must be layerskip"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["quadriga-s", "--out", "unused", "--prompts", "tasks:1", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_a_layer_outside_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"outside 1\.\.7"):
+        main(["quadriga-s", "--out", str(tmp_path), "--prompts", "tasks:1", "--layers", "9"])
