@@ -20,6 +20,7 @@ from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.policies.ares.governor import Governor
+from quadriga.policies.ares.orders import MoveDecision
 from quadriga.policies.ares.recording import RecordedTick, replica_view, write_tick
 
 logger = logging.getLogger(__name__)
@@ -204,15 +205,12 @@ class Rescheduling:
             },
             "outcomes": dict(governor.moves.outcomes),
             "under_way": [_order(o) for o in governor.moves.under_way],
-            "recent": [
-                {
-                    "at_unix_s": decision.at_unix_s,
-                    **_order(decision.order),
-                    "report": None if decision.report is None else asdict(decision.report),
-                }
-                for decision in list(governor.moves.recent)[-SHOWN_DECISIONS:]
-            ],
+            "recent": [_decision(d) for d in list(governor.moves.recent)[-SHOWN_DECISIONS:]],
         }
+
+    def moves(self, request_id: str) -> list[dict[str, Any]]:
+        """What was decided about the sequences of one request, oldest first, as plain values."""
+        return [_decision(d) for d in self.governor.moves.of_request(request_id)]
 
     def _record(self, tick: RecordedTick) -> None:
         if self._recording is not None:
@@ -225,6 +223,15 @@ class Rescheduling:
             if ares.record_file is None
             else Recording(Path(ares.record_file), ares.record_max_bytes)
         )
+
+
+def _decision(decision: MoveDecision) -> dict[str, Any]:
+    return {
+        "at_unix_s": decision.at_unix_s,
+        **_order(decision.order),
+        "explanation": decision.explanation,
+        "report": None if decision.report is None else asdict(decision.report),
+    }
 
 
 def _order(order: MigrationOrder) -> dict[str, Any]:

@@ -316,6 +316,10 @@ class Scheduler(BatchedCalls):
         """Replicas with their forecasts, orders and recent decisions, all as plain values."""
         return self._rescheduling.status()
 
+    async def moves(self, request_id: str) -> list[dict[str, Any]]:
+        """What was decided lately about moving the sequences of one request."""
+        return self._rescheduling.moves(request_id)
+
     async def stop(self) -> None:
         """End this actor soon after the answer is out."""
         background(self._end("stopped"))

@@ -15,6 +15,7 @@ from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.policies.ares.cluster import by_class
+from quadriga.policies.ares.explanation import explain
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
 from quadriga.policies.ares.recording import RecordedTick
@@ -184,15 +185,18 @@ class Governor:
             if s.info.role is Role.DECODE
             and now_unix_s - s.taken_unix_s <= self.config.snapshot_max_age_s
         ]
-        orders: list[MigrationOrder] = []
+        ticks: list[RecordedTick] = []
         self.last = TickSummary(now_unix_s)
         for depth_class, members in by_class(fresh).items():
-            orders += self._decide(depth_class, members, busy, now_unix_s)
-        orders = orders[: self.moves.num_free]
-        for order in orders:
-            self.moves.ordered(order, now_unix_s)
+            tick = self._decide(depth_class, members, busy, now_unix_s)
+            if tick is not None:
+                ticks.append(tick)
+        decided = [(tick, order) for tick in ticks for order in tick.orders]
+        decided = decided[: self.moves.num_free]
+        for tick, order in decided:
+            self.moves.ordered(order, now_unix_s, explain(tick, order))
         self.last.took_s = time.perf_counter() - started_s
-        return orders
+        return [order for _, order in decided]
 
     def _decide(
         self,
@@ -200,32 +204,31 @@ class Governor:
         members: list[ReplicaSnapshot],
         busy: frozenset[str],
         now_unix_s: float,
-    ) -> list[MigrationOrder]:
+    ) -> RecordedTick | None:
         able = [s for s in members if s.forecast is not None]
         if len(able) < 2:
             self.last.why[str(depth_class)] = f"{len(able)} of {len(members)} replicas can forecast"
-            return []
+            return None
         costs = self.costs(able)
         settings = self._settings_for(able)
         predicts = self.config.ares.mode == "ares"
         load_only = self.is_distrusted(depth_class.model)
         rescheduler = Rescheduler(settings, predicts=predicts)
         orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only)
-        self._record(
-            RecordedTick(
-                at_s=now_unix_s,
-                snapshots=able,
-                settings=settings,
-                costs=costs,
-                predicts=predicts,
-                load_only=load_only,
-                busy=busy,
-                orders=orders,
-            )
+        tick = RecordedTick(
+            at_s=now_unix_s,
+            snapshots=able,
+            settings=settings,
+            costs=costs,
+            predicts=predicts,
+            load_only=load_only,
+            busy=busy,
+            orders=orders,
         )
+        self._record(tick)
         self.last.work |= rescheduler.work(able, load_only=load_only)
         self.last.why[str(depth_class)] = _why(orders, able, busy, load_only)
-        return orders
+        return tick
 
     def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:
         """See `settings_under`."""
