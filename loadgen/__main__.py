@@ -78,10 +78,13 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         ("bench depth", f"{_BENCH}.depth", "memory, speed and changes of depth"),
         ("bench profile", f"{_BENCH}.profile", "a cost profile for the simulator"),
         ("bench generator", f"{_BENCH}.generator", "the load generator's own limit"),
+        ("bench grammar", f"{_BENCH}.grammar", "answers of a given form: validity and cost"),
         ("paper ares", f"{_PAPER}.ares.experiment", "rescheduling against its baselines"),
         ("paper ares-predictor", f"{_PAPER}.ares.predictor",
          "length heads against other predictors"),
         ("paper drex", f"{_PAPER}.drex.experiment", "rebatching against grouped and no exits"),
+        ("paper lossless", f"{_PAPER}.lossless.experiment",
+         "exits that draft, against full depth, token for token"),
         ("paper baton", f"{_PAPER}.baton.experiment", "relay batch against other batches"),
         ("paper helios", f"{_PAPER}.helios.experiment",
          "model and depth chosen, against one whole"),
@@ -127,7 +130,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    Where nobody reads the output to its end, as in `| head`, the command ends without a word.
+    Where the output is not read to its end, as in `| head`, the command ends without a word.
     """
     try:
         status = _main(arguments)

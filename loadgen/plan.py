@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from loadgen.model_costs.published import (
     PAPER_BATCH_RATIO,
@@ -26,6 +25,7 @@ from loadgen.model_costs.published import (
     TABLE_6,
 )
 from loadgen.options import number, whole
+from loadgen.report.experiment import table_of
 from quadriga.catalogue.sizes import ModelSizes, sizes_of
 from quadriga.checkpoint.exits import read_exits
 from quadriga.config.engine_spec import DTYPE_BYTES
@@ -212,43 +212,29 @@ def _rows(name: str, args: argparse.Namespace) -> list[PlanRow]:
 
 
 def _print_rows(console: Console, rows: Sequence[PlanRow], args: argparse.Namespace) -> None:
+    columns: dict[str, Callable[[PlanRow], object]] = {
+        "model": lambda r: r.model,
+        "layers": lambda r: f"{r.depth}/{r.num_layers}",
+        "weights GiB": lambda r: f"{r.weights_gib:.2f}",
+        "KV KiB/token": lambda r: f"{r.kv_bytes_per_token / 1024:.0f}",
+        "largest batch": lambda r: r.batch,
+        "over full depth": lambda r: "—" if r.batch_ratio is None else f"{r.batch_ratio:.2f}×",
+    }
     memory = f"{args.devices} × {args.device_gib:g} GiB"
-    table = Table(title=f"{memory}, {args.dtype}, {args.context} tokens a sequence")
-    columns = ("model", "layers", "weights GiB", "KV KiB/token", "largest batch", "over full depth")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for row in rows:
-        ratio = "—" if row.batch_ratio is None else f"{row.batch_ratio:.2f}×"
-        table.add_row(
-            row.model,
-            f"{row.depth}/{row.num_layers}",
-            f"{row.weights_gib:.2f}",
-            f"{row.kv_bytes_per_token / 1024:.0f}",
-            str(row.batch),
-            ratio,
-        )
-    console.print(table)
+    title = f"{memory}, {args.dtype}, {args.context} tokens a sequence"
+    console.print(table_of(rows, columns, title=title))
 
 
 def _print_paper(console: Console, checks: Sequence[PaperCheck]) -> None:
-    table = Table(title="HELIOS Table 6 (weights) and figure 9 (largest batch), by arithmetic")
-    for column in (
-        "model",
-        "paper GB",
-        "ours GiB",
-        "difference",
-        "batch at a quarter of the depth",
-    ):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for c in checks:
-        table.add_row(
-            c.model,
-            f"{c.paper_gb:g}",
-            f"{c.ours_gib:.2f}",
-            f"{c.error:+.1%}",
-            f"{c.batch_ratio:.2f}×",
-        )
-    console.print(table)
+    columns: dict[str, Callable[[PaperCheck], object]] = {
+        "model": lambda c: c.model,
+        "paper GB": lambda c: f"{c.paper_gb:g}",
+        "ours GiB": lambda c: f"{c.ours_gib:.2f}",
+        "difference": lambda c: f"{c.error:+.1%}",
+        "batch at a quarter of the depth": lambda c: f"{c.batch_ratio:.2f}×",
+    }
+    title = "HELIOS Table 6 (weights) and figure 9 (largest batch), by arithmetic"
+    console.print(table_of(checks, columns, title=title))
     for model, depth, paper_gb, ours in saved_gib():
         console.print(
             f"{model} up to layer {depth} saves {paper_gb} GB in the paper (§1), {ours:.2f} GiB "

@@ -14,21 +14,21 @@ import argparse
 import importlib.util
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from loadgen.model_costs.depth import DepthJob
 from loadgen.model_costs.exits import ExitRecord
 from loadgen.model_costs.subprocesses import END_TIMEOUT_S, python_process, read_line
 from loadgen.options import number, whole
 from loadgen.report import provenance
+from loadgen.report.experiment import show
+from loadgen.report.figures import shown
 from loadgen.report.output import file_to_write
+from loadgen.report.progress import Steps
 from quadriga.catalogue.energy import DEFAULT_WATTS
 from quadriga.catalogue.files import read_catalogue, require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
@@ -89,12 +89,7 @@ def run(args: argparse.Namespace) -> int:
         examples = QUICK_EXAMPLES if args.quick else EXAMPLES
     total = sum(len(depths) for *_, depths in jobs) * (1 + len(batches) + examples)
     total += examples * sum(bool(m.exits.layers) and m.num_layers in d for _, m, d in jobs)
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, disable=args.no_progress or not console.is_terminal,
-    )  # fmt: skip
-    with progress:
-        bar = progress.add_task("profile", total=total)
+    with Steps(console, "profile", total, is_shown=not args.no_progress) as steps:
         for name, model, depths in jobs:
             with tempfile.TemporaryDirectory(prefix="quadriga-profile-") as folder:
                 base = DepthJob(
@@ -110,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
                 )
                 records = []
                 for depth in depths:
-                    progress.update(bar, description=f"{model.id}@{depth}")
-                    records.append(_measure(replace(base, depth=depth), progress, bar))
+                    steps.describe(f"{model.id}@{depth}")
+                    records.append(_measure(replace(base, depth=depth), steps))
             profiled.append((name, replace(model, depths=_joined(records))))
     measured = Measurement(
         datetime.now(UTC).isoformat(timespec="seconds"),
@@ -164,14 +159,14 @@ def _depths(model: CatalogueModel, only: Sequence[int] | None) -> list[int]:
     return sorted(set(only)) if only else list(model.exit_depths)
 
 
-def _measure(job: DepthJob, progress: Progress, bar: Any) -> Result:
+def _measure(job: DepthJob, steps: Steps) -> Result:
     """Run one job in a fresh process. Raises: ConfigError when it ends or falls silent."""
     with python_process(["-m", "loadgen.model_costs.depth", json.dumps(asdict(job))]) as process:
         while True:
             line = json.loads(read_line(process, LINE_TIMEOUT_S))
             if "record" in line:
                 break
-            progress.advance(bar, line["done"])
+            steps.advance(line["done"])
         process.wait(END_TIMEOUT_S)
     record = line["record"] | {"step_s": tuple((b, s) for b, s in line["record"]["step_s"])}
     return DepthRecord(**record), {int(k): ExitRecord(**seen) for k, seen in line["exits"].items()}
@@ -193,41 +188,25 @@ def _machine() -> str:
 
 
 def _print(profiled: Sequence[tuple[str, CatalogueModel]]) -> None:
-    table = Table(title="on this machine")
-    columns = (
-        "model", "layers", "step ms", "tokens/s", "TTFT ms", "right", "perplexity", "unchanged",
-        "left", "memory MB", "load s", "mJ/token",
-    )  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for _, model in profiled:
-        for r in model.depths:
-            table.add_row(
-                model.id,
-                f"{r.depth}/{model.num_layers}",
-                " ".join(f"{1e3 * s:.2f}" for _, s in r.step_s),
-                f"{r.best_tokens_per_s:,.0f}",
-                f"{1e3 * (r.ttft_s or 0):.1f}",
-                _share(r.accuracy),
-                "—" if r.perplexity is None else f"{r.perplexity:.3f}",
-                _share(r.unchanged),
-                _share(r.coverage),
-                f"{(r.memory_bytes or 0) / 1e6:.1f}",
-                f"{r.load_s or 0:.2f}",
-                _energy(r),
-            )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
-    console.print(table)
-
-
-def _share(value: float | None) -> str:
-    return "—" if value is None else f"{value:.1%}"
+    columns: dict[str, Callable[[tuple[CatalogueModel, DepthRecord]], object]] = {
+        "model": lambda row: row[0].id,
+        "layers": lambda row: f"{row[1].depth}/{row[0].num_layers}",
+        "step ms": lambda row: " ".join(f"{1e3 * s:.2f}" for _, s in row[1].step_s),
+        "tokens/s": lambda row: f"{row[1].best_tokens_per_s:,.0f}",
+        "TTFT ms": lambda row: f"{1e3 * (row[1].ttft_s or 0):.1f}",
+        "right": lambda row: shown(row[1].accuracy, ".1%"),
+        "perplexity": lambda row: shown(row[1].perplexity, ".3f"),
+        "unchanged": lambda row: shown(row[1].unchanged, ".1%"),
+        "left": lambda row: shown(row[1].coverage, ".1%"),
+        "memory MB": lambda row: f"{(row[1].memory_bytes or 0) / 1e6:.1f}",
+        "load s": lambda row: f"{row[1].load_s or 0:.2f}",
+        "mJ/token": lambda row: _energy(row[1]),
+    }
+    rows = [(model, record) for _, model in profiled for record in model.depths]
+    show(rows, columns, title="on this machine", width=TABLE_WIDTH)
 
 
 def _energy(record: DepthRecord) -> str:
-    if record.joules_per_token is None:
-        return "—"
     mark = "~" if record.energy_source == "estimate" else ""
-    return f"{mark}{1e3 * record.joules_per_token:.2f}"
+    joules = record.joules_per_token
+    return shown(joules) if joules is None else f"{mark}{1e3 * joules:.2f}"

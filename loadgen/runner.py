@@ -22,7 +22,7 @@ from loadgen.wire.capture import Call, Capture, LoadClient
 
 MAX_BACKLOG_BYTES = 256 << 20  # captures kept for judging after the run
 MAX_REFUSAL_WAIT_S = 300.0
-PAUSE_S = 0.1  # of a closed loop's user who got no answer: a service that refuses is not flooded
+PAUSE_S = 0.1  # of a closed loop's user that got no answer: a service that refuses is not flooded
 now_s = time.perf_counter
 
 Judge = Callable[[Capture, RequestSpec, str], Verdict]

@@ -13,6 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 from quadriga.core.kv import KVExtent, KVPart
 from quadriga.core.request import SampledToken, SequenceState
 
+MAX_DRAFTED = 7
+"""Tokens that may be drafted in a row behind its waiting one."""
+
 LayersDone = Callable[[int, int], None]
 """Called by a runner during prefill with (first_layer, num_layers) whose KV is now complete for
 every chunk of the call."""
@@ -160,6 +163,36 @@ class ModelRunner(Protocol):
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
         """Store what `read_kv` of a peer returned."""
+
+
+@runtime_checkable
+class DraftingRunner(ModelRunner, Protocol):
+    """A runner that can draft tokens with its first segment and verify them with the others.
+
+    A row whose token waits at the first exit may take the exit's choice for its next token, for the
+    time being, and run it: `advance` of segment 0 runs the newest draft of rows that have one. The
+    state never has drafted tokens. Every other pass over a row, and every way out of it, drops
+    them: the row then is as if it had never drafted.
+    """
+
+    def draft(self, rows: Sequence[int]) -> list[int]:
+        """Let rows at the exit of the last `advance`, the first one, draft its choices.
+
+        Returns:
+            The tokens, parallel to `rows`; none is run yet, and none need be. A row has at most
+            `MAX_DRAFTED`.
+        """
+
+    def verify(self, rows: Sequence[int]) -> list[list[SampledToken]]:
+        """Run the other segments for the waiting token of each row and all that it has drafted.
+
+        Returns:
+            Per row, the whole model's tokens: as many as agree with the draft, and one more. They
+            are those that `decode` would give one by one; the caller appends them to the state.
+        """
+
+    def drop_drafts(self, rows: Sequence[int]) -> None:
+        """Forget what is drafted in these rows; their waiting tokens stay."""
 
 
 @runtime_checkable

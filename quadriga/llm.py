@@ -31,7 +31,6 @@ from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.colocated import ColocatedLoop
 from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.text import AnswerText, TextTokenizer, load_tokenizer
-from quadriga.text.grammar import grammars_of
 
 if TYPE_CHECKING:
     from quadriga.engine import AnyRunner
@@ -235,6 +234,8 @@ class LLM:
             sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
         sampling.check()
         if sampling.grammar is not None:
+            from quadriga.text.grammar import grammars_of  # as torch, not with this module
+
             grammars_of(checkpoint).prepare(sampling.grammar)
         if len(ids) + sampling.max_tokens > most:
             raise ContextTooLong(

@@ -15,7 +15,6 @@ from quadriga.config.loader import QuadrigaConfig, load_config, setting_names
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.ports import LOOPBACK, is_free
 from serve_app.auth.api_keys import KEY_VARIABLE, ApiKeys
-from serve_app.auth.key_command import key_command
 from serve_app.auth.keys import make_key
 from serve_app.cli.arguments import MAX_PORT, ServeParser, port_number
 from serve_app.cli.environment import haproxy_enabled, prepare_environment
@@ -40,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, start, wait, stop. Returns the exit status."""
     given = sys.argv[1:] if argv is None else argv
     if given[:1] == ["keys"]:
+        from serve_app.auth.key_command import key_command
+
         return key_command(given[1:])
     try:
         options = _parser().parse_with_settings(given, setting_names())

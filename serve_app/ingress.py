@@ -47,8 +47,8 @@ class Ingress:
         tracing.start(ingress_id)
         # Reading tokenizers and asking for the actors both block.
         models = await asyncio.to_thread(ModelDirectory.load, loaded)
-        from actors.replica.gc_tuning import settle
         from actors.rpc.lookup import ensure_cluster
+        from quadriga.replica.gc_tuning import settle
 
         await asyncio.to_thread(ensure_cluster, loaded)
         self._engine_client = EngineClient(

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from actors.kv_transfer.transports.nccl_library import NcclLibrary
+from quadriga.kv_transport.nccl_library import NcclLibrary
 
 UID_BYTES = 128
 POLL_S = 0.002

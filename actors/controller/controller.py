@@ -6,11 +6,10 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.controller import controller_store
 from actors.controller.drain import LeavingNodes
-from actors.controller.helios import HeliosController, set_up_helios
 from actors.controller.leader_lease import LeaderLease
 from actors.controller.placement_groups import cluster_hardware, groups_of, living_replicas, remove
 from actors.controller.replica_manager import ReplicaManager
@@ -26,18 +25,20 @@ from actors.rpc.lifecycle import (
 )
 from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, find_actor
 from actors.rpc.signals import die_on_sigterm
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import SystemClock
 from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.desired import Desired, resolve_on
-from quadriga.control.helios_setup import HeliosSetup
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
 from quadriga.control.rollout import turn_over
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.logs import configure_logging
 from quadriga.policies.liveness import event_loop_stall_s
+
+if TYPE_CHECKING:
+    from actors.controller.helios import HeliosController
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +111,7 @@ class Controller:
     async def _want(self, desired: Desired) -> None:
         """Raises: ConfigError."""
         if self._desired is None or self._desired.config != desired.config:
-            setup = await asyncio.to_thread(set_up_helios, self._app, desired)
-            self._choose_by(setup)
+            await self._choose_models(desired)
             text = json.dumps(desired.config).encode()
             await asyncio.to_thread(controller_store.save, self._app, "desired", text)
         self._apply(desired)
@@ -319,7 +319,7 @@ class Controller:
                 saved = await asyncio.to_thread(controller_store.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
                 desired = await asyncio.to_thread(resolve_here, config)
-                self._choose_by(await asyncio.to_thread(set_up_helios, self._app, desired))
+                await self._choose_models(desired)
                 self._apply(desired)
             finally:
                 self._is_started.set()
@@ -329,14 +329,17 @@ class Controller:
         self._manager.lifecycle = desired.deployment.config.lifecycle
         self._wake.set()
 
-    def _choose_by(self, setup: HeliosSetup | None) -> None:
-        """Let model and depth be chosen from now on, or not any more."""
-        if setup is None:
-            if self._helios is not None:
-                background(self._helios.withdraw())
+    async def _choose_models(self, desired: Desired) -> None:
+        """Start HELIOS, or end it, as the configuration says. Raises: ConfigError."""
+        if desired.deployment.config.helios.enabled:
+            # A tenth of the service's code, which most deployments do not use.
+            from actors.controller.helios import HeliosController, set_up_helios
+
+            setup = await asyncio.to_thread(set_up_helios, self._app, desired)
+            self._helios = HeliosController(self._app, setup, self._manager, self._clock)
+        elif self._helios is not None:
+            background(self._helios.withdraw())
             self._helios = None
-            return
-        self._helios = HeliosController(self._app, setup, self._manager, self._clock)
 
     def _places(self, desired: Desired) -> Mapping[PlaceKey, ReplicaSpec]:
         """What shall run, as of now."""

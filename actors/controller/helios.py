@@ -19,10 +19,9 @@ from actors.controller.full_depth_rescorer import FullDepthRescorer
 from actors.controller.placement_groups import cluster_hardware
 from actors.controller.replica_manager import ReplicaManager
 from actors.controller.strict_requests import StrictRequests
-from actors.replica.resizing import ANSWER_SLACK_S, failure
 from actors.rpc.lifecycle import parse_replica_name, scheduler_name
 from actors.rpc.ray_rpc import call
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.desired import Desired
@@ -35,6 +34,7 @@ from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.policies.helios import HistoryTable, Resize
 from quadriga.policies.helios.history import load_table, pack_table, save_table, unpack_table
+from quadriga.replica.resizing import ANSWER_SLACK_S, failure
 
 logger = logging.getLogger(__name__)
 
@@ -182,11 +182,9 @@ class HeliosController:
         return view
 
 
-def set_up_helios(app: str, desired: Desired) -> HeliosSetup | None:
-    """Prepare the choice of models, where it is wanted; blocks. Raises: ConfigError."""
+def set_up_helios(app: str, desired: Desired) -> HeliosSetup:
+    """Prepare the choice of models; blocks. Raises: ConfigError."""
     config = desired.deployment.config
-    if not config.helios.enabled:
-        return None
     return set_up(config, cluster_hardware(), desired.places, load_history(app, config))
 
 

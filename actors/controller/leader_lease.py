@@ -16,7 +16,7 @@ import uuid
 
 from actors.controller import controller_store
 from actors.rpc.ray_rpc import RAY_FAILED
-from actors.rpc.tasks import background
+from quadriga.background import background
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.rpc.ray_rpc import RAY_FAILED
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import Clock
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from actors.controller.node_reports import NodeReports
 from actors.controller.placement_groups import groups, remove, spawn
 from actors.rpc.lifecycle import fingerprint, scheduler_name
 from actors.rpc.ray_rpc import RAY_FAILED, call, call_handle, remember_handle
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.config.ingress import LifecycleConfig
 from quadriga.config.resolve import ReplicaSpec

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from actors.replica.resizing import ANSWER_SLACK_S, failure
 from actors.rpc.ray_rpc import call
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.control.helios_setup import HeliosSetup
 from quadriga.control.replica_record import PlaceKey, ReplicaRecord
@@ -15,6 +14,7 @@ from quadriga.control.strict_requests import depths_wanted, escalations
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ResizeReport
 from quadriga.errors import QuadrigaError
+from quadriga.replica.resizing import ANSWER_SLACK_S, failure
 
 logger = logging.getLogger(__name__)
 

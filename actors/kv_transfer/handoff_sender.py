@@ -13,16 +13,16 @@ import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from actors.kv_transfer.transports.payload import checksum, pack, to_host
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.config.engine import TransportConfig
 from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo
 from quadriga.core.request import SequenceState
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.interfaces import KVTransport
+from quadriga.kv_transport.payload import checksum, pack, to_host
 from quadriga.scheduling.forecasts import remaining_of
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.sequence_export import StepPhase

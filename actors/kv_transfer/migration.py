@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.core.migration import (
     MigrationCause,
     MigrationOrder,

@@ -1,4 +1,4 @@
-"""Finds decode replicas for the sequences of a prefill replica, and who may ask for one next."""
+"""Finds decode replicas for the sequences of a prefill replica, and the order in which they ask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter
 from quadriga.core.replica import Role
@@ -58,7 +58,7 @@ class DecodePlacement:
     # Turns: where no decode replica has room, the sequences ask one after the other.
 
     def is_free_for(self, priority: int) -> bool:
-        """Whether no sequence waits that would be served before a newcomer."""
+        """Whether no sequence waits that would be served before a new one of this priority."""
         head = self._head()
         return head is None or (
             head.state.priority > priority and not is_starving(head, self._now_s())

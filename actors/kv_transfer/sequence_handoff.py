@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.kv_transfer.placement import DecodePlacement
 from actors.replica.replica import Replica
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.core.output import EngineOutput
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import (
@@ -190,7 +190,7 @@ class PrefillHandoff:
     async def _send_all(self, transfer: OutgoingTransfer) -> int:
         """Send every range, as they become complete. Returns the bytes sent."""
         # Here, not above: the controller imports this module, and has no torch.
-        from actors.kv_transfer.transports.payload import join_layers
+        from quadriga.kv_transport.payload import join_layers
 
         index = 0
         num_bytes = 0

@@ -28,9 +28,9 @@ from quadriga.observability.metrics import Registry
 from quadriga.policies.ares.forecast import seconds_to_full
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transports.auto import TransportCounts
-    from actors.replica.forecasting import Forecasting
+    from actors.kv_transfer.transport_hub import TransportCounts
     from quadriga.control.replica_record import ReplicaLoad
+    from quadriga.replica.forecasting import Forecasting
 
 logger = logging.getLogger(__name__)
 

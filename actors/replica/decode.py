@@ -7,9 +7,8 @@ from typing import Any
 
 from actors.kv_transfer.migration import Migrations
 from actors.replica.decode_engine import DecodeEngine
-from actors.replica.forecasting import load_lengths
 from actors.replica.replica import Replica
-from actors.rpc.tasks import background, overslept_s
+from quadriga.background import background, overslept_s
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.pacing import find_profile
 from quadriga.config.resolve import ReplicaSpec
@@ -23,6 +22,7 @@ from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
 from quadriga.errors import MigrationFailed, TakenOver
 from quadriga.interfaces import KVSink, ModelRunner
+from quadriga.replica.forecasting import load_lengths
 from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.sequence_export import StepPhase
@@ -40,7 +40,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         background(self._never_ending(self._sweep()))
 
     def _make_sink(self) -> KVSink | None:
-        from actors.kv_transfer.handoff_receiver import HandoffReceiver
+        from quadriga.replica.handoff_receiver import HandoffReceiver
 
         kind = self.config.transport.kind
         transports = ("gloo", "object_store") if kind == "auto" else (kind,)

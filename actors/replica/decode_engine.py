@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from actors.replica.engine_thread import EngineBroken
-from actors.replica.forecasting import Forecasting
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad
@@ -16,6 +14,8 @@ from quadriga.core.replica import RelayMemory
 from quadriga.errors import ConfigError
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.rebatchers import make_rebatcher
+from quadriga.replica.engine_thread import EngineBroken
+from quadriga.replica.forecasting import Forecasting
 from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.idle_check import IdleCheck, Leaks
@@ -24,10 +24,10 @@ from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.handoff_receiver import HandoffReceiver
     from actors.replica.replica import Replica
     from quadriga.engine.baton.runner import BatonRunner
     from quadriga.engine.model_runner import NativeRunner
+    from quadriga.replica.handoff_receiver import HandoffReceiver
     from quadriga.scheduling.forecasts import LengthModel
 
 LOOK_EVERY_S = 0.5
@@ -184,7 +184,7 @@ class DecodeEngine:
             self._relay_memory = self._relay.memory()
         if self._is_watched:
             full = spec.checkpoint.num_layers
-            strict = [s for s in loop.running if s.exits.policy == "strict"]
+            strict = [s for s in loop.running if s.exits.is_strict]
             self._strict_depth = max((s.exits.max_depth or full for s in strict), default=0)
             self._parked = tuple(
                 ParkedSequence(s.sequence_id, s.num_tokens, s.max_total_tokens)

@@ -10,18 +10,18 @@ from typing import Any
 
 from actors.kv_transfer.placement import DecodePlacement
 from actors.kv_transfer.sequence_handoff import PrefillHandoff
-from actors.replica.forecasting import load_lengths
 from actors.replica.prefill_engine import PrefillEngine
 from actors.replica.replica import MAX_REMEMBERED, Replica
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
 from quadriga.errors import DeadlineExceeded, QuadrigaError
 from quadriga.interfaces import KVSink
+from quadriga.replica.forecasting import load_lengths
 from quadriga.scheduling.prefill_loop import PrefillOutput
 from quadriga.scheduling.sequence import RunningSequence
 

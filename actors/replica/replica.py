@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import ray
 
 from actors.metrics.replica_metrics import ReplicaMetrics
-from actors.metrics.spans import SequenceSpans
-from actors.replica.engine_thread import Core, EngineThread
-from actors.replica.resizing import Resizing
 from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls
 from actors.rpc.signals import on_sigterm
-from actors.rpc.tasks import background, overslept_s
+from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig
@@ -45,11 +42,14 @@ from quadriga.errors import (
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
+from quadriga.replica.engine_thread import Core, EngineThread
+from quadriga.replica.resizing import Resizing
+from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.text.grammar import grammars_of
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transports.channel import ChannelOffer
+    from quadriga.kv_transport.channel import ChannelOffer
 
 Result = TypeVar("Result")
 
@@ -82,7 +82,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         # Here, not above: the controller imports this module, and has no torch.
-        from actors.kv_transfer.transports.auto import TransportHub
+        from actors.kv_transfer.transport_hub import TransportHub
 
         self.name = name
         self.spec = spec
@@ -197,7 +197,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Free everything these sequences hold here, in whatever state they are, and note it.
 
         Args:
-            ingress_id: Of whom; another one's go on. None: of anybody.
+            ingress_id: Owner of the sequences; those of others go on. None: any owner.
         """
 
     @abstractmethod
@@ -239,8 +239,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Free everything these sequences hold; unknown ones are no error.
 
         Args:
-            ingress_id: Who cancels: what another ingress has adopted is not its any more, and goes
-                on. None: they end, whichever ingress they are of.
+            ingress_id: The ingress that cancels; a sequence that another one has adopted goes on.
+                None: they end, whichever ingress owns them.
         """
         if self.engine.is_ready:
             await self._cancel(sequence_ids, ingress_id)
@@ -258,7 +258,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     # RPC: the cluster's side.
 
     async def info(self) -> ReplicaInfo:
-        """Who this is; answers before the weights are loaded."""
+        """Name, role and capacity; answers before the weights are loaded."""
         return self.info_record
 
     async def snapshot(self) -> ReplicaSnapshot:

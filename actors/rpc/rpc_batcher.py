@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.errors import QuadrigaError, ReplicaError
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """SIGTERM to an actor's process.
 
 Ray's workers take it as a request to end once every call has returned. Ours have calls that never
-return, so they would stay, and answer no other call: hung, as far as anybody can tell.
+return, so they would stay, and answer no other call: to everyone else they would hang.
 """
 
 from __future__ import annotations

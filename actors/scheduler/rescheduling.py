@@ -7,11 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.metrics.control_metrics import SchedulerMetrics
 from actors.rpc.ray_rpc import call
-from actors.rpc.tasks import background
+from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.forecast import LengthOutcome
@@ -21,7 +21,10 @@ from quadriga.core.routing import ReportOptions
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.orders import MoveDecision
-from quadriga.policies.ares.recording import RecordedTick, replica_view, write_tick
+from quadriga.policies.ares.replica_view import replica_view
+
+if TYPE_CHECKING:
+    from quadriga.policies.ares.recording import RecordedTick, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +34,6 @@ SHOWN_DECISIONS = 50
 METRICS_EVERY_S = 1.0
 
 Send = Callable[[MigrationOrder], Awaitable[MigrationReport]]
-
-
-class Recording:
-    """The decisions on a file, up to a size; a file that cannot be written ends it, no more."""
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path
-        self._max_bytes = max_bytes
-        self._is_over = False
-
-    def add(self, tick: RecordedTick) -> None:
-        """Append a decision, unless the file is full."""
-        if self._is_over:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as stream:
-                write_tick(stream, tick)
-                self._is_over = stream.tell() >= self._max_bytes
-            if self._is_over:
-                logger.warning("the recording has its %d bytes; it ends", self._max_bytes)
-        except OSError as exc:
-            logger.warning("the recording ends: scheduler.ares.record_file: %s", exc)
-            self._is_over = True
 
 
 class Rescheduling:
@@ -218,11 +197,11 @@ class Rescheduling:
 
     def _open_recording(self) -> None:
         ares = self._config.scheduler.ares
-        self._recording = (
-            None
-            if ares.record_file is None
-            else Recording(Path(ares.record_file), ares.record_max_bytes)
-        )
+        self._recording = None
+        if ares.record_file is not None:
+            from quadriga.policies.ares.recording import Recording
+
+            self._recording = Recording(Path(ares.record_file), ares.record_max_bytes)
 
 
 def _decision(decision: MoveDecision) -> dict[str, Any]:

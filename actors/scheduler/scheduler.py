@@ -12,8 +12,8 @@ from actors.rpc.lifecycle import end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from actors.rpc.signals import die_on_sigterm
-from actors.rpc.tasks import background, overslept_s
 from actors.scheduler.rescheduling import Rescheduling
+from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter, Route, RoutingDecision

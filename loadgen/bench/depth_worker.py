@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from loadgen.model_costs.engine import engine_spec, resident_bytes, sequence
 from quadriga.checkpoint.exits import NEVER, ExitParams
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import SystemClock
@@ -24,14 +23,7 @@ from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.scheduling.colocated import ColocatedLoop
 
-_KERNELS = Path(tempfile.gettempdir()) / "quadriga-bench-kernels"
 _FREE_TIMEOUT_S = 60.0
-
-
-def memory_bytes() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
 
 
 def make_spec(order: dict[str, Any], depth: int) -> EngineSpec:
@@ -42,20 +34,15 @@ def make_spec(order: dict[str, Any], depth: int) -> EngineSpec:
     plan = checkpoint.exits
     kv_bytes = order["kv_mib"] << 20
     room = kv_bytes // checkpoint.kv_bytes_per_token(depth, 4)
-    return EngineSpec(
-        checkpoint=checkpoint,
-        depth=depth,
-        device="cpu",
-        dtype="float32",
-        threads=order["threads"],
-        compile="wait",
-        cache_dir=_KERNELS,
+    return engine_spec(
+        checkpoint,
         num_rows=max(order["rows"], 2 * room // length),
         row_capacity_tokens=length,
+        depth=depth,
+        threads=order["threads"],
         kv_capacity_tokens=room,
         exits=plan.cut(depth),
         exit_plan=plan,
-        skipped_kv="project",
         kv_memory_bytes=kv_bytes,
     )
 
@@ -89,15 +76,10 @@ class SteppedBatch:
 
 
 def _state(row: int, prompt: int, steps: int) -> SequenceState:
-    return SequenceState(
-        sequence_id=f"bench-{row}",
-        request_id="bench",
-        model="",
-        prompt_ids=[3 + (7 * row + 13 * i) % 97 for i in range(prompt)],
-        sampling=SamplingParams(max_tokens=4 * steps, temperature=0.0, ignore_eos=True),
-        ingress_id="",
-        arrival_unix_s=0.0,
-        deadline_unix_s=float("inf"),
+    return sequence(
+        f"bench-{row}",
+        [3 + (7 * row + 13 * i) % 97 for i in range(prompt)],
+        SamplingParams(max_tokens=4 * steps, temperature=0.0, ignore_eos=True),
         exits=ExitParams(NEVER, "bounded"),
     )
 
@@ -107,11 +89,11 @@ def one_depth(order: dict[str, Any]) -> dict[str, Any]:
     spec = make_spec(order, order["depth"])
     # The kernels are loaded before: their memory and time are every depth's.
     NativeRunner.load(replace(spec, depth=1, exits=spec.exits.cut(1))).close()
-    before = memory_bytes()
+    before = resident_bytes()
     started_s = time.perf_counter()
     runner = NativeRunner.load(spec)
     load_s = time.perf_counter() - started_s
-    loaded = memory_bytes() - before
+    loaded = resident_bytes() - before
     weights = runner.weights
     batch = SteppedBatch(runner, order)
     for _ in range(min(4, order["steps"])):
@@ -145,7 +127,7 @@ def changing(order: dict[str, Any]) -> dict[str, Any]:
 
 def _drop(runner: NativeRunner, batch: SteppedBatch, depth: int, steps: int) -> dict[str, Any]:
     times = [batch.step() for _ in range(steps // 2)]
-    before, memory = runner.num_layers, memory_bytes()
+    before, memory = runner.num_layers, resident_bytes()
     take_ms = _timed_ms(lambda: batch.loop.decode.drop_to(depth))
     runner.wait_freed(_FREE_TIMEOUT_S)
     return {
@@ -155,14 +137,14 @@ def _drop(runner: NativeRunner, batch: SteppedBatch, depth: int, steps: int) -> 
         "take_ms": take_ms,
         "step_ms": 1e3 * statistics.median(times),
         "longest_step_ms": 1e3 * max(times),
-        "memory_change_bytes": memory_bytes() - memory,
+        "memory_change_bytes": resident_bytes() - memory,
     }
 
 
 def _grow(runner: NativeRunner, batch: SteppedBatch, depth: int, steps: int) -> dict[str, Any]:
     """Load on another thread while this one decodes, as a replica does."""
     quiet = [batch.step() for _ in range(steps // 2)]
-    before, memory = runner.num_layers, memory_bytes()
+    before, memory = runner.num_layers, resident_bytes()
     made: list[Any] = []
     loader = threading.Thread(target=lambda: made.append(runner.prepare_depth(depth)), daemon=True)
     loader.start()
@@ -182,7 +164,7 @@ def _grow(runner: NativeRunner, batch: SteppedBatch, depth: int, steps: int) -> 
         "take_ms": take_ms,
         "step_ms": 1e3 * statistics.median(quiet),
         "longest_step_ms": 1e3 * max(busy, default=0.0),
-        "memory_change_bytes": memory_bytes() - memory,
+        "memory_change_bytes": resident_bytes() - memory,
     }
 
 

@@ -24,9 +24,12 @@ from typing import Any
 
 import torch
 
+from loadgen.bench.engines.agreement import first_difference
 from loadgen.bench.engines.floor import model_costs
-from loadgen.bench.engines.offline import engine_spec, run_offline
+from loadgen.bench.engines.hf_transformers import generate_padded, load_model
+from loadgen.bench.engines.offline import run_offline
 from loadgen.bench.engines.workloads import Workload, WorkloadRequest
+from loadgen.model_costs.engine import engine_spec
 from loadgen.report import provenance
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.engine import load_runner
@@ -150,24 +153,10 @@ def _contestant(
 
 
 def _transformers(checkpoint: Checkpoint, options: GpuOptions) -> Generate:
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    dtype = getattr(torch, options.dtype)
-    model = auto.from_pretrained(checkpoint.path, dtype=dtype).to(options.device).eval()
-
-    @torch.inference_mode()
-    def generate(workload: Workload) -> list[list[int]]:
-        ids = torch.tensor([r.prompt for r in workload.requests], device=options.device)
-        steps = workload.requests[0].max_tokens
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=steps,
-            min_new_tokens=steps, eos_token_id=None, pad_token_id=0, repetition_penalty=1.0,
-        )  # fmt: skip
-        tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
-        return tokens
-
-    return generate
+    model = load_model(checkpoint.path, options.dtype, options.device.type)
+    return lambda workload: generate_padded(
+        model, [r.prompt for r in workload.requests], options.output_tokens
+    )
 
 
 def _time(
@@ -197,8 +186,8 @@ def _agreement(tokens: list[list[int]], known: list[list[int]]) -> float:
     """Share of the tokens that come before the first difference in their sequence."""
     same = 0
     for ours, theirs in zip(tokens, known, strict=True):
-        differing = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-        same += next(differing, len(ours))
+        parted = first_difference(ours, theirs)
+        same += len(ours) if parted is None else parted
     return same / sum(len(t) for t in known)
 
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and fit; prints a table and one JSON line."""
-    from loadgen.bench.engines.offline import engine_spec
+    from loadgen.model_costs.engine import engine_spec
     from quadriga.checkpoint.folder import read_checkpoint
     from quadriga.engine import load_runner
 

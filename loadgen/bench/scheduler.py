@@ -21,9 +21,10 @@ import numpy as np
 from loadgen.options import whole
 from loadgen.report.experiment import print_line, show
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
-from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts, horizon_s
 from quadriga.policies.ares.cluster import classify, unpack, weights
 from quadriga.policies.ares.forecast import RUNS, StepCosts, forecast_rows, pack
+from quadriga.policies.ares.rescheduler import Rescheduler
+from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 WARM_UP = 3

@@ -9,6 +9,7 @@ from typing import Any
 from loadgen.checker import Outcome
 from loadgen.comparison.report import Sides
 from loadgen.comparison.runs import ComparedFigure, e2e_s, longest_stall_s
+from loadgen.report.experiment import PANEL, drawn
 from loadgen.report.metrics import tpot_s, ttft_s
 from loadgen.report.plots import draw_cdf
 from loadgen.runner import Record
@@ -20,32 +21,24 @@ _COLOURS = {"better": "tab:green", "worse": "tab:red"}
 
 def write_compare_plots(folder: Path, sides: Sides, rows: Sequence[ComparedFigure]) -> list[Path]:
     """Write `distributions.png` and `ratios.png`; returns the paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figures = {
-        "distributions.png": _draw_distributions(pyplot, sides),
-        "ratios.png": _draw_ratios(pyplot, rows),
-    }
-    paths = []
-    for name, figure in figures.items():
-        figure.tight_layout()
-        paths.append(folder / name)
-        figure.savefig(paths[-1], dpi=110)
-        pyplot.close(figure)
+    names = [", ".join(results.path.parent.name for results in side) for side in sides]
+    title = f"A: {names[0]:.60}   B: {names[1]:.60}"
+    paths = [folder / "distributions.png", folder / "ratios.png"]
+    with drawn(paths[0], 2, 2, size=PANEL, title=title) as axes:
+        _draw_distributions(axes, sides)
+    shown = [row for row in rows if row.difference.a > 0][:MAX_RATIOS]
+    with drawn(paths[1], size=(9, 1.5 + 0.32 * len(shown))) as axes:
+        _draw_ratios(axes[0][0], shown)
     return paths
 
 
-def _draw_distributions(pyplot: Any, sides: Sides) -> Any:
+def _draw_distributions(axes: Any, sides: Sides) -> None:
     panels: dict[str, Callable[[Record], float | None]] = {
         "TTFT (ms)": ttft_s,
         "TPOT (ms)": tpot_s,
         "longest stall (ms)": longest_stall_s,
         "end to end (ms)": e2e_s,
     }
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
     for axis, (name, value) in zip(axes.flat, panels.items(), strict=True):
         for label, colour, side in zip("AB", _SIDE_COLOURS, sides, strict=True):
             for number, results in enumerate(side):
@@ -56,14 +49,9 @@ def _draw_distributions(pyplot: Any, sides: Sides) -> Any:
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend()
-    names = [", ".join(results.path.parent.name for results in side) for side in sides]
-    figure.suptitle(f"A: {names[0]:.60}   B: {names[1]:.60}")
-    return figure
 
 
-def _draw_ratios(pyplot: Any, rows: Sequence[ComparedFigure]) -> Any:
-    shown = [row for row in rows if row.difference.a > 0][:MAX_RATIOS]
-    figure, axis = pyplot.subplots(figsize=(9, 1.5 + 0.32 * len(shown)))
+def _draw_ratios(axis: Any, shown: Sequence[ComparedFigure]) -> None:
     for y, row in enumerate(reversed(shown)):
         found = row.difference
         colour = _COLOURS.get(row.verdict, "grey")
@@ -76,4 +64,3 @@ def _draw_ratios(pyplot: Any, rows: Sequence[ComparedFigure]) -> Any:
     axis.set_yticks(range(len(shown)), names)
     axis.set(xlabel="B / A, with its interval", title="green: better, red: worse, grey: noise")
     axis.grid(alpha=0.3, axis="x")
-    return figure

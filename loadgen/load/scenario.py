@@ -121,7 +121,7 @@ def choose_load(args: argparse.Namespace, model: str) -> None:
 
 
 def check_load(args: argparse.Namespace) -> None:
-    """Look at the options before anybody is connected to.
+    """Look at the options before a connection is opened.
 
     Raises:
         ConfigError: An option cannot be, or its file is not there.

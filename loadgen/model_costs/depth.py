@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.load.task_suite import TaskPrompt, TaskSuite
+from loadgen.model_costs.engine import engine_spec, resident_bytes
 from loadgen.model_costs.exits import ExitRecord, read_again, served_exits
 from loadgen.model_costs.timing import decode_step_s, prefill_s
 from quadriga.catalogue.energy import EnergyMeter
 from quadriga.catalogue.records import DepthRecord
-from quadriga.checkpoint.exits import NO_EXITS
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SamplingParams
-from quadriga.files import cache_folder
 from quadriga.interfaces import ModelRunner
 from quadriga.llm import LLM
 from quadriga.scheduling.calibration import Dummies
@@ -100,11 +98,11 @@ def measure(
     import torch  # here, so that its own size is not counted as the model's
 
     torch.set_num_threads(job.threads)
-    before_bytes = _resident_bytes()
+    before_bytes = resident_bytes()
     started_s = time.perf_counter()
     runner = load_runner(spec_of(checkpoint, job))
     load_s = time.perf_counter() - started_s
-    memory_bytes = max(0, _resident_bytes() - before_bytes)
+    memory_bytes = max(0, resident_bytes() - before_bytes)
     say({"done": 1})
     wait = getattr(runner, "wait_compiled", None)
     if wait is not None:
@@ -154,19 +152,12 @@ def measure(
 
 def spec_of(checkpoint: Checkpoint, job: DepthJob) -> EngineSpec:
     """The engine at the job's depth: every token leaves at its last layer."""
-    rows, length = max(job.batches), min(ROW_TOKENS, checkpoint.max_model_len)
-    return EngineSpec(
-        checkpoint=checkpoint,
+    return engine_spec(
+        checkpoint,
+        num_rows=max(job.batches),
+        row_capacity_tokens=min(ROW_TOKENS, checkpoint.max_model_len),
         depth=job.depth,
-        device="cpu",
-        dtype="float32",
         threads=job.threads,
-        compile="wait",
-        cache_dir=cache_folder(),
-        num_rows=rows,
-        row_capacity_tokens=length,
-        kv_capacity_tokens=rows * length,
-        exits=NO_EXITS,
     )
 
 
@@ -214,12 +205,6 @@ def unchanged_share(
         for pair in zip(one, said, strict=True)
     ]
     return sum(a == b for a, b in pairs) / max(1, len(pairs))
-
-
-def _resident_bytes() -> int:
-    """Memory that this process really holds."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _say(line: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def python_process(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask the process itself first, so that it can end its children in order."""
-    # Who is a shell's background job ignores SIGINT, and so do its children unless they say else.
+    # A shell's background job ignores SIGINT, and so do its children unless they choose otherwise.
     is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     for number in (signal.SIGTERM,) if is_deaf else (signal.SIGINT, signal.SIGTERM):
         if process.poll() is None:

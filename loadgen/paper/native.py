@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from loadgen.model_costs.engine import engine_spec
 from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS, SkippedKV
 from quadriga.checkpoint.folder import Checkpoint
-from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
-from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.config.engine_spec import DTYPE_BYTES
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.files import cache_folder
 
 VALUE_BYTES = DTYPE_BYTES["float32"]
 ROW_CAPACITY_TOKENS = 1024
@@ -41,17 +38,12 @@ def load_native(
     has_maps = (checkpoint.heads_path / SKIPPED_KV_WEIGHTS).is_file()
     plan = checkpoint.exits
     native = NativeRunner.load(
-        EngineSpec(
-            checkpoint=checkpoint,
-            depth=depth,
-            device="cpu",
-            dtype="float32",
-            threads=threads,
-            compile="wait",
-            cache_dir=cache_folder(),
+        engine_spec(
+            checkpoint,
             num_rows=num_rows,
             row_capacity_tokens=capacity,
-            kv_capacity_tokens=num_rows * capacity,
+            depth=depth,
+            threads=threads,
             exits=plan.cut(depth),
             exit_plan=plan,
             skipped_kv=skipped_kv or ("linear" if has_maps else "project"),
@@ -63,20 +55,3 @@ def load_native(
     )
     native.wait_compiled(COMPILE_TIMEOUT_S)
     return native
-
-
-def sequence(
-    name: str, prompt_ids: list[int], sampling: SamplingParams, **fields: Any
-) -> SequenceState:
-    """A sequence of an experiment: nobody waits for it, and it has no deadline."""
-    return SequenceState(
-        sequence_id=name,
-        request_id=name,
-        model="",
-        prompt_ids=prompt_ids,
-        sampling=sampling,
-        ingress_id="",
-        arrival_unix_s=0.0,
-        deadline_unix_s=float("inf"),
-        **fields,
-    )

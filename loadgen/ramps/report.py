@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from loadgen.ramps.levels import Ramp
 from loadgen.ramps.steps import MIN_REQUESTS, Goal, StepFigures, capacity_of
+from loadgen.report.experiment import PANEL, drawn, table_of
 from loadgen.report.metrics import Distribution
 
 PLOT_FILE = "ramp.png"
@@ -55,26 +56,19 @@ def print_ramp(
     console: Console, figures: Sequence[StepFigures], ramp: Ramp, goal: Goal, title: str
 ) -> None:
     """Print the table of the steps and what follows from it."""
-    table = Table(title=title)
-    unit = f"{ramp.users}/s" if ramp.unit == "rate" else "at a time"
-    for column in (unit, "sent", "done/s", "tokens/s", "goodput/s", "good"):
-        table.add_column(column, justify="right")
-    for column in ("TTFT ms P50 / 90 / 99", "TPOT ms P50 / 90 / 99", "errors", "SLO"):
-        table.add_column(column, justify="right")
-    for one in figures:
-        table.add_row(
-            f"{one.step.level:.4g}",
-            f"{one.requests:,}",
-            f"{one.requests_per_s:,.2f}",
-            f"{one.output_tokens_per_s:,.0f}",
-            f"{one.goodput_rps:,.2f}",
-            f"{one.good_share:.1%}",
-            _three(one.ttft),
-            _three(one.tpot),
-            f"{one.error_share:.1%}",
-            {True: "kept", False: "[red]broken[/red]", None: "–"}[one.kept],
-        )
-    console.print(table)
+    columns: dict[str, Callable[[StepFigures], object]] = {
+        f"{ramp.users}/s" if ramp.unit == "rate" else "at a time": lambda f: f"{f.step.level:.4g}",
+        "sent": lambda f: f"{f.requests:,}",
+        "done/s": lambda f: f"{f.requests_per_s:,.2f}",
+        "tokens/s": lambda f: f"{f.output_tokens_per_s:,.0f}",
+        "goodput/s": lambda f: f"{f.goodput_rps:,.2f}",
+        "good": lambda f: f"{f.good_share:.1%}",
+        "TTFT ms P50 / 90 / 99": lambda f: _three(f.ttft),
+        "TPOT ms P50 / 90 / 99": lambda f: _three(f.tpot),
+        "errors": lambda f: f"{f.error_share:.1%}",
+        "SLO": lambda f: {True: "kept", False: "[red]broken[/red]", None: "–"}[f.kept],
+    }
+    console.print(table_of(figures, columns, title=title))
     if any(0 < one.requests < MIN_REQUESTS for one in figures):
         console.print(
             f"[yellow]Steps with fewer than {MIN_REQUESTS} requests say little; raise "
@@ -95,13 +89,14 @@ def write_ramp_plot(
     """Draw throughput, latencies and shares over the level; None where no step was finished."""
     if not figures:
         return None
-    import matplotlib
+    path, heading = folder / PLOT_FILE, f"{title}: {ramp.rise} ramp"
+    with drawn(path, 2, 2, size=PANEL, title=heading, sharex=True) as axes:
+        _draw(axes, figures, ramp, goal)
+    return path
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
+def _draw(axes: Any, figures: Sequence[StepFigures], ramp: Ramp, goal: Goal) -> None:
     levels = [one.step.level for one in figures]
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True)
     (rates, shares), (firsts, tokens) = axes
     rates.plot(levels, [one.requests_per_s for one in figures], "o-", label="done")
     rates.plot(levels, [one.goodput_rps for one in figures], "o-", label="goodput")
@@ -126,12 +121,6 @@ def write_ramp_plot(
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.suptitle(f"{title}: {ramp.rise} ramp")
-    figure.tight_layout()
-    path = folder / PLOT_FILE
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
 
 
 def _three(values: Distribution) -> str:

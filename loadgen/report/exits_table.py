@@ -13,6 +13,7 @@ from rich.text import Text
 from loadgen.report.plain_table import plain_table
 
 UNUSED = {
+    "drafts": "drafts",
     "not_worth_it": "does not pay now",
     "full_depth_asked": "threshold 1 asked",
     "not_loaded": "not loaded",

@@ -24,6 +24,8 @@ Columns = Mapping[str, Callable[[R], object]]
 WIDTH = 220
 """Columns of a table where standard output is no terminal."""
 DPI = 120
+PANEL = (5.5, 3.5)
+"""Inches, of a panel of the plots of a run."""
 
 
 def say(text: str) -> None:
@@ -117,12 +119,19 @@ def kept_rows(path: Path, parse: Callable[[dict[str, Any]], R]) -> list[R]:
 
 @contextmanager
 def drawn(
-    path: Path, columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (4.6, 3.6)
+    path: Path,
+    columns: int = 1,
+    rows: int = 1,
+    *,
+    size: tuple[float, float] = (4.6, 3.6),
+    title: str | None = None,
+    **layout: Any,
 ) -> Iterator[Any]:
     """Yield axes [rows, columns], and write their figure when the block ends.
 
     Args:
         size: Of one panel, inches.
+        layout: Further arguments of `pyplot.subplots`.
     """
     import matplotlib
 
@@ -130,8 +139,9 @@ def drawn(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False
+        rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False, **layout
     )
+    figure.suptitle(title)
     try:
         yield axes
         figure.tight_layout()

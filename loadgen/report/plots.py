@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from loadgen.checker import Outcome
+from loadgen.report.experiment import PANEL, drawn
 from loadgen.report.metrics import inter_token_gaps_s, stalls_s, tpot_s, ttft_s
 from loadgen.report.timeline import draw_timeline
 from loadgen.runner import RunResult
@@ -17,24 +18,16 @@ _MAX_POINTS = 4000
 
 def write_plots(folder: Path, result: RunResult, title: str) -> list[Path]:
     """Write `latency.png` (CDFs) and `timeline.png`; returns the paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    paths = []
-    for name, draw in (("latency.png", _draw_latency), ("timeline.png", draw_timeline)):
-        figure = draw(pyplot, result)
-        figure.suptitle(title)
-        figure.tight_layout()
-        path = folder / name
-        figure.savefig(path, dpi=110)
-        pyplot.close(figure)
-        paths.append(path)
-    return paths
+    latency, timeline = folder / "latency.png", folder / "timeline.png"
+    with drawn(latency, 2, 2, size=PANEL, title=title) as axes:
+        _draw_latency(axes, result)
+    heights = {"sharex": True, "height_ratios": (3, 3, 2)}
+    with drawn(timeline, 1, 3, size=(11, 2.8), title=title, **heights) as axes:
+        draw_timeline(axes[:, 0], result)
+    return [latency, timeline]
 
 
-def _draw_latency(pyplot: Any, result: RunResult) -> Any:
+def _draw_latency(axes: Any, result: RunResult) -> None:
     good = [record for record in result.records if record.verdict.outcome is Outcome.OK]
     panels = {
         "TTFT (ms)": [v for r in good if (v := ttft_s(r)) is not None],
@@ -42,7 +35,6 @@ def _draw_latency(pyplot: Any, result: RunResult) -> Any:
         "inter-token and stall (ms)": [gap for r in good for gap in inter_token_gaps_s(r)],
         "end to end (ms)": [record.ended_s - record.sent_s for record in good],
     }
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
     for axis, (name, values) in zip(axes.flat, panels.items(), strict=True):
         draw_cdf(axis, values, "all gaps" if "stall" in name else None)
         if "stall" in name:
@@ -53,7 +45,6 @@ def _draw_latency(pyplot: Any, result: RunResult) -> Any:
         axis.set_ylabel("share at or below")
         axis.set_ylim(0, 1.02)
         axis.grid(alpha=0.3)
-    return figure
 
 
 def draw_cdf(axis: Any, values: list[float], label: str | None, colour: str | None = None) -> None:

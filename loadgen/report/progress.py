@@ -29,6 +29,7 @@ class Steps:
     Args:
         what: The steps' name, in the plural.
         now_s: The time, in seconds.
+        is_shown: False shows neither.
     """
 
     def __init__(
@@ -37,8 +38,11 @@ class Steps:
         what: str,
         total: int,
         now_s: Callable[[], float] = time.monotonic,
+        *,
+        is_shown: bool = True,
     ) -> None:
         self._console = console
+        self._is_shown = is_shown
         self._what = what
         self._total = total
         self._done = 0
@@ -46,7 +50,10 @@ class Steps:
         self._began_s = self._said_s = now_s()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         self._bar = Progress(
-            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+            *columns,
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (is_shown and console.is_terminal),
         )
         self._task = self._bar.add_task(what, total=total)
 
@@ -57,12 +64,17 @@ class Steps:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def describe(self, text: str) -> None:
+        """Name what is being done now."""
+        self._bar.update(self._task, description=text)
+
     def advance(self, count: int = 1) -> None:
         """So many more are done."""
         self._done += count
         self._bar.advance(self._task, count)
         now_s = self._now_s()
-        if self._console.is_terminal or now_s - self._said_s < LINE_EVERY_S:
+        is_silent = self._console.is_terminal or not self._is_shown
+        if is_silent or now_s - self._said_s < LINE_EVERY_S:
             return
         self._said_s = now_s
         took = f"{now_s - self._began_s:,.0f} s"

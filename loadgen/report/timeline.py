@@ -56,9 +56,8 @@ def endings(records: list[Record], start_s: float) -> dict[Outcome, Floats]:
     return {outcome: np.array(times, dtype=np.float64) for outcome, times in found.items()}
 
 
-def draw_timeline(pyplot: Any, result: RunResult) -> Any:
-    """Return a figure of three panels over one time axis."""
-    figure, axes = pyplot.subplots(3, 1, figsize=(11, 8.5), sharex=True, height_ratios=(3, 3, 2))
+def draw_timeline(axes: Any, result: RunResult) -> None:
+    """Draw three panels over one time axis."""
     running, tokens, ended = axes
     if result.records:
         end_s = max(max(r.ended_s for r in result.records) - result.start_s, 1e-3)
@@ -73,7 +72,6 @@ def draw_timeline(pyplot: Any, result: RunResult) -> Any:
     for axis in axes:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    return figure
 
 
 def _draw_running(axis: Any, result: RunResult) -> None:

@@ -13,7 +13,7 @@ from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.lengths import find_workload
 from loadgen.load.traces import MAX_ROWS, Trace
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import AresSettings
+from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
 from quadriga.sim.policies import make_policy

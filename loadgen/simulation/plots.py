@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from loadgen.report.experiment import PANEL, drawn
 from loadgen.simulation.loads import SimLoad
 from quadriga.sim.results import SimulatedRun, Slo, latencies
 
 
 def write_run_plot(path: Path, run: SimulatedRun, load: SimLoad, slo: Slo, title: str) -> Path:
     """Draw one run: step times and their variance, memory, TPOT, migrations."""
-    import matplotlib
+    with drawn(path, 2, 2, size=PANEL, title=f"{title} (simulated)") as axes:
+        _draw(axes, run, load, slo)
+    return path
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
+def _draw(axes: Any, run: SimulatedRun, load: SimLoad, slo: Slo) -> None:
     (steps, memory), (tpots, moves) = axes
     at_s = np.array([s.at_s for s in run.samples])
     steps.plot(at_s, [1e3 * s.mean_step_s for s in run.samples], label="mean step, ms")
@@ -26,7 +28,9 @@ def write_run_plot(path: Path, run: SimulatedRun, load: SimLoad, slo: Slo, title
     steps.legend()
     memory.plot(at_s, [s.most_used for s in run.samples], label="fullest", lw=0.8)
     memory.plot(at_s, [s.mean_used for s in run.samples], label="mean")
-    memory.plot(at_s, [s.most_wanted for s in run.samples], label="wanted, with who waits", lw=0.8)
+    memory.plot(
+        at_s, [s.most_wanted for s in run.samples], label="wanted, with those that wait", lw=0.8
+    )
     memory.axhline(1.0, color="grey", ls=":")
     memory.set(xlabel="s", ylabel="share of a replica's KV memory")
     memory.legend()
@@ -44,8 +48,3 @@ def write_run_plot(path: Path, run: SimulatedRun, load: SimLoad, slo: Slo, title
     moves.set(xlabel="s", ylabel="KV tokens of a migration")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{title} (simulated)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path

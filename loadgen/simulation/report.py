@@ -99,7 +99,7 @@ def _sections(outcomes: Sequence[SimOutcome], slo: Slo) -> list[list[tuple[str, 
                 lambda o: _share(o.summary.prefill_blocked_share),
             ),
             ("KV memory in use, mean / fullest", _memory),
-            ("  wanted, with who waits for it", lambda o: shown(o.summary.most_wanted, ".0%")),
+            ("  wanted, with those that wait", lambda o: shown(o.summary.most_wanted, ".0%")),
             ("preempted for want of memory", lambda o: f"{o.summary.num_full:,} times"),
             (
                 "variance of step times",

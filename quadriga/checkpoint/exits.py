@@ -15,15 +15,20 @@ from quadriga.errors import ConfigError, InvalidRequest
 
 ExitKind = Literal["shared", "norm", "mlp", "head"]
 Criterion = Literal["margin", "top"]
-ExitPolicy = Literal["bounded", "strict"]
+ExitPolicy = Literal["lossless", "bounded", "strict", "off"]
+ExitMode = Literal["lossless", "bounded", "off"]
+"""What requests that ask for nothing else get; see `ExitParams.policy`."""
 SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
-ExitUse = Literal["tested", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"]
+ExitUse = Literal[
+    "tested", "drafts", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"
+]
 """Whether tokens may leave at an exit of a replica now, and if not, why.
 
-`tested`: those that are sure enough leave. `not_worth_it`: the rebatching policy expects more
-tokens/s without it. `full_depth_asked`: every running request asks for threshold 1. `not_loaded`:
-it is not above the layers that are loaded. `off`: the configuration uses no exits. `idle`: nothing
-has run yet.
+`tested`: those that are sure enough leave. `drafts`: none leaves, and the exit drafts for requests
+that want the whole model's answer, where that is faster. `not_worth_it`: the rebatching policy
+expects more tokens/s without it. `full_depth_asked`: every running request asks for threshold 1.
+`not_loaded`: it is not above the layers that are loaded. `off`: the configuration uses no exits.
+`idle`: nothing has run here yet.
 """
 
 EXITS_FILE = "exits.json"
@@ -56,6 +61,7 @@ class ExitSpec:
         threshold: Default for requests that name none; 1 never leaves early.
         replay_newest: Where KV of skipped layers is made up by a map, run the newest so many of the
             skipped positions through the layers instead.
+        mode: For requests that ask for nothing of the exits.
         sure_from: (layer, confidence) of exits whose confidence was calibrated: so sure must a
             token be there to count as sure as `calibrated_at`.
         calibrated_at: The threshold that the calibration stands for.
@@ -66,6 +72,7 @@ class ExitSpec:
     criterion: Criterion = "top"
     threshold: float = DEFAULT_THRESHOLD
     replay_newest: int = 0
+    mode: ExitMode = "bounded"
     has_norm: bool = True
     own_head: bool = False
     sure_from: tuple[tuple[int, float], ...] = ()
@@ -112,7 +119,8 @@ class ExitParams:
     Attributes:
         threshold: In [0, 1]; 1 is the full model.
         policy: `bounded` lets tokens leave the deepest exit there is below the threshold, and
-            counts them; `strict` forbids it.
+            counts them; `strict` forbids it. `lossless` lets none leave early: the first exit
+            drafts, and the whole model verifies. `off` neither leaves early nor drafts.
         max_depth: Run no token deeper than this many layers; 0 is no limit.
         sla_tbt_s: Longest time between two tokens that rebatching may plan for; 0 is the
             replica's default.
@@ -123,20 +131,32 @@ class ExitParams:
     max_depth: int = 0
     sla_tbt_s: float = 0.0
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether it may not do with fewer layers than it asks for."""
+        return self.policy in ("strict", "lossless")
+
 
 def read_exit_params(
-    asked: ExitParams | None, exits: ExitSpec, model: str, *, depth: int, full: int
+    asked: ExitParams | None,
+    exits: ExitSpec,
+    model: str,
+    *,
+    depth: int,
+    full: int,
+    sla_tbt_s: float = 0.0,
 ) -> ExitParams:
     """Return what a request asks of a model's exits, if it can be had.
 
     Args:
-        asked: None: the model's own threshold, `bounded`.
+        asked: None: what the model's mode says.
         exits: Those in use.
         depth: Layers that are loaded, of `full`.
+        sla_tbt_s: Of a request that asks for nothing else.
 
     Raises:
-        InvalidRequest: There are no exits, no token can leave at `max_depth`, or `strict` cannot
-            be kept.
+        InvalidRequest: There are no exits, no token can leave at `max_depth`, or `strict` or
+            `lossless` cannot be kept.
     """
     if not exits.layers:
         if asked is not None and (asked.threshold < NEVER or asked.max_depth):
@@ -144,7 +164,7 @@ def read_exit_params(
                 f"exits: {model} has no early exits here; leave it out", param="exits"
             )
         return FULL_DEPTH
-    params = asked or ExitParams(exits.threshold, "bounded")
+    params = asked or _default_params(exits, depth, full, sla_tbt_s)
     if params.max_depth and not exits.layers[0] <= params.max_depth <= full:
         raise InvalidRequest(
             f"max_depth: {params.max_depth} must be in {exits.layers[0]}..{full}; {model} can be "
@@ -152,14 +172,35 @@ def read_exit_params(
             param="max_depth",
         )
     limit = params.max_depth or depth
+    what = "max_depth" if params.max_depth else "this deployment"
+    if params.policy == "lossless" and limit < full:
+        raise InvalidRequest(
+            f"exit_policy: 'lossless' answers as the whole model does, but {what} ends at {limit} "
+            f"of {full} layers; use 'bounded'",
+            param="exit_policy",
+        )
+    if params.policy in ("lossless", "off") and params.threshold < NEVER:
+        raise InvalidRequest(
+            f"exit_threshold: {params.threshold} lets tokens leave early, which '{params.policy}' "
+            "forbids; leave one of both out",
+            param="exit_threshold",
+        )
     if params.policy == "strict" and params.threshold < NEVER and limit < full:
-        what = "max_depth" if params.max_depth else "this deployment"
         raise InvalidRequest(
             f"exit_policy: 'strict' lets no token leave below its threshold, but {what} ends "
             f"at {limit} of {full} layers; use 'bounded'",
             param="exit_policy",
         )
     return params
+
+
+def _default_params(exits: ExitSpec, depth: int, full: int, sla_tbt_s: float) -> ExitParams:
+    """What a request gets that asks for nothing; fewer layers than there are lose in any case."""
+    if exits.mode == "off":
+        return ExitParams(NEVER, "off", 0, sla_tbt_s)
+    if exits.mode == "lossless" and depth == full:
+        return ExitParams(NEVER, "lossless", 0, sla_tbt_s)
+    return ExitParams(exits.threshold, "bounded", 0, sla_tbt_s)
 
 
 NO_EXITS = ExitSpec()
@@ -186,6 +227,8 @@ class ExitCounters:
         buffered: Tokens that went through a buffer.
         filled_tokens: Positions × segments whose skipped KV was filled in for a deeper pass.
         copied_bytes: Hidden states moved for buffers and for later fills.
+        drafted, accepted: Tokens that were drafted and verified; of these, those that agreed.
+        verified: Passes that verified drafts.
     """
 
     tokens: dict[int, int] = field(default_factory=dict)
@@ -203,6 +246,9 @@ class ExitCounters:
     buffered: int = 0
     filled_tokens: int = 0
     copied_bytes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    verified: int = 0
 
     def copy(self) -> ExitCounters:
         """A snapshot for other threads."""

@@ -11,7 +11,17 @@ Errors are those of `quadriga.errors`.
 """
 
 from quadriga.client.aio import AsyncClient
-from quadriga.client.results import Choice, Completion, DepthSpan, Message, Model, Piece, Usage
+from quadriga.client.results import (
+    Choice,
+    Completion,
+    DepthSpan,
+    Message,
+    Model,
+    Piece,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from quadriga.client.retries import RetryPolicy
 from quadriga.client.sync import Client
 
@@ -25,5 +35,7 @@ __all__ = [
     "Model",
     "Piece",
     "RetryPolicy",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
 ]

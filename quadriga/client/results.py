@@ -12,12 +12,49 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that an answer asks to have called.
+
+    Attributes:
+        id: By which a tool's message names the call that it answers.
+        arguments: JSON, as the model wrote it.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """News of one call.
+
+    Attributes:
+        index: Its place among the choice's calls.
+        id, name: With its first news; then empty.
+        arguments: More of the JSON.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Attributes:
+        tool_calls: Those that an assistant asked for.
+        tool_call_id: Of the role tool: the call that it answers.
+    """
 
     role: Role
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +107,7 @@ class Choice:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +145,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     usage: Usage | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

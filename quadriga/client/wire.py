@@ -20,6 +20,8 @@ from quadriga.client.results import (
     Model,
     Piece,
     Role,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from quadriga.core.request import FinishReason, TokenLogprob, token_digest
@@ -36,6 +38,7 @@ CHANNEL_OPTIONS = [
 _FINISH = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 
 
@@ -44,6 +47,7 @@ class CallOptions(TypedDict, total=False):
 
     `structured_outputs` says the form of the answer, by one of `json` (a JSON Schema, as a
     dictionary or as text), `regex`, `choice` (texts), `grammar` (Lark or GBNF) and `json_object`.
+    `tools` and `tool_choice` have OpenAI's form.
     """
 
     max_tokens: int
@@ -66,10 +70,13 @@ class CallOptions(TypedDict, total=False):
     priority: int
     user: str
     exit_threshold: float
-    exit_policy: Literal["bounded", "strict"]
+    exit_policy: Literal["lossless", "bounded", "strict", "off"]
     max_depth: int
     sla_tbt_ms: float
     structured_outputs: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
 
 
 def affinity(request_id: str) -> list[tuple[str, str]]:
@@ -115,6 +122,11 @@ def make_request(
             request.logit_bias.update(options["logit_bias"])
         elif name == "structured_outputs":
             _set_form(request.structured_outputs, options["structured_outputs"])
+        elif name == "tools":
+            for tool in options["tools"]:
+                _add_tool(request, tool)
+        elif name == "tool_choice" and isinstance(value, Mapping):
+            request.tool_name = value["function"]["name"]
         elif value is not None:
             setattr(request, name, value)
     if not request.HasField("seed"):
@@ -139,6 +151,23 @@ def _set_form(message: Any, form: Mapping[str, Any]) -> None:
         setattr(message, name, value)
 
 
+def _add_tool(request: Any, tool: Mapping[str, Any]) -> None:
+    """Raises: TypeError: It has not OpenAI's form."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TypeError(
+            'tools: give {"type": "function", "function": {"name": …, "parameters": …}}, not '
+            f"{tool!r:.80}"
+        )
+    parameters = function.get("parameters")
+    request.tools.add(
+        name=function["name"],
+        description=function.get("description") or "",
+        parameters="" if parameters is None else json.dumps(parameters),
+        strict=bool(function.get("strict")),
+    )
+
+
 def _set_prompt(request: Any, prompt: Prompt) -> None:
     """Raises: TypeError, naming what a prompt may be; ValueError for a token id out of range."""
     if isinstance(prompt, str):
@@ -150,7 +179,16 @@ def _set_prompt(request: Any, prompt: Prompt) -> None:
     if items and all(isinstance(item, Message | Mapping) for item in items):
         for i, item in enumerate(items):
             message = item if isinstance(item, Message) else _message(item, f"messages[{i}]")
-            request.chat.messages.add(role=message.role, content=message.content, name=message.name)
+            request.chat.messages.add(
+                role=message.role,
+                content=message.content,
+                name=message.name,
+                tool_calls=[
+                    pb.ToolCall(id=c.id, name=c.name, arguments=c.arguments)
+                    for c in message.tool_calls
+                ],
+                tool_call_id=message.tool_call_id,
+            )
         return
     try:
         ids = [operator.index(item) for item in items or ()]
@@ -166,25 +204,43 @@ def _set_prompt(request: Any, prompt: Prompt) -> None:
 
 def _message(item: Mapping[str, Any], place: str) -> Message:
     """A message of OpenAI's form. Raises: TypeError, naming the field at fault."""
-    unknown = {key for key, value in item.items() if value is not None} - {
-        "role",
-        "content",
-        "name",
-    }
+    known = {"role", "content", "name", "tool_calls", "tool_call_id", "refusal"}
+    unknown = {key for key, value in item.items() if value is not None} - known
     if unknown:
         raise TypeError(
             f"{place}: {', '.join(sorted(map(str, unknown)))} not supported; a message has role, "
-            "content and name"
+            "content, name, tool_calls and tool_call_id"
         )
     role, content, name = item.get("role"), item.get("content"), item.get("name")
+    calls = item.get("tool_calls") or ()
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         content = "".join(part["text"] for part in content)
-    for key, value in (("role", role), ("content", content), ("name", name or "")):
+    if content is None and calls:
+        content = ""
+    named = item.get("tool_call_id")
+    fields = {"role": role, "content": content, "name": name or "", "tool_call_id": named or ""}
+    for key, value in fields.items():
         if not isinstance(value, str):
             raise TypeError(f"{place}.{key}: must be text, not {_kind(value)}")
-    return Message(cast(Role, role), cast(str, content), name)
+    made = tuple(_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls))
+    return Message(cast(Role, role), cast(str, content), name, made, named)
+
+
+def _call(item: object, place: str) -> ToolCall:
+    """A call of OpenAI's form. Raises: TypeError."""
+    if isinstance(item, ToolCall):
+        return item
+    function = item.get("function") if isinstance(item, Mapping) else None
+    if isinstance(item, Mapping) and isinstance(function, Mapping):
+        made = item.get("id"), function.get("name"), function.get("arguments")
+        if all(isinstance(value, str) for value in made):
+            return ToolCall(*map(str, made))
+    raise TypeError(
+        f'{place}: give {{"id": …, "function": {{"name": …, "arguments": TEXT}}}}, not '
+        f"{_kind(item)}"
+    )
 
 
 def _kind(value: object) -> str:
@@ -208,6 +264,7 @@ def completion(reply: Any) -> Completion:
                 finish_reason=_FINISH[c.finish_reason],
                 logprobs=_logprobs(c.logprobs),
                 prompt_logprobs=_logprobs(c.prompt_logprobs),
+                tool_calls=tuple(ToolCall(t.id, t.name, t.arguments) for t in c.tool_calls),
             )
             for c in reply.choices
         ),
@@ -290,6 +347,9 @@ class StreamProgress:
                     logprobs=_logprobs(delta.logprobs),
                     prompt_logprobs=_logprobs(delta.prompt_logprobs),
                     usage=_usage(message.usage) if has_usage else None,
+                    tool_calls=tuple(
+                        ToolCallDelta(t.index, t.id, t.name, t.arguments) for t in delta.tool_calls
+                    ),
                 )
             )
         self.is_complete = len(self.finished) == self.num_choices

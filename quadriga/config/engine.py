@@ -12,6 +12,12 @@ from quadriga.config.fields import Auto, Count, NodeLabels, Seconds, Section
 class ExitsConfig(Section):
     """Where a model may be left early. "auto" is what its `exits.json` says."""
 
+    mode: Literal["lossless", "bounded", "off"] = Field(
+        "bounded",
+        description="For requests that ask for nothing of the exits. lossless: answers are the "
+        "whole model's, token for token; the first exit drafts tokens where that is faster. "
+        "bounded: tokens leave early from the threshold on. off: neither.",
+    )
     folder: str = Field(
         "auto",
         description="A folder that quadriga.tune wrote for these weights; own: what lies beside "

@@ -328,7 +328,7 @@ def configured_exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) ->
 
     Raises: ConfigError: A layer is outside the model.
     """
-    spec = checkpoint.exits
+    spec = replace(checkpoint.exits, mode=config.mode)
     if config.layers == "none":
         spec = replace(spec, layers=())
     elif config.layers == "all":

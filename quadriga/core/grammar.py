@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+WHITESPACE = r" |\n {0,32}"
+"""Between two parts of a JSON text: bounded, as small models may else write nothing but blanks."""
+
 GrammarKind = Literal["json_schema", "regex", "lark", "ebnf"]
 
 

@@ -19,10 +19,14 @@ AUTO_MODEL = "quadriga-auto"
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended, in the words of the OpenAI API."""
+    """Why a sequence ended, in the words of the OpenAI API.
+
+    `TOOL_CALLS` is what clients see where an answer that stopped asks for calls.
+    """
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 def token_digest(token_ids: Sequence[int], before: int = 0) -> int:

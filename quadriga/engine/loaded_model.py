@@ -18,13 +18,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.engine.compiled import CompiledDecoder, Kernels, KernelSwap, find_kernels
-from quadriga.engine.cuda.decoder import PagedDecoder
 from quadriga.engine.early_exit.row_states import MappedStates
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache, RowKVCache
@@ -40,6 +40,9 @@ from quadriga.engine.weights.loading import (
 )
 from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError, DeadlineExceeded
+
+if TYPE_CHECKING:
+    from quadriga.engine.cuda.decoder import PagedDecoder
 
 NICENESS = 10
 """Of the thread that loads: passes come first."""
@@ -178,8 +181,8 @@ class LoadedModel:
     @property
     def is_compiled(self) -> bool:
         """Whether the next pass runs on the compiled kernels; on GPUs, as a graph."""
-        if isinstance(self.decoder, PagedDecoder):
-            return self.decoder.graphs is not None
+        if not isinstance(self._eager, Decoder):
+            return self._eager.graphs is not None
         return self._swap is None or self._swap.take() is not None
 
     def wait_compiled(self, timeout_s: float) -> bool:
@@ -190,8 +193,8 @@ class LoadedModel:
 
     def close(self) -> None:
         """Give the device memory that is not tensors' back."""
-        if isinstance(self.decoder, PagedDecoder):
-            self.decoder.close()
+        if not isinstance(self._eager, Decoder):
+            self._eager.close()
 
     # Changing the depth.
 

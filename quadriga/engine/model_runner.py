@@ -1,14 +1,16 @@
 """`NativeRunner`: a natively implemented model over its KV rows.
 
 In the order in which a sequence meets it: `load`, `attach`, `prefill`, `decode` (or `advance` and
-`emit`, where tokens may leave at exits), `suspend` or `read_rest` on its way out of a row. At the
-end: loading more layers and dropping some while sequences are in their rows.
+`emit`, where tokens may leave at exits; or `advance`, `draft` and `verify`, where exits draft),
+`suspend` or `read_rest` on its way out of a row. At the end: loading more layers and dropping some
+while sequences are in their rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.kv import KVExtent
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.compiled import CompiledDecoder
-from quadriga.engine.cuda.loading import find_gpu, load_paged
+from quadriga.engine.early_exit.drafts import Drafts
 from quadriga.engine.early_exit.exit_logits import ExitedTokens, ExitLogits
 from quadriga.engine.early_exit.recorded_pass import RecordedPass, recorded_depths, repay
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
@@ -35,13 +37,22 @@ from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.prompt_scores import PromptScores, wants_scores
-from quadriga.engine.sampler import RowSampler, make_sampler, sample
+from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, make_sampler, sample
 from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of a pass: rows and positions, int64 [n], and the decoder's plan for them."""
+
+    batch: Any
+    rows: Ints
+    positions: Ints
 
 
 class NativeRunner:
@@ -71,6 +82,7 @@ class NativeRunner:
         self._device = self.hidden.device
         self._samplers: list[RowSampler | None] = [None] * num_rows
         self._exit: ExitLogits | None = None
+        self._drafts = Drafts(num_rows, self.hidden)
         self._scores = PromptScores()
 
     @classmethod
@@ -89,6 +101,8 @@ class NativeRunner:
                 param="engine.max_model_len",
             )
         if spec.device == "cuda":
+            from quadriga.engine.cuda.loading import find_gpu, load_paged
+
             return cls(load_paged(spec, config, find_gpu()))
         return cls(load_rows(spec, config))
 
@@ -145,6 +159,7 @@ class NativeRunner:
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
+        self._drafts.drop((row,))
         self._scores.take(row)
         self._cache.release(row)
         if self.skipped is not None:
@@ -240,6 +255,7 @@ class NativeRunner:
         if not rows:
             return []
         samplers = self._samplers_of(rows)
+        self._drafts.drop(rows)
         depth, num_segments = self.num_layers, len(self.model.ends)
         x = self._pass(rows, samplers, 0, num_segments)
         self.exited = ExitedTokens(depth, samplers, x)
@@ -252,14 +268,115 @@ class NativeRunner:
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
-        """See `ModelRunner.advance`."""
-        samplers = self._samplers_of(rows)
+        """See `ModelRunner.advance`, and `DraftingRunner` for rows that draft."""
+        samplers: Sequence[Sampler] = self._samplers_of(rows)
         self.exited = None
-        x = self._pass(rows, samplers, first, stop)
+        drafts = self._drafts
+        drafted = [drafts.next_of(row) for row in rows] if (first, stop) == (0, 1) else []
+        if any(token is not None for token in drafted):
+            x, samplers = self._draft_pass(rows, self._samplers_of(rows), drafted)
+        else:
+            drafts.drop(rows)
+            x = self._pass(rows, self._samplers_of(rows), first, stop)
         depth = self.model.ends[stop - 1]
         self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
         exits = self.spec.exits
         return exits.calibrated(depth, self._exit.confidences(exits.criterion))
+
+    def _draft_pass(
+        self, rows: Sequence[int], samplers: list[RowSampler], drafted: list[int | None]
+    ) -> tuple[torch.Tensor, list[Sampler]]:
+        """Run the first segment for rows' drafted tokens, or the newest of the state without one.
+
+        Returns:
+            The states [n, hidden], and the samplers as they are behind the drafts.
+        """
+        drafts, decoder = self._drafts, self.model.fastest()
+        indices = np.array(rows, dtype=np.int64)
+        where = np.array([s.state.num_tokens - 1 for s in samplers], dtype=np.int64)
+        is_new = np.array([token is None for token in drafted])
+        token_ids: list[int] = []
+        ahead: list[Sampler] = []
+        for row, token, sampler in zip(rows, drafted, samplers, strict=True):
+            if token is None:
+                drafts.drop((row,))
+                state = sampler.state
+                token_ids.append((state.output_ids or state.prompt_ids)[-1])
+                ahead.append(sampler)
+            else:
+                token_ids.append(token)
+                ahead.append(SamplerAhead(sampler, list(drafts.tokens[row])))
+        batch = decoder.plan_tokens(indices, where + drafts.num_run[indices] + ~is_new)
+        x = decoder.embed(token_ids, batch)
+        x = decoder.run_layers(x, batch, *self._layers_of(0, 1))
+        begun = np.flatnonzero(is_new)
+        if begun.size:
+            self.positions[indices[begun]] = where[begun]
+            self.hidden.index_copy_(0, self._at(indices[begun]), x.index_select(0, self._at(begun)))
+        went = np.flatnonzero(~is_new)
+        drafts.keep(indices[went], x.index_select(0, self._at(went)))
+        return x, ahead
+
+    def _at(self, indices: Ints) -> torch.Tensor:
+        return torch.from_numpy(indices).to(self._device, non_blocking=True)
+
+    def draft(self, rows: Sequence[int]) -> list[int]:
+        """See `DraftingRunner.draft`. Raises: InvariantViolation for a row that is not there."""
+        at = self._exit
+        places = at.places(rows) if at is not None and at.segment == 0 else None
+        if at is None or places is None:
+            raise InvariantViolation(f"rows {list(rows)} are not all at the first exit, just run")
+        chosen = at.sample(places, np.array(places, dtype=np.int64))
+        for row, token in zip(rows, chosen, strict=True):
+            self._drafts.tokens[row].append(token.token_id)
+        return [token.token_id for token in chosen]
+
+    def drop_drafts(self, rows: Sequence[int]) -> None:
+        """See `DraftingRunner.drop_drafts`."""
+        self._drafts.drop(rows)
+
+    @torch.inference_mode()
+    def verify(self, rows: Sequence[int]) -> list[list[SampledToken]]:
+        """See `DraftingRunner.verify`."""
+        samplers, drafts, skipped = self._samplers_of(rows), self._drafts, self.skipped
+        if skipped is None:
+            raise InvariantViolation("a runner without exits has no drafts to verify")
+        depth, num_segments = self.num_layers, len(self.model.ends)
+        indices = np.array(rows, dtype=np.int64)
+        positions = self.positions[indices]
+        counts = drafts.num_run[indices] + 1
+        stops = counts.cumsum()
+        begins = stops - counts
+        x = self.hidden.index_select(0, self._at(indices))
+        all_rows, all_positions = indices, positions
+        if stops[-1] > len(rows):
+            all_rows = np.repeat(indices, counts)
+            numbers = np.arange(stops[-1]) - np.repeat(begins, counts)
+            all_positions = np.repeat(positions, counts) + numbers
+            later = np.flatnonzero(numbers)
+            states = x.new_empty(int(stops[-1]), x.shape[1])
+            states.index_copy_(0, self._at(begins), x)
+            states.index_copy_(0, self._at(later), drafts.take(all_rows[later], numbers[later] - 1))
+            x = states
+        if skipped.may_owe:
+            self._repay_before(skipped, rows, num_segments)
+        decoder = self.model.fastest()
+        at = _Tokens(decoder.plan_tokens(all_rows, all_positions), all_rows, all_positions)
+        for stretch in skipped.stretches(indices, positions, 1, num_segments):
+            x = self._run_stretch(skipped, x, at, indices, positions, *stretch)
+        spans = list(zip(begins.tolist(), stops.tolist(), strict=True))
+        found = drafts.verified(decoder, depth, x, samplers, rows, spans)
+        came = np.array([len(tokens) for tokens in found], dtype=np.int64)
+        last = begins + came - 1
+        if skipped.keeps_last:
+            kept = np.concatenate([np.arange(b, e) for b, e in zip(begins, last + 1, strict=True)])
+            states = x.index_select(0, self._at(kept))
+            skipped.leave(all_rows[kept], all_positions[kept], num_segments - 1, states)
+        skipped.verified(indices, positions + came)
+        self._exit = None
+        self.exited = ExitedTokens(depth, samplers, x.index_select(0, self._at(last)))
+        drafts.drop(rows)
+        return found
 
     @torch.inference_mode()
     def emit(self, rows: Sequence[int]) -> list[SampledToken]:
@@ -302,8 +419,9 @@ class NativeRunner:
         if self.skipped is None:
             x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
         else:
+            at = _Tokens(batch, indices, where)
             for stretch in self.skipped.stretches(indices, where, first, stop):
-                x = self._run_stretch(self.skipped, x, batch, indices, where, *stretch)
+                x = self._run_stretch(self.skipped, x, at, indices, where, *stretch)
         if stop < len(self.model.ends) or self._may_deepen:
             self.hidden.index_copy_(0, at_rows, x)
         return x
@@ -312,18 +430,23 @@ class NativeRunner:
         self,
         skipped: SkippedKVStore,
         x: torch.Tensor,
-        batch: Any,
+        at: _Tokens,
         rows: Ints,
         positions: Ints,
         first: int,
         stop: int,
     ) -> torch.Tensor:
-        """Run segments [first, stop) for tokens, and for what they carry along: [n, hidden]."""
-        decoder, count = self._decoder, len(x)
+        """Run segments [first, stop) for tokens, and for what they carry along: [n, hidden].
+
+        Args:
+            rows, positions: Of the first token of each row.
+        """
+        decoder, count, batch = self._decoder, len(x), at.batch
         went = skipped.enter(decoder, rows, positions, first, stop)
         if went is not None:
             batch = decoder.plan_tokens(
-                np.concatenate([rows, went.rows]), np.concatenate([positions, went.positions])
+                np.concatenate([at.rows, went.rows]),
+                np.concatenate([at.positions, went.positions]),
             )
             x = torch.cat([x, went.states])
         x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
@@ -521,6 +644,7 @@ class NativeRunner:
             )
         old = self.model.put(spec, eager, compiled)
         self._exit = self.exited = None
+        self._drafts.drop(range(self.num_rows))
         if self.skipped is not None:
             model = self.model
             self.skipped.resize(model.ends, model.cache, kept_at_end(model.spec), self._lengths())

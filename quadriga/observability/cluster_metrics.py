@@ -83,12 +83,16 @@ LOAD = (
             "exits.buffer_age_s"),
     counter("quadriga_exit_copied_bytes_total", "Hidden states kept for later fills.",
             "exits.copied_bytes"),
+    counter("quadriga_drafted_tokens_total", "Tokens that an exit drafted and the model verified.",
+            "exits.drafted"),
+    counter("quadriga_accepted_drafts_total", "Of these, those that agreed.", "exits.accepted"),
+    counter("quadriga_draft_rounds_total", "Passes that verified drafts.", "exits.verified"),
     gauge("quadriga_rebatching_profit_seconds",
           "Time saved by splits since the start, as forecast and as measured.",
           lambda load: load.exits and {"predicted": load.exits.predicted_profit_s,
                                        "realised": load.exits.realised_profit_s}, ("kind",)),
     gauge("quadriga_exit_use",
-          "1 for what is true of an exit now: tested, or why not (not_worth_it, "
+          "1 for what is true of an exit now: tested, drafts, or why not (not_worth_it, "
           "full_depth_asked, not_loaded, off, idle).", _uses, ("layer", "use")),
     gauge("quadriga_waiting_at_exit", "Tokens that wait at an exit now.", "num_at_exits",
           ("exit",)),

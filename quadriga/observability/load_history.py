@@ -209,5 +209,5 @@ def _total(families: Mapping[str, Family]) -> float | None:
 
 
 def _short(value: float | None) -> float | None:
-    """Four figures are more than anybody sees."""
+    """A chart shows no more than four figures."""
     return None if value is None else float(f"{value:.4g}")

@@ -50,7 +50,7 @@ class Registry:
     """One process's metric objects and the numbering of its snapshots.
 
     Args:
-        source: Who counts: the actor's or ingress's unique name; becomes the label `replica`.
+        source: Unique name of the actor or ingress that counts; becomes the label `replica`.
 
     Attributes:
         declared: What it holds, with or without values yet.

@@ -38,7 +38,7 @@ def admit(
 
     Raises:
         Unavailable: None of the model's replicas is known, alive and taking work, on either side.
-            Whether anybody is to serve the model at all is the caller's question.
+            Whether the model is served at all is the caller's question.
         Overloaded: Every queue is full, with the predicted time until one has room.
         ContextTooLong: Prompt and max_tokens together fit no decode replica of the model.
     """
@@ -88,7 +88,7 @@ def check_room(
     """Refuse a sequence for which the queues have no room, or that would wait for too long.
 
     That is longer than `scheduler.max_wait_s`, where there is such a limit. So are those whose
-    place is kept for a caller who was refused before, and is expected back. What is to be rebuilt
+    place is kept for a caller that was refused before and is expected back. What is to be rebuilt
     was let in before, and is not refused here.
 
     Args:

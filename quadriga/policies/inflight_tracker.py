@@ -14,8 +14,8 @@ from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.forecast import Promised, with_promised
 
 UNSEEN_MAX_S = 30.0
-"""A sequence that was sent and not reported for this long never arrived. Whoever gives one up says
-so; this is for those that died before they could. A busy replica may take seconds to report."""
+"""A sequence that was sent and not reported for this long never arrived. Ingresses report what they
+give up; this is for ones that died before they could. A busy replica may take seconds to report."""
 
 
 @dataclass(frozen=True, slots=True)

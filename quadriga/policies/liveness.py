@@ -9,7 +9,7 @@ SILENCE_FACTOR = 10.0
 """Heartbeat intervals without an answer before a replica counts as hung."""
 MIN_SILENCE_S = 8.0
 STALL_PATIENCE = 4.0
-"""Where the machine or this process is stalled, everybody gets this many times the time."""
+"""Where the machine or this process is stalled, every process gets this many times the time."""
 CONTROLLER_SILENCE_S = 20.0
 """The controller is restarted when it has answered nothing for this long, though others have."""
 SCHEDULER_SILENCE_S = 20.0
@@ -21,8 +21,8 @@ DEAF_S = 15.0
 def event_loop_stall_s(began_s: float, now_s: float, allowed_s: float) -> float:
     """Return by how much longer than allowed something took that ends in time by itself.
 
-    So long this process stood still and heard nobody: what came then may lie there unread, and is
-    no silence of those who sent it.
+    This process stood still for so long: messages that came meanwhile may lie unread, so it is no
+    silence of their senders.
     """
     return max(0.0, now_s - began_s - allowed_s)
 

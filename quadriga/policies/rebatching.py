@@ -1,4 +1,4 @@
-"""What a decode batch asks of a rebatching policy: which rows run next, and who leaves.
+"""What a decode batch asks of a rebatching policy: which rows run next, and which leave.
 
 Segments and exits are numbered from 0; exit i is behind segment i, and the last exit is the end of
 the loaded model. Rows *wait at exit i* when they did not leave there and their next segment has not
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from quadriga.policies.drex.costs import SegmentCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,9 @@ class Range:
 class BatchDecision(Enum):
     """What happens to a group at a non-final exit."""
 
-    SPLIT = "split"  # who passes leaves, the others wait at this exit
+    SPLIT = "split"  # rows that pass leave, the others wait at this exit
     STAY = "stay"  # no row leaves: the whole group goes on together, now
-    LEAVE = "leave"  # everybody leaves, passed or not
+    LEAVE = "leave"  # every row leaves, passed or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,13 @@ class ExitGroup:
 
 
 class Rebatcher(Protocol):
-    """A policy; one per decode loop, called on its thread."""
+    """A policy; one per decode loop, called on its thread.
+
+    Attributes:
+        costs: What passes take, kept fresh by `observe`.
+    """
+
+    costs: SegmentCosts
 
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
         """Which range to run next; some row waits before its first segment.

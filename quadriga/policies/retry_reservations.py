@@ -10,7 +10,7 @@ tests/unit/policies/test_retry_reservations.py simulates it.)
     walk-in  let in where the places left, and those that come free as expected, are enough for
              every reservation
 
-Not everybody comes back: each reservation counts as much as the share of callers that did. With
+Not every caller comes back: each reservation counts as much as the share of callers that did. With
 no callers coming back, nothing is reserved and all is first come first served.
 """
 
@@ -24,7 +24,7 @@ MIN_WAIT_S = 0.25
 CAUTION = 1.5
 """Standard deviations by which places may come free later than expected, as random events do."""
 EARLY_S = 0.02
-"""Who comes so little before the time is in time."""
+"""A caller that comes so little before its time is in time."""
 PRIOR_RETURNS = 2.0
 """Callers are believed to come back until so many did not."""
 KEPT_OUTCOMES = 0.985
@@ -44,7 +44,7 @@ HALF = 0.5  # fractions of places are rounded to the nearest
 
 @dataclass(slots=True)
 class RetryReservations:
-    """The callers of one model who were refused, in the order in which they are to come back.
+    """The refused callers of one model, in the order in which they are to come back.
 
     A caller is known by its `visitor`: who asks, and what. Callers who are alike are as good as one
     another; one without a name gets no reservation.
@@ -156,7 +156,7 @@ class RetryReservations:
         return True
 
     def _pass_time(self, now_s: float) -> None:
-        """Give up those who are late, and forget those who are very late."""
+        """Give up late callers, and forget very late ones."""
         known = math.exp(-max(0.0, now_s - self._seen_s) / OUTCOMES_S)
         self._returned, self._missed = known * self._returned, known * self._missed
         self._seen_s = now_s

@@ -1,4 +1,4 @@
-"""How much KV memory a newcomer is promised where memory is promised as it is used.
+"""How much KV memory a new sequence is promised where memory is promised as it is used.
 
 A decode replica promises what a sequence has and what it will probably still generate: the upper
 quantile that its length head names, or, without one, that quantile of the answers which ended on
@@ -18,7 +18,7 @@ from collections import deque
 from quadriga.core.forecast import LengthPrediction
 
 ADMIT_SHARE = 0.9
-"""Newcomers are let in while promises stay below this share of the memory. The rest is for
+"""New sequences are let in while promises stay below this share of the memory. The rest is for
 sequences that outgrow their promise; see `admitted_tokens`."""
 RETURN_SHARE = 0.75
 """Paused sequences come back while promises stay below this share, so that the one that comes back
@@ -55,7 +55,7 @@ class AnswerLengths:
 
 
 def admitted_tokens(kv_capacity_tokens: int, num_rows: int, max_model_len: int) -> int:
-    """Return up to how many promised tokens newcomers are let in.
+    """Return up to how many promised tokens new sequences are let in.
 
     Args:
         max_model_len: Most tokens of one row; 0 where it is not known. Where all rows fit at that
@@ -73,7 +73,7 @@ def promised_tokens(
     upper_tokens: int,
     prediction: LengthPrediction | None = None,
 ) -> int:
-    """Return the tokens to promise a newcomer, at least one more than it comes with.
+    """Return the tokens to promise a new sequence, at least one more than it comes with.
 
     Args:
         num_tokens: What it comes with.

@@ -1,6 +1,6 @@
-"""How long a newcomer would wait for a place.
+"""How long a new request would wait for a place.
 
-Whoever runs ends sooner or later; how soon is learned as a hazard: endings per second of running,
+Every running sequence ends; how soon is learned as a hazard: endings per second of running,
 both forgotten alike. Times the sequences that run now it is the rate at which room comes free, also
 right after a change of load, where a rate over a window would still show the load before.
 """
@@ -18,7 +18,7 @@ from quadriga.policies.retry_reservations import RetryReservations
 from quadriga.policies.slot_reservation import admitted_tokens, promised_tokens
 
 MEMORY_S = 20.0
-"""Endings and running time are forgotten with this time constant, while anybody runs."""
+"""Endings and running time are forgotten with this time constant, while sequences run."""
 MIN_RATE, MAX_RATE = 1e-3, 1e6
 LATE_S = 60.0
 """A sequence without an end so long after its deadline will have none reported any more."""
@@ -29,15 +29,17 @@ class _QueueModel:
     """What is known of the sequences of one model.
 
     Attributes:
+        pending: Let in, and without room at a decode replica so far: deadlines by sequence.
+        running: With room there.
         ended: Endings, decayed.
         ran_s: Seconds of running, of all sequences together, decayed alike.
         reported: Sequences in the replicas' last reports. The end of those whose ingress died is
             not reported; they count no longer than replicas hold them.
-        reservations: Of callers who were refused.
+        reservations: Of callers that were refused.
     """
 
-    num_pending: int = 0
-    num_running: int = 0
+    pending: dict[str, float] = field(default_factory=dict)
+    running: dict[str, float] = field(default_factory=dict)
     reported: float = math.inf
     ended: float = 0.0
     ran_s: float = 0.0
@@ -45,19 +47,12 @@ class _QueueModel:
     reservations: RetryReservations = field(default_factory=RetryReservations)
 
     def pass_time(self, now_s: float) -> None:
-        num_running = min(self.num_running, self.reported)
+        num_running = min(len(self.running), self.reported)
         if num_running > 0:
             kept = math.exp(-(now_s - self.seen_s) / MEMORY_S)
             self.ended *= kept
             self.ran_s = self.ran_s * kept + num_running * MEMORY_S * (1.0 - kept)
         self.seen_s = now_s
-
-
-@dataclass(slots=True)
-class _Known:
-    model: str
-    deadline_unix_s: float
-    is_placed: bool = False
 
 
 @dataclass(slots=True)
@@ -68,49 +63,42 @@ class WaitEstimator:
     """
 
     _models: dict[str, _QueueModel] = field(default_factory=dict)
-    _known: dict[str, _Known] = field(default_factory=dict)
 
     def admitted(self, request: AdmitRequest, model: str, *, now_s: float) -> None:
         """A sequence was let in."""
         self.ended([request.sequence_id], now_s=now_s)
-        self._known[request.sequence_id] = _Known(model, request.deadline_unix_s)
-        self._at(model, now_s).num_pending += 1
+        self._at(model, now_s).pending[request.sequence_id] = request.deadline_unix_s
 
     def placed(self, sequence_id: str, *, now_s: float) -> None:
         """It has room at a decode replica; harmless twice."""
-        known = self._known.get(sequence_id)
-        if known is None or known.is_placed:
-            return
-        known.is_placed = True
-        model = self._at(known.model, now_s)
-        model.num_pending -= 1
-        model.num_running += 1
+        for model in self._models.values():
+            if sequence_id in model.pending:
+                model.pass_time(now_s)
+                model.running[sequence_id] = model.pending.pop(sequence_id)
 
     def ended(self, sequence_ids: Sequence[str], *, now_s: float) -> None:
         """They are over, however they ended; unknown ones are no error."""
         for sequence_id in sequence_ids:
-            known = self._known.pop(sequence_id, None)
-            if known is None:
-                continue
-            model = self._at(known.model, now_s)
-            if known.is_placed:
-                model.num_running -= 1
-                model.ended += 1.0
-            else:
-                model.num_pending -= 1
+            for model in self._models.values():
+                model.pending.pop(sequence_id, None)
+                if sequence_id in model.running:
+                    model.pass_time(now_s)
+                    del model.running[sequence_id]
+                    model.ended += 1.0
 
     def forget_late(self, *, now_s: float, now_unix_s: float) -> None:
         """Drop those whose end was not reported, because their ingress died."""
         late = [
             sequence_id
-            for sequence_id, known in self._known.items()
-            if known.deadline_unix_s + LATE_S < now_unix_s
+            for model in self._models.values()
+            for sequence_id, deadline_unix_s in (model.pending | model.running).items()
+            if deadline_unix_s + LATE_S < now_unix_s
         ]
         self.ended(late, now_s=now_s)
 
     def num_pending(self, model: str) -> int:
         """Let in, and without room at a decode replica so far."""
-        return self._models[model].num_pending if model in self._models else 0
+        return len(self._models[model].pending) if model in self._models else 0
 
     def ends_per_s(
         self,
@@ -198,7 +186,7 @@ def decode_supply(
 
     The rate is that of all places in use: one that is free while others are refused is kept for
     a caller that comes soon. With the rate of those in use, a few kept places would mean a longer
-    wait for all who are refused, and so more places that are kept.
+    wait for all refused callers, and so more places that are kept.
 
     Args:
         decodes: Those that may take it, with what is on its way to them.
@@ -243,7 +231,7 @@ def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
         wanted = promised_tokens(
             request.num_prompt_tokens, longest, upper_tokens=snapshot.upper_tokens
         )
-        if snapshot.num_running + snapshot.num_waiting:  # who is alone may have it all
+        if snapshot.num_running + snapshot.num_waiting:  # a sequence alone may have it all
             capacity = admitted_tokens(capacity, info.num_slots, info.max_model_len)
     free = capacity - snapshot.reserved_tokens
     return max(0, min(slots, free // max(1, wanted)))

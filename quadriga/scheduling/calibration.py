@@ -7,7 +7,7 @@ from statistics import median
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import Clock
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.interfaces import MAX_DRAFTED, DraftingRunner, ModelRunner, PrefillChunk
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.scheduling.forecasts import StepShape
 
@@ -15,6 +15,7 @@ _REPEATS = 3
 _SHORT, _LONG = 2, 512  # tokens of context
 _SKIPPED = (2, 12)  # tokens that leave early, to time what it takes to fill in their KV
 _FILL_ROWS = 4
+_TIMED_POSITIONS = 16
 
 
 def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCosts:
@@ -37,7 +38,47 @@ def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCos
             costs.set_slope(segment, (seconds - known_s) / (max_rows * (context - _SHORT)))
     if runner.row_capacity_tokens > _SHORT + max(_SKIPPED):
         _calibrate_fill(runner, clock, costs, min(_FILL_ROWS, max_rows))
+    if isinstance(runner, DraftingRunner):
+        _extend(runner, clock, costs)
     return costs
+
+
+def _extend(runner: DraftingRunner, clock: Clock, costs: SegmentCosts) -> None:
+    """Let the table reach up to the positions that all rows together can have to be verified.
+
+    Small counts are timed, for the knee is there; beyond, it goes on as it did.
+    """
+    rows, last = costs.max_rows, costs.num_segments
+    most = rows * (1 + MAX_DRAFTED)
+    while costs.knots[-1] < most:
+        before = costs.knots[-1]
+        count = min(2 * before, most)
+        before_s = costs.forecast_s(1, last, before, 0, tests=False)
+        if count <= _TIMED_POSITIONS and runner.row_capacity_tokens > _SHORT + MAX_DRAFTED:
+            after_s = _time_verify(runner, clock, rows, count)
+        else:
+            after_s = before_s + (count - before) * (
+                before_s - costs.forecast_s(1, last, before // 2, 0, tests=False)
+            ) / (before - before // 2)
+        costs.extend(count, max(after_s / before_s, 1.0))
+
+
+def _time_verify(runner: DraftingRunner, clock: Clock, num_rows: int, positions: int) -> float:
+    """Seconds to verify so many positions, as evenly as may be over the rows."""
+    times = []
+    for _ in range(_REPEATS):
+        with Dummies(runner, num_rows, _SHORT):
+            rows, left = list(range(num_rows)), positions
+            while left:
+                some = rows[: min(left, num_rows)]
+                runner.advance(some, 0, 1)
+                left -= len(some)
+                if left:
+                    runner.draft(rows[: min(left, num_rows)])
+            started_s = clock.now_s()
+            runner.verify(rows)
+            times.append(clock.now_s() - started_s)
+    return median(times)
 
 
 def _calibrate_fill(runner: ModelRunner, clock: Clock, costs: SegmentCosts, count: int) -> None:

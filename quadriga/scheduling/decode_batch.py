@@ -10,14 +10,15 @@ Nothing is copied when a token waits at an exit: hidden state and KV stay in the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quadriga.checkpoint.exits import Criterion, ExitCounters, ExitParams
 from quadriga.clock import Clock
 from quadriga.core.kv import ResumePoint
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import InvariantViolation, MigrationFailed
-from quadriga.interfaces import ModelRunner, ResizableRunner
+from quadriga.interfaces import DraftingRunner, ModelRunner, ResizableRunner
+from quadriga.policies.drafting import Drafter
 from quadriga.policies.rebatching import Rebatcher, Waiting
 from quadriga.scheduling.sequence import NO_ROW, FinishRule, RunningSequence, SequenceStatus
 from quadriga.scheduling.slots import SlotTable
@@ -46,10 +47,12 @@ class DecodeBatch:
         sequences: The table, by sequence id.
         ends: Layers run at each exit, ascending; the last is the depth that is loaded.
         resizable: The runner, where its depth can change.
+        drafting: The runner, where it can draft tokens.
+        drafter: Whether it does.
         first_deadline_unix_s: No sequence here expires before.
         num_decoding, num_paused: Sequences with these statuses.
-        num_parked, num_limited: Decoding sequences that no pass can run; that leave before the last
-            exit.
+        num_parked, num_limited, num_drafting: Decoding sequences that no pass can run; that leave
+            before the last exit; that may draft.
         num_depth_changes: Changes of the depth that is loaded, since the start.
     """
 
@@ -69,6 +72,8 @@ class DecodeBatch:
         self.sequences: dict[str, RunningSequence] = {}
         self.runner = runner
         self.resizable = runner if isinstance(runner, ResizableRunner) else None
+        self.drafting = runner if isinstance(runner, DraftingRunner) else None
+        self.drafter = Drafter(rebatcher.costs)
         self.slots = slots
         self.clock = clock
         self.rebatcher = rebatcher
@@ -78,6 +83,7 @@ class DecodeBatch:
         self.ends = tuple(runner.segment_ends)
         self.first_deadline_unix_s = math.inf
         self.num_decoding = self.num_paused = self.num_parked = self.num_limited = 0
+        self.num_drafting = 0
         self.num_depth_changes = 0
         self._eos_token_ids = eos_token_ids
         self._criterion = criterion
@@ -181,12 +187,13 @@ class DecodeBatch:
         )
         sequence.threshold = exits.threshold
         sequence.min_confidence = self._min_confidence(exits)
-        sequence.is_strict = exits.policy == "strict"
+        sequence.is_strict = exits.is_strict
         sequence.num_tokens = state.num_tokens
         sequence.gap_s = exits.sla_tbt_s
         sequence.since_s = now_s
         sequence.stays_until = 0
         sequence.last_segment, sequence.lacks_layers = self._limit_of(sequence)
+        sequence.drafts = self._may_draft(sequence)
         sequence.needs_layers = sequence.is_parked = False
         if sequence.next_segment == len(self.ends):
             # The end here: a token that may leave is run again.
@@ -200,6 +207,7 @@ class DecodeBatch:
         self.num_decoding += 1
         self.num_parked += sequence.is_parked
         self.num_limited += sequence.last_segment < len(self.ends) - 1
+        self.num_drafting += sequence.drafts
         self.first_deadline_unix_s = min(self.first_deadline_unix_s, state.deadline_unix_s)
         gap_s = sequence.gap_s or self.rebatcher.target_gap_s(self.num_decoding)
         sequence.deadline_s = now_s + gap_s
@@ -220,7 +228,10 @@ class DecodeBatch:
         sequence.since_s = now_s
 
     def lift(self, sequence: RunningSequence, status: SequenceStatus) -> None:
-        """Take a decoding sequence out of the batch; it keeps its slot and row."""
+        """Take a decoding sequence out of the batch; it keeps its slot and row, and no draft."""
+        if sequence.drafts:
+            self.num_drafting -= 1
+            self.drop_drafts([sequence])
         self.num_decoding -= 1
         self.num_parked -= sequence.is_parked
         self.num_limited -= sequence.last_segment < len(self.ends) - 1
@@ -261,6 +272,10 @@ class DecodeBatch:
         self.num_limited -= sequence.last_segment < last
         sequence.last_segment, sequence.lacks_layers = self._limit_of(sequence)
         self.num_limited += sequence.last_segment < last
+        self.num_drafting -= sequence.drafts
+        self.drop_drafts([sequence])
+        sequence.drafts = self._may_draft(sequence)
+        self.num_drafting += sequence.drafts
         sequence.needs_layers = sequence.needs_layers and sequence.lacks_layers
 
     def resize(self, full_depth: int) -> None:
@@ -271,11 +286,33 @@ class DecodeBatch:
         before, self.ends = self.ends, tuple(self.runner.segment_ends)
         self.is_partial = self.ends[-1] < full_depth
         self.rebatcher = self.rebatcher.resized(before, self.ends)
+        self.drafter = self.drafter.resized(self.rebatcher.costs)
         count = len(self.ends)
         gone = [s.row for s in self.decoding if s.next_segment >= count + s.is_parked]
         if gone:
             raise InvariantViolation(f"rows {sorted(gone)} wait too deep")
         self.num_limited = sum(s.last_segment < count - 1 for s in self.decoding)
+
+    def drop_drafts(self, sequences: Sequence[RunningSequence]) -> None:
+        """Let sequences be as if they had drafted nothing."""
+        rows = []
+        for sequence in sequences:
+            sequence.survival = 0.0
+            if sequence.draft_marks:
+                sequence.draft_marks, sequence.num_drafted = [], 0
+                rows.append(sequence.row)
+        if rows and self.drafting is not None:
+            self.drafting.drop_drafts(rows)
+
+    def _may_draft(self, sequence: RunningSequence) -> bool:
+        """Whether the first exit may draft for a sequence: it runs all layers of the model."""
+        return (
+            self.drafting is not None
+            and sequence.state.exits.policy == "lossless"
+            and len(self.ends) > 1
+            and not self.is_partial
+            and sequence.last_segment == len(self.ends) - 1
+        )
 
     def change(self, sequence: RunningSequence, status: SequenceStatus) -> None:
         """Give a sequence that does not decode another status."""
@@ -312,11 +349,19 @@ class DecodeBatch:
             len(self.having(PAUSED)),
             sum(s.is_parked for s in decoding),
             sum(s.last_segment < last for s in decoding),
+            sum(s.drafts for s in decoding),
         )
-        noted = (self.num_decoding, self.num_paused, self.num_parked, self.num_limited)
+        noted = (
+            self.num_decoding,
+            self.num_paused,
+            self.num_parked,
+            self.num_limited,
+            self.num_drafting,
+        )
         if counted != noted:
             raise InvariantViolation(
-                f"(decoding, paused, parked, limited) sequences are {counted}, noted are {noted}"
+                f"(decoding, paused, parked, limited, drafting) sequences are {counted}, noted are "
+                f"{noted}"
             )
         for sequence_id, sequence in self.sequences.items():
             slot = self.slots.get(sequence_id)

@@ -9,7 +9,7 @@ table that holds all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import compress
 from typing import Any
 
@@ -23,7 +23,7 @@ from quadriga.errors import DeadlineExceeded, InvariantViolation
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
-from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Rebatcher, Waiting
+from quadriga.policies.rebatching import Range, Rebatcher, Waiting
 from quadriga.policies.slot_reservation import AnswerLengths
 from quadriga.scheduling.decode_batch import (
     MOVING,
@@ -34,6 +34,8 @@ from quadriga.scheduling.decode_batch import (
     summary,
 )
 from quadriga.scheduling.depth import DepthChanges, Emissions, Shrunk
+from quadriga.scheduling.exits.draft_rounds import DraftRounds
+from quadriga.scheduling.exits.judging import Group, judge
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
 from quadriga.scheduling.sequence import RunningSequence
@@ -41,8 +43,6 @@ from quadriga.scheduling.slots import Slot, SlotTable
 from quadriga.scheduling.transfer.sequence_export import SequenceExport
 
 RATE_WINDOW_S = 10.0
-
-Group = list[RunningSequence]
 
 
 class DecodeLoop:
@@ -103,6 +103,8 @@ class DecodeLoop:
         self.depth = DepthChanges(self.batch)
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
         self._token_time = Ewma(0.1)
+        self._tokenless_s = 0.0  # in passes since the last that gave a token
+        self._drafts = DraftRounds(self.batch)
 
     def promise(
         self,
@@ -244,7 +246,8 @@ class DecodeLoop:
             for segment in range(first + 1, len(ends)):
                 groups = self.batch.groups()  # those that stop on the way wait further down
                 if groups[segment]:
-                    self._run(Range(segment, len(ends), tests=False), groups, emissions)
+                    ran = Range(segment, len(ends), tests=False)
+                    self._run(ran, groups[segment], groups, emissions)
         runner.drop_to(depth)
         return Shrunk(emissions=emissions, excess_tokens=self.depth.changed())
 
@@ -256,31 +259,37 @@ class DecodeLoop:
         self.depth.repay()
         if self.batch.num_decoding > self.batch.num_parked:
             groups = self.batch.groups()
-            self._run(self._choose(groups), groups, emissions)
+            ran, group = self._choose(groups)
+            self._run(ran, group, groups, emissions)
         if not self.has_work:
             self.meter.rest(self._clock.now_s())
         return emissions
 
-    def _choose(self, groups: list[Group]) -> Range:
-        """Let the policy choose the next range."""
+    def _choose(self, groups: list[Group]) -> tuple[Range, Group]:
+        """Let the policies choose the next range, and who runs it."""
+        if self.batch.num_drafting:
+            return self._drafts.choose(groups)
         front = Waiting(len(groups[0]), sum([s.num_tokens for s in groups[0]]))
         waiting = [summary(group) for group in groups[1:]]
-        return self.batch.rebatcher.choose(front, waiting, self._clock.now_s())
+        ran = self.batch.rebatcher.choose(front, waiting, self._clock.now_s())
+        return ran, groups[ran.first]
 
-    def _run(self, ran: Range, groups: list[Group], emissions: Emissions) -> None:
+    def _run(self, ran: Range, group: Group, groups: list[Group], emissions: Emissions) -> None:
         """Run a range, as far as all of its group may go → judge → commit."""
         clock, runner, batch = self._clock, self._runner, self.batch
-        group = groups[ran.first]
-        started_s = clock.now_s()
         if not group:
             raise InvariantViolation(f"no token waits before segment {ran.first}")
-        if ran.first:
-            self.counters.flushes += 1
-            self.counters.buffer_age_s += sum([started_s - s.since_s for s in group])
         if batch.num_limited:
             stop = min(ran.stop, 1 + min(s.last_segment for s in group))
             if stop < ran.stop:
                 ran = Range(ran.first, stop)
+        drafting = self._drafts.taking_part(ran, group)
+        if drafting:
+            self._run_drafts(ran, group, drafting, groups, emissions)
+            return
+        started_s = clock.now_s()
+        if ran.first:
+            self._count_flush(group, started_s)
         num_tokens = sum([s.num_tokens for s in group])
         self.meter.ran(len(group), num_tokens)
         rows = [s.row for s in group]
@@ -291,54 +300,124 @@ class DecodeLoop:
         else:
             confidences = runner.advance(rows, ran.first, ran.stop)
             before_s = clock.now_s()
-            leavers, passed = judge(batch, ran, groups, confidences, num_tokens, before_s)
+            leavers, passed = judge(batch, ran, group, groups, confidences, num_tokens, before_s)
             judged_s = clock.now_s() - before_s
             tokens = runner.emit([s.row for s in leavers]) if leavers else []
         now_s = clock.now_s()
         seconds = now_s - started_s - judged_s  # the runner's own
         filled = runner.num_filled - filled
         batch.rebatcher.observe(ran, len(group), num_tokens, seconds, passed, filled)
-        if leavers:
-            self._commit(leavers, tokens, now_s, emissions)
-        self._token_time.add((now_s - started_s) / max(1, len(leavers)) * batch.num_decoding)
-        self._rate.add(len(leavers), now_s=now_s)
+        if batch.num_drafting and ran.stop - ran.first == len(batch.ends):
+            batch.drafter.spent(seconds)
+            batch.drafter.ended(len(group), len(group), drafted=False)
+        self._commit(leavers, [[token] for token in tokens], now_s, emissions)
+        self._count_time(len(leavers), now_s - started_s, now_s)
+
+    def _run_drafts(
+        self,
+        ran: Range,
+        group: Group,
+        drafting: Group,
+        groups: list[Group],
+        emissions: Emissions,
+    ) -> None:
+        """Run the first segment, or all behind it, for some that draft and maybe for others."""
+        clock, batch, runner, drafts = self._clock, self.batch, self._drafts.runner, self._drafts
+        started_s = clock.now_s()
+        others = [s for s in group if not s.drafts] if len(drafting) < len(group) else []
+        if ran.first and others:
+            self._count_flush(others, started_s)
+        positions, num_tokens = drafts.size(ran, group)
+        self.meter.ran(len(group), num_tokens)
+        rows = [s.row for s in group]
+        started_s, filled = clock.now_s(), runner.num_filled
+        if ran.first:
+            leavers, tokens = group, runner.verify(rows)
+            now_s = clock.now_s()
+            seconds, filled = now_s - started_s, runner.num_filled - filled
+            batch.drafter.observe(ran, positions, num_tokens, seconds, filled)
+            drafts.verified(drafting, group, tokens)
+        else:
+            confidences = runner.advance(rows, 0, 1)
+            drafts.draft(drafting, compress(confidences, [s.drafts for s in group]))
+            now_s = clock.now_s()
+            seconds, leavers, tokens = now_s - started_s, [], []
+            if others:
+                sure = list(compress(confidences, [not s.drafts for s in group]))
+                of_others = sum([s.num_tokens for s in others])
+                leavers, passed = judge(batch, ran, others, groups, sure, of_others, now_s)
+                left = runner.emit([s.row for s in leavers]) if leavers else []
+                tokens = [[token] for token in left]
+                share = (passed or 0) / len(others)
+                passed = round(share * len(group))  # as if all of the group had been asked
+                batch.rebatcher.observe(ran, positions, num_tokens, seconds, passed)
+            else:
+                batch.drafter.observe(ran, positions, num_tokens, seconds)
+        self._commit(leavers, tokens, now_s, emissions)
+        self._count_time(sum(map(len, tokens)), now_s - started_s, now_s)
+
+    def _count_flush(self, group: Group, now_s: float) -> None:
+        self.counters.flushes += 1
+        self.counters.buffer_age_s += sum([now_s - s.since_s for s in group])
+
+    def _count_time(self, num_tokens: int, seconds: float, now_s: float) -> None:
+        """Note what a pass took, and how many tokens came of it."""
+        self._tokenless_s += seconds
+        if num_tokens:
+            self._token_time.add(self._tokenless_s / num_tokens * self.batch.num_decoding)
+            self._tokenless_s = 0.0
+            self._rate.add(num_tokens, now_s=now_s)
 
     def _commit(
         self,
         leavers: Group,
-        tokens: list[SampledToken],
+        tokens: list[list[SampledToken]],
         now_s: float,
         emissions: Emissions,
     ) -> None:
         """Append the tokens, send their sequences back to the front, and finish those that end."""
+        if not leavers:
+            return
         gap_s = self.batch.rebatcher.target_gap_s(self.batch.num_decoding)
-        depth = tokens[0].exit_layer  # they all left at one exit
-        self.counters.tokens[depth] = self.counters.tokens.get(depth, 0) + len(tokens)
-        for sequence, token in zip(leavers, tokens, strict=True):
-            state, token_id = sequence.state, token.token_id
+        depth = tokens[0][0].exit_layer  # they all left at one exit
+        at_depth = self.counters.tokens.get(depth, 0)
+        for sequence, news in zip(leavers, tokens, strict=True):
+            state = sequence.state
             output_ids = state.output_ids
-            if token.error is not None:
+            first, finish, error = len(output_ids), None, None
+            for token in news:
+                error = token.error
+                if error is not None:
+                    break
+                output_ids.append(token.token_id)
+                finish = sequence.finish.reason(output_ids)
+                if finish is not None:
+                    break
+            token_ids = output_ids[first:]
+            depths = [depth] * len(token_ids)
+            state.exit_layers += depths
+            sequence.num_tokens += len(token_ids)
+            at_depth += len(token_ids)
+            logprobs = [t.logprob for t in news[: len(token_ids)] if t.logprob is not None]
+            if token_ids:
+                emission = EngineOutput(
+                    state.sequence_id,
+                    state.epoch,
+                    first,
+                    token_ids,
+                    depths,
+                    logprobs or None,
+                    None,
+                    finish,
+                )
+                emissions.append((state.ingress_id, emission))
+            if error is not None:
                 self.leave(state.sequence_id)
                 emission = EngineOutput(
-                    state.sequence_id, state.epoch, len(output_ids), error=token.error
+                    state.sequence_id, state.epoch, len(output_ids), error=error
                 )
                 emissions.append((state.ingress_id, emission))
                 continue
-            output_ids.append(token_id)
-            state.exit_layers.append(depth)
-            sequence.num_tokens += 1
-            finish = sequence.finish.reason(output_ids)
-            emission = EngineOutput(
-                state.sequence_id,
-                state.epoch,
-                len(output_ids) - 1,
-                [token_id],
-                [depth],
-                None if token.logprob is None else [token.logprob],
-                None,
-                finish,
-            )
-            emissions.append((state.ingress_id, emission))
             if finish is not None:
                 self.leave(state.sequence_id)
                 continue
@@ -347,6 +426,7 @@ class DecodeLoop:
                 sequence.next_segment = 0
                 sequence.since_s = now_s
             sequence.deadline_s = now_s + (sequence.gap_s or gap_s)
+        self.counters.tokens[depth] = at_depth
 
     def _expire(self) -> Emissions:
         """End the sequences whose deadline has passed; one that is moving does not expire here."""
@@ -433,7 +513,7 @@ class DecodeLoop:
         if not decoding:
             return "idle"
         if all(s.min_confidence == math.inf for s in decoding):
-            return "full_depth_asked"
+            return "drafts" if self.batch.num_drafting and layer == ends[0] else "full_depth_asked"
         return "tested" if self.batch.rebatcher.tests(ends.index(layer)) else "not_worth_it"
 
     @property
@@ -462,101 +542,3 @@ class DecodeLoop:
     def step_time_s(self) -> float:
         """Recent time from one token of a sequence to its next."""
         return self._token_time.value
-
-
-def judge(
-    batch: DecodeBatch,
-    ran: Range,
-    groups: Sequence[Group],
-    confidences: list[float],
-    num_tokens: int,
-    now_s: float,
-) -> tuple[Group, int | None]:
-    """Ask the policy about a group at the exit behind `ran`, and carry out what it decides.
-
-    Args:
-        groups: Per segment, the sequences whose token it could run next, before the pass.
-        num_tokens: Context tokens of the group that ran.
-
-    Returns:
-        The sequences that leave, and how many may; the others wait there from now on.
-    """
-    group = groups[ran.first]
-    if ran.stop == len(batch.ends):
-        return _leave_last(batch, group, confidences, now_s), None
-    passed = [c >= s.min_confidence for c, s in zip(confidences, group, strict=True)]
-    stays = [s for s, p in zip(group, passed, strict=True) if not p]
-    at_exit = ExitGroup(
-        ran=ran,
-        confidences=confidences,
-        thresholds=[s.threshold for s in group],
-        passed=passed,
-        num_tokens=num_tokens,
-        waiting=summary(groups[ran.stop]),
-        remaining=summary(stays),
-    )
-    decision = batch.rebatcher.judge(at_exit, now_s)
-    count = len(group) - len(stays)
-    if batch.num_limited or decision is BatchDecision.LEAVE:
-        return _leave_some(batch, decision, at_exit, group, now_s), count
-    if decision is BatchDecision.SPLIT:
-        leavers = list(compress(group, passed))
-    else:
-        leavers, stays = [], group
-        batch.counters.involuntary_stays += count
-    for sequence in stays:
-        batch.wait(sequence, ran.stop, now_s)
-    batch.counters.buffered += len(stays)
-    return leavers, count
-
-
-def _leave_last(batch: DecodeBatch, group: Group, confidences: list[float], now_s: float) -> Group:
-    """At the deepest exit all leave, but for strict ones that need more depth than there is."""
-    if not batch.is_partial:
-        return group
-    depth, leavers, left_with = batch.ends[-1], [], []
-    for sequence, confidence in zip(group, confidences, strict=True):
-        needs_more = sequence.is_strict and not 0 < sequence.state.exits.max_depth <= depth
-        if batch.parks_strict and needs_more and confidence < sequence.min_confidence:
-            batch.wait(sequence, len(batch.ends), now_s, is_parked=True)
-        else:
-            leavers.append(sequence)
-            left_with.append(confidence)
-    _count_breaches(batch, leavers, left_with)
-    return leavers
-
-
-def _leave_some(
-    batch: DecodeBatch, decision: BatchDecision, at: ExitGroup, group: Group, now_s: float
-) -> Group:
-    """The general case: sequences at the end of their own depth leave whatever the decision."""
-    segment = at.ran.stop - 1
-    leavers = []
-    for sequence, confidence, passed in zip(group, at.confidences, at.passed, strict=True):
-        if sequence.last_segment == segment:
-            if sequence.lacks_layers and not passed:
-                sequence.needs_layers = True
-                if sequence.is_strict:
-                    batch.wait(sequence, at.ran.stop, now_s, is_parked=True)
-                    continue
-            _count_breaches(batch, [sequence], [confidence])
-            leavers.append(sequence)
-        elif decision is BatchDecision.LEAVE or (passed and decision is BatchDecision.SPLIT):
-            batch.counters.involuntary_exits += not passed
-            leavers.append(sequence)
-        else:
-            batch.counters.involuntary_stays += passed
-            batch.wait(sequence, at.ran.stop, now_s)
-    batch.counters.buffered += len(group) - len(leavers)
-    return leavers
-
-
-def _count_breaches(batch: DecodeBatch, group: Group, confidences: Sequence[float]) -> None:
-    breaches = [
-        s
-        for c, s in zip(confidences, group, strict=True)
-        if c < s.min_confidence and s.min_confidence < math.inf
-    ]
-    depth = batch.ends[-1]
-    batch.counters.breaches += len(breaches)
-    batch.counters.limited += sum(0 < s.state.exits.max_depth <= depth for s in breaches)

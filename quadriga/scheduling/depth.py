@@ -170,4 +170,4 @@ def _waits_for_kv(sequence: RunningSequence) -> bool:
 
 
 def _needs_more_than(depth: int, exits: ExitParams) -> bool:
-    return exits.policy == "strict" and not 0 < exits.max_depth <= depth
+    return exits.is_strict and not 0 < exits.max_depth <= depth

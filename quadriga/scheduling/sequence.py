@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -93,6 +93,11 @@ class RunningSequence:
         min_confidence: Confidence from which its token may leave early; infinite for never.
         last_segment: The segment behind which its token leaves whatever its confidence.
         is_strict: Its token leaves at the end of its depth with a sufficient confidence only.
+        drafts: No token of it may leave early, and the first exit may draft some.
+        draft_marks: Of each token that is drafted and run, what the policy wants to know of it when
+            it is verified; the newest may not be run yet.
+        num_drafted: Drafted tokens that were run.
+        survival: Probability that all it has drafted agrees; 0 where it cannot draft on.
         lacks_layers: Its KV lacks layers that were loaded later, and ends at `last_segment`.
         needs_layers: One of its tokens was not confident enough there: its KV is to be completed.
         kv_depth: Layers of the KV that is being received.
@@ -124,6 +129,10 @@ class RunningSequence:
     min_confidence: float = 0.0
     last_segment: int = 0
     is_strict: bool = False
+    drafts: bool = False
+    draft_marks: list[int] = field(default_factory=list)
+    num_drafted: int = 0
+    survival: float = 0.0
     lacks_layers: bool = False
     needs_layers: bool = False
     kv_depth: int = 0

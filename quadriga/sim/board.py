@@ -173,7 +173,7 @@ class Board:
         step_s = self.step_s(new_steps)
         requests = self.held()
         owner = self.owner[requests]
-        at = np.searchsorted(alive, owner)  # who holds a request is alive
+        at = np.searchsorted(alive, owner)  # a replica that holds a request is alive
         tokens = self.tokens_of(requests, new_steps)
         mean = lower = upper = np.zeros(len(requests))
         if predictor is not None:

@@ -40,7 +40,7 @@ from quadriga.sim.scaling import Autoscaler
 
 _SCHEDULER = SchedulerConfig()
 _MOST_ASKED = 16
-"""Of those who wait for a decode replica, so many are looked at each time."""
+"""Of the sequences that wait for a decode replica, so many are looked at each time."""
 
 
 class Simulation:
@@ -268,7 +268,7 @@ class Simulation:
         return True
 
     def _place_roomless(self, now_s: float) -> None:
-        """Ask again for those who wait, the first ones first."""
+        """Ask again for the waiting sequences, the first ones first."""
         for _ in range(min(len(self._roomless), _MOST_ASKED)):
             index = self._roomless.popleft()
             if self._place(now_s, index):

@@ -9,7 +9,7 @@ from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import ScalingConfig
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import TransferCosts
+from quadriga.policies.ares.settings import TransferCosts
 from quadriga.sim.profiles import NO_DELAYS, CostProfile, Delays
 from quadriga.sim.records import RECOMPUTE, MemoryRules
 
@@ -59,7 +59,7 @@ class SimConfig:
         delays: Of the ways between clients and replicas.
         reference_step_s: Spaces the horizon of forecasts; None: a step at half of the memory.
         tick_s: Between two looks of the rescheduler, and between two samples.
-        report_every_s: Between two reports of a replica, by which newcomers are placed where no
+        report_every_s: Between two reports of a replica, by which new sequences are placed where no
             forecast is looked at; 0: by what it holds at that moment.
         scaling: Replicas come and go, `num_decode` at most; None keeps all.
         limit_s: The run is cut at this simulated time; what is unfinished then counts as failed.
@@ -100,7 +100,7 @@ class SimConfig:
 
     @property
     def admitted_tokens(self) -> int:
-        """KV tokens of one decode replica up to which newcomers are let in."""
+        """KV tokens of one decode replica up to which new sequences are let in."""
         return math.floor(self.memory.admits * self.profile.kv_capacity_tokens)
 
     @property

@@ -5,7 +5,7 @@ step takes a little longer than the one before: k steps are a sum in closed form
 sequence's last token, a full memory, or the first step boundary after someone asked to join or
 leave. A sequence's size is its base plus the steps its replica has made.
 
-Who is preempted, and who comes back first, is decided by the code that decides it on the cluster.
+Which sequence is preempted, and which comes back first, is decided by the cluster's own code.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quadriga.core.migration import MigrationOrder
-from quadriga.policies.ares import TransferCosts
-from quadriga.policies.ares.settings import LinkMeter
+from quadriga.policies.ares.settings import LinkMeter, TransferCosts
 from quadriga.sim.board import Board
 from quadriga.sim.config import SimConfig
 from quadriga.sim.decode import SimulatedDecodeReplica

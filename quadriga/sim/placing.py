@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import PlaceRequest
-from quadriga.policies.ares import DriftMonitor, horizon_s
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
+from quadriga.policies.ares.governor import DriftMonitor
 from quadriga.policies.ares.placement import best_replica
+from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.least_work import expected_of
 from quadriga.policies.slot_reservation import promised_tokens
 from quadriga.sim.board import Board
@@ -177,7 +178,7 @@ class Placing:
         """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once.
 
         Args:
-            reserved, wanted: Tokens promised by each, and what it would promise the newcomer, [n].
+            reserved, wanted: Tokens promised by each, and what it would promise the new one, [n].
         """
         board = self._board
         fits = reserved + wanted <= self._config.admitted_tokens

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from quadriga.core.replica import Reservation
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import AresSettings, Rescheduler
-from quadriga.policies.ares.settings import settings_under
+from quadriga.policies.ares.rescheduler import Rescheduler
+from quadriga.policies.ares.settings import AresSettings, settings_under
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.placements import PLAIN
 
@@ -55,7 +55,8 @@ def make_policy(
     least_requests  the fewest sequences
     least_work      the least expected work; what a service does without forecasts
     reschedule      current load, and moves by the present load alone ("vLLM + rescheduling")
-    ares            what a service does by default: placement and moves by forecast, predictions as wrong as ARES's head
+    ares            what a service does by default: placement, moves by forecast, with predictions
+                    as wrong as those of ARES's head
     oracle          the same with true lengths
 
     Args:

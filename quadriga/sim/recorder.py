@@ -8,10 +8,10 @@ import numpy as np
 
 from quadriga.core.migration import MigrationOrder
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
-from quadriga.policies.ares import AresSettings, TransferCosts
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import pack
 from quadriga.policies.ares.recording import RecordedTick, write_tick
+from quadriga.policies.ares.settings import AresSettings, TransferCosts
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
 from quadriga.sim.policies import make_policy
 

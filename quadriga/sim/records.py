@@ -20,7 +20,7 @@ class MemoryRules:
             the batch stands still. `pause`: it goes to host memory and comes back over the link.
         high: Share of the memory down to which sequences are preempted once it is full.
         low: Share of the memory up to which they come back.
-        admits: Share of the memory up to which newcomers are let in; with `pause` by what they
+        admits: Share of the memory up to which new sequences are let in; with `pause` by what they
             are promised, see `quadriga.policies.slot_reservation`, else by what they have.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -119,3 +119,24 @@ class WindowDetokenizer:
         self._read -= self._start
         self._start = 0
         return whole[len(shown) :]
+
+
+class MarkedDetokenizer:
+    """Another detokeniser that shows some special tokens as well.
+
+    Args:
+        marks: Their texts.
+    """
+
+    __slots__ = ("_inner", "_marks")
+
+    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]) -> None:
+        self._inner = inner
+        self._marks = marks
+
+    def push(self, token_id: int) -> str:
+        mark = self._marks.get(token_id)
+        return self._inner.push(token_id) if mark is None else self._inner.flush() + mark
+
+    def flush(self) -> str:
+        return self._inner.flush()

@@ -19,12 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quadriga.checkpoint.folder import Checkpoint
-from quadriga.core.grammar import Grammar
+from quadriga.core.grammar import WHITESPACE, Grammar
 from quadriga.errors import InvalidRequest
 from quadriga.text.tokenizer import load_tokenizer
 
-WHITESPACE = r" |\n {0,32}"
-"""Between two parts of a JSON text: bounded, as small models may else write nothing but blanks."""
 MAX_KEPT = 16
 """Compiled grammars that a process keeps; the one used longest ago goes first."""
 

@@ -10,9 +10,11 @@ from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text.detokenizer import (
     ByteLevelDetokenizer,
     Detokenizer,
+    MarkedDetokenizer,
     WindowDetokenizer,
     byte_level_table,
 )
+from quadriga.text.tool_formats import ToolFormat, tool_format
 
 PIECE_CHARS = 8192
 """Of a text whose tokens are only counted, so much is encoded at a time."""
@@ -107,13 +109,32 @@ class TextTokenizer:
             return list(self._table[token_id])
         return list(self.token_text(token_id).encode("utf-8", "replace"))
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, marks: Mapping[int, str] | None = None) -> Detokenizer:
+        """Make one for a sequence; special tokens have no text, but for `marks`."""
+        made: Detokenizer = WindowDetokenizer(self.decode)
         if self._table is not None:
-            return ByteLevelDetokenizer(self._table)
-        return WindowDetokenizer(self.decode)
+            made = ByteLevelDetokenizer(self._table)
+        return MarkedDetokenizer(made, marks) if marks else made
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """Those of some texts that are special tokens, with their ids."""
+        return {self._tokens[i]: i for i in self._hidden if self._tokens[i] in texts}
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of functions."""
+        return tool_format(str(self._fast.chat_template or ""))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """Return the prompt text of a conversation, ready for the assistant's next turn.
+
+        Args:
+            messages: In OpenAI's form; those of tools and with calls as well.
+            tools: In OpenAI's form.
 
         Raises:
             InvalidRequest: The model has no chat template, or the template refuses the messages.
@@ -127,9 +148,12 @@ class TextTokenizer:
             )
         try:
             text = self._fast.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+                self.tool_format.messages(messages, tools),
+                tools=[dict(t) for t in tools] if self.tool_format.in_template else None,
+                tokenize=False,
+                add_generation_prompt=True,
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as exc:
+        except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as exc:
             raise InvalidRequest(
                 f"the chat template of {self.model_id!r} refuses the messages: {exc}",
                 param="messages",

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.engine.model_runner import NativeRunner
+from quadriga.errors import ConfigError
 from quadriga.llm import LLM
-from quadriga.tune.answers import OwnAnswer, generate_answers
+from quadriga.tune.answers import ANSWERS_FILE, OwnAnswer, generate_answers, read_answers
 from quadriga.tune.folder import save_maps
 from quadriga.tune.lengths import MAX_NEW_TOKENS, LengthData, gather, save_heads, train_heads
 from quadriga.tune.prompts import TASKS_NAME, TunePrompt, read_prompts
@@ -60,6 +61,24 @@ def collect(
         store = StateStore(Path(folder), checkpoint.hidden_size, depths, top=0)
         store.fill(runner, answers, lambda _: None)
         return gather(store, answers)
+
+
+def collected(work: Path, prompts: list[TunePrompt]) -> LengthData:
+    """The same of a tuning that was done: its answers and states are there already.
+
+    Args:
+        work: The tuning's `DIR/work`.
+        prompts: Those that it was given.
+
+    Raises:
+        ConfigError: There are none, or of other exits as well.
+    """
+    known = read_answers(work / ANSWERS_FILE)
+    stores = sorted(work.glob("states-*"))
+    if len(stores) != 1 or not known:
+        raise ConfigError(f"--work: {work} must hold answers and the states of one tuning")
+    answers = [known[prompt.id] for prompt in prompts if prompt.id in known]
+    return gather(StateStore.open(stores[0]), answers)
 
 
 def train_lengths(

@@ -142,8 +142,6 @@ def _run(args: argparse.Namespace) -> int:
     from quadriga.tune.thresholds import QualityBudget
     from quadriga.tune.tuning import TuneOptions, tune
 
-    if "report" in args.parts:
-        _check_matplotlib()
     torch.set_num_threads(args.threads)
     imported = None
     if args.imported is not None:
@@ -184,17 +182,6 @@ def _run(args: argparse.Namespace) -> int:
         Console(),
     )
     return 0
-
-
-def _check_matplotlib() -> None:
-    """Raises: ConfigError: The report's plots cannot be drawn."""
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--parts: the report has plots, and matplotlib is not installed; pip install "
-            "'quadriga[tune]', or leave `report` out"
-        )
 
 
 def _count(text: str) -> int:

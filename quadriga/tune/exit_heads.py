@@ -5,7 +5,6 @@ The same computation as the engine's (`engine.models.layers.apply_head`), with g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -95,10 +94,3 @@ class ExitHead(nn.Module):
             name if name.endswith((".weight", ".bias")) else f"{name}.weight": value
             for name, value in named.items()
         }
-
-
-def load_tensors(head: ExitHead, depth: int, tensors: Mapping[str, Tensor]) -> None:
-    """Take the weights that `ExitHead.tensors` named."""
-    with torch.no_grad():
-        for name, value in head.tensors(depth).items():
-            value.copy_(tensors[name])

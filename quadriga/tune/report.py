@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +11,22 @@ from typing import Any
 import numpy as np
 
 from quadriga.checkpoint.exits import NEVER
+from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 from quadriga.tune.thresholds import Verdicts
 
 REPORT_FILE = "report.md"
 FIGURES_FILE = "report.json"
 PLOT_FILE = "report.png"
+
+
+def check_plots() -> None:
+    """Raises: ConfigError: The report's plots cannot be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--parts: the report has plots, and matplotlib is not installed; pip install "
+            "'quadriga[tune]', or leave `report` out"
+        )
 
 
 def write_report(folder: Path, figures: Mapping[str, Any], verdicts: Verdicts | None) -> str:
@@ -149,6 +160,11 @@ def given_up(figures: Mapping[str, Any], wanted: Sequence[int]) -> list[str]:
     if never:
         found.append(f"exits after {', '.join(never)} are never left by default")
     speed = figures.get("speed") or []
-    if slow := [str(r["batch"]) for r in speed if r["ratio"] < 1.0]:
+    if unused := [str(r["batch"]) for r in speed if not r["early"]]:
+        found.append(
+            f"exits at batch {', '.join(unused)}: the engine found that they do not pay there and "
+            "left them unused, so both columns of the speed are full depth"
+        )
+    if slow := [str(r["batch"]) for r in speed if r["early"] and r["ratio"] < 1.0]:
         found.append(f"speed at batch {', '.join(slow)}: full depth is faster there")
     return found

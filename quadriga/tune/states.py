@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.checkpoint.json_files import GARBLED, read_object
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
@@ -144,6 +145,19 @@ class StateStore:
                     param="out",
                 )
             self.num_tokens, self._next = said["tokens"], said["answers"]
+
+    @classmethod
+    def open(cls, folder: Path) -> StateStore:
+        """What an earlier run stored, to be read.
+
+        Raises:
+            ConfigError: There is nothing, or what is there is no store.
+        """
+        said = read_object(folder / _PROGRESS)
+        try:
+            return cls(folder, int(said["hidden"]), [int(k) for k in said["depths"]])
+        except GARBLED as exc:
+            raise ConfigError(f"{folder / _PROGRESS} lacks {exc}", param="work") from exc
 
     def _parts(self) -> dict[str, tuple[type[np.generic], int]]:
         """File name → what a token has in it."""

@@ -98,6 +98,8 @@ class Tuning:
 
     def __init__(self, options: TuneOptions, console: Console) -> None:
         self._options, self._console = options, console
+        if "report" in options.parts:
+            report.check_plots()
         cache_dir = options.engine.get("cache_dir")
         self.checkpoint = read_checkpoint(options.model, cache_dir=cache_dir, heads="own")
         _check(self.checkpoint)
@@ -204,7 +206,7 @@ class Tuning:
 
     def _thresholds(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (b): so sure must a token be at each exit; exits that nobody leaves are left out."""
-        options, spec = self._options, replace(self.folder.exits, sure_from=())
+        options, spec = self._options, replace(self._exits_there("thresholds"), sure_from=())
         self.folder.save_exits(spec)
         llm = self._load({"folder": str(self.folder.path)})
         which = self._tokens(store, answers, "calibrate", options.test_tokens)
@@ -233,7 +235,7 @@ class Tuning:
 
     def _maps(self, answers: Sequence[OwnAnswer]) -> None:
         """Part (c): what stands in for K and V of skipped layers."""
-        spec = self.folder.exits
+        spec = self._exits_there("maps")
         some = [a for a in answers if self._parts[a.id] == "train"][: self._options.map_answers]
         llm = self._load({"folder": str(self.folder.path)})
         with self._progress("answers for the maps", len(some)) as advance:
@@ -242,6 +244,17 @@ class Tuning:
         if maps:
             self.folder.save_maps(maps)
         self.figures["maps"] = unexplained
+
+    def _exits_there(self, part: PartName) -> ExitSpec:
+        """Raises: ConfigError: There are none yet."""
+        spec = self.folder.exits
+        if not spec.layers:
+            raise ConfigError(
+                f"--parts: {part} are for exits, and {self.folder.path} has none yet; do the part "
+                "exits as well",
+                param="parts",
+            )
+        return spec
 
     def _lengths(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (d): heads that predict how many tokens are left, behind every exit."""

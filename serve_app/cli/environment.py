@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from serve_app.http.haproxy import BINARY_VARIABLE, starter_script
-from serve_app.http.tls import HAPROXY_VARIABLE
+from serve_app.http.tls import BINARY_VARIABLE, HAPROXY_VARIABLE
 
 MAX_GRPC_MESSAGE_BYTES = 64 << 20
 """Of one message, unpacked. `ingress.max_body_bytes` is the limit with a message of its own."""
@@ -56,4 +55,6 @@ def prepare_environment(*, haproxy: bool = False) -> None:
         os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")
         os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(min(4, os.cpu_count() or 1)))
         if BINARY_VARIABLE not in os.environ:
+            from serve_app.http.haproxy import starter_script
+
             os.environ[BINARY_VARIABLE] = str(starter_script())

@@ -23,8 +23,7 @@ from serve_app.cli.environment import GRPC_SERVICERS, LOG_FORMAT_VARIABLE, prepa
 from serve_app.cli.local_stop import Drain, LocalStop
 from serve_app.cli.ray_errors import LOCAL_REMEDY, explain
 from serve_app.cli.ray_processes import RayProcesses
-from serve_app.http.haproxy import GRPC_PORT_VARIABLE, HTTP_PORT_VARIABLE
-from serve_app.http.tls import Tls, is_loopback
+from serve_app.http.tls import PLAIN_GRPC_PORT_VARIABLE, PLAIN_HTTP_PORT_VARIABLE, Tls, is_loopback
 from serve_app.ops.admin import check_admin
 
 DEFAULT_PLAIN_GRPC_PORT = 9000
@@ -87,8 +86,8 @@ class Addresses:
         """Configure TLS for the proxies, which are processes of Serve."""
         if self.tls is not None:
             self.tls.to_environment()
-            os.environ[HTTP_PORT_VARIABLE] = str(self.http_port)
-            os.environ[GRPC_PORT_VARIABLE] = str(self.grpc_port or DEFAULT_PLAIN_GRPC_PORT)
+            os.environ[PLAIN_HTTP_PORT_VARIABLE] = str(self.http_port)
+            os.environ[PLAIN_GRPC_PORT_VARIABLE] = str(self.grpc_port or DEFAULT_PLAIN_GRPC_PORT)
 
     def check(self) -> None:
         """Raises: ConfigError where clients would not be asked for what they should be."""

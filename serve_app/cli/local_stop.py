@@ -54,7 +54,7 @@ class LocalStop:
     """Ends a service once.
 
     The steps run in a thread, because a step hangs for a minute where Ray is gone, and cannot be
-    interrupted. Whoever called looks after it.
+    interrupted. The caller looks after it.
 
     Args:
         drains: Whether there may be requests: Serve was up.

@@ -13,14 +13,22 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+from pydantic_core import from_json
 
 from quadriga.core.request import FinishReason, TokenLogprob
 from quadriga.errors import BodyTooLarge, InvalidRequest, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.http.tls import add_tls_port
+from serve_app.openai.tool_output import (
+    call_id,
+    read_answer,
+    read_news,
+    shown_finish,
+    stream_finish,
+)
 
 if TYPE_CHECKING:
-    from serve_app.request.request import OutputDelta, Request
+    from serve_app.request.request import OutputDelta, OutputStream, Request
     from serve_app.request.sequence_request import SequenceRequest
 
 SERVICE = "quadriga.v1.Quadriga"
@@ -51,6 +59,7 @@ _SCALARS = (
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
 }
 
 
@@ -109,15 +118,15 @@ def generation_fields(request: Any) -> dict[str, Any]:
         fields["structured_outputs"] = _structured_outputs(request.structured_outputs)
     form = request.WhichOneof("input")
     if form == "chat":
-        fields["messages"] = [
-            {"role": m.role, "content": m.content} | ({"name": m.name} if _set(m, "name") else {})
-            for m in request.chat.messages
-        ]
+        fields["messages"] = [_chat_message(m) for m in request.chat.messages]
+        fields |= _tools(request)
         if _set(request, "logprobs"):
             fields["logprobs"], fields["top_logprobs"] = True, request.logprobs
         if _set(request, "echo") and request.echo:
             raise InvalidRequest("echo: not with chat", param="echo")
         return fields
+    if request.tools or _set(request, "tool_choice") or _set(request, "tool_name"):
+        raise InvalidRequest("tools: only with chat", param="tools")
     if form == "prompt":
         fields["prompt"] = request.prompt
     elif form == "prompt_token_ids":
@@ -132,6 +141,56 @@ def generation_fields(request: Any) -> dict[str, Any]:
     return fields
 
 
+def _chat_message(message: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    for name in ("name", "tool_call_id"):
+        if _set(message, name):
+            fields[name] = getattr(message, name)
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": c.id, "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
+    return fields
+
+
+def _tools(request: Any) -> dict[str, Any]:
+    """The fields of tools. Raises: InvalidRequest."""
+    fields: dict[str, Any] = {}
+    if request.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": _schema(tool.parameters, f"tools.{i}.parameters"),
+                    "strict": tool.strict,
+                },
+            }
+            for i, tool in enumerate(request.tools)
+        ]
+    if _set(request, "tool_choice"):
+        fields["tool_choice"] = request.tool_choice
+    if _set(request, "tool_name"):
+        named = {"type": "function", "function": {"name": request.tool_name}}
+        if fields.setdefault("tool_choice", named) is not named:
+            raise InvalidRequest("tool_name: not with tool_choice", param="tool_name")
+    if _set(request, "parallel_tool_calls"):
+        fields["parallel_tool_calls"] = request.parallel_tool_calls
+    return fields
+
+
+def _schema(text: str, field: str) -> Any:
+    """A JSON schema. Raises: InvalidRequest: It is no JSON."""
+    if not text:
+        return None
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as exc:
+        raise InvalidRequest(f"{field}: is not JSON: {exc}", param=field) from exc
+
+
 def _structured_outputs(message: Any) -> dict[str, Any]:
     name = message.WhichOneof("form")
     if name is None:
@@ -144,33 +203,42 @@ def _set(message: Any, field: str) -> bool:
     return bool(message.HasField(field))
 
 
-def delta_message(request: Request, delta: OutputDelta) -> Any:
+def delta_message(stream: OutputStream, delta: OutputDelta) -> Any:
     """New output of one sequence as a message."""
+    request, news = stream.request, read_news(stream, delta)
     message = pb.ChoiceDelta(
         index=delta.choice,
         first_token_index=delta.first_index,
         token_ids=delta.token_ids,
-        text=delta.text,
+        text=news.text,
     )
+    for call in news.calls:
+        more = message.tool_calls.add(index=call.index, arguments=call.arguments)
+        if call.name is not None:
+            more.id, more.name = call_id(request, delta.choice, call.index), call.name
     if delta.is_first and delta.first_index == 0 and request.echo:
         sequence = request.sequences[delta.choice]
         message.text = request.prompt_text(delta.choice) + delta.text
         message.prompt_logprobs.extend(_logprobs(sequence.prompt_logprobs or ()))
     if delta.logprobs is not None:
         message.logprobs.extend(_logprobs(delta.logprobs))
-    if delta.finish is not None:
-        message.finish_reason = _FINISH[delta.finish]
+    finish = stream_finish(stream, delta)
+    if finish is not None:
+        message.finish_reason = _FINISH[finish]
     return message
 
 
 def choice_message(request: Request, sequence: SequenceRequest) -> Any:
     """A finished sequence as a message."""
     prompt = request.prompt_text(sequence.index) if request.echo else ""
+    text, calls = read_answer(request, sequence)
+    finish = shown_finish(sequence.finish, len(calls))
     return pb.Choice(
         index=sequence.index,
-        text=prompt + "".join(sequence.pieces) + sequence.tail,
+        text=prompt + text,
         token_ids=sequence.state.output_ids,
-        finish_reason=_FINISH[sequence.finish] if sequence.finish else None,
+        finish_reason=_FINISH[finish] if finish else None,
+        tool_calls=[pb.ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in calls],
         logprobs=list(_logprobs(sequence.logprobs)),
         prompt_logprobs=list(_logprobs(sequence.prompt_logprobs or ())),
     )

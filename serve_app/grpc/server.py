@@ -31,6 +31,7 @@ from serve_app.openai.schema import (
     MAX_MESSAGES,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS_READ,
+    MAX_TOOLS,
     ChatBody,
     CompletionBody,
 )
@@ -79,7 +80,7 @@ class GrpcServer:
                     yield pb.GenerateResponse(
                         request_id=request.request_id,
                         model=request.model,
-                        choices=[wire.delta_message(request, delta) for delta in deltas],
+                        choices=[wire.delta_message(stream, delta) for delta in deltas],
                         usage=wire.usage_message(request) if at_end else None,
                     )
             code = OK
@@ -265,6 +266,7 @@ def _check_counts(message: Any, max_n: int) -> None:
     """Raises: InvalidRequest where a list is longer than it may ever be."""
     for field, items, most in (
         ("messages", message.chat.messages, MAX_MESSAGES),
+        ("tools", message.tools, MAX_TOOLS),
         ("stop", message.stop, MAX_STOPS_READ),
         ("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ("logit_bias", message.logit_bias, MAX_LOGIT_BIAS),

@@ -1,4 +1,4 @@
-"""Generation over HTTP: completions and chats, whole or as events, resumable by idempotency key."""
+"""Generation over HTTP: completions, chats and responses, whole or as events, resumable by key."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import hashlib
 import json
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypedDict
 
 from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError
 from quadriga.observability import tracing
 from quadriga.text import TextTokenizer
 from serve_app.auth.keys import ApiKey
 from serve_app.http.call import Call, Headers
-from serve_app.openai.bodies import parse_body, parse_json
-from serve_app.openai.errors import error_frame
-from serve_app.openai.rendering import CHAT, COMPLETION, AnswerFormat
+from serve_app.openai.bodies import ignored_fields, parse_body, parse_json
+from serve_app.openai.models import ModelDirectory
+from serve_app.openai.rendering import CHAT, COMPLETION, StreamFormat
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.validation import chat_request, completion_request
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import OutputStream, Request
 from serve_app.request.resumption import check_cursors, check_key
+from serve_app.responses.body import ResponsesBody, as_chat, in_its_words
+from serve_app.responses.rendering import ResponsesFormat
 
 logger = logging.getLogger("quadriga.http")
 
@@ -30,10 +34,19 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 MAX_WARNED_FIELDS = 8
+ReadBody = Callable[[Any], Awaitable[tuple[Request, StreamFormat]]]
+"""From a body's JSON to the request, and how its answer is written."""
+
+
+class NameAndTime(TypedDict):
+    """What a request gets from us."""
+
+    request_id: str
+    now_unix_s: float
 
 
 class HttpGeneration:
-    """The two generating routes."""
+    """The generating routes."""
 
     def __init__(self, engine_client: EngineClient) -> None:
         self._engine_client = engine_client
@@ -41,13 +54,20 @@ class HttpGeneration:
         self._warned: set[str] = set()
 
     async def completions(self, call: Call) -> None:
-        await self._generate(call, COMPLETION)
+        await self._generate(call, self._completion)
 
     async def chat(self, call: Call) -> None:
-        await self._generate(call, CHAT)
+        await self._generate(call, self._chat)
 
-    async def _generate(self, call: Call, answer_format: AnswerFormat) -> None:
-        request = await self._open(call, is_chat=answer_format is CHAT)
+    async def responses(self, call: Call) -> None:
+        if _is_resumption(call):
+            raise InvalidRequest(
+                "x-resume-index: not on this route; leave it out", param="x-resume-index"
+            )
+        await self._generate(call, self._response)
+
+    async def _generate(self, call: Call, read: ReadBody) -> None:
+        request, answer_format = await self._open(call, read)
         try:
             stream = request.reader(_resume_cursors(call, request))
         except InvalidRequest:
@@ -71,38 +91,46 @@ class HttpGeneration:
             stream.close()
             self._engine_client.leave(request)
 
-    async def _open(self, call: Call, *, is_chat: bool) -> Request:
+    async def _open(self, call: Call, read: ReadBody) -> tuple[Request, StreamFormat]:
         """Read and validate a request and begin it, or find it under the idempotency key."""
         caller = self._engine_client.rate_limiter.http_caller(call.headers.get("authorization"))
         raw = await call.read_body(self._engine_client)
-        request = await self._validated(raw, is_chat=is_chat)
+        request, answer_format = await read(parse_json(raw))
         if tracing.is_on():
             request.traceparent = call.headers.get("traceparent")
-        return await self._begun(call, caller, raw, request)
+        return await self._begun(call, caller, raw, request), answer_format
 
-    async def _validated(self, raw: bytes, *, is_chat: bool) -> Request:
-        models = self._engine_client.models
-        data = parse_json(raw)
-        name, now_unix_s = uuid.uuid4().hex, self._engine_client.clock.unix_s()
-        if is_chat:
-            chat = parse_body(ChatBody, data)
-            return await chat_request(
-                chat,
-                models.find(chat.model),
-                self._limits,
-                models,
-                request_id=name,
-                now_unix_s=now_unix_s,
-            )
+    async def _completion(self, data: Any) -> tuple[Request, StreamFormat]:
         body = parse_body(CompletionBody, data)
-        return await completion_request(
-            body,
-            models.find(body.model),
-            self._limits,
-            models,
-            request_id=name,
-            now_unix_s=now_unix_s,
+        model = self._models.find(body.model)
+        request = await completion_request(
+            body, model, self._limits, self._models, **self._name_and_time()
         )
+        return request, COMPLETION
+
+    async def _chat(self, data: Any) -> tuple[Request, StreamFormat]:
+        return await self._chat_request(parse_body(ChatBody, data)), CHAT
+
+    async def _response(self, data: Any) -> tuple[Request, StreamFormat]:
+        body = parse_body(ResponsesBody, data)
+        try:
+            request = await self._chat_request(as_chat(body))
+        except InvalidRequest as exc:
+            raise in_its_words(exc) from exc
+        request.ignored_fields = ignored_fields(body)
+        return request, ResponsesFormat(body)
+
+    async def _chat_request(self, body: ChatBody) -> Request:
+        model = self._models.find(body.model)
+        return await chat_request(body, model, self._limits, self._models, **self._name_and_time())
+
+    @property
+    def _models(self) -> ModelDirectory:
+        return self._engine_client.models
+
+    def _name_and_time(self) -> NameAndTime:
+        """Of a request that begins now."""
+        return {"request_id": uuid.uuid4().hex, "now_unix_s": self._engine_client.clock.unix_s()}
 
     async def _begun(self, call: Call, caller: ApiKey, raw: bytes, request: Request) -> Request:
         """The request under the caller's idempotency key, or this one, begun."""
@@ -131,7 +159,7 @@ class HttpGeneration:
 async def _stream(
     call: Call,
     stream: OutputStream,
-    answer_format: AnswerFormat,
+    answer_format: StreamFormat,
     tokenizer: TextTokenizer,
     headers: Headers,
 ) -> None:
@@ -147,7 +175,7 @@ async def _stream(
         logger.info("stream ended by its client: %s", exc.message)
         await call.write(b"", more=False)
     except QuadrigaError as exc:
-        await call.write(error_frame(exc), more=False)
+        await call.write(answer_format.error_event(exc), more=False)
 
 
 def _is_resumption(call: Call) -> bool:

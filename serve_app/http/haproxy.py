@@ -43,12 +43,14 @@ from quadriga.errors import (
     RequestTimeout,
     Unavailable,
 )
-from serve_app.http.tls import Tls, port_variable
+from serve_app.http.tls import (
+    BINARY_VARIABLE,
+    PLAIN_GRPC_PORT_VARIABLE,
+    PLAIN_HTTP_PORT_VARIABLE,
+    Tls,
+    port_variable,
+)
 from serve_app.openai.errors import error_json, error_response
-
-BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
-HTTP_PORT_VARIABLE = "QUADRIGA_HTTP_PORT"
-GRPC_PORT_VARIABLE = "QUADRIGA_GRPC_PORT"
 
 HEAD_S, IDLE_S = 10, 90
 """For a request's headers; between two requests on a connection."""
@@ -165,8 +167,8 @@ def starter_script(
         texts = _with_tls(
             folder,
             tls,
-            http_port or port_variable(HTTP_PORT_VARIABLE, 8000),
-            grpc_port or port_variable(GRPC_PORT_VARIABLE, 9000),
+            http_port or port_variable(PLAIN_HTTP_PORT_VARIABLE, 8000),
+            grpc_port or port_variable(PLAIN_GRPC_PORT_VARIABLE, 9000),
         )
     texts |= _error_files() | {_REWRITE_NAME: _rewrite(folder)}
     try:

@@ -27,7 +27,6 @@ from serve_app.http.generation import HttpGeneration
 from serve_app.http.pages import docs_pages
 from serve_app.openai.bodies import parse_body, parse_json
 from serve_app.openai.errors import as_quadriga, error_headers, error_json
-from serve_app.openai.openapi import openapi_document
 from serve_app.openai.schema import DetokenizeBody, TokenizeBody
 from serve_app.openai.validation import check_token_ids, plain_messages
 from serve_app.request.engine_client import EngineClient
@@ -84,6 +83,7 @@ class HttpServer:
             ("GET", "/v1/models/{model:path}", self.model),
             ("POST", "/v1/completions", generation.completions),
             ("POST", "/v1/chat/completions", generation.chat),
+            ("POST", "/v1/responses", generation.responses),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             *(("GET", path, page) for path, page in docs_pages(TITLE)),
@@ -91,11 +91,14 @@ class HttpServer:
             endpoint = Endpoint(self._engine_client, handler)
             app.router.routes.append(Route(path, endpoint, methods=[method]))
         app.add_exception_handler(HTTPException, routing_error)
-        needs_key = not self._engine_client.rate_limiter.keys.is_http_open
-        app.openapi = lambda: openapi_document(  # type: ignore[method-assign]
-            self._limits, needs_key=needs_key
-        )
+        app.openapi = self._openapi  # type: ignore[method-assign]
         return app
+
+    def _openapi(self) -> dict[str, Any]:
+        from serve_app.openai.openapi import openapi_document  # for those who ask for the page
+
+        needs_key = not self._engine_client.rate_limiter.keys.is_http_open
+        return openapi_document(self._limits, needs_key=needs_key)
 
     async def health(self, call: Call) -> None:
         self._engine_client.check_ready()

@@ -119,7 +119,9 @@ class CompletionLogprobs(Answer):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 _FINISH = "stop: end token, stop token or stop string; length: `max_tokens`."
+_CHAT_FINISH = f"{_FINISH[:-1]}; tool_calls: it asks for calls."
 _TOKEN_IDS = "The output's token ids, with `return_token_ids`."
 
 
@@ -184,11 +186,27 @@ class ChatLogprobs(Answer):
     refusal: None = Field(description="Always null.")
 
 
+class CalledFunction(Answer):
+    """A function with its arguments."""
+
+    name: str = Field(description="Of the function.")
+    arguments: str = Field(description="JSON; the schema is kept to where a call must be made.")
+
+
+class ToolCallAnswer(Answer):
+    """A call that the answer asks for."""
+
+    id: str = Field(description="By which the tool's message names it.")
+    type: Literal["function"] = Field(description="Always `function`.")
+    function: CalledFunction = Field(description="What to call.")
+
+
 class AssistantMessage(Answer):
     """The answer of a chat."""
 
     role: Literal["assistant"] = Field(description="Always `assistant`.")
-    content: str = Field(description="The text.")
+    content: str | None = Field(description="The text; null where there are calls alone.")
+    tool_calls: list[ToolCallAnswer] | None = Field(None, description="Calls, where it asks so.")
     refusal: None = Field(description="Always null.")
 
 
@@ -198,7 +216,7 @@ class ChatChoice(Answer):
     index: int = Field(description="From 0 to `n` - 1.")
     message: AssistantMessage = Field(description="The answer.")
     logprobs: ChatLogprobs | None = Field(description="With `logprobs`.")
-    finish_reason: FinishReason = Field(description=_FINISH)
+    finish_reason: ChatFinishReason = Field(description=_CHAT_FINISH)
     token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
 
 
@@ -213,11 +231,28 @@ class ChatAnswer(Answer):
     usage: UsageAnswer = Field(description="Token counts.")
 
 
+class CalledFunctionNews(Answer):
+    """What is new of a function's call."""
+
+    name: str | None = Field(None, description="With the first news.")
+    arguments: str = Field(description="More of the JSON.")
+
+
+class ToolCallChunk(Answer):
+    """What is new of a call."""
+
+    index: int = Field(description="Among the answer's calls.")
+    id: str | None = Field(None, description="With the first news.")
+    type: Literal["function"] | None = Field(None, description="With the first news.")
+    function: CalledFunctionNews = Field(description="What is new.")
+
+
 class ChatDelta(Answer):
     """What is new of a message."""
 
     role: Literal["assistant"] | None = Field(None, description="With the first text.")
-    content: str = Field(description="More text.")
+    content: str | None = Field(description="More text; null with news of calls alone.")
+    tool_calls: list[ToolCallChunk] | None = Field(None, description="News of calls.")
 
 
 class ChatChunkChoice(Answer):
@@ -226,8 +261,8 @@ class ChatChunkChoice(Answer):
     index: int = Field(description="From 0 to `n` - 1.")
     delta: ChatDelta = Field(description="What is new.")
     logprobs: ChatLogprobs | None = Field(description="With `logprobs`, of the new tokens.")
-    finish_reason: FinishReason | None = Field(
-        description=f"Set in the choice's last chunk. {_FINISH}"
+    finish_reason: ChatFinishReason | None = Field(
+        description=f"Set in the choice's last chunk. {_CHAT_FINISH}"
     )
     token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
 

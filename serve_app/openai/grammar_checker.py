@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import math
 import os
 import select
 import subprocess
@@ -25,6 +27,12 @@ MAX_WAITING = 64
 """Grammars that wait for the process; one more is refused with 429."""
 MAX_KNOWN = 1024
 """Grammars whose outcome is remembered."""
+TRIED_AGAIN_S = 300.0
+"""After so long, one that took too long is tried again: the machine may have been busy."""
+TOO_LONG = (
+    f"it takes more than {COMPILE_LIMIT_S:.0f} s, or more memory than there is for it, to compile; "
+    "make it simpler"
+)
 
 
 class GrammarChecker:
@@ -38,7 +46,7 @@ class GrammarChecker:
     def __init__(self, checkpoint: Checkpoint, tokenizer: TextTokenizer) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = tokenizer
-        self._known: OrderedDict[Grammar, str] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # by digest
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._process: subprocess.Popen[bytes] | None = None
         self._num_waiting = 0
@@ -68,9 +76,13 @@ class GrammarChecker:
                 param=field,
                 code="invalid_grammar",
             )
-        error = self._known.get(grammar)
-        if error is None:
-            error = await self._try(grammar)
+        digest = hashlib.sha256(f"{grammar.kind}:{grammar.text}".encode()).digest()
+        error, until_s = self._known.get(digest, ("", 0.0))
+        if time.monotonic() > until_s:
+            error, until_s = await self._try(grammar)
+            self._known[digest] = error, until_s
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
         if error:
             raise InvalidRequest(f"{field}: {error}", param=field, code="invalid_grammar")
 
@@ -79,7 +91,8 @@ class GrammarChecker:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._kill()
 
-    async def _try(self, grammar: Grammar) -> str:
+    async def _try(self, grammar: Grammar) -> tuple[str, float]:
+        """What is wrong with a grammar, or "", and until when that holds, monotonic."""
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded(
                 f"{MAX_WAITING} other grammars wait to be compiled; retry shortly",
@@ -91,27 +104,24 @@ class GrammarChecker:
             error = await loop.run_in_executor(self._thread, self._ask, grammar)
         finally:
             self._num_waiting -= 1
-        self._known[grammar] = error
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-        return error
+        if error is None:
+            return TOO_LONG, time.monotonic() + TRIED_AGAIN_S
+        return error, math.inf
 
     # On the thread
 
-    def _ask(self, grammar: Grammar) -> str:
+    def _ask(self, grammar: Grammar) -> str | None:
+        """What is wrong with a grammar; None where the process was lost over it."""
         process = self._process if self._process is not None else self._start()
         try:
             _send(process, {"kind": grammar.kind, "text": grammar.text})
             answer = _receive(process, COMPILE_LIMIT_S + 1.0)
-        except OSError:
+        except (OSError, ValueError):  # it is gone, or was closed meanwhile
             answer = None
         if answer is not None:
             return str(answer["error"])
         self._kill()
-        return (
-            f"it takes more than {COMPILE_LIMIT_S:.0f} s, or more memory than there is for it, to "
-            "compile; make it simpler"
-        )
+        return None
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self._process = subprocess.Popen(

@@ -8,17 +8,26 @@ from quadriga.core.grammar import Grammar
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import refuse_unsupported, shown
 from serve_app.openai.schema import GenerationFields
+from serve_app.openai.tools import ChatTools
 
 NOT_TOGETHER = ("ignore_eos", "min_tokens")
 """Fields that say when an answer may end, which its grammar says."""
 
 
-def read_grammar(body: GenerationFields) -> tuple[Grammar, str] | None:
+def read_grammar(body: GenerationFields, tools: ChatTools) -> tuple[Grammar, str] | None:
     """The grammar of a request's answer and the field that it is from; None where it has none.
 
     Raises: InvalidRequest.
     """
     found = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
+    if found and tools.calling is not None:
+        raise InvalidRequest(
+            f"{found[0][1]}: not together with tools that may be called; leave one of them out, or "
+            "set tool_choice to none",
+            param=found[0][1],
+        )
+    if tools.grammar is not None:
+        found = [(tools.grammar, "tools")]
     if not found:
         return None
     if len(found) > 1:

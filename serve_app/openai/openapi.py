@@ -51,6 +51,8 @@ from serve_app.openai.schema import (
     TokenizeBody,
 )
 from serve_app.openai.validation import largest_n
+from serve_app.responses.answers import ResponsesAnswer
+from serve_app.responses.body import ResponsesBody
 
 Errors = tuple[type[QuadrigaError], ...]
 
@@ -102,6 +104,10 @@ _METRICS = (
     "Prometheus text: the whole cluster, each series labelled `replica`. With keys on, for keys "
     "with `admin`; the admin port has it too."
 )
+_RESPONSES = (
+    "Answer a conversation, in the form of OpenAI's Responses API; nothing is stored. With "
+    "`stream: true` the answer is `text/event-stream`, its events those of that API."
+)
 _OPS, _GENERATION = "operation", "generation"
 # fmt: off
 OPERATIONS = (
@@ -122,6 +128,9 @@ OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", _GENERATION, "Answer a conversation.", ChatAnswer,
         _GENERATED, ChatBody, ChatChunk),
+    Operation(
+        "post", "/v1/responses", _GENERATION, _RESPONSES, ResponsesAnswer, _GENERATED,
+        ResponsesBody),
     Operation(
         "post", "/tokenize", "tokens", "Text or messages to token ids.", TokenizeAnswer, _POSTED,
         TokenizeBody),

@@ -76,6 +76,51 @@ ANSWERS: dict[str, Any] = {
         ],
         "usage": USAGE,
     },
+    "/v1/responses": {
+        "id": "resp_5f0c1d",
+        "object": "response",
+        "created_at": CREATED,
+        "status": "completed",
+        "error": None,
+        "incomplete_details": None,
+        "model": SERVED,
+        "output": [
+            {
+                "type": "message",
+                "id": "msg_5f0c1d_0",
+                "status": "completed",
+                "role": "assistant",
+                "content": [
+                    {
+                        "type": "output_text",
+                        "text": "The capital of France is Paris.",
+                        "annotations": [],
+                        "logprobs": [],
+                    }
+                ],
+            }
+        ],
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "usage": {
+            "input_tokens": 37,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": 8,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 45,
+            "quadriga": {"exits": {"30": 8}},
+        },
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "store": False,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "truncation": "disabled",
+    },
 }
 """Of each path."""
 STREAM = 'data: {"id":"cmpl-5f0c1d", …}\n\ndata: [DONE]\n\n'
@@ -96,6 +141,23 @@ REQUESTS: dict[str, dict[str, Any]] = {
             "messages": [{"role": "user", "content": QUESTION}],
             "max_completion_tokens": 32,
         },
+        "a tool": {
+            "messages": [{"role": "user", "content": "Is it raining in Rome?"}],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "weather",
+                        "parameters": {
+                            "type": "object",
+                            "properties": {"city": {"type": "string"}},
+                            "required": ["city"],
+                        },
+                    },
+                }
+            ],
+            "tool_choice": "required",
+        },
         "parts": {
             "messages": [
                 {"role": "system", "content": "Be brief."},
@@ -104,6 +166,19 @@ REQUESTS: dict[str, dict[str, Any]] = {
             "max_tokens": 16,
             "temperature": 0.7,
             "seed": 7,
+        },
+    },
+    "/v1/responses": {
+        "text": {"model": "quadriga-auto", "input": QUESTION, "max_output_tokens": 32},
+        "a schema": {
+            "input": [{"role": "user", "content": QUESTION}],
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "capital",
+                    "schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+                }
+            },
         },
     },
     "/tokenize": {

@@ -1,7 +1,7 @@
 """Answers in the OpenAI formats: whole, and as stream events put together by hand.
 
-A chunk is a short head and the few parts that change; no object is built per token. The two
-formats keep no state: what a reader has seen is in its `OutputStream`.
+A chunk is a short head and the few parts that change; no object is built per token. Completions and
+chats keep no state: what a reader has seen is in its `OutputStream`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
 from quadriga.core.request import TokenLogprob
+from quadriga.errors import QuadrigaError
 from quadriga.text import TextTokenizer
+from quadriga.text.tool_parser import CallNews
+from serve_app.openai.errors import error_frame
+from serve_app.openai.tool_output import (
+    call_id,
+    read_answer,
+    read_news,
+    shown_finish,
+    stream_finish,
+)
 from serve_app.request.request import OutputDelta, OutputStream, Request
 from serve_app.request.sequence_request import SequenceRequest
 
@@ -44,8 +54,30 @@ def usage(request: Request, *, final: bool = True) -> dict[str, Any]:
     return counts
 
 
-class AnswerFormat(ABC):
-    """One of OpenAI's answer formats."""
+class StreamFormat(ABC):
+    """How a request's answer is written."""
+
+    @abstractmethod
+    def events(
+        self, stream: OutputStream, deltas: Sequence[OutputDelta], tokenizer: TextTokenizer
+    ) -> bytes:
+        """Everything new as one write."""
+
+    @abstractmethod
+    def closing_events(self, request: Request) -> bytes:
+        """What follows the last chunk of a stream that ended well."""
+
+    @abstractmethod
+    def whole(self, request: Request, tokenizer: TextTokenizer) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+
+    def error_event(self, exc: QuadrigaError) -> bytes:
+        """The last event of a stream that broke."""
+        return error_frame(exc)
+
+
+class AnswerFormat(StreamFormat):
+    """Of completions and chats."""
 
     object_name: str
     chunk_name: str
@@ -64,11 +96,12 @@ class AnswerFormat(ABC):
             tail = ',"usage":null}\n\n'
         parts = []
         for delta in deltas:
-            finish = f'"{delta.finish.value}"' if delta.finish is not None else "null"
+            shown = self._news(stream, delta, tokenizer)
+            reason = stream_finish(stream, delta)
+            finish = f'"{reason}"' if reason is not None else "null"
             ids = f',"token_ids":{delta.token_ids}' if request.return_token_ids else ""
             parts.append(
-                f'{head}{{"index":{delta.choice},{self._news(stream, delta, tokenizer)},'
-                f'"finish_reason":{finish}{ids}}}]{tail}'
+                f'{head}{{"index":{delta.choice},{shown},"finish_reason":{finish}{ids}}}]{tail}'
             )
         return "".join(parts).encode("ascii")
 
@@ -89,7 +122,6 @@ class AnswerFormat(ABC):
             "choices": [
                 {"index": sequence.index}
                 | self._message(request, sequence, tokenizer)
-                | {"finish_reason": sequence.finish.value if sequence.finish else None}
                 | ({"token_ids": sequence.state.output_ids} if request.return_token_ids else {})
                 for sequence in request.sequences
             ],
@@ -112,7 +144,7 @@ class AnswerFormat(ABC):
     def _message(
         self, request: Request, sequence: SequenceRequest, tokenizer: TextTokenizer
     ) -> dict[str, Any]:
-        """Text and log-probabilities of a finished sequence."""
+        """Text, log-probabilities and finish reason of a finished sequence."""
 
 
 class CompletionFormat(AnswerFormat):
@@ -151,6 +183,7 @@ class CompletionFormat(AnswerFormat):
         return {
             "text": text,
             "logprobs": _completion_logprobs(rows, tokenizer)[0] if wants else None,
+            "finish_reason": sequence.finish,
         }
 
 
@@ -166,17 +199,48 @@ class ChatFormat(AnswerFormat):
         table = "null"
         if delta.logprobs is not None:
             table = json.dumps(_chat_logprobs(delta.logprobs, tokenizer), separators=(",", ":"))
-        return f'"delta":{{{role}"content":{quote(delta.text)}}},"logprobs":{table}'
+        news = read_news(stream, delta)
+        content = "null" if news.calls and not news.text else quote(news.text)
+        calls = ""
+        if news.calls:
+            shown = [_call_delta(stream.request, delta.choice, call) for call in news.calls]
+            calls = f',"tool_calls":{json.dumps(shown, separators=(",", ":"))}'
+        return f'"delta":{{{role}"content":{content}{calls}}},"logprobs":{table}'
 
     def _message(
         self, request: Request, sequence: SequenceRequest, tokenizer: TextTokenizer
     ) -> dict[str, Any]:
         wants = request.sampling.num_logprobs is not None
-        text = "".join(sequence.pieces) + sequence.tail
+        text, calls = read_answer(request, sequence)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
         return {
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": _chat_logprobs(sequence.logprobs, tokenizer) if wants else None,
+            "finish_reason": shown_finish(sequence.finish, len(calls)),
         }
+
+
+def _call_delta(request: Request, choice: int, call: CallNews) -> dict[str, Any]:
+    """News of a call, as a chunk has them: id and name come with the first."""
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    return {
+        "index": call.index,
+        "id": call_id(request, choice, call.index),
+        "type": "function",
+        "function": {"name": call.name} | function,
+    }
 
 
 def _completion_logprobs(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
 
+from quadriga.checkpoint.exits import ExitPolicy
 from serve_app.openai.unsupported import (
     CHAT,
     COMPLETIONS,
@@ -31,6 +32,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_STOPS_READ = 1024
 """Longer lists of stop strings are refused unread; the deployment's own limit is lower."""
 MAX_CHOICES_READ = 4096
+MAX_TOOLS = 128
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 _DEFAULT = "default: that of the model's generation_config.json, unless set otherwise."
@@ -204,9 +206,11 @@ class GenerationFields(RequestBody):
     exit_threshold: float | None = Field(
         None, ge=0, le=1, description="Confidence from which a token leaves early; 1: never."
     )
-    exit_policy: Literal["bounded", "strict"] | None = Field(
+    exit_policy: ExitPolicy | None = Field(
         None,
-        description="strict: no token may leave the deepest layers there are below the threshold.",
+        description="lossless: the whole model's answer, drafted by an exit; bounded: tokens leave "
+        "early from the threshold on; strict: none may leave the deepest layers there are below "
+        "it; off: none leaves early.",
     )
     max_depth: int | None = Field(
         None, ge=1, le=INT32_MAX, description="Run no token through more layers than this."
@@ -250,6 +254,56 @@ class ContentPart(RequestBody):
     refusal: str | None = Field(None, description="With type refusal.")
 
 
+class FunctionCallBody(RequestBody):
+    """What an assistant asked to have called."""
+
+    name: str = Field(max_length=512, description="Of the function.")
+    arguments: str = Field(description="JSON, as the answer had it.")
+
+
+class ToolCallBody(RequestBody):
+    """A call in an assistant's message."""
+
+    id: str = Field(max_length=512, description="By which the tool's message names it.")
+    type: Literal["function"] = Field("function", description="Always `function`.")
+    function: FunctionCallBody = Field(description="What was called.")
+
+
+class FunctionBody(RequestBody):
+    """A function that the model may ask to have called."""
+
+    name: str = Field(
+        pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="Letters, digits, `_`, `-` and `.`."
+    )
+    description: str | None = Field(None, description="For the model.")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON Schema of an object; none where it takes nothing."
+    )
+    strict: bool | None = Field(
+        None, description="Arguments fit `parameters`; those of a call that must be made always do."
+    )
+
+
+class ToolBody(RequestBody):
+    """One tool."""
+
+    type: Literal["function"] = Field(description="Only functions.")
+    function: FunctionBody = Field(description="The function.")
+
+
+class NamedFunction(RequestBody):
+    """A function by its name."""
+
+    name: str = Field(max_length=512, description="One of `tools`.")
+
+
+class NamedToolChoice(RequestBody):
+    """The one function to call."""
+
+    type: Literal["function"] = Field(description="Only functions.")
+    function: NamedFunction = Field(description="Which.")
+
+
 class ChatMessage(RequestBody):
     """One turn of a conversation."""
 
@@ -262,7 +316,12 @@ class ChatMessage(RequestBody):
         None, description="Text, or text parts, which are joined."
     )
     name: str | None = Field(None, description="Passed on to the chat template.")
-    tool_call_id: str | None = Field(None, description="Accepted; changes nothing.")
+    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = Field(
+        None, max_length=MAX_TOOLS, description="Calls that an assistant asked for."
+    )
+    tool_call_id: str | None = Field(
+        None, max_length=512, description="Of a tool's message: the call that it answers."
+    )
     refusal: str | None = Field(None, description="Accepted; changes nothing.")
 
 
@@ -294,6 +353,15 @@ class ChatBody(GenerationFields):
 
     messages: Messages = Field(
         description=f"The conversation so far; {MAX_PARTS:,} content parts at most."
+    )
+    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = Field(
+        None, max_length=MAX_TOOLS, description="Functions that the model may ask to have called."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        None, description="Whether it calls, must call, or must call this one; default auto."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="False: a call that must be made is the only one."
     )
     max_completion_tokens: int | None = Field(
         None, ge=1, le=MAX_TOKENS_LIMIT, description="`max_tokens` by its newer name; wins over it."

@@ -176,7 +176,6 @@ TEMPLATE = (
     _Field("chat_template"),
     _Field("chat_template_kwargs", ({},)),
     _Field("documents", ([],)),
-    _Field("tools", ([],)),
 )
 """How messages become a prompt."""
 
@@ -188,9 +187,8 @@ CHAT = _table(
     OTHER_NAMES,
     TEMPLATE,
     (
-        _Field("tool_choice", ("none", "auto")),
-        _Field("functions", ([],)),
-        _Field("function_call", ("none", "auto")),
+        _Field("functions", ([],), instead="tools"),
+        _Field("function_call", ("none", "auto"), instead="tool_choice"),
         _Field("modalities", ([], ["text"])),
         _Field("web_search_options"),
         _Field("reasoning", ({},)),
@@ -208,8 +206,7 @@ CHAT = _table(
 
 MESSAGE = _table(
     (
-        _Field("tool_calls", ([],)),
-        _Field("function_call"),
+        _Field("function_call", instead="tool_calls"),
         _Field("audio"),
         _Field("prefix", (False,)),
         _Field("partial", (False,)),
@@ -217,7 +214,33 @@ MESSAGE = _table(
 )
 """Of one message of a conversation."""
 
+RESPONSES = _table(
+    (
+        _Field("previous_response_id", instead="input, with the whole conversation"),
+        _Field("conversation", instead="input, with the whole conversation"),
+        _Field("prompt"),
+        _Field("background", (False,)),
+        _Field("include", ([],)),
+        _Field("reasoning", ({},)),
+        _Field("truncation", ("disabled",)),
+        _Field("max_tool_calls"),
+        _Field("top_logprobs", (0,)),
+        _Field("verbosity", ("medium",)),
+        _Field("stream_options"),
+        _Field("context_management"),
+        _Field("max_tokens", instead="max_output_tokens"),
+        _Field("messages", instead="input"),
+        _Field("response_format", instead="text.format"),
+    )
+)
+"""Of POST /v1/responses, and of its `text`."""
+
 TOKENIZE = _table(
-    TEMPLATE, (_Field("mm_processor_kwargs", ({},)), _Field("truncate_prompt_tokens"))
+    TEMPLATE,
+    (
+        _Field("tools", ([],)),
+        _Field("mm_processor_kwargs", ({},)),
+        _Field("truncate_prompt_tokens"),
+    ),
 )
 """Of POST /tokenize."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+
+from pydantic_core import from_json
 
 from quadriga.checkpoint.exits import NEVER, ExitParams, read_exit_params
 from quadriga.checkpoint.folder import SamplingDefaults
@@ -24,7 +27,9 @@ from serve_app.openai.schema import (
     ChatMessage,
     CompletionBody,
     GenerationFields,
+    ToolCallBody,
 )
+from serve_app.openai.tools import NO_TOOLS, ChatTools, read_tools
 from serve_app.request.request import Request
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -96,7 +101,8 @@ async def chat_request(
     if body.logprobs:
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
-    text = model.tokenizer.render_chat(plain_messages(body.messages))
+    tools = read_tools(body, model)
+    text = model.tokenizer.render_chat(plain_messages(body.messages), tools.told)
     token_ids = await models.tokenize(model, text, False, field="messages")
     if not token_ids:
         raise InvalidRequest("messages: the conversation is empty", param="messages")
@@ -110,17 +116,23 @@ async def chat_request(
         wanted = max(1, model.max_model_len - len(token_ids))
     _check_context(len(token_ids), wanted, model, "messages", field)
     sampling = _read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
-    sampling = await _with_grammar(sampling, body, model, models)
-    return _request(
+    sampling = await _with_grammar(sampling, body, model, models, tools)
+    request = _request(
         body, model, limits, request_id, now_unix_s, [token_ids], [text], n, sampling, False
     )
+    request.tools = tools.calling
+    return request
 
 
 async def _with_grammar(
-    sampling: SamplingParams, body: GenerationFields, model: ServedModel, models: ModelDirectory
+    sampling: SamplingParams,
+    body: GenerationFields,
+    model: ServedModel,
+    models: ModelDirectory,
+    tools: ChatTools = NO_TOOLS,
 ) -> SamplingParams:
     """Add the grammar that the body asks for, which was tried. Raises: InvalidRequest."""
-    found = read_grammar(body)
+    found = read_grammar(body, tools)
     if found is None:
         return sampling
     grammar, field = found
@@ -237,8 +249,26 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"role": role, "content": content or ""}
         if message.name is not None:
             entry["name"] = message.name
+        if message.tool_calls:
+            if role != "assistant":
+                raise InvalidRequest(
+                    f"messages.{i}.tool_calls: only of the role assistant, not {role}",
+                    param=f"messages.{i}.tool_calls",
+                )
+            entry["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            entry["tool_call_id"] = message.tool_call_id
         plain.append(entry)
     return plain
+
+
+def _plain_call(call: ToolCallBody) -> dict[str, Any]:
+    """A call as chat templates want it: with the arguments as an object, where they are one."""
+    arguments: Any = call.function.arguments
+    with suppress(ValueError):
+        arguments = from_json(arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 async def _read_prompts(
@@ -429,15 +459,24 @@ def read_exit_fields(body: GenerationFields, model: ServedModel) -> ExitParams:
 
     Raises: InvalidRequest.
     """
+    whole = ("lossless", "off")  # what every model can give
     if not model.exits.layers:
         for field in EXIT_FIELDS:
-            if getattr(body, field) is not None:
+            value = getattr(body, field)
+            if value is not None and not (field == "exit_policy" and value in whole):
                 raise InvalidRequest(
                     f"{field}: {model.id} has no early exits here; leave it out", param=field
                 )
         return ExitParams(threshold=NEVER)
-    threshold = model.exits.threshold if body.exit_threshold is None else body.exit_threshold
-    policy, gap_s = body.exit_policy or "bounded", (body.sla_tbt_ms or 0.0) / 1000
-    asked = ExitParams(threshold, policy, body.max_depth or 0, gap_s)
-    full = model.checkpoint.num_layers
-    return read_exit_params(asked, model.exits, model.id, depth=model.depth, full=full)
+    threshold, policy, exits = body.exit_threshold, body.exit_policy, model.exits
+    depth, full, gap_s = model.depth, model.checkpoint.num_layers, (body.sla_tbt_ms or 0.0) / 1000
+    asked = None
+    if policy in whole:
+        threshold = NEVER if threshold is None else threshold
+        asked = ExitParams(threshold, policy, body.max_depth or 0, gap_s)
+    elif policy or body.max_depth or (threshold is not None and threshold < NEVER):
+        threshold = exits.threshold if threshold is None else threshold
+        asked = ExitParams(threshold, policy or "bounded", body.max_depth or 0, gap_s)
+    elif threshold is not None and (exits.mode == "bounded" or depth < full):
+        asked = ExitParams(NEVER, "bounded", 0, gap_s)
+    return read_exit_params(asked, exits, model.id, depth=depth, full=full, sla_tbt_s=gap_s)

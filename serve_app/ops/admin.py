@@ -96,9 +96,7 @@ class AdminServer:
         """Why the sequences of one request were moved; for `loadgen why`."""
         request_id = call.query.get("request", "")
         if not request_id:
-            raise InvalidRequest(
-                "name the request: /cluster/moves?request=ID", param="request"
-            )
+            raise InvalidRequest("name the request: /cluster/moves?request=ID", param="request")
         await call.answer_json({"moves": await self._engine_client.cluster.moves(request_id)})
 
     async def history(self, call: Call) -> None:

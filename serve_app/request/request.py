@@ -26,6 +26,7 @@ from quadriga.core.request import (
 from quadriga.errors import Cancelled, NotFound, QuadrigaError, TakenOver
 from quadriga.observability.tracing import StageSpan
 from quadriga.text import StopMatcher, TextTokenizer
+from quadriga.text.tool_parser import ToolCalling, ToolParser
 from serve_app.request.sequence_request import SequenceRequest
 
 NO_STOPS = StopMatcher(())
@@ -75,6 +76,7 @@ class Request:
         usage_chunk: A stream ends with a chunk that has the usage; the others have null.
         usage_in_chunks: Every chunk has the usage so far.
         return_token_ids: Choices have the output's token ids.
+        tools: How calls are read out of the answer; None where there are none.
         key: (owner, idempotency key) under which it may be resumed, or None.
         fingerprint: Digest of the request's content; another request under its key is refused.
         caller: Name of the API key at whose expense it is.
@@ -105,6 +107,7 @@ class Request:
     usage_chunk: bool = False
     usage_in_chunks: bool = False
     return_token_ids: bool = False
+    tools: ToolCalling | None = None
 
     sequences: list[SequenceRequest] = field(default_factory=list)
     key: tuple[str, str] | None = None
@@ -121,6 +124,7 @@ class Request:
 
     def make_sequences(self, tokenizer: TextTokenizer, ingress_id: str) -> None:
         """Make the sequences of all prompts, with new names."""
+        marks = None if self.tools is None else self.tools.marks
         for prompt_ids in self.prompts:
             for k in range(self.n):
                 state = SequenceState(
@@ -138,7 +142,7 @@ class Request:
                 )
                 stops = StopMatcher(self.stop) if self.stop else NO_STOPS
                 sequence = SequenceRequest(
-                    len(self.sequences), state, tokenizer.detokenizer(), stops
+                    len(self.sequences), state, tokenizer.detokenizer(marks), stops
                 )
                 sequence.is_auto = self.is_auto
                 self.sequences.append(sequence)
@@ -243,10 +247,12 @@ class OutputStream:
     Attributes:
         text_offsets: Characters shown so far of each sequence, which completions name in their
             log-probabilities.
+        tool_parsers: By sequence, where calls are read out of the answer.
     """
 
     __slots__ = (
-        "_cursors", "_digests", "_finished", "_gone", "_started", "news", "request", "text_offsets"
+        "_cursors", "_digests", "_finished", "_gone", "_started", "news", "request", "text_offsets",
+        "tool_parsers",
     )  # fmt: skip
 
     def __init__(
@@ -255,6 +261,7 @@ class OutputStream:
         self.request = request
         self.news = asyncio.Event()
         self.text_offsets = [0] * len(cursors)
+        self.tool_parsers: dict[int, ToolParser] = {}
         self._cursors = list(cursors)
         self._digests: list[int | None] = [*digests] if digests else [None] * len(cursors)
         self._started = [False] * len(cursors)

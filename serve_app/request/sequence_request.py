@@ -165,7 +165,7 @@ class SequenceRequest:
         """What the scheduler needs to know to choose its prefill replica."""
         state, exits = self.state, self.state.exits
         num_tokens = num_prefill_tokens(state)
-        needs_depth = exits.max_depth or MAX_LAYERS if exits.policy == "strict" else 0
+        needs_depth = exits.max_depth or MAX_LAYERS if exits.is_strict else 0
         return AdmitRequest(
             sequence_id=state.sequence_id,
             model=AUTO_MODEL if self.is_auto else state.model,

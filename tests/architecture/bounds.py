@@ -14,14 +14,14 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
-    "road_files": Bound(96, 50),
-    "road_lines": Bound(21_600, 10_000),
-    "request_classes": Bound(15, 10),
-    "service_lines": Bound(46_000, 33_000),
+    "road_files": Bound(97, 50),
+    "road_lines": Bound(22_600, 10_000),
+    "request_classes": Bound(13, 10),
+    "service_lines": Bound(41_000, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(84_650, 58_000),
-    "test_lines": Bound(60_950, 38_000),
-    "reliability_lines": Bound(4_800, 4_000),
+    "product_lines": Bound(88_250, 58_000),
+    "test_lines": Bound(62_150, 38_000),
+    "reliability_lines": Bound(4_700, 4_000),
     "circles": Bound(0, 0),
     "largest_folder": Bound(15, 15),
     "old_names": Bound(0, 0),

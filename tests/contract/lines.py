@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transfer.transports import channel_ends
-from actors.kv_transfer.transports.channel import ChannelOffer
-from actors.kv_transfer.transports.pairs import Invite, PairTransport
-from actors.kv_transfer.transports.payload import checksum, to_host
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError
+from quadriga.kv_transport import channel_ends
+from quadriga.kv_transport.channel import ChannelOffer
+from quadriga.kv_transport.pairs import Invite, PairTransport
+from quadriga.kv_transport.payload import checksum, to_host
 
 Maker = Callable[[str, "Sink", Invite], PairTransport]
 WAIT_S = 20.0

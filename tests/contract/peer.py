@@ -10,10 +10,8 @@ from typing import Any
 import ray
 import torch
 
-from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
-from actors.kv_transfer.transports.auto import TransportHub
-from actors.kv_transfer.transports.channel import ChannelOffer
+from actors.kv_transfer.transport_hub import TransportHub
 from actors.rpc.ray_rpc import NAMESPACE, call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock
@@ -22,6 +20,8 @@ from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted, QuadrigaError
+from quadriga.kv_transport.channel import ChannelOffer
+from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.fake_nccl import FakeNccl
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.kv_transfer.transports.gloo import GlooTransport
-from actors.kv_transfer.transports.nccl import NcclTransport
-from actors.kv_transfer.transports.nccl_library import NcclLibrary
-from actors.kv_transfer.transports.pairs import Invite, PairTransport
+from quadriga.kv_transport.gloo import GlooTransport
+from quadriga.kv_transport.nccl import NcclTransport
+from quadriga.kv_transport.nccl_library import NcclLibrary
+from quadriga.kv_transport.pairs import Invite, PairTransport
 from tests.contract.lines import LinesContract, Rig, Sink, make_rig, wait_for
 from tests.fake_nccl import FakeDevice, FakeNccl
 from tests.loopback_nccl import Loopback

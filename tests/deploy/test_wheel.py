@@ -49,7 +49,8 @@ GUARDED = {
     "quadriga.observability.tracing": {"opentelemetry"},
     "quadriga.catalogue.energy": {"pynvml"},
     "quadriga.engine.cuda.triton_attention": {"triton"},
-    "actors.kv_transfer.transports.nccl_library": {"cupy"},
+    "quadriga.kv_transport.nccl_library": {"cupy"},
+    "quadriga.tune.report": {"matplotlib"},
     "loadgen.event_loop": {"uvloop"},
     "loadgen.model_costs.depth": {"torch"},
 }

@@ -37,6 +37,7 @@ MAINS = {
     "serve_app": "serve_app.__main__",
     "quadriga.gguf": "quadriga.gguf.__main__",
     "quadriga.training": "quadriga.training.cli",
+    "quadriga.tune": "quadriga.tune.cli",
     "deploy.multinode": "deploy.multinode",
     "loadgen.bench.gpu": "loadgen.bench.gpu",
     "tests.architecture.report": "tests.architecture.report",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,18 +14,30 @@ from pydantic.fields import FieldInfo
 from actors.rpc.lifecycle import fingerprint
 from deploy import config_reference
 from deploy.config_reference import ENVIRONMENT, Row, rows, section
+from quadriga.checkpoint.folder import ASSETS
+from quadriga.checkpoint.tuned import TUNE_FILE, weights_hash
 from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+
+
+def tuned_folder() -> str:
+    """A folder of heads for the default model of the tests, with none in it."""
+    folder = Path(tempfile.mkdtemp(prefix="tuned-"))
+    (folder / TUNE_FILE).write_text(json.dumps({"weights": weights_hash(ASSETS / "quadriga-s")}))
+    return str(folder)
+
+
 HARDWARE = Hardware(num_cpus=64, num_gpus=64)
 ROWS = [*rows(QuadrigaConfig), *rows(PoolConfig)]
 KEYS = {row.key: row for row in ROWS}
 OTHER_VALUES: dict[str, Any] = {
     "model": "quadriga-l",
     "exits.layers": "none",
+    "exits.folder": tuned_folder(),
     "prefill_labels": {"zone": "a"},
     "decode_labels": {"zone": "a"},
     "ingress.cors_origins": ["https://app.example"],

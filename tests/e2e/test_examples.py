@@ -29,6 +29,7 @@ EXPECTED = {
     "openai_stream.py": ["3 4 5", "tokens"],
     "openai_async.py": ["5 6 7 -> Reversed: 7 6 5", "9 8 -> Reversed: 8 9"],
     "openai_errors.py": ["400 invalid_value, field temperature", "404 model_not_found", "504 dead"],
+    "openai_tools.py": ["weather {'city': '", "is_raining="],
     "sdk_generate.py": ["quadriga-auto: up to 2048 tokens", "1 3 7 9", "by layers run: {"],
     "sdk_stream.py": ["3 4 5", "tokens"],
     "sdk_async.py": ["5 6 7 -> Reversed: 7 6 5", "9 8 -> Reversed: 8 9"],

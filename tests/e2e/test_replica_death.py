@@ -40,19 +40,40 @@ def stream_until_killed(http: httpx.Client, body: dict[str, Any]) -> list[Any]:
     return [json.loads(frame) for frame in frames]
 
 
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 10, "maximum": 99},
+    "minItems": 90,
+    "maxItems": 90,
+}
+PLAIN: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+FORMED: dict[str, Any] = {
+    "max_tokens": 1500,
+    "temperature": 0.9,
+    "seed": 3,
+    "structured_outputs": {"json": NUMBERS},
+}
+
+
+@pytest.mark.parametrize("fields", [PLAIN, FORMED], ids=["plain", "of a given form"])
 @pytest.mark.skipif(
     "QUADRIGA_E2E_HTTP" in os.environ, reason="kills actors, so it needs the service it started"
 )
-def test_a_stream_survives_all_decode_replicas(service: Service, http: httpx.Client) -> None:
-    body: dict[str, Any] = {"prompt": "Sort: 4 2\n", "max_tokens": 300, "ignore_eos": True}
-    whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+def test_a_stream_survives_all_decode_replicas(
+    service: Service, http: httpx.Client, fields: dict[str, Any]
+) -> None:
+    body: dict[str, Any] = {"prompt": "Sort: 4 2\n"} | fields
+    answer = http.post("/v1/completions", json=body).json()
+    whole = answer["choices"][0]["text"]
+    if "structured_outputs" in fields:
+        assert len(json.loads(whole)) == NUMBERS["minItems"]
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
     for _ in range(MAX_DEATHS):  # the last token may have been on its way when they died
         parsed = stream_until_killed(http, streamed)
         text = "".join(choice["text"] for frame in parsed for choice in frame["choices"])
         assert text == whole
         usage = parsed[-1]["usage"]
-        assert usage["completion_tokens"] == 300
+        assert usage["completion_tokens"] == answer["usage"]["completion_tokens"]
         if usage["quadriga"]["rebuilds"]:
             break
     assert usage["quadriga"]["rebuilds"] >= 1

@@ -101,7 +101,8 @@ def save_with_exits(model: Model, path: Path, exits: ExitSpec, *, all_layers: bo
                 tensors[f"{at}.mlp.{part}.weight"] = 0.3 * torch.randn(*size, generator=generator)
         if exits.has_own_head:
             size = (model.config.vocab_size, hidden)
-            tensors[f"{at}.head.weight"] = 0.25 * torch.randn(*size, generator=generator)
+            scale = 0.25 if exits.has_norm else 0.08  # states are larger than normed ones
+            tensors[f"{at}.head.weight"] = scale * torch.randn(*size, generator=generator)
     save_file(tensors, path / EXITS_WEIGHTS)
     return path
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quadriga import LLM, ExitParams, Grammar, SamplingParams
@@ -20,6 +21,7 @@ from quadriga.errors import InvalidRequest
 from quadriga.text import load_tokenizer
 from tests.equivalence.models import kernel_cache, make_spec, make_state
 from tests.equivalence.moving import Member, move
+from tests.equivalence.test_lossless import RandomDrafter
 from tests.equivalence.test_rebuild import copy_of, go_on, rebuild, run_alone, runner
 
 S = "quadriga-s"
@@ -61,6 +63,22 @@ def test_every_answer_is_valid(llm: LLM, temperature: float, threshold: float) -
         assert output.finish_reason is FinishReason.STOP
         jsonschema.validate(json.loads(output.text), SCHEMA)
     assert temperature == 0 or len({o.text for o in outputs}) > 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_drafted_is_full_depth(llm: LLM, temperature: float) -> None:
+    """Drafts are masked as the tokens that verify them."""
+    sampling = [
+        SamplingParams(200, temperature=temperature, seed=i, grammar=PERSON) for i in (1, 2)
+    ]
+    full = llm.generate([PROMPT] * 2, sampling, exits=ExitParams(NEVER), progress=False)
+    lossless = ExitParams(NEVER, policy="lossless")
+    batch = llm.loop.decode.batch
+    batch.drafter, drafter = RandomDrafter(batch.rebatcher.costs, 5), batch.drafter
+    drafted = llm.generate([PROMPT] * 2, sampling, exits=lossless, progress=False)
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in full]
+    batch.drafter = drafter
+    assert llm.loop.decode.counters.drafted > 0
 
 
 def test_what_the_grammar_leaves_no_choice_leaves_early(llm: LLM) -> None:
@@ -184,13 +202,15 @@ def test_paused_is_undisturbed(llm: LLM) -> None:
 
 def test_in_the_relay_batch(tmp_path: Path) -> None:
     """Of an unmodified model of the vocabulary's size, whose tokenizer lies beside it."""
+    torch.manual_seed(7)
     config = AutoConfig.from_pretrained(ASSETS / S)
     model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((ASSETS / S / name).read_bytes())
-    relay = LLM(str(tmp_path), runner="baton", engine={"max_model_len": 256})
-    sampling = [SamplingParams(200, temperature=t, seed=1, grammar=PERSON) for t in (0.0, 0.8, 2.0)]
+    relay = LLM(str(tmp_path), runner="baton", engine={"max_model_len": 512})
+    sampling = [SamplingParams(450, temperature=t, seed=1, grammar=PERSON) for t in (0.0, 0.8, 2.0)]
     for output in relay.generate([PROMPT] * 3, sampling, progress=False):
+        assert output.finish_reason is FinishReason.STOP
         jsonschema.validate(json.loads(output.text), SCHEMA)
     relay.close()

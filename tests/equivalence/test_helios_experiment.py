@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from loadgen.load.task_suite import TaskPrompt, TaskSuite
+from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import ProcessorClock, TurnClock
 from loadgen.paper.helios.bench import HeliosBench, HeliosPlan
 from loadgen.paper.helios.record import StreamRun
 from loadgen.paper.helios.replica import MAX_TOKENS, ReplicaLimits, TimedModel, weight_bytes
 from loadgen.paper.helios.report import ALONE, FIXED, HeliosSetting
 from loadgen.paper.helios.serve import Contestant, open_replica, serve_in_turns
-from loadgen.paper.native import load_native, sequence
+from loadgen.paper.native import load_native
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SamplingParams

@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from actors.kv_transfer import handoff_sender
-from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.migration import Migrations
-from actors.metrics.spans import SequenceSpans
 from actors.replica.decode import DecodeReplica
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.checkpoint.exits import ExitPolicy
@@ -28,6 +26,8 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import ReplicaError
+from quadriga.replica.handoff_receiver import HandoffReceiver
+from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.scheduling.transfer import migration_copy
 from quadriga.scheduling.transfer.sequence_export import StepPhase

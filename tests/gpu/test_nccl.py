@@ -18,23 +18,23 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transfer.transports.nccl import NcclTransport
-from actors.kv_transfer.transports.nccl_library import (
+from quadriga.core.kv import KVPart
+from quadriga.errors import KVTransportError
+from quadriga.kv_transport.nccl import NcclTransport
+from quadriga.kv_transport.nccl_library import (
     SHARE_VARIABLE,
     CudaDevice,
     CudaStream,
     NcclLibrary,
     find_nccl,
 )
-from actors.kv_transfer.transports.pairs import Invite, PairTransport
-from actors.kv_transfer.transports.payload import (
+from quadriga.kv_transport.pairs import Invite, PairTransport
+from quadriga.kv_transport.payload import (
     DEVICE_DIGEST,
     checksum,
     device_digest,
     where_digested,
 )
-from quadriga.core.kv import KVPart
-from quadriga.errors import KVTransportError
 from tests.contract.lines import WAIT_S, LinesContract, Rig, Sink, make_rig
 from tests.fake_nccl import FakeDevice, FakeNccl
 from tests.gpu.devices import DEVICE, HAS_GPU, IS_REHEARSAL, gpu, gpu_itself

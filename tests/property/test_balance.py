@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.core.migration import MigrationOrder
-from quadriga.policies.ares import AresSettings
 from quadriga.policies.ares.cluster import ClusterForecast, relative_work, weights
+from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
 from quadriga.sim.decode import SimulatedDecodeReplica

@@ -17,14 +17,6 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.kv_transfer.transports.channel import (
-    ChannelOffer,
-    parse_frame,
-    read_header,
-    read_verdict,
-)
-from actors.kv_transfer.transports.channel_ends import ReceivingChannel
-from actors.kv_transfer.transports.nccl import MAX_FRAME_BYTES, Link, Listener, join_link
 from loadgen.checker import Expectation, judge_http
 from loadgen.checker.grpc import judge_grpc
 from loadgen.wire.capture import Capture, Transport
@@ -32,6 +24,14 @@ from loadgen.wire.http_wire import parse_response
 from quadriga.client.wire import StreamProgress, completion
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, QuadrigaError
+from quadriga.kv_transport.channel import (
+    ChannelOffer,
+    parse_frame,
+    read_header,
+    read_verdict,
+)
+from quadriga.kv_transport.channel_ends import ReceivingChannel
+from quadriga.kv_transport.nccl import MAX_FRAME_BYTES, Link, Listener, join_link
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from tests.hostile import DEEP, VALUES, broken, garbled, tried
 

@@ -77,6 +77,7 @@ class Audit:
 
     def __init__(self, policy: Rebatcher, runner: FakeSegmentRunner) -> None:
         self._policy = policy
+        self.costs = policy.costs
         self._runner = runner
         self._is_grouped = not isinstance(policy, DrexRebatcher)
         self._last_front_s = 0.0

@@ -12,9 +12,7 @@ from typing import Any
 
 import ray
 
-from actors.kv_transfer.handoff_receiver import HandoffReceiver
-from actors.kv_transfer.transports.auto import TransportHub
-from actors.kv_transfer.transports.channel import ChannelOffer
+from actors.kv_transfer.transport_hub import TransportHub
 from actors.rpc.lookup import NAMESPACE, scheduler_name
 from actors.rpc.rpc_batcher import BatchedCalls
 from quadriga.clock import SystemClock
@@ -23,6 +21,8 @@ from quadriga.core.output import PollReply
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import KVCacheExhausted, KVTransportError, MigrationFailed, ReplicaError
+from quadriga.kv_transport.channel import ChannelOffer
+from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.ray.ingress import call
 

@@ -117,7 +117,7 @@ async def _away_and_back(under_test: ServiceUnderTest, node: str) -> str:
 
 
 async def _drain(under_test: ServiceUnderTest, node: str) -> str:
-    """Tell Ray that a node goes, and wait until nobody whom clients need is there.
+    """Tell Ray that a node goes, and wait until no process that clients need is there.
 
     Returns what is wrong.
     """

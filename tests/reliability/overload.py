@@ -2,14 +2,14 @@
 
     capacity   as many clients as there are decode slots, each with its next request at once
     calm       half of that rate: what latencies are like when nothing waits
-    burst      five times the capacity for a moment; whoever is refused comes back when told
-    overload   five times the capacity; whoever is refused gives up, but for every tenth caller,
-               who comes back when told
-    recovery   half of the capacity again: how long until nobody notices any more
+    burst      five times the capacity for a moment; refused callers come back when told
+    overload   five times the capacity; refused callers give up, but for every tenth one,
+               which comes back when told
+    recovery   half of the capacity again: how long until latencies are calm
 
-Held to: nobody fails; of those let in, P99 of TTFT and of TPOT stays within twice the calm one,
-for every priority; goodput stays at 0.9 of the peak; no priority is shut out; whoever comes back
-when told is mostly let in, and on average after hardly more time than it was told.
+Held to: no request fails; of those let in, P99 of TTFT and of TPOT stays within twice the calm one,
+for every priority; goodput stays at 0.9 of the peak; no priority is shut out; a caller
+that comes back when told is mostly let in, and on average after hardly more time than it was told.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line
 from loadgen.report.output import add_out_argument
 from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
@@ -117,17 +117,16 @@ def run(args: argparse.Namespace) -> int:
             found = run_event_loop(lambda: Overload(args, service, console).run())
     failures = judge(found)
     console.print(table(found))
-    line = figures(found) | {
-        "failures": failures,
-        "seconds": round(time.monotonic() - began_s, 1),
-        "seed": args.seed,
-        "proxy": args.proxy,
-        "machine": provenance.machine(),
-        "commit": provenance.commit(),
-    }
+    line = print_line(
+        "overload",
+        **figures(found),
+        failures=failures,
+        seconds=round(time.monotonic() - began_s, 1),
+        seed=args.seed,
+        proxy=args.proxy,
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "overload.json").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
     return 1 if failures else 0
 
 
@@ -295,7 +294,7 @@ class Overload:
             RequestSpec(
                 index=index,
                 arrival_s=0.0,
-                prompt=PROMPT.format(first=index),  # nobody is taken for somebody else
+                prompt=PROMPT.format(first=index),  # no caller is taken for another
                 max_tokens=self._rng.randint(*OUTPUT_TOKENS),
                 ignore_eos=True,
                 extra={"priority": PRIORITIES[index % len(PRIORITIES)]},

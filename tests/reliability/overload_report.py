@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 
 from loadgen.checker import Outcome
+from loadgen.report.experiment import table_of
 from loadgen.report.metrics import Distribution, tpot_s, ttft_s
 from loadgen.runner import Record
 
@@ -68,7 +69,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Returns:
-    """Refused callers who came back when told.
+    """Refused callers that came back when told.
 
     Attributes:
         tries: How often each had to come back until it was let in.
@@ -160,7 +161,7 @@ def judge(found: Found) -> list[str]:
     ]
     refused = [r for r in over.records if r.verdict.outcome is Outcome.REFUSED]
     if not refused:
-        failures.append("nobody was refused: this was no overload")
+        failures.append("no request was refused: this was no overload")
     if any(r.verdict.retry_after_s is None for r in refused):
         failures.append("a refusal did not say when to come back")
     for name, returns in (("burst", found.returns), ("overload", found.overload_returns)):
@@ -193,7 +194,6 @@ def figures(found: Found) -> dict[str, Any]:
             "tpot_p50_p99_s": [tpot.p50, tpot.p99],
         }
     return {
-        "experiment": "overload",
         "capacity_rps": round(found.capacity_rps, 2),
         "phases": phases,
         "burst": {
@@ -216,23 +216,18 @@ def _request_log(returns: Returns) -> dict[str, Any]:
 
 def table(found: Found) -> Table:
     """A line for each phase."""
-    made = Table("phase", "requests/s", "sent", "let in", "of priority 0 / 1 / 2", "failed")
-    for name in ("tokens/s", "TTFT P50 / P99", "TPOT P50 / P99"):
-        made.add_column(name)
-    for phase in found.phases.values():
-        ttft, tpot = phase.ttft(), phase.tpot()
-        made.add_row(
-            phase.name,
-            "closed" if phase.rate is None else f"{phase.rate:.1f}",
-            str(len(phase.records)),
-            f"{phase.share():.1%}",
-            " / ".join(f"{phase.share(p):.1%}" for p in PRIORITIES),
-            str(phase.count(Outcome.FAILED)),
-            f"{phase.goodput:.0f}",
-            f"{ms(ttft.p50)} / {ms(ttft.p99)}",
-            f"{ms(tpot.p50)} / {ms(tpot.p99)}",
-        )
-    return made
+    columns: dict[str, Callable[[Phase], object]] = {
+        "phase": lambda p: p.name,
+        "requests/s": lambda p: "closed" if p.rate is None else f"{p.rate:.1f}",
+        "sent": lambda p: len(p.records),
+        "let in": lambda p: f"{p.share():.1%}",
+        "of priority 0 / 1 / 2": lambda p: " / ".join(f"{p.share(i):.1%}" for i in PRIORITIES),
+        "failed": lambda p: p.count(Outcome.FAILED),
+        "tokens/s": lambda p: f"{p.goodput:.0f}",
+        "TTFT P50 / P99": lambda p: f"{ms(p.ttft().p50)} / {ms(p.ttft().p99)}",
+        "TPOT P50 / P99": lambda p: f"{ms(p.tpot().p50)} / {ms(p.tpot().p99)}",
+    }
+    return table_of(found.phases.values(), columns)
 
 
 def ms(seconds: float | None) -> str:

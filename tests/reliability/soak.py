@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.options import add_setting_argument, check_service, number, whole
-from loadgen.report import provenance
+from loadgen.report.experiment import drawn, print_line, table_of
 from loadgen.report.output import add_out_argument
 from loadgen.runner import now_s
 from loadgen.target import find_target
 from tests.reliability.cluster.baseline import ResourceBaseline, take, trouble_with
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 from tests.reliability.cluster.process_resources import Series, Slope, process_resources
-from tests.reliability.load.mixed_load import MixedLoad
+from tests.reliability.load.mixed_load import MixedLoad, Tally
 from tests.reliability.load.random_faults import MOVES, RandomFaults
 from tests.reliability.load.streams import clients_of, make_streams
 
@@ -92,8 +93,7 @@ def run(args: argparse.Namespace) -> int:
     soak.plot(plot)
     console.print(soak.table())
     console.print(f"plot: {plot}")
-    line = soak.summary() | {"seconds": round(time.monotonic() - began_s, 1)}
-    print(json.dumps(line))
+    print_line("soak", **soak.summary(), seconds=round(time.monotonic() - began_s, 1))
     return 0 if not soak.failures() else 1
 
 
@@ -217,31 +217,25 @@ class Soak:
 
     def table(self) -> Table:
         """Memory by process: first and last, and the line's slope."""
-        made = Table(
-            "process", "kind", "seconds", "files", "first MiB", "last MiB", "MiB an hour", "±"
-        )
-        for pid, series in sorted(self._series.items(), key=lambda item: item[1].kind):
-            fitted = self._slopes.get(pid)
-            if fitted is None:
-                continue
-            made.add_row(
-                str(pid),
-                series.kind,
-                f"{series.times_s[-1] - series.times_s[0]:.0f}",
-                f"{series.num_fds[0]} → {series.num_fds[-1]}",
-                f"{series.own_bytes[0] / MIB:.1f}",
-                f"{series.own_bytes[-1] / MIB:.1f}",
-                f"{fitted.per_h / MIB:.1f}",
-                f"{fitted.error / MIB:.1f}",
-            )
-        return made
+        of, slopes = self._series, self._slopes
+        columns: dict[str, Callable[[int], object]] = {
+            "process": lambda pid: pid,
+            "kind": lambda pid: of[pid].kind,
+            "seconds": lambda pid: f"{of[pid].times_s[-1] - of[pid].times_s[0]:.0f}",
+            "files": lambda pid: f"{of[pid].num_fds[0]} → {of[pid].num_fds[-1]}",
+            "first MiB": lambda pid: f"{of[pid].own_bytes[0] / MIB:.1f}",
+            "last MiB": lambda pid: f"{of[pid].own_bytes[-1] / MIB:.1f}",
+            "MiB an hour": lambda pid: f"{slopes[pid].per_h / MIB:.1f}",
+            "±": lambda pid: f"{slopes[pid].error / MIB:.1f}",
+        }
+        return table_of(sorted(slopes, key=lambda pid: of[pid].kind), columns)
 
     def plot(self, path: Path) -> None:
         """Draw the memory of every process, with the harms as ticks."""
-        from matplotlib.figure import Figure
+        with drawn(path, size=(9, 4.5)) as axes:
+            self._draw(axes[0][0])
 
-        figure = Figure(figsize=(9, 4.5), layout="constrained")
-        axes = figure.subplots()
+    def _draw(self, axes: Any) -> None:
         kinds = sorted({series.kind for series in self._series.values()})
         start_s = min((s.times_s[0] for s in self._series.values()), default=0.0)
         for series in self._series.values():
@@ -257,24 +251,22 @@ class Soak:
         axes.set_ylim(bottom=0)
         if kinds:
             axes.legend(loc="lower right", fontsize="small")
-        figure.savefig(path, dpi=120)
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         """The last line."""
-        tally = self._load.tally if self._load is not None else None
+        tally = self._load.tally if self._load is not None else Tally()
         return {
-            "experiment": "soak",
             "failures": self.failures(),
-            "sent": dict(tally.sent) if tally else {},
-            "ok": tally.ok if tally else 0,
-            "hung_up": tally.hung_up if tally else 0,
-            "failed": tally.failed if tally else 0,
-            "refused": tally.refused if tally else 0,
-            "differing": tally.differing if tally else 0,
-            "rebuilt": tally.rebuilt if tally else 0,
-            "tokens": tally.tokens if tally else 0,
-            "worst_silence_s": round(tally.worst_silence_s, 2) if tally else 0.0,
-            "faults": tally.faults[:5] if tally else [],
+            "sent": dict(tally.sent),
+            "ok": tally.ok,
+            "hung_up": tally.hung_up,
+            "failed": tally.failed,
+            "refused": tally.refused,
+            "differing": tally.differing,
+            "rebuilt": tally.rebuilt,
+            "tokens": tally.tokens,
+            "worst_silence_s": round(tally.worst_silence_s, 2),
+            "faults": tally.faults[:5],
             "harms": dict(self._harm.done) if self._harm else {},
             "slopes_mib_per_h": {
                 f"{self._series[pid].kind} {pid}": [
@@ -292,8 +284,6 @@ class Soak:
             },
             "minutes": self._args.minutes,
             "seed": self._args.seed,
-            "machine": provenance.machine(),
-            "commit": provenance.commit(),
         }
 
     def _note(self, what: str) -> None:

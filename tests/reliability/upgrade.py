@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -33,7 +32,7 @@ from rich.console import Console
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line
 from loadgen.runner import now_s
 from loadgen.target import find_target
 from tests.reliability.cluster.agent_client import AgentError
@@ -114,14 +113,8 @@ def run(args: argparse.Namespace) -> int:
         run_nodes(args, found, console, began_s)
     failures = judge(found, wanted_rounds=args.rounds, wanted_nodes=args.node_rounds)
     console.print(table(found))
-    line = figures(found) | {
-        "failures": failures,
-        "seconds": round(time.monotonic() - began_s, 1),
-        "seed": args.seed,
-        "machine": provenance.machine(),
-        "commit": provenance.commit(),
-    }
-    print(json.dumps(line))
+    seconds = round(time.monotonic() - began_s, 1)
+    print_line("upgrade", **figures(found), failures=failures, seconds=seconds, seed=args.seed)
     return 1 if failures else 0
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from loadgen.report.experiment import table_of
 from tests.reliability.load.mixed_load import Silence, Tally
 
 KINDS = ("sigterm", "front", "replace", "scale")
@@ -74,7 +76,9 @@ def judge(found: Found, *, wanted_rounds: int, wanted_nodes: int = 0) -> list[st
     if not found.tally.is_ok:
         failures += found.tally.faults[:5] or ["requests were refused, or none was sent"]
     if not found.farewell.is_ok:
-        failures += [f"at the end: {f}" for f in found.farewell.faults[:3]] or ["nobody took leave"]
+        failures += [f"at the end: {f}" for f in found.farewell.faults[:3]] or [
+            "no stream was under way"
+        ]
     if found.nodes is not None and not found.nodes.is_ok:
         failures += [f"nodes: {f}" for f in found.nodes.faults[:3]] or [
             "nodes: refused, or unasked"
@@ -84,11 +88,10 @@ def judge(found: Found, *, wanted_rounds: int, wanted_nodes: int = 0) -> list[st
     return failures
 
 
-def figures(found: Found) -> dict[str, object]:
+def figures(found: Found) -> dict[str, Any]:
     """For the last line."""
     tally = found.tally
     return {
-        "experiment": "upgrade",
         "rounds": dict(Counter(r.kind for r in found.rounds)),
         "round_s": {
             kind: [round(r.took_s, 1) for r in found.rounds if r.kind == kind]
@@ -122,19 +125,16 @@ def _by_kind(found: Found, *, is_first: bool) -> dict[str, list[float]]:
 
 def table(found: Found) -> Table:
     """A line for each kind of round."""
-    made = Table("round", "times", "seconds P50", "seconds max")
-    for name in ("longest silence s", "longest wait for a first token s", "trouble"):
-        made.add_column(name)
-    for kind in (*KINDS, NODE):
-        times = [r.took_s for r in found.rounds if r.kind == kind]
-        if times:
-            made.add_row(
-                kind,
-                str(len(times)),
-                f"{np.median(times):.1f}",
-                f"{max(times):.1f}",
-                f"{max(found.silences_s(kind, is_first=False)):.2f}",
-                f"{max(found.silences_s(kind, is_first=True)):.2f}",
-                str(sum(bool(r.trouble) for r in found.rounds if r.kind == kind)),
-            )
-    return made
+    times = {k: [r.took_s for r in found.rounds if r.kind == k] for k in (*KINDS, NODE)}
+    columns: dict[str, Callable[[str], object]] = {
+        "round": lambda kind: kind,
+        "times": lambda kind: len(times[kind]),
+        "seconds P50": lambda kind: f"{np.median(times[kind]):.1f}",
+        "seconds max": lambda kind: f"{max(times[kind]):.1f}",
+        "longest silence s": lambda kind: f"{max(found.silences_s(kind, is_first=False)):.2f}",
+        "longest wait for a first token s": lambda kind: (
+            f"{max(found.silences_s(kind, is_first=True)):.2f}"
+        ),
+        "trouble": lambda kind: sum(bool(r.trouble) for r in found.rounds if r.kind == kind),
+    }
+    return table_of([kind for kind in times if times[kind]], columns)

@@ -15,13 +15,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from actors.metrics.spans import SequenceSpans
 from quadriga.clock import SystemClock
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import KVTransportError, Overloaded, ReplicaDied
 from quadriga.observability import tracing
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from quadriga.replica.spans import SequenceSpans
 from serve_app.grpc.server import GrpcServer
 from tests.unit.actors.test_migration import Replica as MovingReplica
 from tests.unit.serve_app.conftest import MakeStand, make_stand

@@ -191,7 +191,7 @@ def _print(outcomes: Sequence[PaceOutcome]) -> None:
 
 
 class _Bench:
-    """One pace: an application, its streams, and who moves."""
+    """One pace: an application, its streams, and their moves."""
 
     def __init__(self, args: argparse.Namespace, pace: str | None) -> None:
         self._args = args

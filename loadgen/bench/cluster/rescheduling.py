@@ -1,7 +1,7 @@
 """`python -m loadgen bench rescheduling`: a real cluster with and without rescheduling.
 
 One prefill and three decode replicas, paced as devices of their own, memory promised as it is
-used, and answers of very different lengths that nobody knows beforehand: task prompts that the
+used, and answers of very different lengths that are not known beforehand: task prompts that the
 model ends by itself. The same requests at the same times go to each policy in turn, to a service
 started anew; every response is checked, and the answers of all runs are compared.
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from loadgen.bench.engines.workloads import Workload
 
 TIE_LOGITS = 1e-4
 """Two best logits closer than this are a tie: float32 rounding decides, and may differ."""
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Return the first place where two answers part, or where the shorter one ends; else None."""
+    pairs = enumerate(zip_longest(ours, theirs))
+    return next((i for i, (a, b) in pairs if a != b), None)
 
 
 @dataclass(slots=True)
@@ -41,11 +47,11 @@ class Reference:
 
     def __init__(self, checkpoint: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+
+        from loadgen.bench.engines.hf_transformers import load_model
 
         self._torch = torch
-        model: Any = AutoModelForCausalLM
-        self._model = model.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self._model = load_model(checkpoint)
 
     def compare(
         self, workload: Workload, ours: Sequence[list[int]], theirs: Sequence[list[int]]
@@ -53,12 +59,9 @@ class Reference:
         """Compare request by request; each is judged at the first position that differs."""
         result = Agreement(len(workload.requests), 0, [])
         for index, (request, a, b) in enumerate(zip(workload.requests, ours, theirs, strict=True)):
-            if a == b:
+            at = first_difference(a, b)
+            if at is None:
                 continue
-            at = next(
-                (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-                min(len(a), len(b)),
-            )
             if at == min(len(a), len(b)):
                 result.different.append((index, at, float("nan")))
                 continue

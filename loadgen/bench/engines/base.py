@@ -17,7 +17,7 @@ class GeneratedTokens:
         ttft_s: Time of each request's first token since time 0; empty where the engine returns
             only whole batches and does not tell.
         token_ids: The tokens generated for each request, in the workload's order.
-        cpu_s: Processor time of the engine's process meanwhile; filled in by whoever runs it.
+        cpu_s: Processor time of the engine's process meanwhile; filled in by the worker.
     """
 
     seconds: float

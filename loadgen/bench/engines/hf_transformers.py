@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,43 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loadgen.bench.engines.base import GeneratedTokens
-from loadgen.bench.engines.workloads import Workload, WorkloadRequest
+from loadgen.bench.engines.workloads import Workload
+
+
+def load_model(checkpoint: Path | str, dtype: str = "float32", device: str = "cpu") -> Any:
+    """Return the model as `transformers` has it, ready to generate."""
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
+
+
+@torch.inference_mode()
+def generate_padded(
+    model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, **hooks: Any
+) -> list[list[int]]:
+    """Return `num_tokens` greedy tokens for each prompt, all padded on the left to the longest.
+
+    Args:
+        hooks: Further arguments of `generate`: processors, criteria.
+    """
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    out = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        repetition_penalty=1.0,
+        **hooks,
+    )
+    tokens: list[list[int]] = out[:, width:].tolist()
+    return tokens
 
 
 class TransformersPeer:
@@ -20,13 +57,11 @@ class TransformersPeer:
 
     def __init__(self, checkpoint: Path, threads: int) -> None:
         torch.set_num_threads(threads)
-        model: Any = AutoModelForCausalLM
-        self._model = model.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self._model = load_model(checkpoint)
 
     def prepare(self, workloads: list[Workload]) -> None:
         """Nothing to do: the model runs eagerly."""
 
-    @torch.inference_mode()
     def generate(self, workload: Workload) -> GeneratedTokens:
         """See `Peer.generate`."""
         tokens: list[list[int]] = []
@@ -35,33 +70,13 @@ class TransformersPeer:
         for begin in range(0, len(workload.requests), workload.concurrency):
             batch = workload.requests[begin : begin + workload.concurrency]
             first = _FirstToken()
-            tokens += self._generate_batch(batch, first)
+            steps = max(r.max_tokens for r in batch)
+            found = generate_padded(
+                self._model, [r.prompt for r in batch], steps, logits_processor=[first]
+            )
+            tokens += [row[: r.max_tokens] for row, r in zip(found, batch, strict=True)]
             ttft_s += [first.at_s - started_s] * len(batch)
         return GeneratedTokens(time.perf_counter() - started_s, ttft_s, tokens)
-
-    def _generate_batch(self, batch: list[WorkloadRequest], first: _FirstToken) -> list[list[int]]:
-        width = max(len(r.prompt) for r in batch)
-        steps = max(r.max_tokens for r in batch)
-        ids = torch.zeros((len(batch), width), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, request in enumerate(batch):
-            ids[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
-            mask[row, width - len(request.prompt) :] = 1
-        out = self._model.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=steps,
-            min_new_tokens=steps,
-            eos_token_id=None,
-            pad_token_id=0,
-            repetition_penalty=1.0,
-            logits_processor=[first],
-        )
-        return [
-            row[width : width + request.max_tokens]
-            for row, request in zip(out.tolist(), batch, strict=True)
-        ]
 
 
 class _FirstToken:

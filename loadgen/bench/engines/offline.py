@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.workloads import Workload
+from loadgen.model_costs.engine import engine_spec
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
-from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
-from quadriga.files import cache_folder
 from quadriga.llm import LLM
 
 if TYPE_CHECKING:
@@ -47,24 +46,6 @@ class QuadrigaPeer:
         """Run one workload to its end."""
         assert self._runner is not None, "prepare comes first"
         return run_offline(LLM.over(self._runner, max_slots=workload.concurrency), workload)
-
-
-def engine_spec(
-    checkpoint: Checkpoint, *, threads: int, num_rows: int, row_capacity_tokens: int
-) -> EngineSpec:
-    """The engine at full depth in float32, compiled before the clock starts."""
-    return EngineSpec(
-        checkpoint=checkpoint,
-        depth=checkpoint.num_layers,
-        device="cpu",
-        dtype="float32",
-        threads=threads,
-        compile="wait",
-        cache_dir=cache_folder(),
-        num_rows=num_rows,
-        row_capacity_tokens=row_capacity_tokens,
-        kv_capacity_tokens=num_rows * row_capacity_tokens,
-    )
 
 
 def _check(checkpoint: Checkpoint, workloads: list[Workload]) -> None:

@@ -92,7 +92,7 @@ class FakeServer:
             await self._answer(await _read_request(reader), writer)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client went away; nobody is left to tell
+            pass  # the client went away
         except asyncio.CancelledError:
             pass  # the fake is closing
         finally:

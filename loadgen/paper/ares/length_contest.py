@@ -1,4 +1,4 @@
-"""Who predicts remaining lengths in `paper ares-predictor`: trained, applied and timed.
+"""The predictors of remaining lengths in `paper ares-predictor`: trained, applied and timed.
 
 What is asked every 20 tokens is shown twice: each answer alone, and averaged with the ones before,
 as a decode replica does. The auxiliary encoder is averaged the same way.
@@ -44,7 +44,7 @@ class LengthPredictor:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """All who were asked about the test part.
+    """All predictors that were asked about the test part.
 
     Attributes:
         ours: As a decode replica believes it: averaged.
@@ -62,7 +62,7 @@ class Contest:
     losses: dict[str, float]
 
     @property
-    def everybody(self) -> list[LengthPredictor]:
+    def predictors(self) -> list[LengthPredictor]:
         """Without the auxiliary twice."""
         found = [self.ours, self.alone, self.auxiliary, self.auxiliary_alone, *self.others]
         return list({p.name: p for p in found}.values())
@@ -77,7 +77,7 @@ def hold(
     seed: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> Contest:
-    """Train what is trained, and ask everybody about the test part.
+    """Train what is trained, and ask every predictor about the test part.
 
     Args:
         vocab_size: Of the model.

@@ -21,7 +21,7 @@ from loadgen.simulation.loads import (
     trace_load,
 )
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import AresSettings
+from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import find_profile
 from quadriga.sim.results import RunSummary, Slo

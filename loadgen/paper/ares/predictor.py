@@ -33,7 +33,7 @@ from loadgen.report.output import add_out_argument
 from loadgen.report.progress import Steps
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.scheduling.calibration import Dummies
-from quadriga.training.heads import collect, load
+from quadriga.training.heads import collect, collected, load
 from quadriga.tune.lengths import SAMPLE_EVERY, LengthData, measure
 from quadriga.tune.prompts import TASKS_NAME, read_prompts
 
@@ -52,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", metavar="FILE", help="of quadriga.tune, instead of the tasks' prompts"
     )
     parser.add_argument(
+        "--work", type=Path, metavar="DIR/work",
+        help="of a quadriga.tune with these --prompts: answers and states are taken from there",
+    )  # fmt: skip
+    parser.add_argument(
         "--encoder-s", type=number(0), default=240.0, help="processor seconds to train one size"
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
@@ -68,7 +72,11 @@ def run(args: argparse.Namespace) -> int:
     budget_s = min(args.encoder_s, 45.0) if args.quick else args.encoder_s
     sizes = QUICK_SWEEP if args.quick else SWEEP
     console = Console()
-    data = _collect(args.checkpoint, args.prompts or f"{TASKS_NAME}{requests}", args.threads)
+    source = args.prompts or f"{TASKS_NAME}{requests}"
+    if args.work is not None:
+        data = collected(args.work, read_prompts(source))
+    else:
+        data = _collect(args.checkpoint, source, args.threads)
     train, validation, test = data.split(seed=args.seed)
     samples, count = len(data.remaining), len(data.token_ids)
     console.print(f"{checkpoint.id}: {samples:,} samples of {count:,} requests")
@@ -81,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         args.seed,
         console.print,
     )
-    rows = [_row(p, data, test) for p in contest.everybody]
+    rows = [_row(p, data, test) for p in contest.predictors]
     intervals = _by_interval(contest.alone, data, test)
     _print(rows, contest.losses, intervals, console)
     ours, auxiliary = _row(contest.ours, data, test), _row(contest.auxiliary, data, test)
@@ -168,7 +176,7 @@ def _print(
         for n in BATCHES
     }
     columns["below q90"] = lambda r: f"{r['calibration'][-1][1]:.2f}"
-    title = "Remaining tokens, on requests nobody was trained on"
+    title = "Remaining tokens, on requests that no predictor was trained on"
     console.print(table_of(rows, columns, title=title))
     sweep = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
     console.print(f"auxiliary encoders, loss on validation: {sweep}")

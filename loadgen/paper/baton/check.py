@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from loadgen.bench.engines.agreement import first_difference
 from loadgen.paper.baton.queries import Query
 from quadriga.engine.baton.model import CausalModel
 from quadriga.errors import InvariantViolation
@@ -32,9 +33,7 @@ def count_ties(
             raise InvariantViolation(
                 f"query {query.index}: {len(ours)} and {len(theirs)} of {query.num_output} tokens"
             )
-        parted = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None
-        )
+        parted = first_difference(ours, theirs)
         if parted is None:
             continue
         gap = _logit_gap(model, [*query.prompt_ids, *theirs[:parted]], ours[parted], theirs[parted])

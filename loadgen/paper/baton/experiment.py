@@ -1,10 +1,11 @@
 """`python -m loadgen paper baton`: the relay batch against other ways to batch.
 
-The paper's two query sets (see `baton_queries`) through contestants (see `baton_contestants`),
+The paper's two query sets (see `baton.queries`) through contestants (see `baton.contestants`),
 on an unmodified `transformers` model. As in the paper, whose methods all "apply asynchronous P&D
-decoupling" on one GPU, every contestant has the same single core for everything: who splits prefill
-off computes it on that core too, in the same thread, and its time counts. Time is processor time of
-that thread, which on a quiet machine is the time by the wall; wall time stands beside it.
+decoupling" on one GPU, every contestant has the same single core for everything: one that splits
+prefill off computes it on that core too, in the same thread, and its time counts. Time is
+processor time of that thread, which on a quiet machine is the time by the wall; wall time stands
+beside it.
 
 Every round draws the sets anew, the contestants run one after the other in each, and ratios are
 taken inside a round; printed are medians. All contestants must give the same tokens.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from loadgen.model_costs.engine import engine_spec
 from loadgen.options import number, whole
 from loadgen.paper.baton.check import count_ties
 from loadgen.paper.baton.contestants import CONTESTANTS, rows_needed
@@ -33,9 +35,7 @@ from loadgen.paper.baton.report import as_row, headline, print_table, write_plot
 from loadgen.report.experiment import publish, say
 from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.folder import read_checkpoint
-from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.baton.runner import BatonRunner
-from quadriga.files import cache_folder
 
 BRIEF_CONTESTANTS = ("run_to_completion", "baton", "generate")
 """In the second set only these are compared, as in the paper."""
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread", choices=("pareto", "uniform"), default="pareto",
                         help="of the short lengths between their limits")  # fmt: skip
     parser.add_argument("--contestant", nargs="+", choices=tuple(CONTESTANTS),
-                        default=list(CONTESTANTS), help="who is compared")  # fmt: skip
+                        default=list(CONTESTANTS), help="to compare")  # fmt: skip
     parser.add_argument("--rounds", type=whole(1), default=3, help="of each setting")
     parser.add_argument("--seed", type=whole(0), default=_SEED, help="of everything random")
     parser.add_argument("--quick", action="store_true",
@@ -172,17 +172,11 @@ def _load(args: argparse.Namespace, settings: Sequence[BatonSetting]) -> BatonRu
         for round_ in range(args.rounds)
     )
     runner = BatonRunner.load(
-        EngineSpec(
-            checkpoint=checkpoint,
-            depth=checkpoint.num_layers,
-            device="cpu",
-            dtype="float32",
-            threads=1,
-            compile="off",
-            cache_dir=cache_folder(),
+        engine_spec(
+            checkpoint,
             num_rows=1,
             row_capacity_tokens=capacity,
-            kv_capacity_tokens=capacity,
+            compile="off",
             runner="baton",
         )
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from loadgen.bench.engines.hf_transformers import generate_padded
 from loadgen.paper.baton.queries import Query
 from loadgen.paper.baton.record import QueryRecord
 from loadgen.paper.baton.relay import MEMORY_EVERY
@@ -30,22 +31,12 @@ def _generate_batch(
     runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], token_bytes: int
 ) -> None:
     longest = max(len(q.prompt_ids) for q in queries)
-    ids = torch.zeros((len(queries), longest), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, query in enumerate(queries):
-        ids[i, longest - len(query.prompt_ids) :] = torch.tensor(query.prompt_ids)
-        mask[i, longest - len(query.prompt_ids) :] = 1
-    num_output = max(q.num_output for q in queries)
-    model: Any = runner.model.unwrapped
-    model.generate(
-        ids,
-        attention_mask=mask,
-        do_sample=False,
-        max_new_tokens=num_output,
-        min_new_tokens=num_output,
-        eos_token_id=None,
-        pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([_Observer(record, queries, longest, token_bytes)]),
+    observer = _Observer(record, queries, longest, token_bytes)
+    generate_padded(
+        runner.model.unwrapped,
+        [q.prompt_ids for q in queries],
+        max(q.num_output for q in queries),
+        stopping_criteria=StoppingCriteriaList([observer]),
     )
 
 

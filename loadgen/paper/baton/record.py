@@ -85,7 +85,7 @@ class QueryRecord:
 
     @property
     def idle_share(self) -> float:
-        """Share of the positions computed that were of no use to anybody."""
+        """Share of the positions computed that were of no use."""
         return 1.0 - self.useful / self.computed if self.computed else 0.0
 
     @property

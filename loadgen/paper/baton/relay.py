@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loadgen.model_costs.engine import sequence
 from loadgen.paper.baton.queries import Query
 from loadgen.paper.baton.record import QueryRecord
 from quadriga.clock import SystemClock
@@ -48,7 +49,7 @@ class Relay(ColocatedLoop):
     """The service's loops at work on a query set; notes in `record` what they do.
 
     A query goes on to decode when its contestant says so, and until it is released: what comes
-    after its end is of no use to anybody.
+    after its end is of no use.
 
     Args:
         chunk_tokens: Prompt tokens between two steps, at most.
@@ -79,21 +80,13 @@ class Relay(ColocatedLoop):
 
     def start(self, query: Query) -> LiveQuery:
         """A query is under way."""
-        state = SequenceState(
-            sequence_id=str(query.index),
-            request_id=str(query.index),
-            model="",
-            prompt_ids=list(query.prompt_ids),
-            # Nothing ends it here: rows that are done may idle until the longest answer is.
-            sampling=SamplingParams(
-                max_tokens=self.runner.row_capacity_tokens - len(query.prompt_ids),
-                temperature=0.0,
-                ignore_eos=True,
-            ),
-            ingress_id="",
-            arrival_unix_s=0.0,
-            deadline_unix_s=float("inf"),
+        # Nothing ends it here: rows that are done may idle until the longest answer is.
+        sampling = SamplingParams(
+            max_tokens=self.runner.row_capacity_tokens - len(query.prompt_ids),
+            temperature=0.0,
+            ignore_eos=True,
         )
+        state = sequence(str(query.index), list(query.prompt_ids), sampling)
         live = LiveQuery(query, state)
         self._live[state.sequence_id] = live
         return live

@@ -8,12 +8,12 @@ then policies learn. The last sequences are decoded to their end for their answe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from loadgen.load.task_suite import TaskPrompt
+from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import TurnClock
-from loadgen.paper.native import sequence
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.clock import Clock
 from quadriga.core.request import SamplingParams
@@ -78,11 +78,47 @@ def run_closed_loop(
     max_tokens: int,
     on_loop: Callable[[DecodeLoop], None] | None = None,
 ) -> ClosedLoopRun:
-    """Decode every prompt with `slots` of them in flight.
+    """Decode every prompt with `slots` of them in flight; see `closed_loop`."""
+    outcome, watch = ClosedLoopRun(), TurnClock(clock)
+    steps = closed_loop(
+        prompts,
+        outcome,
+        runner=runner,
+        native=native,
+        watch=watch,
+        make_rebatcher=make_rebatcher,
+        slots=slots,
+        exits=exits,
+        max_tokens=max_tokens,
+        on_loop=on_loop,
+    )
+    with watch.turn():
+        deque(steps, maxlen=0)
+    return outcome
+
+
+def closed_loop(
+    prompts: Sequence[TaskPrompt],
+    outcome: ClosedLoopRun,
+    *,
+    runner: ModelRunner,
+    native: NativeRunner,
+    watch: TurnClock,
+    make_rebatcher: Callable[[ExitCounters], Rebatcher | None],
+    slots: int,
+    exits: ExitParams,
+    max_tokens: int,
+    on_loop: Callable[[DecodeLoop], None] | None = None,
+) -> Generator[int]:
+    """Decode every prompt with `slots` of them in flight, step by step, in turns of `watch`.
 
     Args:
+        outcome: Filled in.
         runner: What the loop calls; `native` itself or something around it.
         on_loop: Called with the decode loop before its first step.
+
+    Yields:
+        New tokens, after each step.
 
     Raises:
         ConfigError: There are too few prompts to fill the slots.
@@ -91,8 +127,6 @@ def run_closed_loop(
         raise ConfigError(
             f"{len(prompts)} prompts are too few for {slots} slots; take {3 * slots} or more"
         )
-    outcome = ClosedLoopRun()
-    watch = TurnClock(clock)
     skipped = native.skipped
     before = (skipped.num_filled, skipped.copied_bytes) if skipped is not None else (0, 0)
     loop = ColocatedLoop(
@@ -111,45 +145,44 @@ def run_closed_loop(
     joined_s: dict[str, float] = {}
     last_s: dict[str, float] = {}
     started_s, is_full, num_ended, warm_up = watch.now_s(), True, 0, dict[int, int]()
-    with watch.turn():
-        while queue or loop.has_work or is_full:
-            with watch.stopped():
-                while queue and decode.num_running < slots:
-                    index, prompt = queue.popleft()
-                    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-                    loop.submit(sequence(str(index), prompt.token_ids, sampling, exits=exits))
-                    for first in loop.compute_prompts():
-                        outcome.outputs[index] = list(first.token_ids)
-                        outcome.exit_layers[index] = list(first.exit_layers)
-                        joined_s[str(index)] = last_s[str(index)] = watch.now_s()
-                if is_full and decode.num_running < slots:
-                    is_full, outcome.seconds = False, watch.now_s() - started_s
-                    tokens = outcome.counters.tokens
-                    outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
-                if outcome.steps % _BYTES_EVERY == 0:
-                    outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(decode.rows))
-            if not loop.has_work:
-                continue  # the only slot's last sequence has ended
-            emissions = loop.step()
-            now_s = watch.now_s()
-            outcome.steps += is_full
-            for emission in emissions:
-                key = emission.sequence_id
-                outcome.outputs[int(key)].extend(emission.token_ids)
-                outcome.exit_layers[int(key)].extend(emission.exit_layers)
-                if is_full:
-                    outcome.tokens += len(emission.token_ids)
-                    outcome.gaps_s.append(now_s - last_s[key])
-                    if emission.finish is not None:
-                        outcome.request_s.append(now_s - joined_s[key])
-                last_s[key] = now_s
-                num_ended += emission.finish is not None
-            if num_ended >= slots and not warm_up:
-                outcome.tokens = outcome.steps = 0
-                outcome.gaps_s, outcome.request_s = [], []
-                started_s, warm_up = now_s, dict(outcome.counters.tokens)
+    while queue or loop.has_work or is_full:
+        with watch.stopped():
+            while queue and decode.num_running < slots:
+                index, prompt = queue.popleft()
+                sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+                loop.submit(sequence(str(index), prompt.token_ids, sampling, exits=exits))
+                for first in loop.compute_prompts():
+                    outcome.outputs[index] = list(first.token_ids)
+                    outcome.exit_layers[index] = list(first.exit_layers)
+                    joined_s[str(index)] = last_s[str(index)] = watch.now_s()
+            if is_full and decode.num_running < slots:
+                is_full, outcome.seconds = False, watch.now_s() - started_s
+                tokens = outcome.counters.tokens
+                outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
+            if outcome.steps % _BYTES_EVERY == 0:
+                outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(decode.rows))
+        if not loop.has_work:
+            continue  # the only slot's last sequence has ended
+        emissions = loop.step()
+        now_s = watch.now_s()
+        outcome.steps += is_full
+        for emission in emissions:
+            key = emission.sequence_id
+            outcome.outputs[int(key)].extend(emission.token_ids)
+            outcome.exit_layers[int(key)].extend(emission.exit_layers)
+            if is_full:
+                outcome.tokens += len(emission.token_ids)
+                outcome.gaps_s.append(now_s - last_s[key])
+                if emission.finish is not None:
+                    outcome.request_s.append(now_s - joined_s[key])
+            last_s[key] = now_s
+            num_ended += emission.finish is not None
+        if num_ended >= slots and not warm_up:
+            outcome.tokens = outcome.steps = 0
+            outcome.gaps_s, outcome.request_s = [], []
+            started_s, warm_up = now_s, dict(outcome.counters.tokens)
+        yield sum([len(emission.token_ids) for emission in emissions])
     loop.check()
     if skipped is not None:
         outcome.filled_tokens = skipped.num_filled - before[0]
         outcome.copied_bytes = skipped.copied_bytes - before[1]
-    return outcome

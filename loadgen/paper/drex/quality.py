@@ -1,7 +1,7 @@
 """`python -m loadgen paper drex --quality`: what leaving early costs in answers.
 
 Every fill mode and threshold decodes the same task prompts, really generated, and is compared with
-the same engine at full depth. Every exit is tested for every token and whoever passes leaves, so
+the same engine at full depth. Every exit is tested for every token and one that passes leaves, so
 the table depends on the weights alone; load can only make tokens go deeper.
 
 Where two answers part, their first different token tells what was to blame: one that left early
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from loadgen.bench.engines.agreement import first_difference
 from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.drex.closed_loop import ClosedLoopRun, run_closed_loop
 from loadgen.paper.native import load_native
@@ -197,9 +198,8 @@ def _parted_at(outcome: ClosedLoopRun, full: ClosedLoopRun) -> Counter[int]:
     """Layers run for the first token that is not that of full depth → answers."""
     found: Counter[int] = Counter()
     for index, tokens in outcome.outputs.items():
-        pairs = enumerate(zip(tokens, full.outputs[index], strict=False))
-        first = next((i for i, (ours, theirs) in pairs if ours != theirs), None)
-        if first is not None:
+        first = first_difference(tokens, full.outputs[index])
+        if first is not None and first < min(len(tokens), len(full.outputs[index])):
             found[outcome.exit_layers[index][first]] += 1
     return found
 

@@ -2,8 +2,8 @@
 
 What the controller and its ingresses do in the service, in one thread: no scout, so the replica
 that serves profiles, too, and when all layers are loaded for that it reads answers of a partial
-depth again. A change of layers happens between two steps, with everybody in flight; for a change of
-model those in flight are drained first, and nobody new comes in meanwhile.
+depth again. A change of layers happens between two steps, with all requests in flight; for a change
+of model those in flight are drained first, and no new one is admitted meanwhile.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LocalController:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody new may come in."""
+        """Whether new requests are admitted."""
         return self._order is None or isinstance(self._order, Resize)
 
     def admit(self, request: ServedRequest) -> bool:

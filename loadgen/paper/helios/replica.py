@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import TurnClock
 from loadgen.paper.helios.record import ServedRequest
-from loadgen.paper.native import VALUE_BYTES, load_native, sequence
+from loadgen.paper.native import VALUE_BYTES, load_native
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.clock import Clock
@@ -260,7 +261,7 @@ class LocalReplica:
         return str(request.index) not in self._running
 
     def step(self) -> list[ServedRequest]:
-        """Run one step; return who is done."""
+        """Run one step; return the requests that are done."""
         before, running = self._counters.breaches, self.num_running
         return self._take(self._loop.step(), self._counters.breaches - before, running)
 
@@ -293,10 +294,10 @@ class LocalReplica:
     # Changing
 
     def resize(self, depth: int) -> tuple[float, list[ServedRequest]]:
-        """Load more layers, or let some go, with everybody in flight.
+        """Load more layers, or drop some, with all requests in flight.
 
         Returns:
-            Seconds that reading took, and who got a last token on the way.
+            Seconds that reading took, and the requests that got a last token on the way.
 
         Raises:
             ConfigError: It cannot be done; nothing has changed.
@@ -323,7 +324,7 @@ class LocalReplica:
         return load_s, ended
 
     def switch(self, depth_class: DepthClass) -> float:
-        """Hold another model instead; nobody is in flight. Returns the seconds it took."""
+        """Hold another model instead; no request is in flight. Returns the seconds it took."""
         if self._running:
             raise InvariantViolation(f"{len(self._running)} sequences are in flight at a switch")
         before, began_s = self.depth_class, self._clock.now_s()

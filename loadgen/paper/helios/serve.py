@@ -29,7 +29,7 @@ _LOOK_EVERY = 16  # steps between two looks at the memory held
 
 
 class Contestant:
-    """A replica, its clients and their queue, and who is done.
+    """A replica, its clients and their queue, and the requests that are done.
 
     Args:
         machine: Chooses what the replica holds; None leaves it as it is.
@@ -97,7 +97,7 @@ class Contestant:
         )
 
     def _advance(self) -> None:
-        """Carry out what was ordered, let in who may come, and run a step."""
+        """Carry out what was ordered, admit what may begin, and run a step."""
         replica, control = self._replica, self._control
         if control is not None:
             control.obey()
@@ -168,6 +168,6 @@ def open_replica(
     clock: TurnClock,
     threads: int,
 ) -> LocalReplica:
-    """Load a replica, at nobody's cost."""
+    """Load a replica, outside the clock."""
     with clock.stopped():
         return LocalReplica(models, first, limits, clock, threads)

@@ -12,7 +12,7 @@ import torch
 from quadriga.checkpoint.exits import Criterion
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, top_two
-from quadriga.engine.sampler import RowSampler, choose, process
+from quadriga.engine.sampler import Sampler, choose, process
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class ExitLogits:
     segment: int
     index: dict[int, int]
     found: Candidates
-    samplers: list[RowSampler]
+    samplers: Sequence[Sampler]
     is_plain: bool
     hidden: torch.Tensor
 
@@ -45,7 +45,7 @@ class ExitLogits:
         depth: int,
         segment: int,
         rows: Sequence[int],
-        samplers: list[RowSampler],
+        samplers: Sequence[Sampler],
         hidden: torch.Tensor,
     ) -> ExitLogits:
         """Run the exit's head."""
@@ -96,7 +96,7 @@ class ExitedTokens:
     """
 
     depth: int
-    samplers: Sequence[RowSampler]
+    samplers: Sequence[Sampler]
     hidden: torch.Tensor
     chosen: Sequence[int] | None = None
 

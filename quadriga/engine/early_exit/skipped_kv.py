@@ -313,6 +313,12 @@ class SkippedKVStore:
             self._base[rows] = positions + 1
         return found
 
+    def verified(self, rows: Ints, stops: Ints) -> None:
+        """The rows' positions before `stops` went through all segments; those behind did not."""
+        self._filled[rows, 1:] = stops[:, None]
+        if not self.keeps_last:
+            self._base[rows] = stops
+
     def carried(self, went: Carried, states: torch.Tensor, stop: int) -> None:
         """Positions went along up to segment `stop` and came out with these states, [n, hidden]."""
         if stop == len(self._ends) and not self.keeps_last:

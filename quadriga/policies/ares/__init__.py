@@ -3,25 +3,9 @@
 settings     the constants, and what moving costs
 forecast     rows over the horizon, on the replica that holds the sequences
 cluster      packed snapshots to arrays
-selection    who gives, who takes, and which move is best: exact
+selection    which replica gives, which takes, and which move is best: exact
 rescheduler  the tick
 placement    where a prefilled sequence goes
 drift        when predictions are not to be believed
 recording    snapshots and decisions to a file, and again from it
 """
-
-from quadriga.policies.ares.forecast import StepCosts
-from quadriga.policies.ares.governor import DriftMonitor
-from quadriga.policies.ares.placement import AresPlacement
-from quadriga.policies.ares.rescheduler import Rescheduler
-from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
-
-__all__ = [
-    "AresPlacement",
-    "AresSettings",
-    "DriftMonitor",
-    "Rescheduler",
-    "StepCosts",
-    "TransferCosts",
-    "horizon_s",
-]

@@ -151,7 +151,7 @@ def class_loads(
 
 
 def no_rows(cluster: ClusterForecast) -> NDArray[np.int64]:
-    """For who wants the replicas' own figures alone."""
+    """Return no rows: for callers that want the replicas' own figures alone."""
     return np.empty(0, dtype=np.int64)
 
 
@@ -198,7 +198,7 @@ class RoleWeights:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Who gives and who takes; indices of replicas.
+    """Which replicas give and which take; indices.
 
     Attributes:
         sources: 𝒪, ascending.

@@ -5,7 +5,7 @@ Made of the recorded tick, when a move is ordered, and kept with the order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,10 @@ from quadriga.policies.ares.forecast import (
     memory_rows,
     tokens_ahead,
 )
-from quadriga.policies.ares.recording import RecordedTick
 from quadriga.policies.ares.settings import num_memory_points
+
+if TYPE_CHECKING:
+    from quadriga.policies.ares.recording import RecordedTick
 
 MAX_ALTERNATIVES = 4
 
@@ -108,9 +110,10 @@ def _text(order: MigrationOrder, found: dict[str, Any]) -> str:
         MigrationCause.BALANCE: "the source had more work than the others",
     }.get(order.cause, order.cause.value)
     text = (
-        f"{why}: by the {found['by']}, {chosen['source_work']:.2f} of the mean there and "
-        f"{chosen['work']:.2f} at the destination; after the move {chosen['source_work_after']:.2f} "
-        f"and {chosen['work_after']:.2f}, {100 * chosen['gain']:.0f} % of the variance less"
+        f"{why}: by the {found['by']}, {chosen['source_work']:.2f} of the mean work there and "
+        f"{chosen['work']:.2f} at the destination; after the move "
+        f"{chosen['source_work_after']:.2f} and {chosen['work_after']:.2f}, "
+        f"{100 * chosen['gain']:.0f} % of the variance less"
     )
     if others:
         text += f"; the next best, {others[0]['name']}: {100 * others[0]['gain']:.0f} %"

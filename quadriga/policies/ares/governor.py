@@ -9,17 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.policies.ares.cluster import by_class
-from quadriga.policies.ares.explanation import explain
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
-from quadriga.policies.ares.recording import RecordedTick
-from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import (
     ROUND_TRIP_S,
     AresSettings,
@@ -27,6 +25,9 @@ from quadriga.policies.ares.settings import (
     TransferCosts,
     settings_under,
 )
+
+if TYPE_CHECKING:
+    from quadriga.policies.ares.recording import RecordedTick
 
 
 class DriftMonitor:
@@ -193,6 +194,8 @@ class Governor:
                 ticks.append(tick)
         decided = [(tick, order) for tick in ticks for order in tick.orders]
         decided = decided[: self.moves.num_free]
+        if decided:
+            from quadriga.policies.ares.explanation import explain  # Loaded with the first move.
         for tick, order in decided:
             self.moves.ordered(order, now_unix_s, explain(tick, order))
         self.last.took_s = time.perf_counter() - started_s
@@ -209,6 +212,10 @@ class Governor:
         if len(able) < 2:
             self.last.why[str(depth_class)] = f"{len(able)} of {len(members)} replicas can forecast"
             return None
+        # Loaded where rescheduling is on.
+        from quadriga.policies.ares.recording import RecordedTick
+        from quadriga.policies.ares.rescheduler import Rescheduler
+
         costs = self.costs(able)
         settings = self._settings_for(able)
         predicts = self.config.ares.mode == "ares"

@@ -1,4 +1,4 @@
-"""Orders that are out, and what became of the recent ones: who is to be left alone for now.
+"""Orders that are out, and what became of the recent ones: what is to be left alone for now.
 
 Soft state: a scheduler that starts anew knows nothing of orders under way. They end by themselves
 (source and destination hold the leases), the sequences on their way are marked as such in the
@@ -44,7 +44,7 @@ class _Settling:
 
 
 class MoveTracker:
-    """Who takes part in a move, and who is left alone after one that failed.
+    """What takes part in a move, and what is left alone after one that failed.
 
     Args:
         max_concurrent: Orders out at once.
@@ -99,7 +99,8 @@ class MoveTracker:
         """Decisions about the sequences of one request, oldest first; a sequence's id begins with
         its request's."""
         return [
-            d for d in self.recent
+            d
+            for d in self.recent
             if d.order.sequence_id == request_id or d.order.sequence_id.startswith(f"{request_id}-")
         ]
 

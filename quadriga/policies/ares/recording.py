@@ -1,4 +1,4 @@
-"""Ticks of rescheduling written to a file and replayed, and replicas as operators see them.
+"""Ticks of rescheduling written to a file, read and replayed.
 
 A cluster, or the simulator, records what its scheduler saw and ordered, one JSON line a tick;
 `replay` gives the same snapshots to the present policy and compares. It answers "why did this
@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import base64
 import json
-import math
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
-from quadriga.policies.ares.forecast import seconds_to_full
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
+
+logger = logging.getLogger(__name__)
 
 VERSION = 2
 PACKED = ("rows", "running", "context", "load_s", "tokens")
@@ -66,6 +65,30 @@ def write_tick(stream: IO[str], tick: RecordedTick) -> None:
         "orders": [asdict(o) for o in tick.orders],
     }
     stream.write(json.dumps(line) + "\n")
+
+
+class Recording:
+    """The decisions on a file, up to a size; a file that cannot be written ends it, no more."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._is_over = False
+
+    def add(self, tick: RecordedTick) -> None:
+        """Append a decision, unless the file is full."""
+        if self._is_over:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as stream:
+                write_tick(stream, tick)
+                self._is_over = stream.tell() >= self._max_bytes
+            if self._is_over:
+                logger.warning("the recording has its %d bytes; it ends", self._max_bytes)
+        except OSError as exc:
+            logger.warning("the recording ends: scheduler.ares.record_file: %s", exc)
+            self._is_over = True
 
 
 def read_ticks(path: Path) -> Iterator[RecordedTick]:
@@ -144,51 +167,3 @@ def _tick(line: dict[str, Any]) -> RecordedTick:
         busy=frozenset(line["busy"]),
         orders=[_order(o) for o in line["orders"]],
     )
-
-
-SHOWN_POINTS = (0, 1, 3, 5, 8, 10)
-"""Of the horizon: with a step of 20 ms, now and 0.4, 1.1, 2.9, 13 and 34 s ahead."""
-_WIRE = np.dtype("<f4")
-
-
-def replica_view(snapshot: ReplicaSnapshot, *, now_unix_s: float) -> dict[str, Any]:
-    """What operators see of a replica.
-
-    Returns:
-        `forecast` is a list of {ahead_s, step_s, tokens}, empty without one; `seconds_to_full` is
-        None where the memory does not fill within the horizon.
-    """
-    info, forecast = snapshot.info, snapshot.forecast
-    points: list[dict[str, float]] = []
-    full_s = math.inf
-    if forecast is not None:
-        load = np.frombuffer(forecast.load_s, dtype=_WIRE)
-        tokens = np.frombuffer(forecast.tokens, dtype=_WIRE)
-        points = [
-            {
-                "ahead_s": forecast.grid_s[i],
-                "step_s": forecast.base_s + float(load[i]),
-                "tokens": float(tokens[i]),
-            }
-            for i in SHOWN_POINTS
-        ]
-        full_s = seconds_to_full(forecast, info.kv_capacity_tokens)
-    return {
-        "name": info.name,
-        "role": info.role.value,
-        "depth_class": str(info.depth_class),
-        "age_s": max(0.0, now_unix_s - snapshot.taken_unix_s),
-        "num_running": snapshot.num_running,
-        "num_waiting": snapshot.num_waiting,
-        "num_paused": snapshot.num_paused,
-        "num_slots": info.num_slots,
-        "used_tokens": snapshot.used_tokens,
-        "reserved_tokens": snapshot.reserved_tokens,
-        "kv_capacity_tokens": info.kv_capacity_tokens,
-        "tokens_per_s": snapshot.tokens_per_s,
-        "step_s": snapshot.step_time_s,
-        "is_draining": snapshot.draining,
-        "has_predictions": forecast is not None and forecast.has_predictions,
-        "forecast": points,
-        "seconds_to_full": full_s if math.isfinite(full_s) else None,
-    }

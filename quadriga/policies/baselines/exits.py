@@ -1,6 +1,6 @@
 """Batches that leave together: the policies that rebatching is measured against, and no exits.
 
-Whole batches either leave at an exit or go on; nobody waits. `eager` and `majority` let tokens
+Whole batches either leave at an exit or go on; no row waits. `eager` and `majority` let tokens
 leave below their threshold (involuntary exits, which change answers); `lazy` lets none, and so
 finds few occasions.
 
@@ -27,7 +27,7 @@ class GroupedExits(ABC):
         self.costs = costs
 
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
-        """See `Rebatcher.choose`: the group that is under way, else everybody anew."""
+        """See `Rebatcher.choose`: the group that is under way, else all rows anew."""
         last = self.costs.num_segments - 1
         for exit_index, rows in enumerate(waiting):
             if rows.count:

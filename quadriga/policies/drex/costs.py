@@ -64,6 +64,8 @@ class SegmentCosts:
             before, ends: Layers run at the end of each segment, until now and from now on.
         """
         other = SegmentCosts(len(ends), self.max_rows)
+        while len(other._knots) < len(self._knots):
+            other.extend(self._knots[len(other._knots)], 1.0)
         common = min(len(before), len(ends))
         head = self._head_line()
         num_known = before[-1]
@@ -95,6 +97,15 @@ class SegmentCosts:
         if not inner:
             return [0.1 * seconds for seconds in self._base[0]]
         return [sum(line[i] for line in inner) / len(inner) for i in range(len(self._knots))]
+
+    def extend(self, count: int, factor: float) -> None:
+        """Let the table reach up to a larger count; there all takes so many times as long.
+
+        A pass has more positions than rows where it verifies what was drafted.
+        """
+        self._knots.append(count)
+        for line in self._base:
+            line.append(line[-1] * factor)
 
     def set(self, segment: int, count: int, seconds: float, *, head: bool = False) -> None:
         """Enter a calibrated time at a knot."""

@@ -21,7 +21,7 @@ Depths = Mapping[str, tuple[int, ...]]
 def profilers(
     replicas: Mapping[str, ReplicaReport], scouts: frozenset[str], *, has_scouts: bool
 ) -> frozenset[str]:
-    """Who profiles: the scouts that live; where none are meant, the first replica of each role."""
+    """The profiling replicas: living scouts; where none are meant, the first of each role."""
     if has_scouts:
         return scouts & set(replicas)
     first = {replica.role: name for name, replica in sorted(replicas.items(), reverse=True)}

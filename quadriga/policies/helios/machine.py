@@ -387,7 +387,7 @@ class Helios:
         return profilers(self._tick.replicas, self._tick.scouts, has_scouts=self._config.scout)
 
     def _profiled_on(self) -> str | None:
-        """The decode replica that profiles, once all who take part hold the candidate."""
+        """The decode replica that profiles, once all that take part hold the candidate."""
         members = {n: self._tick.replicas[n] for n in sorted(self._profilers())}
         if any(m.depth_class != self._profiling.now for m in members.values()):
             return None

@@ -65,7 +65,7 @@ class Profiling:
     def queue_again(
         self, candidates: Iterable[DepthClass], hopeless: Collection[str]
     ) -> list[DepthClass]:
-        """Profile these anew, but for models that could not be chosen; returns who is left out."""
+        """Profile these anew, but for models that could not be chosen; returns those left out."""
         left_out = []
         for candidate in candidates:
             skips = self._skips.get(candidate.model, 0)

@@ -238,7 +238,7 @@ def depth_bounds(exits: ExitParams, held: int, *, deterministic: bool) -> tuple[
     """
     least = min(held, exits.max_depth or held)
     is_limited = 0 < exits.max_depth <= held
-    if exits.policy == "strict":
+    if exits.is_strict:
         return least, 0
     if deterministic:
         return least, 0 if is_limited else held

@@ -68,6 +68,7 @@ const Exits = (() => {
       not_worth_it: testsAny
         ? "DREX's plan leaves it out: at this load the other exits pay more"
         : "DREX's plan tests no exit: at this load a full pass is cheaper",
+      drafts: "drafts tokens that the whole model verifies",
       full_depth_asked: "threshold 1 asked: requests want the full model",
       not_loaded: `exit not loaded: this class runs ${String(name).split("@").pop()} layers`,
       off: "exits are off: decode.rebatching is off",

@@ -237,7 +237,7 @@ async def _busy(under_test: ServiceUnderTest, rng: random.Random) -> str:
 async def victim(
     under_test: ServiceUnderTest, cell: Cell, injection: InjectionPoint, rng: random.Random
 ) -> Process:
-    """Who is struck. Raises: OrderFailed."""
+    """The processes that the fault hits. Raises: OrderFailed."""
     part = cell.victim
     if part is Victim.NODE:
         part = Victim.SOURCE if cell.moment in MIGRATION else Victim.DECODE

@@ -33,7 +33,7 @@ _state: dict[str, Any] = {}
 
 
 async def _stop_here(folder: str, limit_s: float) -> None:
-    """Say that the step is reached, and wait until somebody lets it go on."""
+    """Say that the step is reached, and wait until it is let go on."""
     held = Path(folder)
     (held / HELD).touch()
     give_up_s = time.monotonic() + limit_s

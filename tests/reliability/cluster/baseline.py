@@ -1,4 +1,4 @@
-"""What a service holds when nobody asks it anything, and whether it is so again."""
+"""What an idle service holds, and whether it holds the same again."""
 
 from __future__ import annotations
 

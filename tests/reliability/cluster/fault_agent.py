@@ -288,7 +288,7 @@ async def _carry_out(agent: FaultAgent, order: dict[str, Any]) -> None:
     try:
         async with asyncio.timeout(ORDER_TIMEOUT_S):
             value = await getattr(agent, order["verb"])(*order["args"])
-    except Exception as exc:  # the border: whoever gave the order decides what it means
+    except Exception as exc:  # the border: the giver of the order decides what it means
         answer(number, "error", f"{order['verb']}: {type(exc).__name__} {str(exc)[:500]}")
     else:
         answer(number, "value", value)

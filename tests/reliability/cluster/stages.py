@@ -34,7 +34,7 @@ SETTINGS = {
 }
 CHOOSING = {
     "helios.enabled": "true",
-    # The scouts wait for profiles that nobody asks for: no orders come but those of the cells.
+    # The scouts wait for profiles that are never asked for: no orders come but those of the cells.
     "engine.max_model_len": "512",
     "lifecycle.drain_timeout_s": "20",
 }
@@ -83,7 +83,7 @@ class ServiceUnderTest:
         return self.stage in (Stage.CHOOSING, Stage.CHOOSING_NODES)
 
     def census(self) -> Counter[str]:
-        """How many processes of each kind there are, known to anybody or not."""
+        """How many processes of each kind there are, known to the controller or not."""
         assert self.service.pid is not None
         found = service_processes(self.service.pid)
         return Counter({kind.value: len(found.get(kind.value, ())) for kind in COUNTED})

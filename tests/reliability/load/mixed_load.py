@@ -70,7 +70,7 @@ class Silence:
     """A time in which a stream said nothing.
 
     Attributes:
-        is_first: It had not said anything yet: somebody waited for a first token.
+        is_first: It had not said anything yet: a client waited for its first token.
     """
 
     began_s: float

@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 30
 PAUSE_S = 0.2
 NOT_FOUND = 404
 OF_A_PART = {FaultKind.GAP, FaultKind.USAGE, FaultKind.LENGTH, FaultKind.FINISH_REASON}
-"""What the strict checker, who expects the whole, says of an answer's second part."""
+"""What the strict checker, which expects the whole, says of an answer's second part."""
 
 Judge = Callable[[Capture, RequestSpec, str], Verdict]
 

@@ -59,7 +59,7 @@ def test_a_profile_gets_no_more_requests_than_it_wants() -> None:
     assert auto.choose(request("r9"), FLEET, now_s=10.0)[2].profile == "d2"
 
 
-def test_its_way_decides_the_decode_replica() -> None:
+def test_the_routing_decision_decides_the_decode_replica() -> None:
     auto = router(profile=L12, profile_decode="d2", places=1)
     first, _, way = auto.choose(request("a"), FLEET, 0.0)
     admission = auto.admitted(request("a"), way, Admission("p1", L12), 0.0)
@@ -77,7 +77,7 @@ def test_named_models_stay_away_from_scouts() -> None:
     assert {s.info.name for s in snapshots} == {"p0", "d0", "d1"}
 
 
-def test_strict_ones_start_where_the_layers_are() -> None:
+def test_strict_requests_start_where_their_layers_are_loaded() -> None:
     fleet = [*FLEET[:4], replica("d3", Role.DECODE, S8)]
     auto = router(scouts=frozenset({"d3"}))
     _, _, way = auto.choose(request("a", needs_depth=8), fleet, 0.0)
@@ -89,7 +89,7 @@ def test_strict_ones_start_where_the_layers_are() -> None:
     assert [[s.info.name for s in g] for g in bounded] == [["d0", "d1"]]
 
 
-def test_the_first_token_of_strict_ones_comes_from_enough_layers() -> None:
+def test_the_first_token_of_a_strict_request_runs_enough_layers() -> None:
     p2, p3 = replica("p2", Role.PREFILL, S4), replica("p3", Role.PREFILL, S8)
     serving = [p2, *FLEET[2:4]]  # prefill and decode, at four layers all of them
     auto = router(scouts=frozenset({"p3"}))

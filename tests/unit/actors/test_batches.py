@@ -81,7 +81,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_each_gets_its_own_error() -> None:
+async def test_each_call_of_a_batch_gets_its_own_error() -> None:
     calls, _ = batcher()
     good, full, bug = await asyncio.gather(
         *(calls.call("a", "double", i, timeout_s=1) for i in (4, -1, 13)), return_exceptions=True

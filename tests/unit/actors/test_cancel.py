@@ -98,7 +98,7 @@ async def test_only_the_owner_cancels() -> None:
     assert replica.ids == []
 
 
-async def test_nobody_in_particular_cancels_whosever_it_is() -> None:
+async def test_a_cancellation_without_an_ingress_cancels_any_owners_sequence() -> None:
     replica = Decode(a_state("a"), a_state("b", HEIR))
     await replica.cancel(["a", "b"])
     assert replica.ids == []
@@ -116,7 +116,7 @@ async def test_an_adoption_and_a_cancellation_meet(is_adopted_first: bool) -> No
     assert replica.is_cancelled("a") is not is_adopted_first
 
 
-async def test_who_had_it_before_hears_of_an_adoption() -> None:
+async def test_the_former_ingress_is_told_of_an_adoption() -> None:
     replica = Decode(a_state("a"))
     assert await replica.adopt("a", HEIR)
     (heir, said), (gone, news) = replica.told
@@ -127,7 +127,7 @@ async def test_who_had_it_before_hears_of_an_adoption() -> None:
     assert [(to, e.error) for to, e in replica.told[2:]] == [(HEIR, None)], "it takes its own again"
 
 
-async def test_what_joins_while_it_is_cancelled_does_not_run() -> None:
+async def test_a_sequence_cancelled_while_it_joins_does_not_run() -> None:
     """The event loop asked before the engine's thread had noted it."""
     replica = Decode()
     replica.engine.before = lambda: replica.note_cancelled(["a"])
@@ -137,7 +137,9 @@ async def test_what_joins_while_it_is_cancelled_does_not_run() -> None:
     assert replica.ids == []
 
 
-async def test_the_canceller_is_named_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancellation_that_follows_a_sequence_names_its_ingress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[Any, ...]] = []
 
     async def call(*args: Any, timeout_s: float) -> None:

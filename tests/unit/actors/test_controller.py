@@ -74,7 +74,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_it_adopts_once_the_control_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_controller_adopts_replicas_once_the_control_store_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     living = Failing([], RayError("away"), RuntimeError("still away"))
     async with controller(monkeypatch, living_replicas=living) as made:
         await made.ensure(CONFIG)
@@ -82,7 +84,7 @@ async def test_it_adopts_once_the_control_store_answers(monkeypatch: pytest.Monk
         await until(lambda: made._desired is not None and made._error is None)
 
 
-async def test_a_replica_that_nobody_finds_now_keeps_its_place(
+async def test_a_replica_that_ray_does_not_find_now_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its placement group must not be taken for one whose replica is gone: it would die with it."""
@@ -120,7 +122,9 @@ async def test_what_cannot_be_served_yet_is_tried_again(monkeypatch: pytest.Monk
         await until(lambda: made._error is None)
 
 
-async def test_a_bug_in_one_turn_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_turn_of_the_controller_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with controller(monkeypatch) as made:
         await until(lambda: made._desired is not None)
         reconcile = Failing(None, KeyError("a bug"))
@@ -147,7 +151,7 @@ async def test_a_route_is_sent_whatever_fails(monkeypatch: pytest.MonkeyPatch) -
         assert made._error == "'a bug'"
 
 
-async def test_who_is_cut_off_does_nothing_and_blames_nobody(
+async def test_a_partitioned_controller_acts_on_nothing_and_marks_no_replica_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it asked Ray for would be done when the link is mended: all would be ended."""
@@ -199,7 +203,7 @@ async def test_a_store_that_raises_anything_does_not_end_the_loop(
         assert made._error == "none left"
 
 
-async def test_nobody_is_told_yes_by_a_controller_that_ends(
+async def test_a_controller_that_ends_accepts_no_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would be gone a moment later, with nobody left to make another one."""
@@ -241,7 +245,9 @@ async def test_nobody_is_told_yes_by_a_controller_that_ends(
             task.cancel()
 
 
-async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_unknown_to_the_controller_are_found_later_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another controller may have ended in the middle of something; those that end are let be."""
     names: list[str] = []
     groups: list[str] = []  # as they are where the names are looked up
@@ -282,7 +288,7 @@ async def test_replicas_on_no_book_are_found_later_too(monkeypatch: pytest.Monke
         assert made._error is None
 
 
-async def test_it_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_application_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = Failing(None)
 
     async def end() -> None:

@@ -43,7 +43,7 @@ async def test_a_scout_is_asked_once_and_waited_for(monkeypatch: pytest.MonkeyPa
     assert asked[0].prompt_ids == [1, 2, 3, 4, 5] and asked[0].sampling.max_tokens == 0
 
 
-async def test_a_scout_that_refuses_is_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scout_that_refuses_costs_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     async def call(*_: Any, **__: Any) -> Any:
         raise Overloaded("full")
 

@@ -191,7 +191,7 @@ async def test_breaches_load_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stand.of("resize")[-1][2] == 8
 
 
-async def test_news_of_a_replica_that_is_gone_is_news_of_its_place(
+async def test_a_report_of_a_replica_that_is_gone_counts_for_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its ingress tells a moment after its death."""
@@ -233,7 +233,7 @@ async def test_a_late_answer_leaves_the_next_order_alone(monkeypatch: pytest.Mon
     assert control.operator.under_way is not None and control.operator.under_way.order.order_id == 2
 
 
-async def test_a_switch_that_was_given_up_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_abandoned_switch_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(monkeypatch)
     for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
         stand.add(key, S8)
@@ -277,7 +277,7 @@ async def test_a_load_that_fails_leaves_the_old_layers(monkeypatch: pytest.Monke
     assert stand.control.pools.specs()[DECODE].engine.depth == 8
 
 
-async def test_a_model_changes_hands_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_switch_of_models_leaves_no_gap_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """The old prefill replica stays while old decode places do, and those for its prompts."""
     stand = Stand(monkeypatch, **{"helios.scout": False})
     old_p, old_d = stand.add(PREFILL, S8, "p-s"), stand.add(DECODE, S8, "d-s")
@@ -323,7 +323,9 @@ async def test_a_switch_is_done_when_the_new_process_is_ready(
     assert control.view()["counters"]["failures"] == 1
 
 
-async def test_parked_sequences_go_where_the_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parked_sequences_go_where_their_layers_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stand = Stand(monkeypatch, **{"decode_replicas": 2})
     stand.answers["migrate"] = lambda name, order: MigrationReport(order.sequence_id, "moved")
     for key in (PREFILL, SCOUT_P, (Role.DECODE, 2)):
@@ -427,7 +429,9 @@ async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch)
     assert stand.again().view()["rows"] == []
 
 
-def test_what_cannot_be_chosen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_cannot_be_served_by_choosing_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ConfigError, match="rebatching"):
         Stand(monkeypatch, **{"decode.rebatching": "off"})
     two = {"pools": [{"model": "quadriga-s"}, {"model": "quadriga-l"}]}
@@ -536,7 +540,9 @@ class Scaled(Stand):
         return {n for role, n in self.control.pools.specs() if role is Role.DECODE} - {1}
 
 
-async def test_a_replica_that_never_comes_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_never_starts_does_not_stop_scaling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stand = Scaled(monkeypatch, **{"helios.scaling.max_replicas": 2, "helios.dwell_loads": 0.0})
     await stand.serve(S4)
     stand.running["decode:0"] = 8
@@ -562,7 +568,7 @@ async def test_a_replica_that_never_comes_freezes_nothing(monkeypatch: pytest.Mo
     assert stand.decode_places == {0, 3} and not stand.of("hand_over")
 
 
-async def test_one_leaves_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scaling_retires_one_replica_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Scaled(monkeypatch, **{"decode_replicas": 1, "helios.scaling.max_replicas": 3})
     await stand.serve(S8)
     stand.running["decode:0"] = 15
@@ -614,7 +620,7 @@ async def test_a_replica_at_another_depth_carries_its_share(
     assert added["what"] == "AddReplicas" and added["count"] == 1, "its load counts, too"
 
 
-async def test_who_waits_for_a_decode_replica_is_counted_once(
+async def test_a_sequence_that_waits_for_a_decode_replica_is_counted_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand = Scaled(monkeypatch, **{"helios.scaling.max_replicas": 4})

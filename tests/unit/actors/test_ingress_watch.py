@@ -14,7 +14,7 @@ from actors.controller.watchdogs import SILENCE_S, IngressWatch
 from quadriga.policies.liveness import STALL_PATIENCE
 
 
-def test_the_silent_one_is_found_once() -> None:
+def test_a_silent_ingress_is_found_once() -> None:
     watch = IngressWatch()
     found = []
     for second in range(30):
@@ -37,7 +37,7 @@ def test_where_half_are_silent_at_once_the_machine_is_stalled() -> None:
     assert found == [(late_s, "a"), (late_s, "b")], "later, but for certain"
 
 
-def test_who_was_replaced_says_nothing_about_the_others() -> None:
+def test_a_replaced_ingress_does_not_count_as_silent() -> None:
     watch = IngressWatch()
     for actor in ("replaced", "hangs", "lives"):
         watch.hear(actor, 0.0)
@@ -51,7 +51,7 @@ def test_who_was_replaced_says_nothing_about_the_others() -> None:
     assert found == [(int(SILENCE_S) + 1, "hangs")]
 
 
-def test_one_that_wakes_is_watched_again() -> None:
+def test_an_ingress_that_wakes_is_watched_again() -> None:
     watch = IngressWatch()
     watch.hear("a", 0.0)
     for second in range(12):
@@ -60,7 +60,7 @@ def test_one_that_wakes_is_watched_again() -> None:
     assert watch.hung(13.0) == []
 
 
-def test_who_stood_still_blames_nobody() -> None:
+def test_a_watch_that_stalled_marks_no_ingress_hung() -> None:
     watch = IngressWatch()
     watch.hear("a", 0.0)
     assert watch.hung(1.0) == []
@@ -69,13 +69,15 @@ def test_who_stood_still_blames_nobody() -> None:
     assert watch.hung(61.0) == []
 
 
-def test_without_a_name_nobody_is_watched() -> None:
+def test_an_ingress_without_a_name_is_not_watched() -> None:
     watch = IngressWatch()
     watch.hear("", 0.0)
     assert [watch.hung(float(s)) for s in range(0, 40)] == [[]] * 40
 
 
-async def test_one_that_ray_did_not_end_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ingress_that_ray_did_not_end_is_ended_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It says nothing any more, so nobody else would put it back."""
     watch, ended = IngressWatch(), []
     answers: list[Callable[[], Any]] = [_away, object]

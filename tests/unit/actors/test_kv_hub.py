@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transfer.transports import nccl_library
-from actors.kv_transfer.transports.auto import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
-from actors.kv_transfer.transports.channel import NO_ROUTE, TOO_LARGE
-from actors.kv_transfer.transports.nccl_library import find_nccl
+from actors.kv_transfer.transport_hub import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
+from quadriga.kv_transport import nccl_library
+from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE
+from quadriga.kv_transport.nccl_library import find_nccl
 from tests.fake_nccl import FakeNccl
 
 KV = torch.zeros(1, 2, 1, 4, 4)
@@ -62,12 +62,12 @@ def bench() -> Bench:
     return Bench()
 
 
-async def test_the_first_that_works_is_taken(bench: Bench) -> None:
+async def test_the_first_transport_that_works_is_taken(bench: Bench) -> None:
     assert await bench.send() == ["nccl"]
     assert bench.hub.num_fallbacks == 0
 
 
-async def test_a_way_that_failed_is_left_out_for_a_while_for_that_peer(bench: Bench) -> None:
+async def test_a_transport_that_failed_is_left_out_for_a_while_for_that_peer(bench: Bench) -> None:
     bench.ways["nccl"].code = "timeout"
     assert await bench.send() == ["nccl", "gloo"]
     assert await bench.send() == ["gloo"]
@@ -78,7 +78,7 @@ async def test_a_way_that_failed_is_left_out_for_a_while_for_that_peer(bench: Be
     assert await bench.send() == ["nccl"]
 
 
-async def test_a_way_that_never_leads_there_is_left_out_for_long(bench: Bench) -> None:
+async def test_a_transport_without_a_route_is_left_out_for_long(bench: Bench) -> None:
     bench.ways["nccl"].code = NO_ROUTE
     assert await bench.send() == ["nccl", "gloo"]
     bench.now_s += 10 * RETRY_S
@@ -89,7 +89,7 @@ async def test_a_way_that_never_leads_there_is_left_out_for_long(bench: Bench) -
     assert set(bench.hub._again_s) == {("nccl", "another")}, "what is over is forgotten"
 
 
-async def test_a_part_too_large_for_one_says_nothing_of_the_next(bench: Bench) -> None:
+async def test_a_part_too_large_for_a_transport_leaves_it_usable_for_the_next(bench: Bench) -> None:
     bench.ways["nccl"].code = TOO_LARGE
     assert await bench.send() == ["nccl", "gloo"]
     bench.ways["nccl"].code = None
@@ -98,7 +98,7 @@ async def test_a_part_too_large_for_one_says_nothing_of_the_next(bench: Bench) -
 
 
 @pytest.mark.parametrize("code", ["refused", "aborted"])
-async def test_what_is_not_wanted_is_not_sent_otherwise(bench: Bench, code: str) -> None:
+async def test_a_refused_part_is_sent_by_no_other_transport(bench: Bench, code: str) -> None:
     bench.ways["nccl"].code = code
     with pytest.raises(KVTransportError):
         await bench.send()
@@ -107,7 +107,7 @@ async def test_what_is_not_wanted_is_not_sent_otherwise(bench: Bench, code: str)
     assert await bench.send() == ["nccl"]
 
 
-async def test_each_leaves_time_for_the_next(bench: Bench) -> None:
+async def test_each_transport_leaves_time_for_the_next(bench: Bench) -> None:
     for name in ("nccl", "gloo"):
         bench.ways[name].code = "timeout"
     await bench.send()
@@ -115,7 +115,7 @@ async def test_each_leaves_time_for_the_next(bench: Bench) -> None:
     assert [way.deadlines_s[-1] for way in bench.ways.values()] == [4.0, 4.0, 8.0]
 
 
-async def test_kinds() -> None:
+async def test_each_kind_names_its_transports() -> None:
     def names(kind: Any, **options: Any) -> tuple[str, ...]:
         return TransportHub(kind, "me", None, lambda _: "127.0.0.1", **options).names
 
@@ -127,7 +127,7 @@ async def test_kinds() -> None:
     assert names("nccl", nccl=library) == ("nccl",)
 
 
-def test_nccl_alone_must_be_had(
+def test_nccl_that_is_asked_for_and_missing_is_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -139,7 +139,7 @@ def test_nccl_alone_must_be_had(
     assert "without NCCL: torch sees no GPU" in caplog.text
 
 
-def test_why_there_is_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_nccl_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setitem(sys.modules, "cupy", None)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from ray.exceptions import RayError
 
-from actors.kv_transfer.transports import object_store
-from actors.kv_transfer.transports.object_store import MAX_PUTS, ObjectStoreTransport
+from actors.kv_transfer import object_store
+from actors.kv_transfer.object_store import MAX_PUTS, ObjectStoreTransport
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, ReplicaError
 
@@ -108,7 +108,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_part_is_put_and_told_of(store: Store) -> None:
+async def test_a_part_is_stored_and_its_peer_notified(store: Store) -> None:
     store.gate.set()
     sender = Sender()
     assert await sender.send(PATIENCE_S) == ""
@@ -130,7 +130,7 @@ async def test_a_store_that_stalls_takes_no_longer_than_a_part_may(store: Store)
     assert await sender.send(PATIENCE_S) == "", "and the next part goes"
 
 
-async def test_what_a_stalled_store_has_not_begun_it_does_not_keep(store: Store) -> None:
+async def test_a_stalled_store_drops_the_parts_it_has_not_begun(store: Store) -> None:
     sender = Sender()
     reading = [asyncio.create_task(sender.send(PATIENCE_S)) for _ in range(MAX_PUTS)]
     await until(lambda: store.num_asked == MAX_PUTS)
@@ -147,7 +147,7 @@ async def test_what_a_stalled_store_has_not_begun_it_does_not_keep(store: Store)
     assert store.num_asked == MAX_PUTS + 1
 
 
-async def test_who_gives_up_a_transfer_does_not_wait_for_the_store(store: Store) -> None:
+async def test_an_abort_does_not_wait_for_the_store(store: Store) -> None:
     sender = Sender()
     sending = asyncio.create_task(sender.send(PATIENCE_S))
     await until(lambda: store.num_asked)

@@ -63,7 +63,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store(monkeypatch)
 
 
-async def test_the_newer_one_holds_it_and_the_older_one_ends(store: Store) -> None:
+async def test_the_newer_controller_holds_the_lease_and_the_older_one_ends(store: Store) -> None:
     old, new = Watched(), Watched()
     assert await old.is_held()
     assert await old.is_held()
@@ -73,7 +73,7 @@ async def test_the_newer_one_holds_it_and_the_older_one_ends(store: Store) -> No
     assert await new.is_held()
 
 
-async def test_who_is_cut_off_holds_nothing_until_the_store_answers(
+async def test_a_partitioned_controller_holds_no_lease_until_the_store_answers(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One question is under way at most, however often it is asked."""
@@ -91,7 +91,7 @@ async def test_who_is_cut_off_holds_nothing_until_the_store_answers(
     assert mine.num_ends == 0
 
 
-async def test_what_another_one_wrote_meanwhile_is_seen_when_the_link_is_mended(
+async def test_a_lease_taken_meanwhile_is_seen_when_the_link_is_mended(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = Watched()
@@ -107,7 +107,7 @@ async def test_what_another_one_wrote_meanwhile_is_seen_when_the_link_is_mended(
 
 
 @pytest.mark.parametrize("failure", [RayError("away"), RuntimeError("down"), OSError("reset")])
-async def test_a_store_that_fails_says_nothing(store: Store, failure: Exception) -> None:
+async def test_a_store_that_fails_takes_no_lease_away(store: Store, failure: Exception) -> None:
     mine = Watched()
     store.failure = failure
     assert not await mine.is_held()
@@ -116,7 +116,7 @@ async def test_a_store_that_fails_says_nothing(store: Store, failure: Exception)
     assert await mine.is_held()
 
 
-async def test_who_ends_the_application_does_so_without_the_store(store: Store) -> None:
+async def test_a_controller_that_ends_the_application_needs_no_lease(store: Store) -> None:
     mine = Watched()
     assert await mine.is_held()
     mine.keep()

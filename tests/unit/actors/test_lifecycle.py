@@ -26,7 +26,7 @@ def test_names_are_unique_and_can_be_read_back() -> None:
     "name",
     ["app:scheduler", "other:decode:0:ab", "app:decode:x:ab", "app:decode:0", "app:chef:0:ab"],
 )
-def test_other_names_are_none_of_ours(name: str) -> None:
+def test_other_actors_names_are_not_parsed(name: str) -> None:
     assert parse_replica_name("app", name) is None
 
 

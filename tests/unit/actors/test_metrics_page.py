@@ -32,7 +32,7 @@ class Store:
 FAILURES = [RayError("away"), RuntimeError("down"), ValueError("no such key"), OSError("reset")]
 
 
-def test_these_are_all_that_ray_raises() -> None:
+def test_store_failures_cover_every_error_that_ray_raises() -> None:
     assert {type(f) for f in FAILURES} == set(RAY_FAILED)
 
 

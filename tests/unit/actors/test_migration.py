@@ -250,7 +250,7 @@ class Replica:
         return any(len(s.output_ids) > before[s.sequence_id] for s in self.loop.running)
 
 
-async def test_moved() -> None:
+async def test_a_sequence_moves() -> None:
     replica = Replica()
     state = replica.take()
     said = EngineOutput("s", 0, 4, [1, 2], [8, 8])
@@ -322,7 +322,7 @@ async def test_a_paused_sequence_that_does_not_move_comes_back(step: str) -> Non
 
 
 @pytest.mark.parametrize("step", ["send", "phase"])
-async def test_it_may_be_paused_and_come_back_while_it_is_copied(step: str) -> None:
+async def test_a_sequence_may_be_paused_and_resumed_while_it_is_copied(step: str) -> None:
     replica = Replica()
     replica.take()
 
@@ -399,7 +399,7 @@ async def test_a_source_that_changes_its_depth_keeps_the_sequence() -> None:
     assert replica.goes_on()
 
 
-async def test_who_is_refused_at_the_destination_stays() -> None:
+async def test_a_sequence_refused_at_the_destination_stays() -> None:
     replica = Replica(reserve=[KVCacheExhausted("full"), ReplicaDied("gone")])
     replica.take()
     for code in ("kv_cache_exhausted", "replica_died"):
@@ -433,7 +433,7 @@ async def test_one_order_for_a_sequence_at_a_time_and_few_of_all() -> None:
 
 
 @pytest.mark.parametrize("step", ["send", "phase", "rest"])
-async def test_what_fails_before_the_commit_leaves_it_here(
+async def test_a_failure_before_the_commit_leaves_the_sequence_at_its_source(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migration_copy, "MAX_CARRIED_BYTES", 0)  # what is left is sent by itself
@@ -453,7 +453,7 @@ async def test_what_fails_before_the_commit_leaves_it_here(
     assert replica.goes_on()
 
 
-async def test_copying_that_takes_too_long_leaves_it_here() -> None:
+async def test_copying_that_takes_too_long_leaves_the_sequence_at_its_source() -> None:
     replica = Replica()
     replica.take()
     replica.config.transport.deadline_s = 0.05
@@ -527,7 +527,7 @@ async def test_a_destination_that_died_may_have_spoken() -> None:
     assert replica.goes_on()
 
 
-async def test_cancelled_while_nobody_knows() -> None:
+async def test_a_cancellation_while_the_owner_is_unknown() -> None:
     silent: list[QuadrigaError] = [ReplicaError("no answer", code="timeout") for _ in range(2)]
     replica = Replica(commit=[LOST], settle=silent)
     replica.take()
@@ -539,7 +539,7 @@ async def test_cancelled_while_nobody_knows() -> None:
     assert [r.outcome for r in replica.metrics.counted] == ["finished"]
 
 
-async def test_cancelled_at_the_last_moment_it_is_cancelled_over_there(
+async def test_a_cancellation_during_the_commit_is_passed_to_the_destination(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -562,7 +562,9 @@ async def test_cancelled_at_the_last_moment_it_is_cancelled_over_there(
     assert calls == [("destination", "cancel", ["s"], None)]
 
 
-async def test_a_later_cancellation_follows_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_later_cancellation_follows_the_sequence_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[Any, ...]] = []
 
     async def call(*args: Any, timeout_s: float) -> None:
@@ -584,7 +586,7 @@ async def test_a_later_cancellation_follows_it_once(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("step", ["send", "rest", "commit"])
-async def test_a_bug_does_not_leave_a_sequence_at_rest(
+async def test_an_unexpected_error_lets_the_sequence_run_on(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migration_copy, "MAX_CARRIED_BYTES", 0)
@@ -603,7 +605,7 @@ async def test_a_bug_does_not_leave_a_sequence_at_rest(
 
 
 @pytest.mark.parametrize("bug", [MemoryError(), RuntimeError("can't start new thread")])
-async def test_a_bug_while_nobody_knows_is_asked_beyond(
+async def test_an_unexpected_error_while_a_commit_is_settled_is_followed_by_another_try(
     bug: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     bugs: list[Any] = [bug]
@@ -618,7 +620,7 @@ async def test_a_bug_while_nobody_knows_is_asked_beyond(
     assert replica.goes_on()
 
 
-async def test_a_bug_does_not_leave_the_order_without_an_answer(
+async def test_an_unexpected_error_is_the_orders_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def broken(self: Migration) -> None:
@@ -631,7 +633,7 @@ async def test_a_bug_does_not_leave_the_order_without_an_answer(
     assert not replica.migrations.under_way
 
 
-async def test_everything_moves() -> None:
+async def test_a_drained_replica_moves_every_sequence() -> None:
     replica = Replica()
     for name in ("s", "t", "u"):
         replica.take(name)

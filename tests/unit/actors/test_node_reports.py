@@ -52,7 +52,7 @@ class Cluster:
                 pass
 
 
-async def test_nodes_report_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nodes_are_asked_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
     cluster.failures = [RayError("the control store is away")]
     reports = NodeReports(cluster.clock)
@@ -60,7 +60,7 @@ async def test_nodes_report_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> 
     assert cluster.asked == [6.0, 11.0, 21.0, 41.0, 81.0, 141.0]
 
 
-async def test_they_report_soon_after_a_node_came(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nodes_are_asked_soon_after_a_node_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reservation that fails is one on a node that has just joined."""
     cluster = Cluster(monkeypatch)
     reports = NodeReports(cluster.clock)
@@ -71,7 +71,9 @@ async def test_they_report_soon_after_a_node_came(monkeypatch: pytest.MonkeyPatc
     assert cluster.asked == [106.0, 111.0]
 
 
-async def test_who_has_just_begun_to_wait_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_has_just_begun_to_wait_is_given_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cluster = Cluster(monkeypatch)
     reports = NodeReports(cluster.clock)
     await cluster.pass_time(reports, 50, since_s=1048.0)
@@ -97,7 +99,7 @@ async def test_a_store_that_does_not_tell_which_nodes_live_is_asked_again(
 
 
 @pytest.mark.parametrize("state", ["PENDING", "CREATED"])
-async def test_the_fleet_asks_for_who_has_no_place(
+async def test_the_replica_manager_asks_nodes_for_a_replica_without_a_place(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[float] = []

@@ -38,7 +38,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[ResumableSequence
     return found
 
 
-async def test_one_call_finds_it(
+async def test_one_call_finds_a_resumable_sequence(
     answers: dict[str, list[ResumableSequence] | QuadrigaError],
 ) -> None:
     scheduler = Scheduler(QuadrigaConfig().model_dump(mode="json", exclude={"auth"}))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from actors.kv_transfer import handoff_sender, placement
-from actors.kv_transfer.handoff_receiver import HandoffReceiver
 from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.placement import DecodePlacement
 from actors.kv_transfer.sequence_handoff import PrefillHandoff
@@ -30,6 +29,7 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
+from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
@@ -242,7 +242,7 @@ async def handed_off(
 
 
 @pytest.mark.parametrize("commit", ["is_answer_lost", "is_lost"])
-async def test_what_may_run_somewhere_is_tried_nowhere_else(
+async def test_a_sequence_that_may_run_at_one_replica_is_tried_at_no_other(
     commit: Fate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither commit nor abort was answered: under this name it must not run twice."""
@@ -264,7 +264,7 @@ async def test_what_may_run_somewhere_is_tried_nowhere_else(
     ],
     ids=["aborted", "refused", "dead", "never_asked"],
 )
-async def test_what_runs_nowhere_is_tried_elsewhere(
+async def test_a_sequence_that_runs_nowhere_is_tried_elsewhere(
     fates: dict[str, Fate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, at_peers = await handed_off(monkeypatch, fates)
@@ -288,7 +288,7 @@ async def test_a_commit_that_only_the_abort_tells_of_counts(
 
 
 @pytest.mark.parametrize("abort", [None, "is_lost"])
-async def test_what_is_cancelled_here_is_cancelled_where_it_may_run(
+async def test_a_cancellation_is_passed_to_the_replica_that_may_run_it(
     abort: Fate | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fates: dict[str, Fate] = {"commit": "is_answer_lost"}
@@ -306,7 +306,7 @@ async def test_what_is_cancelled_here_is_cancelled_where_it_may_run(
     assert prefill.cancelled == ["a"]
 
 
-async def test_who_ends_leaves_what_was_committed_to_its_new_owner(
+async def test_a_replica_that_ends_leaves_committed_sequences_to_their_new_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The client still wants it: only this process goes."""

@@ -17,7 +17,7 @@ from quadriga.scheduling.output_dispatcher import OutputDispatcher
 @pytest.mark.parametrize(
     "failure", [None, MigrationFailed("the peer is gone"), KeyError("a bug"), OSError("disk full")]
 )
-async def test_it_ends_and_frees_its_engine(
+async def test_a_replica_that_ends_frees_its_engine(
     failure: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []

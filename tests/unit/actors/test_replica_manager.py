@@ -47,7 +47,7 @@ def verdicts(silences_s: Sequence[float]) -> list[str | None]:
     return [asyncio.run(fleet._verdict(m, LIMIT_S)) for m in members]
 
 
-def test_the_fleet_replaces_a_hung_replica_and_outwaits_a_stall() -> None:
+def test_a_hung_replica_is_replaced_and_a_stall_is_waited_out() -> None:
     healthy, hung = verdicts([0.5, LIMIT_S + 1])
     assert healthy is None
     assert hung is not None
@@ -174,7 +174,9 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     assert "hung" in (await verdict(2.0) or "")
 
 
-async def test_who_stood_still_blames_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_controller_that_stalled_marks_no_replica_hung(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its timers are over when it wakes, and the answer that lies there comes too late."""
     clock, beats = ManualClock(1000.0), 0
     done = asyncio.Event()
@@ -207,7 +209,9 @@ async def test_who_stood_still_blames_no_replica(monkeypatch: pytest.MonkeyPatch
             task.cancel()
 
 
-async def test_who_is_cut_off_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_partitioned_controller_marks_no_replica_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither while the link is broken, nor for the silence of that time once it is mended."""
     clock = ManualClock(1000.0)
     is_held, beats, gone = False, 0, asyncio.Event()
@@ -246,7 +250,7 @@ async def test_who_is_cut_off_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("call", ["heartbeat", "wait_forever"])
-async def test_a_failure_that_nobody_thought_of_ends_no_watch(
+async def test_an_unexpected_error_ends_no_watch(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whom nobody watches any more is never ready, and never hung."""
@@ -282,7 +286,7 @@ async def test_a_failure_that_nobody_thought_of_ends_no_watch(
             task.cancel()
 
 
-async def test_who_is_cut_off_ends_nobody_whatever_is_wrong(
+async def test_a_partitioned_controller_ends_no_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Even one whose engine has failed: another controller may have replaced it by now."""

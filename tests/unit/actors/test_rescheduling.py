@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.scheduler.rescheduling import Recording, Rescheduling
+from actors.scheduler.rescheduling import Rescheduling
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
@@ -20,7 +20,7 @@ from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import ReplicaDied, ReplicaError
 from quadriga.observability.metrics import MetricsHub, parse_exposition
-from quadriga.policies.ares.recording import read_ticks, replay
+from quadriga.policies.ares.recording import Recording, read_ticks, replay
 from tests.unit.policies.ares_twin import CLASS
 from tests.unit.policies.test_ares_governor import uneven
 

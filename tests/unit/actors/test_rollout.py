@@ -62,11 +62,11 @@ def test_an_empty_place_is_filled_and_a_full_one_left_alone() -> None:
     assert not found.going
 
 
-def test_of_two_for_one_place_the_ready_one_stays() -> None:
+def test_of_two_replicas_for_one_place_the_ready_one_stays() -> None:
     assert gone(decide(member("a", ReplicaPhase.STARTING), member("b"))) == ["a"]
 
 
-def test_an_outdated_one_waits_for_its_successor_or_makes_room() -> None:
+def test_an_outdated_replica_waits_for_its_successor_or_makes_room() -> None:
     old = member("old", fingerprint="old")
     assert decide(old).lacks_one
     assert gone(decide(old)) == []
@@ -77,7 +77,7 @@ def test_an_outdated_one_waits_for_its_successor_or_makes_room() -> None:
     assert gone(decide(old, waiting, now_s=SURGE_PATIENCE_S + 1)) == ["old"]
 
 
-def test_whoever_chooses_models_is_asked_and_never_makes_room() -> None:
+def test_helios_is_asked_before_a_replica_goes() -> None:
     old, late = member("old", fingerprint="old"), SURGE_PATIENCE_S + 1
     assert gone(decide(old, member("new"), may_go=lambda m: False)) == []
     (one,) = decide(old, member("new"), may_go=lambda m: True).going
@@ -96,19 +96,19 @@ def test_a_replica_whose_node_goes_is_followed_and_emptied() -> None:
     assert gone(decide(leaving, waiting, leaving=left, now_s=SURGE_PATIENCE_S + 1)) == ["a"]
 
 
-def test_a_replica_whose_node_goes_soon_waits_for_nobody() -> None:
+def test_a_replica_whose_node_goes_soon_waits_for_no_successor() -> None:
     assert gone(decide(member("a"), leaving={"a": LEAVE_S - 1})) == ["a"]
     starting = member("b", ReplicaPhase.STARTING)
     found = decide(member("a"), starting, leaving={"a": LEAVE_S - 1}, may_go=lambda m: False)
     assert gone(found) == ["a"], "it is not asked whether a node may go"
 
 
-def test_a_leaving_replica_goes_before_an_outdated_one() -> None:
+def test_a_replica_on_a_leaving_node_goes_before_an_outdated_one() -> None:
     old, leaving = member("old", fingerprint="old"), member("a")
     assert gone(decide(old, leaving, member("b"), leaving={"a": FAR_S})) == ["a"]
 
 
-def test_heirs_are_ready_of_one_kind_and_stay() -> None:
+def test_next_owners_are_ready_replicas_of_one_kind_that_stay() -> None:
     fleet = ReplicaManager(
         "app", ManualClock(0.0), lambda: None, lambda: 0.0, lambda m: m.name == "leaving"
     )
@@ -141,7 +141,7 @@ class Replicas:
         return [MigrationReport("s", outcome) for outcome in self.outcomes[args[0]]]
 
 
-async def test_what_does_not_fit_at_one_heir_goes_to_the_next() -> None:
+async def test_sequences_that_do_not_fit_at_one_replica_go_to_the_next() -> None:
     replicas = Replicas(a=["moved", "refused"], b=["moved", "finished"], c=["moved"])
     assert await hand_over(replicas.call, "going", ["a", "b", "c"], timeout_s=1.0)
     assert replicas.asked == ["a", "b"]
@@ -159,7 +159,7 @@ async def test_emptying_goes_on_until_the_replica_is_gone(
     assert replicas.asked == ["b", "a", "c"]
 
 
-async def test_which_nodes_go_is_what_ray_said_last() -> None:
+async def test_the_leaving_nodes_are_those_that_ray_named_last() -> None:
     said: list[Any] = [{"n": 130.0}, RaySystemError("away"), {"n": 130.0, "m": float("inf")}, {}]
     changes: list[int] = []
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import actors.rpc.tasks
 import actors.scheduler.scheduler
+import quadriga.background
 from actors.kv_transfer.placement import DecodePlacement
 from actors.scheduler.scheduler import Scheduler
 from quadriga.clock import ManualClock
@@ -34,7 +34,7 @@ def request(name: str = "a", model: str = AUTO_MODEL) -> AdmitRequest:
     return AdmitRequest(name, model, 8, 32, 0, time.time() + 60.0)
 
 
-async def test_before_its_first_route_a_fresh_one_says_come_again() -> None:
+async def test_a_new_scheduler_asks_clients_to_retry_until_its_first_route() -> None:
     scheduler = Scheduler(CHOOSES)
     with pytest.raises(Unavailable):
         await scheduler.admit(request())
@@ -45,14 +45,14 @@ async def test_before_its_first_route_a_fresh_one_says_come_again() -> None:
         await scheduler.admit(request(model="other"))
 
 
-async def test_where_nobody_chooses_no_model_is_called_so() -> None:
+async def test_without_helios_the_model_auto_is_unknown() -> None:
     scheduler = Scheduler(plain())
     await scheduler.configure(plain(), ["quadriga-s"], 0.0)
     with pytest.raises(UnknownModel):
         await scheduler.admit(request())
 
 
-async def test_a_report_that_was_overtaken_says_nothing_new() -> None:
+async def test_a_report_that_was_overtaken_is_ignored() -> None:
     """By the replica's own clock, whatever the machines' clocks say."""
     scheduler = Scheduler(plain())
     later = snapshot("d0", Role.DECODE, SMALL, age_s=3.0, num_running=2, sent_s=8.0)
@@ -65,7 +65,7 @@ async def test_a_report_that_was_overtaken_says_nothing_new() -> None:
 @pytest.mark.parametrize(
     ("turns_s", "lives"), [([1.0] * 60, True), ([1.0] * 62, False), ([1.0, 300.0, 1.0], True)]
 )
-async def test_one_that_stood_still_does_not_take_it_for_silence(
+async def test_a_scheduler_that_stalled_does_not_count_it_as_silence(
     turns_s: list[float], lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, ended = ManualClock(1000.0), asyncio.Event()
@@ -80,7 +80,7 @@ async def test_one_that_stood_still_does_not_take_it_for_silence(
         ended.set()
 
     patched = SimpleNamespace(get_running_loop=asyncio.get_running_loop, sleep=sleep)
-    monkeypatch.setattr(actors.rpc.tasks, "asyncio", patched)
+    monkeypatch.setattr(quadriga.background, "asyncio", patched)
     monkeypatch.setattr(actors.scheduler.scheduler, "SystemClock", lambda: clock)
     monkeypatch.setattr(Scheduler, "_end", end)
     Scheduler(plain())
@@ -118,7 +118,7 @@ async def told(scheduler: Scheduler, *snapshots: ReplicaSnapshot) -> None:
     ],
     ids=["silent", "draining", "full"],
 )
-async def test_what_no_scout_can_take_is_served(
+async def test_a_request_that_no_scout_can_take_is_served(
     scouts: list[tuple[str, Role, dict[str, Any]]],
 ) -> None:
     scheduler = Scheduler(CHOOSES)
@@ -130,7 +130,7 @@ async def test_what_no_scout_can_take_is_served(
     assert (profiled.prefill_replica, profiled.profile) == ("p1", "d1"), "the place is still there"
 
 
-async def test_layers_at_silent_replicas_help_no_strict_one() -> None:
+async def test_layers_at_silent_replicas_serve_no_strict_request() -> None:
     scheduler = Scheduler(CHOOSES)
     strict = replace(request(), needs_depth=8)
     await told(scheduler, snapshot("p1", Role.PREFILL, FULL))
@@ -158,7 +158,7 @@ async def test_without_a_route_any_depth_of_the_model_will_do() -> None:
     assert await scheduler.place_now(replace(PREFILLED, exclude=("d1",))) == "d0"
 
 
-async def test_where_nobody_chooses_depths_are_kept_apart() -> None:
+async def test_without_helios_depths_are_kept_apart() -> None:
     scheduler = Scheduler(plain())
     await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
     with pytest.raises(Unavailable):

@@ -67,14 +67,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-async def test_one_that_answers_is_let_be(world: World) -> None:
+async def test_a_scheduler_that_answers_is_kept(world: World) -> None:
     world.call_takes_s = 1.0
     await world.configure(times=100)
     await world.watch.stop()
     assert world.did == []
 
 
-async def test_one_that_is_gone_for_good_is_made_again(world: World) -> None:
+async def test_a_scheduler_that_is_gone_for_good_is_made_again(world: World) -> None:
     """Ray starts one that died anew, but none that ended itself."""
     world.failure = ReplicaDied("it died")
     world.make_failure = RayError("the control store is away")
@@ -82,14 +82,14 @@ async def test_one_that_is_gone_for_good_is_made_again(world: World) -> None:
     assert world.did == ["make app:scheduler {'a': 1}"] * 2
 
 
-async def test_one_that_is_away_for_now_is_not_made(world: World) -> None:
+async def test_a_scheduler_that_cannot_be_reached_is_not_made_again(world: World) -> None:
     world.failure = ReplicaDied("away for now", code="unreachable")
     world.call_takes_s = CALL_TIMEOUT_S
     await world.configure(times=100)
     assert world.did == []
 
 
-async def test_an_application_that_ends_makes_none(world: World) -> None:
+async def test_an_application_that_ends_makes_no_scheduler(world: World) -> None:
     world.failure = ReplicaDied("it was stopped")
     world.watch.retire()
     await world.configure()
@@ -98,7 +98,7 @@ async def test_an_application_that_ends_makes_none(world: World) -> None:
 
 
 @pytest.mark.parametrize("call_takes_s", [CALL_TIMEOUT_S, 15 * CALL_TIMEOUT_S])
-async def test_it_is_blamed_for_its_own_silence_alone(world: World, call_takes_s: float) -> None:
+async def test_only_a_schedulers_own_silence_counts(world: World, call_takes_s: float) -> None:
     """A call has two seconds; in what it takes beyond them this process stood still itself."""
     world.failure = LATE
     world.call_takes_s = call_takes_s
@@ -110,7 +110,7 @@ async def test_it_is_blamed_for_its_own_silence_alone(world: World, call_takes_s
     assert len(world.did) == 1, "it has as long again to come back"
 
 
-async def test_who_may_not_act_blames_nobody(world: World) -> None:
+async def test_a_controller_without_the_lease_restarts_no_scheduler(world: World) -> None:
     world.failure = LATE
     world.call_takes_s = CALL_TIMEOUT_S
     world.is_held = False
@@ -120,7 +120,7 @@ async def test_who_may_not_act_blames_nobody(world: World) -> None:
     assert world.did == []
 
 
-async def test_excuses_end_at_now(world: World) -> None:
+async def test_an_excuse_reaches_no_further_than_now(world: World) -> None:
     world.failure = LATE
     world.call_takes_s = CALL_TIMEOUT_S
     world.watch.excuse(1e6)

@@ -300,6 +300,8 @@ def test_public_surface() -> None:
         "Model",
         "Piece",
         "RetryPolicy",
+        "ToolCall",
+        "ToolCallDelta",
         "Usage",
     ]
 

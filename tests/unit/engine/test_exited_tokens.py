@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadgen.bench.engines.offline import engine_spec
+from loadgen.model_costs.engine import engine_spec
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.length_heads import counts_of

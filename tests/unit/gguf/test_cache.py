@@ -227,7 +227,7 @@ def test_another_node_converts_its_own_file(file: Path, cache: Path, tmp_path: P
     shutil.rmtree(here.path)  # as on a node that has the file and not the folder
     there = on_this_node(here, tmp_path / "its cache")
     assert there.path.is_relative_to(tmp_path / "its cache")
-    assert replace(there, path=here.path) == here
+    assert replace(there, path=here.path, heads_path=here.heads_path) == here
 
 
 def test_another_node_has_another_file(file: Path, cache: Path, tmp_path: Path) -> None:

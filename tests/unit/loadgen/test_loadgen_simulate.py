@@ -33,9 +33,10 @@ from loadgen.simulation.capacity import (
 )
 from loadgen.simulation.loads import make_simulation, summary_of, synthetic_load, trace_load
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts
 from quadriga.policies.ares.cluster import classify, unpack, weights
 from quadriga.policies.ares.recording import read_ticks, replay
+from quadriga.policies.ares.rescheduler import Rescheduler
+from quadriga.policies.ares.settings import AresSettings, TransferCosts
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import RTX_4090D, find_profile

@@ -57,7 +57,8 @@ def drawn(*records: Record) -> Figure:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure = timeline.draw_timeline(pyplot, result(*records))
+    figure, axes = pyplot.subplots(3, 1)
+    timeline.draw_timeline(axes, result(*records))
     pyplot.close(figure)
     return figure
 

@@ -23,7 +23,7 @@ from loadgen.report.metrics import Distribution, LoadSummary
 from quadriga.config.loader import load_config
 from quadriga.core.migration import MigrationReport
 from quadriga.errors import ConfigError
-from quadriga.policies.ares.recording import replica_view
+from quadriga.policies.ares.replica_view import replica_view
 from tests.unit.policies.test_ares_governor import uneven
 
 

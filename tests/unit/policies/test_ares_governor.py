@@ -25,7 +25,8 @@ from quadriga.policies.ares.forecast import (
 )
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.orders import SETTLE_S
-from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay, replica_view
+from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
+from quadriga.policies.ares.replica_view import replica_view
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import find_profile
 from quadriga.sim.recorder import Recorder

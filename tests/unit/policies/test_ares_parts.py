@@ -13,25 +13,21 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import (
-    AresPlacement,
-    AresSettings,
-    DriftMonitor,
-    Rescheduler,
-    StepCosts,
-    TransferCosts,
-    horizon_s,
-)
 from quadriga.policies.ares.cluster import unpack
 from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     ROW_BYTES,
     TOKENS_AHEAD,
+    StepCosts,
     load_rows,
     memory_rows,
     tokens_ahead,
 )
+from quadriga.policies.ares.governor import DriftMonitor
+from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay, write_tick
+from quadriga.policies.ares.rescheduler import Rescheduler
+from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
 from tests.unit.policies.ares_twin import (
     CLASS,
     Held,

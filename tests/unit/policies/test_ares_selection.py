@@ -10,9 +10,10 @@ import pytest
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import AresSettings, Rescheduler, TransferCosts
 from quadriga.policies.ares.cluster import classify, relative_work, unpack, weights
 from quadriga.policies.ares.forecast import FIXED, MOVABLE, PAUSED, RUNS
+from quadriga.policies.ares.rescheduler import Rescheduler
+from quadriga.policies.ares.settings import AresSettings, TransferCosts
 from tests.unit.policies.ares_twin import (
     CLASS,
     Held,

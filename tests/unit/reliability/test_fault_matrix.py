@@ -13,8 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from actors.kv_transfer.transports.payload import checksum
 from quadriga.errors import ConfigError, KVTransportError
+from quadriga.kv_transport.payload import checksum
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.command import choose
 from tests.reliability.chaos.fault_matrix import (

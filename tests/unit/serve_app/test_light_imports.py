@@ -31,10 +31,12 @@ def test_the_proxy_loads_only_the_protocol() -> None:
     """Serve's proxy imports the servicer functions; pydantic models have no place there."""
     code = (
         "import sys, serve_app.grpc.messages; "
-        "print(sorted(m for m in sys.modules if m.startswith(('serve_app.', 'ray'))))"
+        "print(sorted(m for m in sys.modules if m.startswith(('serve_app.', 'ray'))), "
+        "'pydantic' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     loaded = ["serve_app.grpc", "serve_app.grpc.messages", "serve_app.http", "serve_app.http.tls"]
-    assert done.stdout.strip() == str(loaded)
+    loaded += ["serve_app.openai", "serve_app.openai.tool_output"]
+    assert done.stdout.strip() == f"{loaded} False"

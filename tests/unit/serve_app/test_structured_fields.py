@@ -90,6 +90,13 @@ async def test_what_is_refused(stand: Stand) -> None:
     assert not stand.cluster.submitted
 
 
+async def test_a_schema_of_ten_megabytes_is_a_body_too_large(stand: Stand) -> None:
+    reply = await stand.complete(guided_json={"enum": ["a" * 10_000_000]})
+    assert reply.status_code == 413
+    assert reply.json()["error"]["code"] == "body_too_large"
+    assert not stand.engine.models._checkers
+
+
 async def test_a_grammar_that_never_ends_compiling_costs_its_process_alone(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from serve_app.openai.unsupported import (
     CHAT,
     COMPLETIONS,
     MESSAGE,
+    RESPONSES,
     STRUCTURED_OUTPUTS,
     TOKENIZE,
     UnsupportedField,
@@ -24,6 +25,7 @@ ROUTES: dict[str, tuple[dict[str, UnsupportedField], dict[str, Any]]] = {
     "/v1/completions": (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
     "/v1/chat/completions": (CHAT, {"messages": MESSAGES, "max_tokens": 1}),
     "/tokenize": (TOKENIZE, {"messages": MESSAGES}),
+    "/v1/responses": (RESPONSES, {"input": "a", "max_output_tokens": 1}),
 }
 WANTED = ["x", 7, 0.25, True, False, ["x"], {"a": 1}]
 """Values of every kind; those that a field takes as neutral are left out."""
@@ -79,7 +81,7 @@ async def test_what_was_once_ignored(stand: Stand, route: str, name: str, value:
 
 
 async def test_fields_that_change_nothing_are_accepted_and_named(stand: Stand) -> None:
-    harmless = {"metadata": {}, "store": True, "parallel_tool_calls": True, "cache_salt": "a"}
+    harmless = {"metadata": {}, "store": True, "service_tier": "a", "cache_salt": "a"}
     reply = await stand.complete(**harmless)
     assert reply.status_code == 200
     assert set(reply.headers["x-quadriga-ignored"].split(",")) == set(harmless)
@@ -101,6 +103,7 @@ def test_the_openapi_document_and_the_docs_name_each_field() -> None:
         ("ChatMessage", MESSAGE),
         ("TokenizeBody", TOKENIZE),
         ("StructuredOutputs", STRUCTURED_OUTPUTS),
+        ("ResponsesBody", RESPONSES),
     ):
         for name, field in table.items():
             assert schemas[body]["properties"][name]["enum"] == [None, *field.neutral]

@@ -10,8 +10,12 @@ import pytest
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
-from quadriga.policies.ares import AresSettings, TransferCosts
-from quadriga.policies.ares.settings import FIRST_BANDWIDTH_BYTES_PER_S, ROUND_TRIP_S
+from quadriga.policies.ares.settings import (
+    FIRST_BANDWIDTH_BYTES_PER_S,
+    ROUND_TRIP_S,
+    AresSettings,
+    TransferCosts,
+)
 from quadriga.policies.load import has_room
 from quadriga.policies.slot_reservation import ADMIT_SHARE, RETURN_SHARE
 from quadriga.sim.board import Board

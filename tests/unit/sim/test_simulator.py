@@ -15,9 +15,9 @@ from quadriga.config.engine import PrefillConfig
 from quadriga.config.pacing import PaceProfile
 from quadriga.core.migration import MigrationOrder
 from quadriga.errors import ConfigError, InvariantViolation
-from quadriga.policies.ares import AresSettings
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import MOVABLE, PAUSED
+from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import Failure, SimConfig
 from quadriga.sim.decode import SimulatedDecodeReplica

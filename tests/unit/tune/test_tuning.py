@@ -70,7 +70,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("family", [name for name in KINDS if name != "llama"])
 def test_every_family_is_tuned_and_served_with_what_was_made(family: str, tmp_path: Path) -> None:
     model, out = save_model(family, tmp_path / "model"), tmp_path / "out"
-    figures = tune(options(model, out, KINDS[family]), Console(quiet=True))
+    asked = options(model, out, KINDS[family])
+    if family == "qwen3":
+        half = replace(asked.distill, dtype=torch.bfloat16)
+        asked = replace(asked, distill=half, engine={"dtype": "bfloat16"})
+    figures = tune(asked, Console(quiet=True))
     assert figures["domains"][-1]["domain"] == "all"
     check_served(model, out)
 
@@ -173,6 +177,12 @@ def test_another_node_reads_the_same_heads(llama: tuple[Path, Path]) -> None:
     moved = replace(there, path=Path("/nowhere/model"))
     here = on_this_node(moved, Path("unused"))
     assert (here.path, here.heads_path) == (there.path, there.heads_path)
+
+
+def test_thresholds_need_exits(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    some = replace(options(llama[0], tmp_path), parts=("thresholds",))
+    with pytest.raises(ConfigError, match="has none yet"):
+        tune(some, Console(quiet=True))
 
 
 def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> None:

@@ -1,0 +1,221 @@
+"""The fastest way that reaches a peer, and the next where it does not; how a transport is made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+import torch
+
+from actors.kv_transfer.object_store import ObjectStoreTransport
+from actors.rpc.ray_rpc import call
+from quadriga.config.engine_spec import Device
+from quadriga.core.kv import KVPart
+from quadriga.errors import ConfigError, KVTransportError
+from quadriga.interfaces import KVSink, KVTransport
+from quadriga.kv_transport.channel import (
+    CONNECT_TIMEOUT_S,
+    NO_ROUTE,
+    TOO_LARGE,
+    ChannelOffer,
+    NcclOffer,
+)
+from quadriga.kv_transport.gloo import GlooTransport
+
+if TYPE_CHECKING:
+    from quadriga.kv_transport.nccl import NcclTransport
+    from quadriga.kv_transport.nccl_library import NcclLibrary
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["auto", "nccl", "gloo", "object_store"]
+
+RETRY_S = 60.0
+"""A peer that a transport did not reach is tried again that way after this long."""
+NO_ROUTE_RETRY_S = 3600.0
+"""The same where it never reaches that peer."""
+SHARE = 0.5
+"""Of a part's deadline: what one transport may use up before the next gets the rest."""
+
+
+async def invite_actor(peer: str, offer: ChannelOffer) -> None:
+    """Call the peer's `kv_connect`. Raises: QuadrigaError."""
+    await call(peer, "kv_connect", offer, timeout_s=CONNECT_TIMEOUT_S)
+
+
+@dataclass(slots=True)
+class SentBytes:
+    """Parts that arrived, by one transport."""
+
+    parts: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class TransportCounts:
+    """Since the replica's start, by transport; failures by transport and error code."""
+
+    sent: dict[str, SentBytes] = field(default_factory=dict)
+    failures: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def arrived(self, transport: str, num_bytes: int, seconds: float) -> None:
+        """Count a part that the peer has."""
+        sent = self.sent.setdefault(transport, SentBytes())
+        sent.parts += 1
+        sent.num_bytes += num_bytes
+        sent.seconds += seconds
+
+    def failed(self, transport: str, code: str) -> None:
+        """Count a part that the peer does not have."""
+        self.failures[transport, code] = self.failures.get((transport, code), 0) + 1
+
+
+class TransportHub:
+    """All transports of one replica behind one `KVTransport`, chosen by configuration.
+
+    `auto` is NCCL where this replica has a GPU and CuPy with NCCL, then gloo, then the object
+    store.
+
+    Args:
+        kind: One transport alone, or `auto`.
+        host_for: The local address under which a peer reaches this process.
+        device: What the replica's engine runs on.
+        nccl: NCCL as tests have it; None: as it is found here.
+
+    Attributes:
+        num_fallbacks: How often a peer was moved to the next transport.
+        counts: What was sent, and what failed.
+
+    Raises:
+        ConfigError: `nccl` was asked for and cannot be had.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        me: str,
+        sink: KVSink | None,
+        host_for: Callable[[str], str],
+        *,
+        device: Device = "cpu",
+        nccl: NcclLibrary | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name: str = kind
+        self.num_fallbacks = 0
+        self.counts = TransportCounts()
+        self._clock = clock
+        self._nccl: NcclTransport | None = None
+        self._gloo: GlooTransport | None = None
+        self._store: ObjectStoreTransport | None = None
+        library = nccl or _library(kind, device)
+        if library is not None:
+            from quadriga.kv_transport.nccl import NcclTransport  # for GPUs alone
+
+            self._nccl = NcclTransport(me, sink, host_for, library, invite_actor)
+        if kind in ("auto", "gloo"):
+            self._gloo = GlooTransport(me, sink, host_for, invite_actor)
+        if kind in ("auto", "object_store"):
+            self._store = ObjectStoreTransport(me, sink)
+        ways: tuple[KVTransport | None, ...] = (self._nccl, self._gloo, self._store)
+        self._ways: list[KVTransport] = [way for way in ways if way is not None]
+        self._again_s: dict[tuple[str, str], float] = {}  # by way and peer
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The transports a peer may use to reach this replica."""
+        return tuple(way.name for way in self._ways)
+
+    async def send(self, peer: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
+        end_s = self._clock() + deadline_s
+        for way in self._ways[:-1]:
+            now_s = self._clock()
+            if now_s < self._again_s.get((way.name, peer), 0.0):
+                continue
+            try:
+                await self._send_by(way, peer, part, kv, (end_s - now_s) * SHARE)
+                return
+            except KVTransportError as exc:
+                if exc.code in ("refused", "aborted"):
+                    raise
+                if exc.code != TOO_LARGE:
+                    self._fall_back(way.name, peer, exc)
+        last = self._ways[-1]
+        await self._send_by(last, peer, part, kv, end_s - self._clock())
+
+    async def _send_by(
+        self, way: KVTransport, peer: str, part: KVPart, kv: torch.Tensor, deadline_s: float
+    ) -> None:
+        """Send by one transport, and count it. Raises: KVTransportError."""
+        began_s = self._clock()
+        try:
+            await way.send(peer, part, kv, deadline_s=deadline_s)
+        except KVTransportError as exc:
+            self.counts.failed(way.name, exc.code)
+            raise
+        self.counts.arrived(way.name, kv.nbytes, self._clock() - began_s)
+
+    def _fall_back(self, way: str, peer: str, reason: KVTransportError) -> None:
+        now_s = self._clock()
+        self._again_s = {key: t for key, t in self._again_s.items() if t > now_s}
+        pause_s = NO_ROUTE_RETRY_S if reason.code == NO_ROUTE else RETRY_S
+        self._again_s[way, peer] = now_s + pause_s
+        self.num_fallbacks += 1
+        logger.warning("%s does not reach %s, going on without it: %s", way, peer, reason)
+
+    def connect(self, offer: ChannelOffer) -> None:
+        """A peer opens a channel. Raises: KVTransportError, code "refused" or "no_route"."""
+        if isinstance(offer, NcclOffer):
+            if self._nccl is None:
+                raise KVTransportError("this replica has no NCCL", code=NO_ROUTE)
+            self._nccl.connect(offer)
+            return
+        if self._gloo is None:
+            raise KVTransportError("this replica does not receive over gloo", code="refused")
+        self._gloo.connect(offer)
+
+    async def deliver(
+        self, source: str, part: KVPart, refs: list[ray.ObjectRef[Any]], deadline_s: float
+    ) -> None:
+        """A peer sends a part through the object store. Raises: KVTransportError."""
+        if self._store is None:
+            raise KVTransportError(
+                "this replica does not receive over the object store", code="refused"
+            )
+        await self._store.deliver(source, part, refs, deadline_s)
+
+    async def abort(self, peer: str, transfer_id: str) -> None:
+        for way in self._ways:
+            await way.abort(peer, transfer_id)
+
+    async def close(self) -> None:
+        for way in self._ways:
+            await way.close()
+
+    def channels(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Generations of live channels by transport, direction and peer."""
+        pairs = (self._nccl, self._gloo)
+        return {pair.name: pair.describe() for pair in pairs if pair is not None}
+
+
+def _library(kind: Kind, device: Device) -> NcclLibrary | None:
+    """NCCL where it is wanted and can be had. Raises: ConfigError."""
+    if kind not in ("auto", "nccl") or (kind == "auto" and device != "cuda"):
+        return None
+    from quadriga.kv_transport.nccl_library import find_nccl
+
+    try:
+        return find_nccl()
+    except KVTransportError as exc:
+        if kind == "nccl":
+            raise ConfigError(
+                f"transport.kind: 'nccl' cannot be had: {exc.message}; or set it to 'auto'",
+                param="transport.kind",
+            ) from exc
+        logger.warning("KV goes through host memory, without NCCL: %s", exc.message)
+        return None

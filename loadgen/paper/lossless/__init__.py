@@ -1,0 +1,1 @@
+"""Exits that draft: what they gain, and that no token differs."""

@@ -1,0 +1,97 @@
+"""Tokens that the first exit proposes, and the hidden states with which they reached that exit.
+
+A row whose token waits at the first exit may *draft*: it takes the exit's own choice for its next
+token, runs the first segment with it, and so on. Later one pass through the other segments, over
+all of a row's drafted positions at once, gives the whole model's choices, and the drafts agree with
+them up to some position. Nothing of a draft is believed before: the sequence's state, the row's
+count of positions and its waiting token are what they would be without it, so to drop a draft is to
+forget it. The first segment's KV at drafted positions is written again by whatever runs there next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quadriga.core.request import SampledToken
+from quadriga.engine.early_exit.row_states import Ints
+from quadriga.engine.models.decoder import AnyDecoder
+from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, sample
+from quadriga.interfaces import MAX_DRAFTED
+
+
+class Drafts:
+    """Per KV row, what is drafted behind its waiting token.
+
+    Attributes:
+        tokens: Per row, proposed tokens; the newest may not have been run.
+        num_run: int64 [num_rows], how many of them went through the first segment.
+    """
+
+    def __init__(self, num_rows: int, like: torch.Tensor) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
+        self.num_run: Ints = np.zeros(num_rows, dtype=np.int64)
+        self._like = like
+        self._states: torch.Tensor | None = None  # [num_rows · MAX_DRAFTED, hidden]
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget what is drafted in these rows."""
+        for row in rows:
+            if self.tokens[row]:
+                self.tokens[row] = []
+                self.num_run[row] = 0
+
+    def next_of(self, row: int) -> int | None:
+        """The proposed token of a row that was not run yet; None without one."""
+        tokens = self.tokens[row]
+        return tokens[-1] if len(tokens) > self.num_run[row] else None
+
+    def keep(self, rows: Ints, states: torch.Tensor) -> None:
+        """The newest proposals of these rows reached the exit with these states, [n, hidden]."""
+        if self._states is None:
+            self._states = self._like.new_zeros(len(self.tokens) * MAX_DRAFTED, states.shape[1])
+        at = torch.from_numpy(rows * MAX_DRAFTED + self.num_run[rows])
+        self._states.index_copy_(0, at.to(states.device, non_blocking=True), states)
+        self.num_run[rows] += 1
+
+    def take(self, rows: Ints, numbers: Ints) -> torch.Tensor:
+        """States of drafted tokens, counted from 0 in each row: [n, hidden]."""
+        if self._states is None:
+            return self._like.new_zeros(0, self._like.shape[1])
+        at = torch.from_numpy(rows * MAX_DRAFTED + numbers)
+        return self._states.index_select(0, at.to(self._like.device, non_blocking=True))
+
+    def verified(
+        self,
+        decoder: AnyDecoder,
+        depth: int,
+        x: torch.Tensor,
+        samplers: Sequence[RowSampler],
+        rows: Sequence[int],
+        spans: Sequence[tuple[int, int]],
+    ) -> list[list[SampledToken]]:
+        """The whole model's tokens of each row: up to the first that differs from the draft.
+
+        A draw depends on seed and position, so drafts are drawn with the numbers that the whole
+        model's tokens are drawn with, and agree where the distributions do.
+
+        Args:
+            x: States at the end of the model, [n, hidden], a row's at its span [begin, stop).
+        """
+        if all(s.is_plain for s in samplers):
+            chosen = [SampledToken(t, depth) for t in decoder.best(x, depth)]
+        else:
+            ahead: list[Sampler] = []
+            for sampler, row, (begin, stop) in zip(samplers, rows, spans, strict=True):
+                drafted = self.tokens[row]
+                ahead += [SamplerAhead(sampler, drafted[:i]) for i in range(stop - begin)]
+            chosen = sample(decoder.logits(x, depth), ahead, depth)
+        found = []
+        for row, (begin, stop) in zip(rows, spans, strict=True):
+            drafted, count = self.tokens[row], 1
+            while begin + count < stop and chosen[begin + count - 1].token_id == drafted[count - 1]:
+                count += 1
+            found.append(chosen[begin : begin + count])
+        return found

@@ -1,0 +1,292 @@
+"""When the first exit drafts tokens for a batch, which rows go on, and when they are verified.
+
+Rows that must not lose anything can still gain by an exit: the first segment and its head draft
+tokens, and one pass through the other segments verifies all drafts of all rows. Two decisions:
+
+- *Whether to draft at all*: by what a token took of late, with drafts and without, for about so
+  many rows. Both are tried at first, and the worse one again now and then, as far as that costs
+  little. Measured, not forecast: a segment that runs again and again finds its weights in a cache.
+- *Whether to draft on*. With c_d(n) for n rows through the first segment and its head, and c_v(n)
+  for n positions through the others, a further pass over rows whose drafts all agree so far with
+  probability s is worth Σ s tokens. A token is worth the v seconds that it takes at best. So it
+  pays where v · Σ s > c_d(n) + c_v(P + n) − c_v(P), with P positions to be verified anyway. Rows
+  that do not pay for themselves stay behind.
+
+How often a draft agrees is learnt by the confidence with which it was made, for greedy and for
+drawn tokens apart.
+
+Source: self-speculative decoding (Zhang et al., "Draft & Verify", ACL 2024; LayerSkip, §3.3) verify
+after a fixed number of drafts or below a fixed confidence; the decision by marginal throughput is
+ours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import log2
+
+from quadriga.policies.drex.costs import SegmentCosts
+from quadriga.policies.rebatching import Range
+
+_EDGES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.96, 0.99, 0.998)  # of confidence
+_PRIORS = (0.1, 0.3, 0.5, 0.7, 0.85, 0.9, 0.96, 0.98, 0.99)  # how often a draft agrees
+_PRIOR_WEIGHT = 8.0  # tokens
+_RATE = 0.01  # a token, of the moving averages
+_TRIALS = 4  # rounds of each kind, before it is believed what a token takes
+_EXPLORE_SHARE = 0.005  # of the time, that rounds of the worse kind may lose
+_REFRESH = 32  # passes for which forecasts are kept
+_LONGEST_OVERHEAD_S = 2e-3  # between two passes; beyond it the replica was idle or disturbed
+
+
+class DraftAction(Enum):
+    """What the rows that draft do next."""
+
+    FULL = "full"  # new tokens run the whole model, nothing is drafted
+    DRAFT = "draft"  # new tokens and drafts run the first segment
+    VERIFY = "verify"  # all that is drafted runs the other segments
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """A decision.
+
+    Attributes:
+        least: Of those that have drafted, rows go on whose drafts agree with this probability.
+    """
+
+    action: DraftAction
+    least: float = 0.0
+
+
+@dataclass(slots=True)
+class _RoundKind:
+    """What a token took in rounds of one kind.
+
+    Attributes:
+        rounds: So many were measured.
+    """
+
+    token_s: float = 0.0
+    rounds: int = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A round took so long. One that was disturbed counts as one that was a little."""
+        each_s = seconds / tokens
+        if self.rounds >= _TRIALS:
+            each_s = min(each_s, 2.0 * self.token_s)
+        self.rounds += 1
+        self.token_s += max(0.05, 1.0 / self.rounds) * (each_s - self.token_s)
+
+
+@dataclass(slots=True)
+class _Regime:
+    """Both kinds of rounds, for about so many rows.
+
+    Attributes:
+        budget_s: What may be lost by rounds of the worse kind.
+    """
+
+    full: _RoundKind = field(default_factory=_RoundKind)
+    drafting: _RoundKind = field(default_factory=_RoundKind)
+    budget_s: float = 0.0
+
+    def drafts(self) -> bool:
+        """Whether the next round drafts."""
+        full, drafting = self.full, self.drafting
+        if min(full.rounds, drafting.rounds) < _TRIALS:
+            return drafting.rounds <= full.rounds
+        return (drafting.token_s < full.token_s) is not self.explores()
+
+    def explores(self) -> bool:
+        """Whether the next round is of the worse kind."""
+        return self.budget_s > 0.0
+
+    def add(self, tokens: int, seconds: float, *, drafted: bool) -> None:
+        """A round gave so many tokens."""
+        kind = self.drafting if drafted else self.full
+        kind.add(tokens, seconds)
+        other = self.full if drafted else self.drafting
+        if not other.rounds or kind.token_s <= other.token_s:
+            self.budget_s += _EXPLORE_SHARE * seconds
+        else:
+            self.budget_s -= tokens * (kind.token_s - other.token_s)
+
+    @property
+    def token_s(self) -> float:
+        """What a token takes at best; 0 where that is not known yet."""
+        known = [k.token_s for k in (self.full, self.drafting) if k.rounds]
+        return min(known, default=0.0)
+
+
+class Drafter:
+    """The decisions of one decode batch; called on its thread.
+
+    Args:
+        costs: Shared with the rebatching policy; its segments are the runner's.
+        overhead_s: First guess of what a pass costs beside the runner's own time.
+    """
+
+    def __init__(self, costs: SegmentCosts, overhead_s: float = 50e-6) -> None:
+        self.costs = costs
+        self.overhead_s = overhead_s
+        self._agrees = [list(_PRIORS), list(_PRIORS)]
+        self._seen = [[_PRIOR_WEIGHT] * len(_PRIORS) for _ in range(2)]
+        self._regimes: dict[int, _Regime] = {}
+        self._round_s = 0.0  # of the round under way
+        self._tokens_each = 0.0
+        self._draft_s: dict[int, float] = {}
+        self._verify_s: dict[int, float] = {}
+        self._until_refresh = 0
+        self._idle_since_s: float | None = None
+        self._pass_from_s = 0.0
+
+    def resized(self, costs: SegmentCosts) -> Drafter:
+        """The policy over the costs of other segments, the first of which is the same."""
+        other = Drafter(costs, self.overhead_s)
+        other._agrees, other._seen = self._agrees, self._seen
+        return other
+
+    def choose(
+        self,
+        fresh: int,
+        pending: int,
+        positions: int,
+        survivals: Sequence[float],
+        num_tokens: int,
+        now_s: float,
+        budget_s: float = float("inf"),
+    ) -> DraftChoice:
+        """What the rows do next.
+
+        Args:
+            fresh: Rows with a new token.
+            pending: Rows that have drafted, or whose token waits at the first exit.
+            positions: To be verified for them.
+            survivals: Of those of them that may draft on, the probability that all agree so far.
+            num_tokens: Context of all rows, together.
+            budget_s: Time until the most urgent of them should have its token.
+        """
+        self._begin(now_s, num_tokens / (fresh + pending))
+        regime = self._regime(fresh + pending)
+        if not pending:
+            least_s = self._drafts_s(fresh) + self._verified_s(fresh)
+            drafts = least_s <= budget_s and regime.drafts()
+            return DraftChoice(DraftAction.DRAFT if drafts else DraftAction.FULL)
+        value_s = regime.token_s or self._full_s(fresh + pending)
+        going = sorted(survivals, reverse=True)
+        least = self._least(fresh, positions, len(going), value_s)
+        while going and going[-1] < least:
+            going.pop()
+        count = fresh + len(going)
+        if not count:
+            return DraftChoice(DraftAction.VERIFY)
+        pass_s, then_s = self._drafts_s(count), self._verified_s(positions + count)
+        is_late = pass_s + then_s > budget_s
+        worth_s = (fresh + sum(going)) * value_s
+        if is_late or worth_s <= pass_s + then_s - self._verified_s(positions):
+            return DraftChoice(DraftAction.VERIFY)
+        return DraftChoice(DraftAction.DRAFT, least)
+
+    def _least(self, fresh: int, positions: int, going: int, value_s: float) -> float:
+        """The probability below which a row costs more than it brings: what half of the rows cost
+        more than the other half."""
+        count = fresh + going
+        half = count // 2
+        if not half or not going:
+            return 0.0
+        more_s = self._drafts_s(count) - self._drafts_s(half)
+        more_s += self._verified_s(positions + count) - self._verified_s(positions + half)
+        return min(max(more_s, 0.0) / (count - half) / value_s, 1.0)
+
+    def judge(self, confidence: float, *, is_drawn: bool) -> tuple[int, float]:
+        """What to think of a draft made with a confidence.
+
+        Returns:
+            A mark for `verified`, and the probability that the draft agrees.
+        """
+        mark = bisect_right(_EDGES, confidence) + is_drawn * len(_PRIORS)
+        return mark, self._agrees[is_drawn][mark - is_drawn * len(_PRIORS)]
+
+    def verified(self, marks: Sequence[int], num_agreed: int) -> None:
+        """Learn from a row's drafts, all of which were run.
+
+        Args:
+            marks: Of its drafts, as `judge` gave them.
+            num_agreed: The first so many agreed; what follows one that did not says nothing.
+        """
+        for place, mark in enumerate(marks[: num_agreed + 1]):
+            kind, bucket = divmod(mark, len(_PRIORS))
+            agreed = float(place < num_agreed)
+            self._seen[kind][bucket] += 1.0
+            rate = max(_RATE, 1.0 / self._seen[kind][bucket])
+            self._agrees[kind][bucket] += rate * (agreed - self._agrees[kind][bucket])
+
+    def observe(
+        self,
+        ran: Range,
+        positions: int,
+        num_tokens: int,
+        seconds: float,
+        filled: int = 0,
+    ) -> None:
+        """A pass over so many positions drafted, or verified."""
+        self.costs.observe(
+            ran.first, ran.stop, positions, num_tokens, seconds, tests=ran.tests, filled=filled
+        )
+        self.spent(seconds)
+
+    def spent(self, seconds: float) -> None:
+        """A pass of a round took so long."""
+        self._round_s += seconds + self.overhead_s
+        self._idle_since_s = self._pass_from_s + seconds
+
+    def ended(self, rows: int, tokens: int, *, drafted: bool) -> None:
+        """A round over so many rows gave so many tokens."""
+        self._regime(rows).add(tokens, self._round_s, drafted=drafted)
+        self._round_s = 0.0
+
+    def _regime(self, rows: int) -> _Regime:
+        return self._regimes.setdefault(round(2.0 * log2(rows)), _Regime())
+
+    def _begin(self, now_s: float, tokens_each: float) -> None:
+        """Learn what a pass costs beside the runner's time; let old forecasts go."""
+        if self._idle_since_s is not None:
+            between_s = now_s - self._idle_since_s
+            if 0.0 <= between_s < _LONGEST_OVERHEAD_S:
+                self.overhead_s += 0.05 * (between_s - self.overhead_s)
+            self._idle_since_s = None
+        self._pass_from_s = now_s
+        self._until_refresh -= 1
+        if self._until_refresh < 0:
+            self._until_refresh = _REFRESH
+            self._tokens_each = tokens_each
+            self._draft_s.clear()
+            self._verify_s.clear()
+
+    def _full_s(self, rows: int) -> float:
+        """What a token takes in a full pass, by forecast."""
+        costs, tokens = self.costs, rows * self._tokens_each
+        seconds = costs.forecast_s(0, costs.num_segments, rows, tokens, tests=False)
+        return (seconds + self.overhead_s) / rows
+
+    def _drafts_s(self, count: int) -> float:
+        seconds = self._draft_s.get(count)
+        if seconds is None:
+            costs, tokens = self.costs, count * self._tokens_each
+            seconds = costs.forecast_s(0, 1, count, tokens, tests=True) + self.overhead_s
+            self._draft_s[count] = seconds
+        return seconds
+
+    def _verified_s(self, count: int) -> float:
+        if not count:
+            return 0.0
+        seconds = self._verify_s.get(count)
+        if seconds is None:
+            costs, tokens = self.costs, count * self._tokens_each
+            seconds = costs.forecast_s(1, costs.num_segments, count, tokens, tests=False)
+            seconds += self.overhead_s
+            self._verify_s[count] = seconds
+        return seconds

@@ -1,0 +1,169 @@
+"""A decode replica's forecast: asked for on the engine's thread, packed on the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quadriga.clock import Clock
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.forecast import LengthOutcome, LoadForecast
+from quadriga.core.kv import TransferOffer
+from quadriga.core.output import EngineOutput
+from quadriga.policies.ares.settings import horizon_s
+from quadriga.scheduling.calibration import assumed_shape, measure_shape
+from quadriga.scheduling.forecasts import (
+    Asking,
+    Outcomes,
+    SequenceLengths,
+    StepShape,
+    StepTimes,
+    forecast,
+    hold,
+)
+
+if TYPE_CHECKING:
+    from quadriga.interfaces import ModelRunner
+    from quadriga.scheduling.decode_loop import DecodeLoop
+    from quadriga.scheduling.forecasts import LengthModel
+
+LOOK_EVERY_S = 0.25
+"""Between two looks at the sequences held."""
+MIN_LOOK_EVERY_S = 0.05
+"""The same while sequences come and go: as often as there can be a report."""
+
+
+def load_lengths(runner: object, spec: EngineSpec) -> LengthModel | None:
+    """The length heads behind a runner; None where its checkpoint, or its kind, has none.
+
+    Raises:
+        ConfigError: The heads are there and cannot be right.
+    """
+    if spec.runner == "baton":
+        return None  # the unmodified model keeps its hidden states to itself
+    from quadriga.engine.early_exit.length_head import LengthHeads, RunnerLengths
+    from quadriga.engine.model_runner import NativeRunner
+
+    if not isinstance(runner, NativeRunner):
+        return None
+    checkpoint = spec.checkpoint
+    heads = LengthHeads.load(checkpoint.heads_path, checkpoint.hidden_size, spec.depth, spec.device)
+    return None if heads is None else RunnerLengths(runner, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class _SequenceSeen:
+    """What the engine's thread last wrote down; never changed afterwards."""
+
+    held: SequenceLengths
+    shape: StepShape
+    step_s: float
+
+
+class Forecasting:
+    """The predictions of one decode replica, and the forecast made of them.
+
+    `stepped` and `look` are called on the engine's thread, the rest on the event loop.
+
+    Args:
+        runner: As the loop uses it, pace included.
+        lengths: None where there are no length heads; forecasts say so.
+        offers: Sequences on their way here; from any thread.
+        leaving: Ids of those on their way elsewhere; from any thread.
+
+    Attributes:
+        is_wanted: The scheduler uses forecasts; while it does not they cost nothing.
+        seconds: Time of the engine's thread spent on noting which sequences are held.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        lengths: LengthModel | None,
+        spec: EngineSpec,
+        config: QuadrigaConfig,
+        clock: Clock,
+        *,
+        offers: Callable[[], Iterable[TransferOffer]],
+        leaving: Callable[[], Collection[str]],
+    ) -> None:
+        ares = config.scheduler.ares
+        every = ares.predict_every_tokens
+        self.asking = Asking(lengths, every) if lengths is not None and every else None
+        self.is_wanted = False
+        self.seconds = 0.0
+        self._clock = clock
+        self._offers, self._leaving = offers, leaving
+        self._grid_s = horizon_s(ares.reference_step_s)
+        self.resized(spec)
+        if spec.runner == "baton":
+            shape = assumed_shape(spec.kv_capacity_tokens)
+        else:
+            shape = measure_shape(runner, clock, max_rows=spec.num_rows)
+        self._times = StepTimes(shape)
+        self._outcomes = Outcomes()
+        self._looked_s = 0.0
+        self._num_held = 0
+        self._seen: _SequenceSeen | None = None
+        self._packed_seen: _SequenceSeen | None = None
+        self._packed: LoadForecast | None = None
+
+    def resized(self, spec: EngineSpec) -> None:
+        """The engine has another depth now."""
+        self._bytes_per_token = float(
+            spec.checkpoint.kv_bytes_per_token(spec.depth, DTYPE_BYTES[spec.dtype])
+        )
+
+    def stepped(self, loop: DecodeLoop, emissions: list[tuple[str, EngineOutput]]) -> None:
+        """After a step, once its tokens are on their way."""
+        if self.is_wanted and self.asking is not None:
+            self.asking.stepped(sum(bool(e.token_ids) for _, e in emissions), loop.num_running)
+            self._outcomes.emitted(emissions)
+
+    def look(self, loop: DecodeLoop) -> None:
+        """Note which sequences are held, now and then."""
+        if not self.is_wanted:
+            return
+        now_s = self._clock.now_s()
+        num_held = loop.slots.num_held
+        pause_s = LOOK_EVERY_S if num_held == self._num_held else MIN_LOOK_EVERY_S
+        # That the last sequence has gone is noted at once: an idle replica may not look again soon.
+        if num_held and now_s - self._looked_s < pause_s:
+            return
+        self._looked_s, self._num_held = now_s, num_held
+        states = loop.running
+        step_s = loop.step_time_s
+        self._times.observe(step_s, loop.num_running, loop.used_tokens)
+        held = hold(
+            states,
+            self._offers(),
+            num_running=loop.num_running,
+            num_paused=loop.num_paused,
+            leaving=self._leaving(),
+        )
+        self._outcomes.look(states)
+        self._seen = _SequenceSeen(held, self._times.shape, step_s)
+        self.seconds += self._clock.now_s() - now_s
+
+    def forecast(self) -> LoadForecast | None:
+        """The forecast for the snapshot; None while the scheduler wants none."""
+        seen = self._seen
+        if seen is None or not self.is_wanted:
+            return None
+        if seen is not self._packed_seen:
+            self._packed_seen = seen
+            self._packed = forecast(
+                seen.held,
+                seen.shape,
+                grid_s=self._grid_s,
+                step_s=seen.step_s,
+                bytes_per_token=self._bytes_per_token,
+                now_unix_s=self._clock.unix_s(),
+            )
+        return self._packed
+
+    def take_outcomes(self) -> list[LengthOutcome]:
+        """What came of predictions since the last call."""
+        return self._outcomes.take()

@@ -1,0 +1,285 @@
+"""Calls of functions out of an answer's text, as it comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quadriga.text.tool_formats import ToolFormat
+
+MAX_HELD_CHARS = 4096
+"""Of what may be a call but has no name yet; longer, it is text."""
+
+
+@dataclass(slots=True)
+class CallNews:
+    """What is new of one call.
+
+    Attributes:
+        index: Its place among the answer's calls.
+        name: Of the function, with the call's first news; else None.
+        arguments: More of its arguments, JSON as the model writes it.
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class ToolNews:
+    """What is new of an answer: text, and calls."""
+
+    text: str = ""
+    calls: list[CallNews] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalling:
+    """What the answer of a request with tools is read by.
+
+    Attributes:
+        names: Of the tools.
+        marks: Special tokens that have a text here, as they open or close calls.
+    """
+
+    form: ToolFormat
+    names: frozenset[str]
+    marks: Mapping[int, str]
+
+    def parser(self) -> ToolParser:
+        """For one answer."""
+        return ToolParser(self.form, self.names)
+
+
+class ToolParser:
+    """Splits one answer into text and calls; feed it text in pieces of any length.
+
+    A call is shown from its name on, if that is the name of a tool; its arguments follow as they
+    come. What only looks like a call is text in the end, and so are marks without one.
+
+    Attributes:
+        num_calls: Calls whose name was seen.
+    """
+
+    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
+        self.num_calls = 0
+        self._form = form
+        self._names = names
+        self._opening = form.opening.strip()
+        self._closing = form.closing.strip()
+        self._held = ""  # text that may be the beginning of a mark, or of a call
+        self._inside = False  # behind an opening mark
+        self._call: _Call | None = None
+        self._num_read = 0  # characters of what is held that the call has read
+        self._said = False
+
+    def push(self, text: str) -> ToolNews:
+        """Take in more of the answer."""
+        news = ToolNews()
+        self._held += text
+        while self._advance(news):
+            pass
+        return news
+
+    def flush(self) -> ToolNews:
+        """The answer is over: what was held back is text, unless it is the end of calls."""
+        news = ToolNews()
+        if self._call is not None and self._call.is_shown:
+            self._held = ""  # of a call that was cut
+        elif self.num_calls and not self._held.strip(" \n,;]"):
+            self._held = ""
+        news.text, self._held = self._held, ""
+        return news
+
+    def _advance(self, news: ToolNews) -> bool:
+        """One step; returns whether another may follow at once."""
+        if self._call is not None:
+            return self._read_call(news)
+        if self._inside:
+            return self._between(news)
+        return self._outside(news)
+
+    def _outside(self, news: ToolNews) -> bool:
+        """Look for the mark that opens calls; for a brace where there is none."""
+        held = self._held
+        if not self._opening:
+            start = held.lstrip(" \n;")
+            if not start:
+                return False
+            if (start[0] == "{") and (not self._said or self.num_calls):
+                self._held, self._inside = start, True
+                return True
+            self._say(news, held)
+            return False
+        at = held.find(self._opening)
+        if at >= 0:
+            before = held[:at]
+            if before.strip() or not self.num_calls:
+                self._say(news, before.rstrip() if self.num_calls else before)
+            self._held, self._inside = held[at + len(self._opening) :], True
+            return True
+        keep = _overlap(held, self._opening)
+        free = held[: len(held) - keep]
+        if self.num_calls and not free.strip():
+            return False  # blanks between two calls
+        self._held = held[len(free) :]
+        self._say(news, free, keeps=True)
+        return False
+
+    def _say(self, news: ToolNews, text: str, *, keeps: bool = False) -> None:
+        news.text += text
+        self._said = self._said or bool(text.strip())
+        if not keeps:
+            self._held = ""
+
+    def _between(self, news: ToolNews) -> bool:
+        """Behind the opening mark: the next call, or the closing mark."""
+        start = self._held.lstrip(" \n[,;")
+        if not start:
+            return False
+        if start[0] == "{":
+            self._held, self._call = start, _Call()
+            return True
+        rest = start.lstrip(" \n]")
+        if self._closing and self.num_calls:
+            if rest.startswith(self._closing):
+                self._held, self._inside = rest[len(self._closing) :], False
+                return True
+            if self._closing.startswith(rest):
+                return False
+        elif self.num_calls:
+            if not rest:
+                self._held = ""
+                return False
+        # No call after all: the mark was text, and so is this.
+        self._say(news, (self._opening if not self.num_calls else "") + self._held)
+        self._inside = False
+        return False
+
+    def _read_call(self, news: ToolNews) -> bool:
+        call = self._call
+        assert call is not None
+        self._num_read += call.read(self._held[self._num_read :], self._form.arguments)
+        if call.is_shown:
+            more = call.take()
+            if more:
+                news.calls.append(CallNews(self.num_calls - 1, None, more))
+        elif call.name in self._names and (call.in_arguments or call.is_over):
+            arguments = call.take() or ("{}" if call.is_over else "")
+            news.calls.append(CallNews(self.num_calls, call.name, arguments))
+            call.is_shown = True
+            self.num_calls += 1
+        elif call.is_over or call.is_wrong or len(self._held) > MAX_HELD_CHARS:
+            return self._give_up(news)
+        else:
+            return False
+        self._held, self._num_read = self._held[self._num_read :], 0
+        if call.is_over or call.is_wrong:
+            self._call = None
+            self._inside = bool(self._opening)
+            return bool(self._held)
+        return False
+
+    def _give_up(self, news: ToolNews) -> bool:
+        """What was held back is no call."""
+        self._call, self._inside, self._num_read = None, False, 0
+        self._say(news, self._opening + self._held)
+        return False
+
+
+class _Call:
+    """Reads `{"name": …, "arguments": …}` character by character, its fields in any order."""
+
+    __slots__ = (
+        "_depth", "_escaped", "_in_text", "_key", "_taken", "_value", "arguments", "in_arguments",
+        "is_over", "is_shown", "is_wrong", "name",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.arguments = ""
+        self.in_arguments = False
+        self.is_over = self.is_wrong = self.is_shown = False
+        self._depth = 0
+        self._in_text = self._escaped = False
+        self._key: str | None = None
+        self._value = ""
+        self._taken = 0
+
+    def take(self) -> str:
+        """The arguments that were not taken yet."""
+        news, self._taken = self.arguments[self._taken :], len(self.arguments)
+        return news
+
+    def read(self, text: str, arguments: str) -> int:
+        """Read on; returns how many characters were of the call."""
+        for at, char in enumerate(text):
+            self._step(char, arguments)
+            if self.is_over or self.is_wrong:
+                return at + 1
+        return len(text)
+
+    def _step(self, char: str, arguments: str) -> None:
+        if self._in_text:
+            self._value += char
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_text = False
+            self._note(char, arguments)
+            return
+        if self._depth == 1 and char in ":,}":
+            if char == ":":
+                self._key, self._value = _text(self._value), ""
+                self.in_arguments = self._key == arguments
+                self.is_wrong = self._key is None
+                return
+            self._end_value()
+            if char == "}":
+                self._depth, self.is_over = 0, True
+            return
+        if self._depth == 1 and char in " \n\t\r" and not self._value:
+            return
+        if char in "{[":
+            self._depth += 1
+            if self._depth == 1:
+                return
+        elif char in "}]":
+            self._depth -= 1
+        elif char == '"':
+            self._in_text = True
+        self._value += char
+        self._note(char, arguments)
+
+    def _note(self, char: str, arguments: str) -> None:
+        if self._key == arguments:
+            self.arguments += char
+
+    def _end_value(self) -> None:
+        if self._key == "name":
+            self.name = _text(self._value)
+            self.is_wrong = self.name is None
+        if self.in_arguments:
+            self.arguments = self.arguments.rstrip()
+        self.in_arguments, self._key, self._value = False, None, ""
+
+
+def _text(written: str) -> str | None:
+    """A JSON text; None if it is none."""
+    try:
+        value = json.loads(written)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters at the end of a text that may begin a mark."""
+    for count in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:count]):
+            return count
+    return 0

@@ -1,0 +1,81 @@
+"""Calls of functions in answers: what is new of them for one reader, and all of a finished one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quadriga.core.request import FinishReason
+from quadriga.text.tool_parser import ToolNews
+
+if TYPE_CHECKING:
+    from serve_app.request.request import OutputDelta, OutputStream, Request
+    from serve_app.request.sequence_request import SequenceRequest
+
+
+@dataclass(slots=True)
+class FinishedCall:
+    """A whole call.
+
+    Attributes:
+        id: By which the conversation names it.
+        arguments: JSON, as the model wrote it.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+def read_news(stream: OutputStream, delta: OutputDelta) -> ToolNews:
+    """What a piece of output brings its reader: text, and calls where the request has tools."""
+    request, choice = stream.request, delta.choice
+    if request.tools is None:
+        return ToolNews(delta.text)
+    parser = stream.tool_parsers.get(choice)
+    if parser is None:
+        parser = stream.tool_parsers[choice] = request.tools.parser()
+        # A reader that takes an answer up again has seen what comes before.
+        parser.push("".join(request.sequences[choice].pieces[: delta.first_index]))
+    news = parser.push(delta.text)
+    if delta.finish is not None:
+        rest = parser.flush()
+        news.text += rest.text
+        news.calls += rest.calls
+    return news
+
+
+def read_answer(request: Request, sequence: SequenceRequest) -> tuple[str, list[FinishedCall]]:
+    """The text and the calls of a finished sequence."""
+    text = "".join(sequence.pieces) + sequence.tail
+    if request.tools is None:
+        return text, []
+    parser = request.tools.parser()
+    calls: list[FinishedCall] = []
+    shown = ""
+    for news in (parser.push(text), parser.flush()):
+        shown += news.text
+        for call in news.calls:
+            if call.name is not None:
+                name = call_id(request, sequence.index, call.index)
+                calls.append(FinishedCall(name, call.name, ""))
+            calls[call.index].arguments += call.arguments
+    return shown, calls
+
+
+def stream_finish(stream: OutputStream, delta: OutputDelta) -> FinishReason | None:
+    """Why a sequence ended, as its reader sees it; None while it goes on."""
+    parser = stream.tool_parsers.get(delta.choice)
+    return shown_finish(delta.finish, parser.num_calls if parser is not None else 0)
+
+
+def shown_finish(finish: FinishReason | None, num_calls: int) -> FinishReason | None:
+    """The reason as clients see it: an answer that stopped and calls ends in `tool_calls`."""
+    return FinishReason.TOOL_CALLS if finish is FinishReason.STOP and num_calls else finish
+
+
+def call_id(request: Request, choice: int, index: int) -> str:
+    """The id of a call: the same for every reader of the answer."""
+    name = f"{request.request_id}:{choice}:{index}"
+    return f"call_{hashlib.sha256(name.encode()).hexdigest()[:24]}"

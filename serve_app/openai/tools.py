@@ -1,0 +1,124 @@
+"""The tools of a chat: what the model is told of them, what it must answer, how that is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from quadriga.core.grammar import Grammar
+from quadriga.errors import InvalidRequest
+from quadriga.text.tool_parser import ToolCalling
+from serve_app.openai.bodies import shown
+from serve_app.openai.grammar_checker import MAX_GRAMMAR_BYTES
+from serve_app.openai.models import ServedModel
+from serve_app.openai.schema import ChatBody, NamedToolChoice, ToolBody
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_PARAMETERS: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTools:
+    """The tools of one request.
+
+    Attributes:
+        told: What the chat template is told, in OpenAI's form.
+        calling: How the answer is read; None where no tool may be called.
+        grammar: The form of an answer that must call, or that may call strict tools; else None.
+    """
+
+    told: tuple[dict[str, Any], ...] = ()
+    calling: ToolCalling | None = None
+    grammar: Grammar | None = None
+
+
+NO_TOOLS = ChatTools()
+
+
+def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
+    """Check the tools and the choice of a chat.
+
+    Raises: InvalidRequest.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    _check(tools)
+    forced = _forced(tools, choice)
+    if not tools or choice == "none":
+        return NO_TOOLS
+    told = tuple(_told(tool) for tool in tools)
+    form = model.tokenizer.tool_format
+    ids = model.tokenizer.special_ids(form.marks)
+    marks = {token_id: text for text, token_id in ids.items()}
+    names = frozenset(tool.function.name for tool in tools)
+    grammar = None
+    if forced:
+        is_named = isinstance(choice, NamedToolChoice)
+        wanted = [
+            {"name": t.function.name, "parameters": t.function.parameters or NO_PARAMETERS}
+            for t in forced
+        ]
+        is_parallel = not is_named and body.parallel_tool_calls is not False
+        grammar = form.grammar(wanted, is_parallel=is_parallel, ids=ids)
+    elif any(tool.function.strict for tool in tools):
+        free = [
+            {
+                "name": t.function.name,
+                "parameters": (t.function.parameters or NO_PARAMETERS)
+                if t.function.strict
+                else ANY_PARAMETERS,
+            }
+            for t in tools
+        ]
+        grammar = form.free_grammar(free, ids)
+    return ChatTools(told, ToolCalling(form, names, marks), grammar)
+
+
+def _check(tools: list[ToolBody]) -> None:
+    """Raises: InvalidRequest: A name stands twice, or all are too long together."""
+    seen: dict[str, int] = {}
+    for i, tool in enumerate(tools):
+        name = tool.function.name
+        if name in seen:
+            raise InvalidRequest(
+                f"tools.{i}.function.name: {shown(name)} is the name of tools.{seen[name]} as "
+                "well; give each tool a name of its own",
+                param=f"tools.{i}.function.name",
+            )
+        seen[name] = i
+    size = sum(len(json.dumps(tool.function.parameters)) for tool in tools)
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"tools: the parameters have {size:,} bytes together, above the limit of "
+            f"{MAX_GRAMMAR_BYTES:,}; send fewer, or smaller ones",
+            param="tools",
+        )
+
+
+def _forced(tools: list[ToolBody], choice: Any) -> list[ToolBody]:
+    """The tools of which one must be called; none where none must be.
+
+    Raises: InvalidRequest: The choice names none of the tools.
+    """
+    if choice in (None, "none", "auto"):
+        return []
+    if not tools:
+        raise InvalidRequest("tool_choice: needs tools", param="tool_choice")
+    if choice == "required":
+        return tools
+    name = choice.function.name
+    found = [tool for tool in tools if tool.function.name == name]
+    if not found:
+        names = ", ".join(tool.function.name for tool in tools[:8])
+        raise InvalidRequest(
+            f"tool_choice.function.name: {shown(name)} is not among the tools ({names})",
+            param="tool_choice.function.name",
+        )
+    return found
+
+
+def _told(tool: ToolBody) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.function.name}
+    function["description"] = tool.function.description or ""
+    function["parameters"] = tool.function.parameters or NO_PARAMETERS
+    return {"type": "function", "function": function}

@@ -1,0 +1,93 @@
+"""POST /v1/responses: events in their order, and how its fields become a chat's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.unit.serve_app.conftest import END_ID, MODEL, MakeStand, Stand
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+SAID = 'Well: <tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]'
+
+
+async def saying(make_stand: MakeStand, text: str) -> Stand:
+    stand = await make_stand()
+    stand.cluster.script = [*MODEL.tokenizer.encode(text), END_ID]
+    return stand
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    frames = [frame.split("\n") for frame in text.strip().split("\n\n")]
+    for name, data in frames:
+        assert name == f"event: {json.loads(data[6:])['type']}"
+    return [json.loads(data[6:]) for _, data in frames]
+
+
+async def test_a_stream_of_text_and_calls(make_stand: MakeStand) -> None:
+    stand = await saying(make_stand, f"{SAID}</tool_call>")
+    body = {"input": "1 + 1?", "tools": [TOOL], "seed": 3}
+    whole = (await stand.http.post(PATH, json=body)).json()
+    seen = events((await stand.http.post(PATH, json=body | {"stream": True})).text)
+    assert [event["sequence_number"] for event in seen] == list(range(len(seen)))
+    last = seen[-1]
+    assert last["type"] == "response.completed"
+
+    def shown(items: list[dict[str, Any]]) -> list[Any]:
+        return [
+            item["content"][0]["text"] if item["type"] == "message" else item["arguments"]
+            for item in items
+        ]
+
+    assert shown(last["response"]["output"]) == shown(whole["output"])
+    assert shown(whole["output"]) == ["Well: ", '{"a": 1}', "{}"]
+    assert {item["status"] for item in last["response"]["output"]} == {"completed"}
+    added = [e["item"] for e in seen if e["type"] == "response.output_item.added"]
+    done = [e["item"] for e in seen if e["type"] == "response.output_item.done"]
+    assert [a["id"] for a in added] == [d["id"] for d in done]
+    assert [a["status"] for a in added] == ["in_progress"] * 3
+    assert done == last["response"]["output"]
+    assert len({a["id"] for a in added}) == 3
+
+
+async def test_a_stream_is_not_taken_up_again(stand: Stand) -> None:
+    headers = {"idempotency-key": "a" * 20, "x-resume-index": "3"}
+    reply = await stand.http.post(PATH, json={"input": "a", "stream": True}, headers=headers)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "x-resume-index"
+
+
+async def test_fields_that_change_nothing_are_named(stand: Stand) -> None:
+    body = {"input": "a", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"}
+    reply = await stand.http.post(PATH, json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-quadriga-ignored"] == "service_tier"
+    assert reply.json()["metadata"] == {"a": "b"}
+    assert reply.json()["store"] is False
+
+
+async def test_the_conversation_is_the_chats(stand: Stand) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    body = {"input": items, "instructions": "Be short.", "priority": 3, "temperature": 0}
+    assert (await stand.http.post(PATH, json=body)).status_code == 200
+    state = stand.cluster.submitted[-1]
+    assert state.sampling.greedy
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    chat = {"messages": messages, "priority": 3, "temperature": 0}
+    assert (await stand.http.post("/v1/chat/completions", json=chat)).status_code == 200
+    assert stand.cluster.submitted[-1].prompt_ids == state.prompt_ids
+    assert stand.cluster.submitted[-1].priority == state.priority == 3

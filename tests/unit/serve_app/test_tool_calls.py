@@ -1,0 +1,234 @@
+"""Tools over HTTP: what the model is told, what it must say, and how its calls are read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.grpc.messages import generation_fields
+from serve_app.openai.bodies import parse_body
+from serve_app.openai.schema import ChatBody
+from tests.unit.serve_app.conftest import END_ID, MODEL, MakeStand, Stand
+
+PATH = "/v1/chat/completions"
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+TOOLS = [ADD, {"type": "function", "function": {"name": "stop_it"}}]
+USER = {"role": "user", "content": "1 + 1?"}
+CALLS = '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]'
+SAID = f"Well: {CALLS}</tool_call>"
+
+
+async def saying(make_stand: MakeStand, text: str) -> Stand:
+    stand = await make_stand()
+    stand.cluster.script = [*MODEL.tokenizer.encode(text), END_ID]
+    return stand
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line[6:7] == "{"]
+
+
+async def test_calls_of_a_whole_answer(make_stand: MakeStand) -> None:
+    stand = await saying(make_stand, SAID)
+    body = {"messages": [USER], "tools": TOOLS}
+    reply = (await stand.http.post(PATH, json=body)).json()
+    choice = reply["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"].strip() == "Well:"
+    calls = choice["message"]["tool_calls"]
+    assert [c["function"] for c in calls] == [
+        {"name": "add", "arguments": '{"a": 1}'},
+        {"name": "add", "arguments": "{}"},
+    ]
+    assert len({c["id"] for c in calls}) == 2
+    assert all(c["type"] == "function" for c in calls)
+    unread = (await stand.http.post(PATH, json=body | {"tool_choice": "none"})).json()
+    assert unread["choices"][0]["message"]["content"] == SAID
+    assert unread["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_calls_of_a_stream_come_in_pieces(make_stand: MakeStand) -> None:
+    stand = await saying(make_stand, SAID)
+    body = {"messages": [USER], "tools": TOOLS, "stream": True, "n": 2}
+    chunks = events((await stand.http.post(PATH, json=body)).text)
+    for index in (0, 1):
+        news = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert news[0]["delta"]["role"] == "assistant"
+        assert news[-1]["finish_reason"] == "tool_calls"
+        text = "".join(c["delta"]["content"] or "" for c in news)
+        assert text.strip() == "Well:"
+        deltas = [d for c in news for d in c["delta"].get("tool_calls", ())]
+        assert [d["function"]["name"] for d in deltas if "id" in d] == ["add", "add"]
+        first = "".join(d["function"]["arguments"] for d in deltas if d["index"] == 0)
+        assert first == '{"a": 1}'
+        assert len([d for d in deltas if d["index"] == 0]) > 1, "as they come"
+
+
+async def test_a_stream_that_is_taken_up_again_goes_on_within_a_call(
+    make_stand: MakeStand,
+) -> None:
+    stand = await saying(make_stand, SAID)
+    body = {"messages": [USER], "tools": TOOLS, "stream": True, "seed": 1}
+    headers = {"idempotency-key": "a" * 20}
+    whole = events((await stand.http.post(PATH, json=body, headers=headers)).text)
+    for cursor in range(1, len(stand.cluster.script) - 1):
+        again = await stand.http.post(
+            PATH, json=body, headers=headers | {"x-resume-index": str(cursor)}
+        )
+        rest = [d for c in events(again.text) for d in _deltas(c)]
+        wanted = [d for c in whole for d in _deltas(c)]
+        text = "".join(d["function"]["arguments"] for d in rest)
+        assert "".join(d["function"]["arguments"] for d in wanted).endswith(text)
+        assert {d["id"] for d in rest if "id" in d} <= {d["id"] for d in wanted if "id" in d}
+
+
+def _deltas(chunk: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = chunk["choices"][0]["delta"].get("tool_calls", [])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "has_grammar"),
+    [
+        (None, None, False),
+        ("auto", True, False),
+        ("none", None, False),
+        ("required", None, True),
+        ("required", False, True),
+        ({"type": "function", "function": {"name": "add"}}, None, True),
+    ],
+)
+async def test_what_must_be_called(
+    stand: Stand, choice: Any, parallel: bool | None, has_grammar: bool
+) -> None:
+    body = {"messages": [USER], "tools": TOOLS, "tool_choice": choice}
+    reply = await stand.http.post(PATH, json=body | {"parallel_tool_calls": parallel})
+    assert reply.status_code == 200, reply.text
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert (grammar is not None) is has_grammar
+    if grammar is not None:
+        is_named = not isinstance(choice, str)
+        assert ('"stop_it' in grammar.text.replace("\\", "")) is not is_named
+        start = grammar.text.splitlines()[0]
+        assert ("{0,15}" in start) is (parallel is None and not is_named)
+
+
+async def test_strict_tools_are_kept_to_where_the_model_is_free(stand: Stand) -> None:
+    strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
+    body = {"messages": [USER], "tools": [strict, TOOLS[1]]}
+    assert (await stand.http.post(PATH, json=body)).status_code == 200
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert grammar is not None
+    assert "start: called* TEXT" in grammar.text
+    assert '"integer"' in grammar.text
+    assert (await stand.http.post(PATH, json=body | {"tool_choice": "none"})).status_code == 200
+    assert stand.cluster.submitted[-1].sampling.grammar is None
+
+
+async def test_the_model_is_told_of_tools_and_of_the_conversation(stand: Stand) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: Any = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "two", "tool_call_id": "c1"},
+    ]
+    reply = await stand.http.post(PATH, json={"messages": messages, "tools": TOOLS})
+    assert reply.status_code == 200, reply.text
+    prompt = MODEL.tokenizer.decode(stand.cluster.submitted[-1].prompt_ids)
+    assert "two" in prompt, "its template shows the last message of a user"
+
+
+def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name} | fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools.0.type"),
+        ({"tools": [tool("a b")]}, "tools.0.function.name"),
+        ({"tools": [tool(), tool("b"), tool()]}, "tools.2.function.name"),
+        ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools"),
+        ({"tools": [tool(parameters={"enum": ["a" * 200_000]})]}, "tools"),
+        ({"tools": [tool(parameters=5)]}, "tools.0.function.parameters"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": "sometimes"}, "tool_choice"),
+        (
+            {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [tool(parameters={"type": 7})], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [tool()], "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+        ({"functions": [{"name": "a"}]}, "functions"),
+    ],
+    ids=lambda v: str(v)[:50],
+)
+async def test_what_is_refused(stand: Stand, fields: dict[str, Any], param: str) -> None:
+    reply = await stand.http.post(PATH, json={"messages": [USER]} | fields)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"].startswith(param)
+    assert not stand.cluster.submitted
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0"),
+        (
+            {
+                "role": "user",
+                "content": "a",
+                "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "{}"}}],
+            },
+            "messages.0.tool_calls",
+        ),
+        ({"role": "tool", "content": "a", "tool_call_id": 5}, "messages.0.tool_call_id"),
+    ],
+)
+async def test_messages_that_are_refused(stand: Stand, message: dict[str, Any], param: str) -> None:
+    reply = await stand.http.post(PATH, json={"messages": [message]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize("arguments", ["no JSON", "[" * 5000, '{"a": ' * 500, "5"])
+async def test_arguments_in_a_conversation_may_be_anything(stand: Stand, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, USER]
+    reply = await stand.http.post(PATH, json={"messages": messages})
+    assert reply.status_code == 200, reply.text
+
+
+def test_grpc_has_the_same_fields() -> None:
+    from quadriga.client.wire import make_request
+
+    call = {"id": "c1", "function": {"name": "add", "arguments": "{}"}}
+    messages: Any = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+    named = {"type": "function", "function": {"name": "add"}}
+    request = make_request(messages, None, None, {"tools": TOOLS, "tool_choice": named})
+    fields = generation_fields(request)
+    body = parse_body(ChatBody, fields)
+    over_http = parse_body(
+        ChatBody,
+        {"messages": messages, "tools": TOOLS, "tool_choice": named, "seed": fields["seed"]},
+    )
+    assert body.tool_choice == over_http.tool_choice
+    assert [t.function.name for t in body.tools or ()] == ["add", "stop_it"]
+    assert body.messages[1].tool_calls == over_http.messages[1].tool_calls
+    assert body.messages[2].tool_call_id == "c1"

@@ -1,0 +1,245 @@
+"""Calls of functions: how each format writes them, and how they are read out of text in pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.core.grammar import Grammar
+from quadriga.text import load_tokenizer
+from quadriga.text.detokenizer import MarkedDetokenizer
+from quadriga.text.grammar import grammars_of
+from quadriga.text.tool_formats import (
+    HERMES,
+    LISTED,
+    LLAMA,
+    MAX_CALLS,
+    MISTRAL,
+    ToolFormat,
+    tool_format,
+)
+from quadriga.text.tool_parser import ToolParser
+
+CHECKPOINT = read_checkpoint("quadriga-s")
+TEXT = load_tokenizer(CHECKPOINT.path, CHECKPOINT.id)
+NAMES = frozenset({"get_weather", "add"})
+ROME = ("get_weather", '{"city": "Rome \\"x\\" {", "days": [1, 2]}')
+TWO = ("add", "{}")
+FORMS = [HERMES, MISTRAL, LLAMA, LISTED]
+
+
+def written(form: ToolFormat, calls: list[tuple[str, str]]) -> str:
+    """Calls as a model writes them."""
+    key = form.arguments
+    parts = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
+    if form.is_list:
+        return f"{form.opening}[{', '.join(parts)}]{form.closing}"
+    return form.separator.join(f"{form.opening}{part}{form.closing}" for part in parts)
+
+
+def cut(text: str, size: int) -> list[str]:
+    return [text[i : i + size] for i in range(0, len(text), size)]
+
+
+def read(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls, put together from what each piece brought."""
+    parser = ToolParser(form, NAMES)
+    text, calls = "", list[list[str]]()
+    for news in [*(parser.push(piece) for piece in pieces), parser.flush()]:
+        text += news.text
+        for call in news.calls:
+            if call.name is not None:
+                assert call.index == len(calls)
+                calls.append([call.name, ""])
+            calls[call.index][1] += call.arguments
+    assert parser.num_calls == len(calls)
+    return text, [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("calls", [[ROME], [TWO], [ROME, TWO], [TWO, TWO, ROME]])
+def test_calls_are_read_however_the_text_is_cut(
+    form: ToolFormat, calls: list[tuple[str, str]]
+) -> None:
+    text = written(form, calls)
+    for size in (1, 2, 3, 7, len(text)):
+        pieces = cut(text, size)
+        assert read(form, pieces) == ("", calls), size
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LISTED])
+def test_text_before_calls_is_text(form: ToolFormat) -> None:
+    text = "Let me look. <b>[a]\n" + written(form, [ROME])
+    for size in (1, 4, len(text)):
+        pieces = cut(text, size)
+        shown, calls = read(form, pieces)
+        assert shown.strip() == "Let me look. <b>[a]"
+        assert calls == [ROME]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Just words.",
+        "",
+        "a <tool",
+        "[TOOL_CAL",
+        '{"name": "nobody", "arguments": {}, "parameters": {}}',
+        '{"a": 1} and more',
+        '{"name": 5, "arguments": {}}',
+        "1 < 2 [x] {y}",
+        '{"a": "' + "b" * 5000,
+    ],
+)
+def test_what_only_looks_like_a_call_is_text(form: ToolFormat, text: str) -> None:
+    for size in (1, 5, max(1, len(text))):
+        pieces = cut(text, size)
+        assert read(form, pieces) == (text, [])
+
+
+def test_a_mark_without_a_call_is_text() -> None:
+    assert read(LISTED, ["<tool_call>", "hello</tool_call>"]) == (
+        "<tool_call>hello</tool_call>",
+        [],
+    )
+
+
+def test_arguments_come_as_they_are_written_and_a_cut_call_stays_cut() -> None:
+    parser = ToolParser(HERMES, NAMES)
+    seen = [parser.push(char).calls for char in '<tool_call>\n{"name": "add", "arguments": {"a": 1']
+    assert "".join(c.arguments for calls in seen for c in calls) == '{"a": 1'
+    assert not parser.flush().text
+
+
+def test_arguments_may_come_before_the_name() -> None:
+    text = '<tool_call>\n{"arguments": {"name": "x"}, "name": "add"}\n</tool_call>'
+    assert read(HERMES, list(text)) == ("", [("add", '{"name": "x"}')])
+
+
+def test_a_template_says_its_format() -> None:
+    assert tool_format("{% if tools %}<tool_call>{% endif %}") is HERMES
+    assert tool_format("{% if tools %}[TOOL_CALLS]{% endif %}") is MISTRAL
+    assert tool_format("{% if tools %}<|python_tag|>{% endif %}") is LLAMA
+    assert tool_format("{{ messages }}") is LISTED
+
+
+WEATHER: dict[str, Any] = {
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 9}, "unit": {"$ref": "#/$defs/unit"}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"name": "get_weather", "parameters": WEATHER},
+    {"name": "add", "parameters": {"type": "object", "additionalProperties": False}},
+]
+
+
+def allows(grammar: Grammar, token_ids: list[int]) -> bool:
+    matcher = grammars_of(CHECKPOINT).matcher(grammar)
+    for i, token_id in enumerate([*token_ids, CHECKPOINT.eos_token_ids[0]]):
+        if matcher.banned_after(token_ids[:i])[token_id]:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_an_answer_that_must_call_can_only_be_calls(form: ToolFormat, is_parallel: bool) -> None:
+    grammar = form.grammar(TOOLS, is_parallel=is_parallel, ids={})
+    grammars_of(CHECKPOINT).prepare(grammar)
+    good = ("get_weather", '{"city": "Rome", "unit": "C"}')
+
+    def is_allowed(*calls: tuple[str, str]) -> bool:
+        text = written(form, list(calls))
+        assert read(form, [text])[1] == list(calls)
+        return allows(grammar, TEXT.encode(text, add_special_tokens=False))
+
+    assert is_allowed(good)
+    assert is_allowed(TWO)
+    assert is_allowed(good, TWO) is is_parallel
+    assert is_allowed(*[TWO] * MAX_CALLS) is is_parallel
+    assert not is_allowed(*[TWO] * (MAX_CALLS + 1))
+    assert not is_allowed(("get_weather", '{"city": "Rome", "unit": "K"}'))
+    assert not allows(grammar, TEXT.encode("words", add_special_tokens=False))
+    jsonschema.validate(json.loads(good[1]), WEATHER)
+
+
+@pytest.mark.parametrize("form", [HERMES, LISTED, MISTRAL])
+def test_a_free_answer_is_text_with_calls_that_fit(form: ToolFormat) -> None:
+    grammar = form.free_grammar(TOOLS, {})
+    assert grammar is not None
+    grammars_of(CHECKPOINT).prepare(grammar)
+    good = written(form, [("get_weather", '{"city": "Rome", "unit": "C"}')])
+
+    def is_allowed(text: str) -> bool:
+        return allows(grammar, TEXT.encode(text, add_special_tokens=False))
+
+    assert is_allowed("Just words. 1 < 2 [x]\n{y}")
+    assert is_allowed(good)
+    assert is_allowed(f"Let me look.\n{good}")
+    assert is_allowed(written(form, [TWO, TWO]))
+    assert not is_allowed(good.replace('"C"', '"K"'))
+    assert not is_allowed(good.replace("get_weather", "nobody"))
+    assert not is_allowed(f"Let me look.\n{good[:-8]}")
+    assert LLAMA.free_grammar(TOOLS, {}) is None
+
+
+def test_marks_that_are_special_tokens_are_said_and_shown_as_such() -> None:
+    mark = 5
+    grammar = MISTRAL.grammar(TOOLS, is_parallel=True, ids={"[TOOL_CALLS]": mark})
+    grammars_of(CHECKPOINT).prepare(grammar)
+    rest = TEXT.encode('[{"name": "add", "arguments": {}}]', add_special_tokens=False)
+    assert allows(grammar, [mark, *rest])
+    assert not allows(grammar, TEXT.encode("[TOOL_CALLS]", add_special_tokens=False) + rest)
+    free = MISTRAL.free_grammar(TOOLS, {"[TOOL_CALLS]": mark})
+    assert free is not None
+    assert allows(free, [*TEXT.encode("a b", add_special_tokens=False), mark, *rest])
+    assert not allows(free, [mark, *rest[:-1]])
+    shown = MarkedDetokenizer(TEXT.detokenizer(), {mark: "[TOOL_CALLS]"})
+    text = "".join(shown.push(t) for t in [mark, *rest]) + shown.flush()
+    assert read(MISTRAL, [text]) == ("", [("add", "{}")])
+
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Weather in Rome?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": {"city": "Rome"}},
+            }
+        ],
+    },
+    {"role": "tool", "content": "rain", "tool_call_id": "call_1"},
+]
+TOLD = [{"type": "function", "function": TOOLS[0]}]
+
+
+def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
+    messages = LISTED.messages(CHAT, TOLD)
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
+    assert messages[0]["content"].startswith("Be short.\n\n")
+    assert '"get_weather"' in messages[0]["content"]
+    assert read(LISTED, [messages[2]["content"]]) == ("", [("get_weather", '{"city": "Rome"}')])
+    assert "rain" in messages[3]["content"]
+    assert LISTED.messages(CHAT[1:2], TOLD)[0]["role"] == "system"
+    assert LISTED.messages(CHAT[1:2], ()) == CHAT[1:2]
+
+
+def test_ids_in_mistrals_templates_have_nine_characters() -> None:
+    messages = MISTRAL.messages(CHAT, TOLD)
+    name = messages[2]["tool_calls"][0]["id"]
+    assert len(name) == 9
+    assert messages[3]["tool_call_id"] == name
+    assert HERMES.messages(CHAT, TOLD) == CHAT
