@@ -59,6 +59,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         ("ramp", "loadgen.ramp", "raise the load until the SLO breaks"),
         ("compare", "loadgen.compare", "two runs: what differs, and what is noise"),
         ("watch", "loadgen.watch", "replicas, forecasts and moves of a service, live"),
+        ("why", "loadgen.why", "why a request's sequences were moved"),
+        ("replay", "loadgen.replay", "decide recorded moves again, under other settings"),
         ("plan", "loadgen.plan", "memory and largest batch of a model at each depth"),
         ("profile", "loadgen.profile", "measure models at each depth for a catalogue"),
         ("simulate", "loadgen.simulate", "a trace on a simulated cluster, same policies"),

@@ -24,7 +24,7 @@ from quadriga.policies.ares.orders import MoveDecision
 from quadriga.policies.ares.replica_view import replica_view
 
 if TYPE_CHECKING:
-    from quadriga.policies.ares.recording import RecordedTick, Recording
+    from quadriga.policies.ares.recording import RecentTicks, RecordedTick, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Rescheduling:
         self._snapshots = snapshots
         self._send = send or self._call_source
         self._recording: Recording | None = None
+        self._recent: RecentTicks | None = None
         self.governor = Governor(config.scheduler, self._record)
         self.metrics = SchedulerMetrics(config.name)
         self._open_recording()
@@ -191,7 +192,18 @@ class Rescheduling:
         """What was decided about the sequences of one request, oldest first, as plain values."""
         return [_decision(d) for d in self.governor.moves.of_request(request_id)]
 
+    def ticks(self) -> str:
+        """The newest decisions with all they saw, one JSON line each; from any thread."""
+        from quadriga.policies.ares.recording import lines_of
+
+        return lines_of([] if self._recent is None else self._recent.all())
+
     def _record(self, tick: RecordedTick) -> None:
+        if self._recent is None:
+            from quadriga.policies.ares.recording import RecentTicks
+
+            self._recent = RecentTicks()
+        self._recent.add(tick)
         if self._recording is not None:
             self._recording.add(tick)
 

@@ -320,6 +320,10 @@ class Scheduler(BatchedCalls):
         """What was decided lately about moving the sequences of one request."""
         return self._rescheduling.moves(request_id)
 
+    async def ticks(self) -> str:
+        """The newest rescheduling decisions with all they saw, one JSON line each."""
+        return await asyncio.to_thread(self._rescheduling.ticks)
+
     async def stop(self) -> None:
         """End this actor soon after the answer is out."""
         background(self._end("stopped"))

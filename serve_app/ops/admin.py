@@ -66,6 +66,7 @@ class AdminServer:
             ("/live", self.live),
             ("/cluster", self.cluster),
             ("/cluster/moves", self.moves),
+            ("/cluster/ticks", self.ticks),
             ("/admin/history", self.history),
         ]
 
@@ -97,7 +98,14 @@ class AdminServer:
         request_id = call.query.get("request", "")
         if not request_id:
             raise InvalidRequest("name the request: /cluster/moves?request=ID", param="request")
+        for prefix in ("chatcmpl-", "cmpl-"):  # as answers give it
+            request_id = request_id.removeprefix(prefix)
         await call.answer_json({"moves": await self._engine_client.cluster.moves(request_id)})
+
+    async def ticks(self, call: Call) -> None:
+        """The newest rescheduling decisions with all they saw; for `loadgen replay`."""
+        lines = await self._engine_client.cluster.ticks()
+        await call.answer(lines.encode(), content_type=b"application/jsonl")
 
     async def history(self, call: Call) -> None:
         """HELIOS: the performance history, the machine's state, and its last decisions."""

@@ -182,6 +182,11 @@ class ClusterClient:
         )
         return found
 
+    async def ticks(self) -> str:
+        """The scheduler's newest rescheduling decisions, with all they saw; JSON lines."""
+        lines: str = await self._call(self._scheduler, "ticks", deadline_s=SCHEDULER_TIMEOUT_S)
+        return lines
+
     async def metrics(self) -> bytes:
         page: bytes = await self._call(self._controller, "metrics")
         return page
