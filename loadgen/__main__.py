@@ -57,7 +57,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     for name, module, text in (
         ("run", "loadgen.run", "send a trace, prompts, tasks or conversations, and check"),
         ("ramp", "loadgen.ramp", "raise the load until the SLO breaks"),
-        ("compare", "loadgen.compare", "two runs: what differs, and what is noise"),
+        ("compare", "loadgen.comparison.command", "two runs: what differs, and what is noise"),
         ("watch", "loadgen.watch", "replicas, forecasts and moves of a service, live"),
         ("why", "loadgen.why", "why a request's sequences were moved"),
         ("replay", "loadgen.replay", "decide recorded moves again, under other settings"),
