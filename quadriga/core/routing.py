@@ -26,7 +26,7 @@ class AdmitRequest(RelativeTimeMixin):
     """What the scheduler must know to let a sequence in.
 
     Attributes:
-        needs_depth: Layers that a strict sequence may need, where depths differ; 0: any will do.
+        needs_depth: Layers that a strict sequence may need, of those its model has; 0: any will do.
         is_rebuild: It was let in before, and lost the replica that had it.
         visitor: Who asks and for what, in one word that is the same when a refused caller comes
             back; empty: nobody would know it again.

@@ -251,11 +251,13 @@ class ClusterStateCache:
             return await self._cluster.admit(request)
         except ReplicaError as exc:
             model = None if request.model == AUTO_MODEL else request.model
-            candidates = self._serving(Role.PREFILL, model)
-            if not candidates:
+            serving = self._serving(Role.PREFILL, model)
+            if not serving:
                 raise Unavailable(
                     "the scheduler is away and no replica is known", retry_after_s=2.0
                 ) from exc
+            # Where none has the layers, they are loaded, or the replica refuses it.
+            candidates = [s for s in serving if s.info.has_layers(request.needs_depth)] or serving
             best = min(candidates, key=lambda s: (s.waiting_tokens, s.num_waiting, s.info.name))
             best.waiting_tokens += request.num_prompt_tokens  # until the next view
             return Admission(best.info.name, best.info.depth_class)
