@@ -74,7 +74,8 @@ class PrefillEngine:
             chunk_tokens=settings.chunk_tokens,
             layer_groups=settings.layer_groups,
             clock=replica.clock,
-            full_depth=spec.checkpoint.num_layers if self._is_watched else 0,
+            full_depth=spec.checkpoint.num_layers,
+            may_deepen=self._is_watched,
             max_unplaced=settings.max_rows,
             prefixes=find_prefix_cache(
                 runner, slots, spec.checkpoint.fingerprint, enabled=settings.prefix_caching
