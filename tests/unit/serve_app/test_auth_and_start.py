@@ -89,6 +89,8 @@ def test_unusable_key_files(tmp_path: Path, content: str | bytes | None) -> None
         (line_of("k", "n", "requests_per_s=0"), "above 0"),
         (line_of("k", "n", "tokens_per_min=nan"), "above 0"),
         (line_of("k", "n", "concurrency=2 concurrency=3"), "twice"),
+        (line_of("k", "n", "cache_salt=a cache_salt=a"), "twice"),
+        (line_of("k", "n", "cache_salt="), "cache_salt must be a name"),
     ],
 )
 def test_a_bad_key_line_is_named_and_not_quoted(line: str, said: str) -> None:
@@ -96,6 +98,15 @@ def test_a_bad_key_line_is_named_and_not_quoted(line: str, said: str) -> None:
         ApiKeys.load(AuthConfig(api_keys=(line_of("good", "good"), line)))
     assert "line 2" in caught.value.message
     assert "secret-key-as-it-is" not in caught.value.message
+
+
+def test_keys_share_prompts_only_where_they_have_one_salt() -> None:
+    lines = [line_of("k", "a"), line_of("l", "b", "cache_salt=team"), line_of("m", "team")]
+    a, b, team = parse_lines(lines, "a test")
+    c = replace(a, name="c", cache_salt="team")
+    assert b.salted("x") == c.salted("x") != b.salted("")
+    assert len({key.salted("x") for key in (a, b, team, ANONYMOUS)}) == 4
+    assert parse_lines([b.line()], "a test") == (b,)
 
 
 def test_names_and_keys_are_there_once() -> None:
