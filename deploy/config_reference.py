@@ -150,7 +150,7 @@ def row(key: str, field: FieldInfo) -> Row:
     return Row(
         key,
         f"{kind}: {words}" if words else kind,
-        "by others" if field.default_factory is not None else _shown(field.default),
+        "see text" if field.default_factory is not None else _shown(field.default),
         field.description,
         all(is_yaml for _, is_yaml in parts),
     )
