@@ -23,8 +23,8 @@ from loadgen.simulation.loads import (
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.config import SimConfig
-from quadriga.sim.records import RECOMPUTE
 from quadriga.sim.profiles import find_profile
+from quadriga.sim.records import RECOMPUTE
 from quadriga.sim.results import RunSummary, Slo
 
 PARTS = ("rates", "bandwidth", "sizes", "hardware", "settings", "traces")

@@ -123,7 +123,7 @@ def test_who_names_a_model_has_its_deepest_replicas_first() -> None:
     alive = [*part, *whole]
 
     def admitted(name: str, model: str) -> tuple[set[str], list[str]]:
-        chosen, snapshots, way = auto.choose(request(name, model), alive, 0.0)
+        _, snapshots, way = auto.choose(request(name, model), alive, 0.0)
         auto.admitted(request(name, model), way, Admission("p", S8), 0.0)
         prefills = {s.info.name for s in snapshots if s.info.role is Role.PREFILL}
         placed = PlaceRequest(name, S8, 9, 40)

@@ -27,7 +27,7 @@ from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.policies.helios import HistoryTable, Resize, Switch
+from quadriga.policies.helios import Resize, Switch
 from quadriga.policies.helios.history import unpack_table
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
@@ -485,7 +485,7 @@ def test_a_catalogue_with_nothing_to_choose_is_refused(
     shutil.copytree(ASSETS / "quadriga-s", folder)
     for file in ("exits.json", "exits.safetensors"):
         (folder / file).unlink()
-    with pytest.raises(ConfigError, match="nothing to choose.*alone.*set it to false"):
+    with pytest.raises(ConfigError, match=r"nothing to choose.*alone.*set it to false"):
         Stand(monkeypatch, model=str(folder), **{"helios.catalogue": str(tmp_path)})
 
 
