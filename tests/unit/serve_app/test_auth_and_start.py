@@ -186,7 +186,7 @@ def test_start_up_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFix
 def test_ones_own_model_is_not_mixed_with_the_bundled_ones(tmp_path: Path) -> None:
     """The whole command: it ends with the reason, before it starts anything."""
     shutil.copytree(ASSETS / "quadriga-s", tmp_path / "mine")
-    words = [f"model={tmp_path / 'mine'}", "helios.enabled=true", "admin.port=0"]
+    words = [f"model={tmp_path / 'mine'}", "helios.enabled=true"]
     ended = subprocess.run(
         [sys.executable, "-m", "serve_app", "--http-port", str(free_port()), "--no-grpc", *words],
         capture_output=True,
