@@ -28,7 +28,8 @@ REPLACING = ("engine.", "prefill.", "decode.", "transport.", "lifecycle.", "exit
 REPLACING_KEYS = frozenset(
     {
         *("model", "depth", "runner", "prefill_labels", "decode_labels"),
-        *("deterministic", "helios.enabled", "scheduler.snapshot_interval_s"),
+        *("deterministic", "helios.enabled", "helios.catalogue"),
+        "scheduler.snapshot_interval_s",
         *("scheduler.ares.predict_every_tokens", "scheduler.ares.reference_step_s"),
     }
 )
@@ -78,8 +79,8 @@ model: quadriga-s
 decode_replicas: 3
 engine: {threads: 2}
 scheduler:
-  placement: ares
-  ares: {mode: ares}
+  max_wait_s: 1
+  ares: {theta: 0.1}
 ```"""
 
 POOL_TEXT = """\
