@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from quadriga.errors import ConfigError, Forbidden, InvalidRequest, Unauthentica
 from quadriga.ports import free_port
 from serve_app.__main__ import _arguments, _own_key, main
 from serve_app.auth.api_keys import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
-from serve_app.auth.keys import ANONYMOUS, KeyLimits
+from serve_app.auth.keys import ANONYMOUS, KeyLimits, parse_lines
 from serve_app.cli.startup import describe
 from serve_app.request.resumption import check_key
 
