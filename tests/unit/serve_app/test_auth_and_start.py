@@ -6,13 +6,18 @@ import hmac
 import io
 import os
 import pickle
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.config.ingress import AuthConfig
 from quadriga.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated
+from quadriga.ports import free_port
 from serve_app.__main__ import _arguments, _own_key, main
 from serve_app.auth.api_keys import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
 from serve_app.auth.keys import ANONYMOUS, KeyLimits
@@ -176,6 +181,23 @@ def test_start_up_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFix
     err = capsys.readouterr().err
     assert err.startswith("quadriga: ")
     assert err.count("\n") == 1
+
+
+def test_ones_own_model_is_not_mixed_with_the_bundled_ones(tmp_path: Path) -> None:
+    """The whole command: it ends with the reason, before it starts anything."""
+    shutil.copytree(ASSETS / "quadriga-s", tmp_path / "mine")
+    words = [f"model={tmp_path / 'mine'}", "helios.enabled=true"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "serve_app", "--http-port", str(free_port()), "--no-grpc", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert f"{tmp_path / 'mine'} is not in the catalogue of helios.enabled" in ended.stderr
+    assert "name a catalogue with it in helios.catalogue" in ended.stderr
+    assert "Ray is up" not in ended.stdout
 
 
 def test_the_banner_names_what_runs_and_how_to_try_it() -> None:
