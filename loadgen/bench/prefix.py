@@ -1,7 +1,7 @@
 """`python -m loadgen bench prefix`: what shared prompts save, and what looking for them costs.
 
-Each round has a long prompt of its own (2,000 tokens, as a system prompt is) and three requests, which
-end in different questions, with the cache and without it, in turns:
+Each round has a long prompt of its own (2,000 tokens, as a system prompt is), and two questions
+behind it, which are asked with the cache and without it, in turns:
 
 1. cold: the prompt is new; it is computed and kept. Its time against the same request without the
    cache is what the cache costs where nothing is found. That difference is far below what a shared
@@ -30,6 +30,8 @@ from loadgen.options import whole
 from loadgen.report.experiment import print_line, show
 from quadriga.core.output import RequestOutput
 from quadriga.core.request import SamplingParams
+from quadriga.errors import ConfigError
+from quadriga.interfaces import SharingRunner
 from quadriga.scheduling.prefixes.cache import PrefixCache
 from quadriga.scheduling.sequence import RunningSequence
 
@@ -105,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
     from quadriga.llm import LLM
 
     llm = LLM(args.model, engine={"compile": "wait"})
+    if not isinstance(llm.runner, SharingRunner):
+        raise ConfigError(f"model: {args.model} runs in the relay batch, which shares no KV")
     cache = TimedPrefixCache(llm.runner, llm.loop.prefill.slots, llm.runner.spec.checkpoint.id)
     rounds = [measure(llm, cache, args.tokens, seed) for seed in range(-1, args.rounds)][1:]
     computed = tokens_of_equal_prompts(llm, cache, args.tokens, args.choices)
