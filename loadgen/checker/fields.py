@@ -75,7 +75,7 @@ def read_usage(usage: Any, where: str, verdict: Verdict) -> tuple[int, int] | No
         )
     details = usage.get("prompt_tokens_details")
     if details is not None:
-        cached = details.get("cached_tokens") if isinstance(details, dict) else details
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
         if is_count(cached) and cached <= prompt:
             verdict.cached_tokens = cached
         else:
