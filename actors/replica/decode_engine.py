@@ -81,8 +81,8 @@ class DecodeEngine:
                 replica.config.decode.rebatching,
                 costs,
                 counters,
-                # HELIOS judges depths by where tokens could leave: every exit is tested.
-                deterministic=replica.config.deterministic or replica.config.helios.enabled,
+                deterministic=replica.config.deterministic,
+                is_surveyed=self._is_watched,  # HELIOS judges depths by where tokens could leave
             ),
             counters=counters,
             criterion=spec.exits.criterion,

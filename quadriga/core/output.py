@@ -24,6 +24,8 @@ class EngineOutput:
         finish: Set with the last token, or alone.
         error: The sequence ended in this error on this replica.
         moved_to: The sequence now lives on the replica of this name; later tokens come from there.
+        sure_layers: Layers after which tokens could first have left, of those that were surveyed;
+            see `Rebatcher.is_surveying`.
         depth: Layers that were loaded where the tokens come from; 0 where that never changes.
         move: Of a live migration, beside `moved_to`. "begun": the emitter goes on until the
             destination takes over. "done": it has, and the emitter has let go. "failed": it never
@@ -43,6 +45,7 @@ class EngineOutput:
     moved_to: str | None = None
     move: Literal["begun", "done", "failed"] | None = None
     depth: int = 0
+    sure_layers: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class PollReply:
                 e.moved_to,
                 e.move,
                 e.depth,
+                e.sure_layers,
             )
             for e in self.emissions
         ]

@@ -54,6 +54,7 @@ class AutoReports:
                 depth_class=DepthClass(model, depth),
                 # The first token is the prefill replica's, which may be deeper.
                 exit_tokens=dict(Counter(min(k, depth) for k in sequence.state.exit_layers)),
+                sure_tokens=dict(Counter(sequence.sure_layers)),
                 nll=sequence.nll,
                 scored_tokens=sequence.num_scored,
                 prompt_tokens=len(sequence.state.prompt_ids),

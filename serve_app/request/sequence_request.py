@@ -58,6 +58,7 @@ class SequenceRequest:
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
+        sure_layers: See `EngineOutput`; where the cluster chooses the model.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class SequenceRequest:
         self.spans: list[tuple[str, int, int]] = []
         self.nll = 0.0
         self.num_scored = 0
+        self.sure_layers: list[int] = []
         self._shows_logprobs = state.sampling.num_logprobs is not None
         self._detokenizer = detokenizer
         self._stops = stops
@@ -281,6 +283,8 @@ class SequenceRequest:
         if not output.token_ids or skip >= len(output.token_ids):
             return 0
         count = len(output.token_ids)
+        if self.is_auto and output.sure_layers is not None and skip == 0:
+            self.sure_layers += output.sure_layers
         # The token that ended the sequence (end token or stop id) counts but is not shown.
         hidden = count - 1 if output.finish is FinishReason.STOP else count
         for i in range(skip, count):

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 
-from tests.ray.apps import App
+from actors.rpc.lookup import get_actor
+from quadriga.policies.drex import RebatchPlan
+from tests.ray.apps import App, wait_until
 from tests.ray.choosing import (
     SURE,
     UNSURE,
@@ -50,6 +53,47 @@ def choosing(ray_cluster: None) -> Iterator[App]:
 def is_chosen(now: dict[str, Any]) -> bool:
     """Whether the decode replica that serves holds what was chosen."""
     return now["target"] is not None and holds(now) == now["target"] and now["order"] is None
+
+
+def set_plan(app: App, plan: RebatchPlan | None) -> None:
+    """Have DREX keep a plan at all decode replicas; None: let it make its own again."""
+
+    def change(actor: Any) -> None:
+        rebatcher = actor.engine.core.loop.batch.rebatcher
+        if plan is None:
+            vars(rebatcher).pop("_look", None)
+            vars(rebatcher).pop("_choose_probe", None)
+            return
+        rebatcher.plan = plan
+        rebatcher._look = lambda *_, **__: None
+        rebatcher._choose_probe = lambda: None
+
+    actors: list[Any] = [get_actor(name) for name in app.replicas("decode")]
+    ray.get([a.__ray_call__.remote(change) for a in actors], timeout=30)
+
+
+@pytest.mark.timeout(300)
+async def test_where_no_exit_is_used_helios_knows_where_tokens_could_leave(choosing: App) -> None:
+    """DREX decides about exits with HELIOS as without it; surveys say what HELIOS asks."""
+
+    def profiled(now: dict[str, Any]) -> bool:
+        return any(r["requests"] >= 2 and r["depth"] == FULL[r["model"]] for r in now["rows"])
+
+    await asyncio.to_thread(set_plan, choosing, RebatchPlan())
+    async with OwnIngress(choosing) as ingress:
+        answer = await ingress.complete(exit_threshold=SURE)
+        layers = {int(k) for k in answer["usage"]["quadriga"]["exits"]}
+        assert layers <= {*FULL.values()}, "no token left early"
+        now = await ingress.until(choosing, profiled, exit_threshold=SURE)
+    row = next(r for r in now["rows"] if r["requests"] >= 2 and r["depth"] == FULL[r["model"]])
+    first = min(int(k) for k in row["coverage"])
+    assert first < row["depth"] and row["coverage"][first] > 0.5, row
+    await asyncio.to_thread(wait_until, lambda: surveys(choosing) > 0, 20.0)
+    await asyncio.to_thread(set_plan, choosing, None)
+
+
+def surveys(app: App) -> float:
+    return app.metric("quadriga_exit_surveys_total")
 
 
 @pytest.mark.timeout(500)
