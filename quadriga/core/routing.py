@@ -15,13 +15,10 @@ class ReportOptions:
     """What the scheduler asks of a replica, in answer to its report.
 
     Attributes:
-        forecast: Predict lengths and forecast loads: somebody looks at them.
-        place_predicted: Ask for places when prompts are computed and lengths can be predicted, not
-            while they are computed.
+        forecast: Predict lengths and forecast loads: the scheduler looks at them.
     """
 
     forecast: bool = False
-    place_predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

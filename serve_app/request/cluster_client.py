@@ -175,6 +175,18 @@ class ClusterClient:
                 view |= answer
         return view
 
+    async def moves(self, request_id: str) -> list[dict[str, Any]]:
+        """What the scheduler decided lately about moving the sequences of a request."""
+        found: list[dict[str, Any]] = await self._call(
+            self._scheduler, "moves", request_id, deadline_s=SCHEDULER_TIMEOUT_S
+        )
+        return found
+
+    async def ticks(self) -> str:
+        """The scheduler's newest rescheduling decisions, with all they saw; JSON lines."""
+        lines: str = await self._call(self._scheduler, "ticks", deadline_s=SCHEDULER_TIMEOUT_S)
+        return lines
+
     async def metrics(self) -> bytes:
         page: bytes = await self._call(self._controller, "metrics")
         return page
