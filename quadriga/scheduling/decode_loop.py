@@ -400,6 +400,8 @@ class DecodeLoop:
             sequence.num_tokens += len(token_ids)
             at_depth += len(token_ids)
             logprobs = [t.logprob for t in news[: len(token_ids)] if t.logprob is not None]
+            if logprobs:
+                state.logprobs += logprobs
             if token_ids:
                 emission = EngineOutput(
                     state.sequence_id,

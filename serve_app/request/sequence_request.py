@@ -52,6 +52,7 @@ class SequenceRequest:
         num_stalled: How often since its last new token.
         caller_fingerprint: The same when its caller sends the same request again.
         is_ours: Its replica knows it as this ingress's; not while it is being adopted.
+        was_adopted: It was another ingress's, which knows what its tokens took.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
         may_begin: Whether it may be begun from its prompt. False where the client has a part of it
             already, and could not notice that the answer is another one.
@@ -77,8 +78,6 @@ class SequenceRequest:
         self.num_stalled = 0
         self.pieces: list[str] = []
         self.tail = ""
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] | None = None
         self.finish: FinishReason | None = None
         self.error: QuadrigaError | None = None
         self.accepted_s: float | None = None
@@ -86,6 +85,7 @@ class SequenceRequest:
         self.last_token_s = 0.0
         self.caller_fingerprint = ""
         self.is_ours = True
+        self.was_adopted = False
         self.is_auto = False
         self.may_begin = True
         self.profile: str | None = None
@@ -141,8 +141,10 @@ class SequenceRequest:
         """Become the sequence that runs there; its output is sent again from the first token."""
         self.state.sequence_id = resumable.sequence_id  # begun anew, it gets a name of its own
         self.state.epoch = resumable.epoch
+        self.state.model = resumable.model
         self.replica = resumable.replica
         self.is_ours = False
+        self.was_adopted = True
 
     def take_gap(self) -> ResumableSequence | None:
         """The owner that goes on after tokens lost with its predecessor; returned once."""
@@ -150,13 +152,8 @@ class SequenceRequest:
             return None
         self._has_asked = True
         sender, output = self._early[0]
-        return ResumableSequence(self.state.claim, sender, self.state.sequence_id, output.epoch)
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether its log-probabilities are wanted, which replicas do not keep."""
-        sampling = self.state.sampling
-        return sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        state = self.state
+        return ResumableSequence(state.claim, sender, state.sequence_id, output.epoch, state.model)
 
     @property
     def is_unknown(self) -> bool:
@@ -258,7 +255,7 @@ class SequenceRequest:
             )
             return 0
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
+            self.state.prompt_logprobs = output.prompt_logprobs
         num_new = self._append(output)
         if self.finish is None and output.error is not None:
             if is_recoverable(output.error):
@@ -306,7 +303,7 @@ class SequenceRequest:
 
     def _note_logprob(self, logprob: TokenLogprob) -> None:
         if self._shows_logprobs:
-            self.logprobs.append(logprob)
+            self.state.logprobs.append(logprob)
         if self.is_auto and logprob.logprob is not None:
             self.nll -= logprob.logprob
             self.num_scored += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import ray
 
 from actors.rpc.lookup import get_actor
+from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.policies.drex import RebatchPlan
 from tests.ray.apps import App, wait_until
 from tests.ray.choosing import (
+    EASY,
     SURE,
     UNSURE,
     OwnIngress,
@@ -94,6 +97,46 @@ async def test_where_no_exit_is_used_helios_knows_where_tokens_could_leave(choos
 
 def surveys(app: App) -> float:
     return app.metric("quadriga_exit_surveys_total")
+
+
+@pytest.mark.timeout(300)
+async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(choosing: App) -> None:
+    """With the model that was chosen, and with its log-probabilities."""
+    body = {"model": "quadriga-auto", "prompt": EASY, "max_tokens": 480, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True, "stream": True, "logprobs": 1}
+    body |= {"stream_options": {"include_usage": True}}
+    headers = {"idempotency-key": "of-two", "x-resume-index": "2"}
+    async with OwnIngress(choosing) as first, OwnIngress(choosing, "another-ingress") as second:
+        await first.until(choosing, lambda now: now["target"] is not None)
+        for attempt in range(5):  # it may be over before the other one asks
+            headers["idempotency-key"] = f"of-two-{attempt}"
+            begun = asyncio.create_task(
+                first.http.post(
+                    "/v1/completions", json=body, headers=headers | {"x-resume-index": "0"}
+                )
+            )
+            while not any(  # noqa: ASYNC110
+                s.num_running for s in await asyncio.to_thread(decoding, choosing)
+            ):
+                await asyncio.sleep(0.01)
+            answer = await second.http.post("/v1/completions", json=body, headers=headers)
+            told = (await begun).text
+            if answer.status_code == 200:
+                break
+        assert answer.status_code == 200, answer.text
+        assert "resumed elsewhere" in told
+    *parts, usage = [json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {")]
+    choices = [c for part in parts for c in part["choices"]]
+    assert sum(len(c["token_ids"]) for c in choices) == 478
+    assert sum(len(c["logprobs"]["token_logprobs"]) for c in choices if c["logprobs"]) == 478
+    assert usage["usage"]["completion_tokens"] == 480
+    spans = usage["usage"]["quadriga"]["spans"]
+    assert sum(s["tokens"] for s in spans) == 480
+    assert len({s["model"] for s in spans}) == 1
+
+
+def decoding(app: App) -> list[ReplicaSnapshot]:
+    return [s for s in app.snapshots() if s.info.role is Role.DECODE]
 
 
 @pytest.mark.timeout(500)
