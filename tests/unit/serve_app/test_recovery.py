@@ -208,7 +208,6 @@ async def test_the_prefill_replica_dies_with_the_first_token(num_logprobs: int |
         cluster.may_end.set()
         await all_well(client, cluster, [request])
         assert sequence.num_rebuilds == 0
-        assert len(sequence.state.logprobs) == (0 if num_logprobs is None else 60)
         if num_logprobs is not None:
             assert cluster.peer is not None
             assert cluster.submitted[0].sequence_id in cluster.peer.cancelled
