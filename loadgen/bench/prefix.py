@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(llm.runner, SharingRunner):
         raise ConfigError(f"model: {args.model} runs in the relay batch, which shares no KV")
     cache = TimedPrefixCache(llm.runner, llm.loop.prefill.slots, llm.runner.spec.checkpoint.id)
-    rounds = [measure(llm, cache, args.tokens, seed) for seed in range(-1, args.rounds)][1:]
+    rounds = [measure(llm, cache, args.tokens, seed) for seed in range(args.rounds + 1)][1:]
     computed = tokens_of_equal_prompts(llm, cache, args.tokens, args.choices)
     llm.close()
     show(
