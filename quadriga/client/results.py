@@ -114,6 +114,7 @@ class Usage:
         pauses: How often a choice waited in host memory.
         breaches: Tokens below their threshold at the deepest exit that was open to them.
         predicted: Of each choice whose length was predicted.
+        cached_tokens: Prompt tokens whose KV was there already.
     """
 
     prompt_tokens: int
@@ -125,6 +126,7 @@ class Usage:
     pauses: int = 0
     breaches: int = 0
     predicted: tuple[PredictedTokens, ...] = ()
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -71,6 +71,7 @@ class CallOptions(TypedDict, total=False):
     echo: bool
     priority: int
     user: str
+    cache_salt: str
     exit_threshold: float
     exit_policy: Literal["lossless", "bounded", "strict", "off"]
     max_depth: int
@@ -371,6 +372,7 @@ def _usage(message: Any) -> Usage:
         message.pauses,
         message.breaches,
         tuple(PredictedTokens(p.choice, p.tokens, p.lower, p.upper) for p in message.predicted),
+        message.cached_tokens,
     )
 
 

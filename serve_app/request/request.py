@@ -77,6 +77,7 @@ class Request:
         usage_in_chunks: Every chunk has the usage so far.
         eta_in_chunks: Every chunk says how long its choice is predicted to go on.
         return_token_ids: Choices have the output's token ids.
+        cache_salt: Prompts share computed KV with those of the same.
         tools: How calls are read out of the answer; None where there are none.
         key: (owner, idempotency key) under which it may be resumed, or None.
         fingerprint: Digest of the request's content; another request under its key is refused.
@@ -110,6 +111,7 @@ class Request:
     eta_in_chunks: bool = False
     return_token_ids: bool = False
     tools: ToolCalling | None = None
+    cache_salt: str = ""
 
     sequences: list[SequenceRequest] = field(default_factory=list)
     key: tuple[str, str] | None = None
@@ -141,6 +143,7 @@ class Request:
                     deadline_unix_s=self.deadline_unix_s,
                     choice=k,
                     priority=self.priority,
+                    cache_salt=self.cache_salt,
                 )
                 stops = StopMatcher(self.stop) if self.stop else NO_STOPS
                 sequence = SequenceRequest(
@@ -178,6 +181,14 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once however many sequences it has."""
         return sum(len(prompt_ids) for prompt_ids in self.prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that no sequence of the request has computed."""
+        sequences, n = self.sequences, self.n
+        return sum(
+            min(s.num_cached for s in sequences[i : i + n]) for i in range(0, len(sequences), n)
+        )
 
     @property
     def num_output_tokens(self) -> int:

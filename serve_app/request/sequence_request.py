@@ -85,6 +85,7 @@ class SequenceRequest:
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
         progress: What its replicas said became of it, over all times that it was begun.
+        num_cached: Prompt tokens that were not computed for its first token.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
     """
 
@@ -101,6 +102,7 @@ class SequenceRequest:
         self.failure: QuadrigaError | None = None
         self.lost_s: float | None = None
         self.num_rebuilds = 0
+        self.num_cached = 0
         self.num_stalled = 0
         self.pieces: list[str] = []
         self.tail = ""
@@ -288,6 +290,8 @@ class SequenceRequest:
             return 0
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        if output.cached_tokens and not self.state.output_ids:
+            self.num_cached = output.cached_tokens
         num_new = self._append(output)
         if output.progress is not None:
             self._note_progress(output.progress)

@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from quadriga.errors import ConfigError, Forbidden, InvalidRequest, Unauthentica
 from quadriga.ports import free_port
 from serve_app.__main__ import _arguments, _own_key, main
 from serve_app.auth.api_keys import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
-from serve_app.auth.keys import ANONYMOUS, KeyLimits
+from serve_app.auth.keys import ANONYMOUS, KeyLimits, parse_lines
 from serve_app.cli.startup import describe
 from serve_app.request.resumption import check_key
 
@@ -94,6 +95,8 @@ def test_unusable_key_files(tmp_path: Path, content: str | bytes | None) -> None
         (line_of("k", "n", "requests_per_s=0"), "above 0"),
         (line_of("k", "n", "tokens_per_min=nan"), "above 0"),
         (line_of("k", "n", "concurrency=2 concurrency=3"), "twice"),
+        (line_of("k", "n", "cache_salt=a cache_salt=a"), "twice"),
+        (line_of("k", "n", "cache_salt="), "cache_salt must be a name"),
     ],
 )
 def test_a_bad_key_line_is_named_and_not_quoted(line: str, said: str) -> None:
@@ -101,6 +104,15 @@ def test_a_bad_key_line_is_named_and_not_quoted(line: str, said: str) -> None:
         ApiKeys.load(AuthConfig(api_keys=(line_of("good", "good"), line)))
     assert "line 2" in caught.value.message
     assert "secret-key-as-it-is" not in caught.value.message
+
+
+def test_keys_share_prompts_only_where_they_have_one_salt() -> None:
+    lines = [line_of("k", "a"), line_of("l", "b", "cache_salt=team"), line_of("m", "team")]
+    a, b, team = parse_lines(lines, "a test")
+    c = replace(a, name="c", cache_salt="team")
+    assert b.salted("x") == c.salted("x") != b.salted("")
+    assert len({key.salted("x") for key in (a, b, team, ANONYMOUS)}) == 4
+    assert parse_lines([b.line()], "a test") == (b,)
 
 
 def test_names_and_keys_are_there_once() -> None:
