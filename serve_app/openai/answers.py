@@ -87,7 +87,7 @@ class DepthSpanAnswer(BaseModel):
     tokens: int = Field(description="How many.")
 
 
-class PredictedTokens(Answer):
+class PredictedTokensAnswer(Answer):
     """How long a choice was predicted to become."""
 
     choice: int = Field(description="Its index.")
@@ -116,7 +116,7 @@ class QuadrigaUsage(BaseModel):
     breaches: int = Field(
         description="Tokens below their threshold at the deepest exit that was open to them."
     )
-    predicted: list[PredictedTokens] | None = Field(
+    predicted: list[PredictedTokensAnswer] | None = Field(
         None, description="Of each choice whose length was predicted."
     )
     spans: list[DepthSpanAnswer] | None = Field(

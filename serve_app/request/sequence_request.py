@@ -37,7 +37,7 @@ def is_recoverable(error: QuadrigaError) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Eta:
+class SequenceEta:
     """When a sequence is predicted to end.
 
     Attributes:
@@ -350,14 +350,14 @@ class SequenceRequest:
         self.state.prediction, self.state.predicted_at = said.remaining, said.predicted_at
 
     @property
-    def eta(self) -> Eta | None:
+    def eta(self) -> SequenceEta | None:
         """Tokens and seconds to go, by the last prediction and its own pace; None without one."""
         said, first_s = remaining_of(self.state), self.first_token_s
         num_tokens = len(self.state.output_ids)
         if said is None or first_s is None or self.done:
             return None
         token_s = (self.last_token_s - first_s) / (num_tokens - 1) if num_tokens > 1 else None
-        return Eta(said, token_s)
+        return SequenceEta(said, token_s)
 
     def _note_logprob(self, logprob: TokenLogprob) -> None:
         if self._shows_logprobs:
