@@ -59,6 +59,8 @@ class EngineOutput:
         finish: Set with the last token, or alone.
         error: The sequence ended in this error on this replica.
         moved_to: The sequence now lives on the replica of this name; later tokens come from there.
+        sure_layers: Layers after which tokens could first have left, of those that were surveyed;
+            see `Rebatcher.is_surveying`.
         depth: Layers that were loaded where the tokens come from; 0 where that never changes.
         cached_tokens: With the first token: prompt tokens whose KV was there already.
         move: Of a live migration, beside `moved_to`. "begun": the emitter goes on until the
@@ -81,6 +83,7 @@ class EngineOutput:
     move: Literal["begun", "done", "failed"] | None = None
     depth: int = 0
     progress: SequenceProgress | None = None
+    sure_layers: list[int] | None = None
     cached_tokens: int = 0
 
 
@@ -114,6 +117,7 @@ class PollReply:
                 e.move,
                 e.depth,
                 e.progress,
+                e.sure_layers,
                 e.cached_tokens,
             )
             for e in self.emissions

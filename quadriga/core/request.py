@@ -140,6 +140,9 @@ class SequenceState(RelativeTimeMixin):
         prompt_ids: Token ids of the prompt; never empty.
         output_ids: Token ids emitted so far; the next emission has index `len(output_ids)`.
         exit_layers: Depth each output token left at, parallel to `output_ids`.
+        logprobs: Of the output tokens, parallel to them, where the request asked for them; they are
+            kept with the sequence so that another ingress can go on with it.
+        prompt_logprobs: Of the prompt, where the request asked for them and it is computed.
         priority: Lower is served first.
         deadline_unix_s: When the client stops waiting, by the clock of the machine it is on.
         ingress_id: Who holds the client's stream.
@@ -173,6 +176,8 @@ class SequenceState(RelativeTimeMixin):
     epoch: int = 0
     output_ids: list[int] = field(default_factory=list)
     exit_layers: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
     num_moves: int = 0
     moved_unix_s: float = 0.0
     prediction: LengthPrediction | None = None
@@ -221,12 +226,14 @@ class ResumableSequence:
         claim: What it was asked for by; see `SequenceState`.
         replica: Where it runs.
         epoch: Of its owner.
+        model: That it runs on, which may have been chosen for it.
     """
 
     claim: str
     replica: str
     sequence_id: str
     epoch: int
+    model: str
 
 
 @dataclass(slots=True)

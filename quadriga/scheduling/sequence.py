@@ -94,6 +94,8 @@ class RunningSequence:
         threshold: What its request asks of a token that leaves early.
         min_confidence: Confidence from which its token may leave early; infinite for never.
         last_segment: The segment behind which its token leaves whatever its confidence.
+        is_surveyed: Its token is tested at every exit that it reaches.
+        sure_after: Layers after which its token could first have left, and did not; else 0.
         is_strict: Its token leaves at the end of its depth with a sufficient confidence only.
         drafts: No token of it may leave early, and the first exit may draft some.
         draft_marks: Of each token that is drafted and run, what the policy wants to know of it when
@@ -133,6 +135,8 @@ class RunningSequence:
     threshold: float = 0.0
     min_confidence: float = 0.0
     last_segment: int = 0
+    is_surveyed: bool = False
+    sure_after: int = 0
     is_strict: bool = False
     drafts: bool = False
     draft_marks: list[int] = field(default_factory=list)

@@ -220,7 +220,7 @@ def delta_message(stream: OutputStream, delta: OutputDelta) -> Any:
     if delta.is_first and delta.first_index == 0 and request.echo:
         sequence = request.sequences[delta.choice]
         message.text = request.prompt_text(delta.choice) + delta.text
-        message.prompt_logprobs.extend(_logprobs(sequence.prompt_logprobs or ()))
+        message.prompt_logprobs.extend(_logprobs(sequence.state.prompt_logprobs or ()))
     if delta.logprobs is not None:
         message.logprobs.extend(_logprobs(delta.logprobs))
     if request.eta_in_chunks:
@@ -244,8 +244,8 @@ def choice_message(request: Request, sequence: SequenceRequest) -> Any:
         token_ids=sequence.state.output_ids,
         finish_reason=_FINISH[finish] if finish else None,
         tool_calls=[pb.ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in calls],
-        logprobs=list(_logprobs(sequence.logprobs)),
-        prompt_logprobs=list(_logprobs(sequence.prompt_logprobs or ())),
+        logprobs=list(_logprobs(sequence.state.logprobs)),
+        prompt_logprobs=list(_logprobs(sequence.state.prompt_logprobs or ())),
     )
 
 

@@ -179,7 +179,7 @@ class CompletionFormat(AnswerFormat):
         text, logprobs = delta.text, delta.logprobs
         if request.echo and delta.is_first and delta.first_index == 0:
             text = request.prompt_text(delta.choice) + text
-            prompt_logprobs = request.sequences[delta.choice].prompt_logprobs
+            prompt_logprobs = request.sequences[delta.choice].state.prompt_logprobs
             if prompt_logprobs is not None:
                 logprobs = [*prompt_logprobs, *(logprobs or [])]
         table = "null"
@@ -195,10 +195,10 @@ class CompletionFormat(AnswerFormat):
         self, request: Request, sequence: SequenceRequest, tokenizer: TextTokenizer
     ) -> dict[str, Any]:
         text = "".join(sequence.pieces) + sequence.tail
-        rows = list(sequence.logprobs)
+        rows = list(sequence.state.logprobs)
         if request.echo:
             text = request.prompt_text(sequence.index) + text
-            rows = [*(sequence.prompt_logprobs or []), *rows]
+            rows = [*(sequence.state.prompt_logprobs or []), *rows]
         wants = request.sampling.num_logprobs is not None
         return {
             "text": text,
@@ -245,7 +245,7 @@ class ChatFormat(AnswerFormat):
             ]
         return {
             "message": message,
-            "logprobs": _chat_logprobs(sequence.logprobs, tokenizer) if wants else None,
+            "logprobs": _chat_logprobs(sequence.state.logprobs, tokenizer) if wants else None,
             "finish_reason": shown_finish(sequence.finish, len(calls)),
         }
 

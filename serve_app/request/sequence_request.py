@@ -79,6 +79,7 @@ class SequenceRequest:
         num_stalled: How often since its last new token.
         caller_fingerprint: The same when its caller sends the same request again.
         is_ours: Its replica knows it as this ingress's; not while it is being adopted.
+        was_adopted: It was another ingress's, which knows what its tokens took.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
         may_begin: Whether it may be begun from its prompt. False where the client has a part of it
             already, and could not notice that the answer is another one.
@@ -87,6 +88,7 @@ class SequenceRequest:
         progress: What its replicas said became of it, over all times that it was begun.
         num_cached: Prompt tokens that were not computed for its first token.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
+        sure_layers: See `EngineOutput`; where the cluster chooses the model.
     """
 
     def __init__(
@@ -106,8 +108,6 @@ class SequenceRequest:
         self.num_stalled = 0
         self.pieces: list[str] = []
         self.tail = ""
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] | None = None
         self.finish: FinishReason | None = None
         self.error: QuadrigaError | None = None
         self.accepted_s: float | None = None
@@ -115,6 +115,7 @@ class SequenceRequest:
         self.last_token_s = 0.0
         self.caller_fingerprint = ""
         self.is_ours = True
+        self.was_adopted = False
         self.is_auto = False
         self.may_begin = True
         self.profile: str | None = None
@@ -123,6 +124,7 @@ class SequenceRequest:
         self._progress_before = SequenceProgress()  # when it was begun anew
         self.nll = 0.0
         self.num_scored = 0
+        self.sure_layers: list[int] = []
         self._shows_logprobs = state.sampling.num_logprobs is not None
         self._detokenizer = detokenizer
         self._stops = stops
@@ -172,8 +174,10 @@ class SequenceRequest:
         """Become the sequence that runs there; its output is sent again from the first token."""
         self.state.sequence_id = resumable.sequence_id  # begun anew, it gets a name of its own
         self.state.epoch = resumable.epoch
+        self.state.model = resumable.model
         self.replica = resumable.replica
         self.is_ours = False
+        self.was_adopted = True
 
     def take_gap(self) -> ResumableSequence | None:
         """The owner that goes on after tokens lost with its predecessor; returned once."""
@@ -181,13 +185,8 @@ class SequenceRequest:
             return None
         self._has_asked = True
         sender, output = self._early[0]
-        return ResumableSequence(self.state.claim, sender, self.state.sequence_id, output.epoch)
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether its log-probabilities are wanted, which replicas do not keep."""
-        sampling = self.state.sampling
-        return sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        state = self.state
+        return ResumableSequence(state.claim, sender, state.sequence_id, output.epoch, state.model)
 
     @property
     def is_unknown(self) -> bool:
@@ -289,7 +288,7 @@ class SequenceRequest:
             )
             return 0
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
+            self.state.prompt_logprobs = output.prompt_logprobs
         if output.cached_tokens and not self.state.output_ids:
             self.num_cached = output.cached_tokens
         num_new = self._append(output)
@@ -318,6 +317,8 @@ class SequenceRequest:
         if not output.token_ids or skip >= len(output.token_ids):
             return 0
         count = len(output.token_ids)
+        if self.is_auto and output.sure_layers is not None and skip == 0:
+            self.sure_layers += output.sure_layers
         # The token that ended the sequence (end token or stop id) counts but is not shown.
         hidden = count - 1 if output.finish is FinishReason.STOP else count
         for i in range(skip, count):
@@ -361,7 +362,7 @@ class SequenceRequest:
 
     def _note_logprob(self, logprob: TokenLogprob) -> None:
         if self._shows_logprobs:
-            self.logprobs.append(logprob)
+            self.state.logprobs.append(logprob)
         if self.is_auto and logprob.logprob is not None:
             self.nll -= logprob.logprob
             self.num_scored += 1
