@@ -92,8 +92,8 @@ LOAD = (
           lambda load: load.exits and {"predicted": load.exits.predicted_profit_s,
                                        "realised": load.exits.realised_profit_s}, ("kind",)),
     gauge("quadriga_exit_use",
-          "1 for what is true of an exit now: tested, drafts, or why not (not_worth_it, "
-          "full_depth_asked, not_loaded, off, idle).", _uses, ("layer", "use")),
+          "1 for what is true of an exit now: tested, drafts, or why not (drafts_not_worth_it, "
+          "not_worth_it, full_depth_asked, not_loaded, off, idle).", _uses, ("layer", "use")),
     gauge("quadriga_waiting_at_exit", "Tokens that wait at an exit now.", "num_at_exits",
           ("exit",)),
 )

@@ -98,7 +98,12 @@ class _Regime:
         full, drafting = self.full, self.drafting
         if min(full.rounds, drafting.rounds) < _TRIALS:
             return drafting.rounds <= full.rounds
-        return (drafting.token_s < full.token_s) is not self.explores()
+        return self.pays() is not self.explores()
+
+    def pays(self) -> bool:
+        """Whether drafts are faster, or not measured yet."""
+        full, drafting = self.full, self.drafting
+        return not (full.rounds and drafting.rounds) or drafting.token_s < full.token_s
 
     def explores(self) -> bool:
         """Whether the next round is of the worse kind."""
@@ -248,8 +253,13 @@ class Drafter:
         self._regime(rows).add(tokens, self._round_s, drafted=drafted)
         self._round_s = 0.0
 
+    def pays(self, rows: int) -> bool:
+        """Whether drafts are faster than full passes for so many rows, as far as it is known."""
+        regime = self._regimes.get(_regime_of(rows))
+        return regime is None or regime.pays()
+
     def _regime(self, rows: int) -> _Regime:
-        return self._regimes.setdefault(round(2.0 * log2(rows)), _Regime())
+        return self._regimes.setdefault(_regime_of(rows), _Regime())
 
     def _begin(self, now_s: float, tokens_each: float) -> None:
         """Learn what a pass costs beside the runner's time; let old forecasts go."""
@@ -290,3 +300,8 @@ class Drafter:
             seconds += self.overhead_s
             self._verify_s[count] = seconds
         return seconds
+
+
+def _regime_of(rows: int) -> int:
+    """About so many rows: two steps each time they double."""
+    return round(2.0 * log2(rows))

@@ -513,7 +513,10 @@ class DecodeLoop:
         if not decoding:
             return "idle"
         if all(s.min_confidence == math.inf for s in decoding):
-            return "drafts" if self.batch.num_drafting and layer == ends[0] else "full_depth_asked"
+            if not self.batch.num_drafting or layer != ends[0]:
+                return "full_depth_asked"
+            pays = self.batch.drafter.pays(self.batch.num_drafting)
+            return "drafts" if pays else "drafts_not_worth_it"
         return "tested" if self.batch.rebatcher.tests(ends.index(layer)) else "not_worth_it"
 
     @property
