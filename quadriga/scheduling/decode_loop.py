@@ -307,9 +307,7 @@ class DecodeLoop:
         seconds = now_s - started_s - judged_s  # the runner's own
         filled = runner.num_filled - filled
         batch.rebatcher.observe(ran, len(group), num_tokens, seconds, passed, filled)
-        if batch.num_drafting and ran.stop - ran.first == len(batch.ends):
-            batch.drafter.spent(seconds)
-            batch.drafter.ended(len(group), len(group), drafted=False)
+        self._drafts.ran_full(ran, group, seconds)
         self._commit(leavers, [[token] for token in tokens], now_s, emissions)
         self._count_time(len(leavers), now_s - started_s, now_s)
 

@@ -19,8 +19,8 @@ BOUNDS = {
     "request_classes": Bound(13, 10),
     "service_lines": Bound(41_000, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(88_250, 58_000),
-    "test_lines": Bound(62_160, 38_000),
+    "product_lines": Bound(88_500, 58_000),
+    "test_lines": Bound(62_700, 38_000),
     "reliability_lines": Bound(4_700, 4_000),
     "circles": Bound(0, 0),
     "largest_folder": Bound(15, 15),
