@@ -32,8 +32,8 @@ ExitUse = Literal[
 """Whether tokens may leave at an exit of a replica now, and if not, why.
 
 `tested`: those that are sure enough leave. `drafts`: none leaves, and the exit drafts for requests
-that want the whole model's answer. `drafts_not_worth_it`: it could, and full passes were measured to
-be faster. `not_worth_it`: the rebatching policy expects more tokens/s without it.
+that want the whole model's answer. `drafts_not_worth_it`: it could, and full passes are faster by
+what was measured. `not_worth_it`: the rebatching policy expects more tokens/s without it.
 `full_depth_asked`: no running request lets tokens leave early.
 `not_loaded`: it is not above the layers that are loaded. `off`: the configuration uses no exits.
 `idle`: nothing has run here yet.
