@@ -35,7 +35,7 @@ class Round:
 
 
 class Machine:
-    """Rows that draft with one confidence, agree with one probability, and passes that take so long.
+    """Rows that are equally sure and agree equally often, and passes that take so long.
 
     Args:
         first_s, verify_s: Of a pass over so many positions through the first segment, the others.
