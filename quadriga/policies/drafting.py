@@ -134,6 +134,7 @@ class Drafter:
         self._regimes: dict[int, _Regime] = {}
         self._savings_s = 0.0  # that rounds of the worse kind may lose
         self._round_s = 0.0  # of the round under way
+        self._is_cut = False  # it was ended before its drafts were as long as they are worth
         self._tokens_each = 0.0
         self._draft_s: dict[int, float] = {}
         self._verify_s: dict[int, float] = {}
@@ -170,9 +171,10 @@ class Drafter:
         self._begin(now_s, num_tokens / (fresh + pending))
         regime = self._regime(fresh + pending)
         if not pending:
-            least_s = self._drafts_s(fresh) + self._verified_s(fresh)
-            drafts = least_s <= budget_s and regime.pays() is not self._explores(regime)
-            if drafts:
+            least_s = 2 * self._drafts_s(fresh) + self._verified_s(2 * fresh)
+            drafts = regime.pays() is not self._explores(regime)
+            is_tight = budget_s < inf and self._savings_s < 0.0  # rounds were cut short of late
+            if drafts and least_s <= budget_s and not is_tight:
                 return DraftChoice(DraftAction.DRAFT)
             return DraftChoice(DraftAction.FULL, times=_HELD_ROUNDS)
         value_s = regime.token_s
@@ -184,9 +186,11 @@ class Drafter:
         if not count:
             return DraftChoice(DraftAction.VERIFY)
         pass_s, then_s = self._drafts_s(count), self._verified_s(positions + count)
-        is_late = pass_s + then_s > budget_s
         worth_s = (fresh + sum(going)) * value_s
-        if is_late or worth_s <= pass_s + then_s - self._verified_s(positions):
+        if worth_s <= pass_s + then_s - self._verified_s(positions):
+            return DraftChoice(DraftAction.VERIFY)
+        if pass_s + then_s > budget_s:
+            self._is_cut = True
             return DraftChoice(DraftAction.VERIFY)
         return DraftChoice(DraftAction.DRAFT, least)
 
@@ -248,6 +252,8 @@ class Drafter:
     def ended(self, rows: int, tokens: int, *, drafted: bool, times: int = 1) -> None:
         """A round over so many rows gave so many tokens.
 
+        One that was cut short teaches nothing but what it lost.
+
         Args:
             times: So many such rounds it stands for.
         """
@@ -255,10 +261,12 @@ class Drafter:
         kind, other = regime.full, regime.drafting
         if drafted:
             kind, other = other, kind
-        kind.add(tokens, self._round_s)
-        lost_s = tokens * (kind.token_s - other.token_s)
+        lost_s = self._round_s - tokens * other.token_s
+        if not self._is_cut:
+            kind.add(tokens, self._round_s)
+            lost_s = tokens * (kind.token_s - other.token_s)
         self._savings_s += times * _EXPLORE_SHARE * self._round_s - max(0.0, lost_s)
-        self._round_s = 0.0
+        self._round_s, self._is_cut = 0.0, False
         if times > 1:
             self._idle_since_s = None  # the next pass is not the next decision
 

@@ -423,7 +423,9 @@ class DecodeLoop:
                 sequence.status = RUNNING
                 sequence.next_segment = 0
                 sequence.since_s = now_s
-            sequence.deadline_s = now_s + (sequence.gap_s or gap_s)
+            # Those that draft have their tokens passed on one by one: see `TokenPacer`.
+            ahead = len(token_ids) if sequence.drafts else 1
+            sequence.deadline_s = now_s + (sequence.gap_s * ahead or gap_s)
         self.counters.tokens[depth] = at_depth
 
     def _expire(self) -> Emissions:

@@ -24,7 +24,7 @@ from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.tasks import sample_examples
 from tests.equivalence.models import kernel_cache, whole_prompt
-from tests.equivalence.test_lossless import RandomDrafter
+from tests.random_drafter import RandomDrafter
 
 S = "quadriga-s"
 SLOTS = 4

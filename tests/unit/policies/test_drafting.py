@@ -291,6 +291,28 @@ def test_a_round_that_would_be_late_is_not_begun_and_one_under_way_is_ended() ->
         assert choice.action is action
 
 
+def test_rounds_that_a_budget_cuts_short_teach_nothing_and_become_rare() -> None:
+    machine = made_of_bytes()
+    drafter = drafter_of(machine)
+    machine.rounds(drafter, 100)
+    num_cut = 0
+    for _ in range(300):
+        choice = drafter.choose(1, 0, 0, [], 100, machine.now_s, 7.6 * MS)
+        if choice.action is DraftAction.FULL:
+            drafter.spent(machine.full_s())
+            drafter.ended(1, 1, drafted=False, times=choice.times)
+            continue
+        drafter.spent(2 * MS)  # a first pass that was disturbed
+        choice = drafter.choose(0, 1, 1, [0.99], 100, machine.now_s, 5.6 * MS)
+        assert choice.action is DraftAction.VERIFY
+        drafter.spent(machine.verify_s(1))
+        drafter.ended(1, 1, drafted=True)
+        num_cut += 1
+    assert 0 < num_cut < 30
+    assert drafter.pays(1), "with time enough it is as good as before"
+    assert drafter.choose(1, 0, 0, [], 100, machine.now_s).action is DraftAction.DRAFT
+
+
 def test_what_was_learnt_of_drafts_outlives_a_change_of_depth() -> None:
     machine = made_of_bytes()
     drafter = drafter_of(machine)
