@@ -78,8 +78,8 @@ model: quadriga-s
 decode_replicas: 3
 engine: {threads: 2}
 scheduler:
-  placement: ares
-  ares: {mode: ares}
+  max_wait_s: 1
+  ares: {theta: 0.1}
 ```"""
 
 POOL_TEXT = """\

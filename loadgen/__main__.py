@@ -57,8 +57,10 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     for name, module, text in (
         ("run", "loadgen.run", "send a trace, prompts, tasks or conversations, and check"),
         ("ramp", "loadgen.ramp", "raise the load until the SLO breaks"),
-        ("compare", "loadgen.compare", "two runs: what differs, and what is noise"),
+        ("compare", "loadgen.comparison.command", "two runs: what differs, and what is noise"),
         ("watch", "loadgen.watch", "replicas, forecasts and moves of a service, live"),
+        ("why", "loadgen.why", "why a request's sequences were moved"),
+        ("replay", "loadgen.replay", "decide recorded moves again, under other settings"),
         ("plan", "loadgen.plan", "memory and largest batch of a model at each depth"),
         ("profile", "loadgen.profile", "measure models at each depth for a catalogue"),
         ("simulate", "loadgen.simulate", "a trace on a simulated cluster, same policies"),

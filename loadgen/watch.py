@@ -6,11 +6,9 @@ Reads `/cluster` on the service's admin port (`admin.port`), once a second, and 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -18,14 +16,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.options import api_key, number, whole
+from loadgen.options import number, whole
 from loadgen.report.exits_table import exits_table
 from loadgen.report.plain_table import plain_table
-from loadgen.runner import now_s
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.admin import add_admin_arguments, admin_client, fetch
 from quadriga.errors import ConfigError
 
-REQUEST_TIMEOUT_S = 5.0
 EXITS_SPAN_S = 10.0
 WIDE_COLUMNS = 110
 """From this width on all that is known of a replica or a move is shown."""
@@ -37,9 +33,7 @@ OUTCOME_STYLES = {"moved": "green", "finished": "dim", "refused": "yellow", "fai
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--url", default="http://127.0.0.1:8001", help="the admin port's base URL")
-    parser.add_argument("--api-key", help="an admin's key, where the port is not on loopback")
-    parser.add_argument("--api-key-file", type=Path, help="file with the key, instead")
+    add_admin_arguments(parser)
     parser.add_argument("--interval-s", type=number(0), default=1.0, help="between two looks")
     parser.add_argument("--moves", type=whole(1), default=12, help="recent moves shown")
     parser.add_argument("--once", action="store_true", help="print what is there now, and end")
@@ -47,14 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the service until interrupted."""
-    client = HttpClient(
-        parse_url(args.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=api_key(args)
-    )
+    client = admin_client(args)
     console = Console()
     past: deque[dict[str, Any]] = deque()
 
     def look() -> RenderableType:
-        view = _fetch(client, args.url)
+        view = fetch(client, args.url, "/cluster")
         past.append(view)
         while len(past) > 1 and view["at_unix_s"] - past[0]["at_unix_s"] > EXITS_SPAN_S:
             past.popleft()
@@ -73,20 +65,6 @@ def run(args: argparse.Namespace) -> int:
                 shown = look()
             except ConfigError as exc:  # the service may come back
                 shown = Group(Text(exc.message, style="red"), shown)
-
-
-def _fetch(client: HttpClient, url: str) -> dict[str, Any]:
-    """Raises: ConfigError where there is no admin port, or no permission."""
-    try:
-        status, view = asyncio.run(client.fetch("GET", "/cluster"))
-    except ConnectionError as exc:
-        raise ConfigError(
-            f"--url: nothing answers at {url} ({exc}); start the service with admin.port=PORT"
-        ) from exc
-    if status != 200 or not isinstance(view, dict):
-        message = view.get("error", {}).get("message", "") if isinstance(view, dict) else ""
-        raise ConfigError(f"--url: {url} answered {status}: {message}")
-    return view
 
 
 def frame(

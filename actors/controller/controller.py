@@ -13,6 +13,7 @@ from actors.controller.drain import LeavingNodes
 from actors.controller.leader_lease import LeaderLease
 from actors.controller.placement_groups import cluster_hardware, groups_of, living_replicas, remove
 from actors.controller.replica_manager import ReplicaManager
+from actors.controller.strict_requests import StrictRequests
 from actors.controller.watchdogs import IngressWatch, SchedulerWatch
 from actors.metrics.control_metrics import ControllerMetrics
 from actors.metrics.metrics_page import MetricsPage, exits_view
@@ -84,6 +85,7 @@ class Controller:
             self._takes_nothing,
             self._leader_lease.is_held,
         )
+        self._strict = StrictRequests(self._manager.replicas, self._clock)
         die_on_sigterm()
         background(self._run())
         background(self._page.sample_forever())
@@ -249,6 +251,8 @@ class Controller:
             finally:  # the scheduler needs its route whatever fails here
                 if self._helios is not None:
                     self._helios.tick()
+            if self._desired is not None:
+                self._strict.escalate(self._desired.deployment.config.transport.deadline_s)
             self._error = None
         except QuadrigaError as exc:
             if str(exc) != self._error:  # once, not at every turn
@@ -336,7 +340,9 @@ class Controller:
             from actors.controller.helios import HeliosController, set_up_helios
 
             setup = await asyncio.to_thread(set_up_helios, self._app, desired)
-            self._helios = HeliosController(self._app, setup, self._manager, self._clock)
+            self._helios = HeliosController(
+                self._app, setup, self._manager, self._strict, self._clock
+            )
         elif self._helios is not None:
             background(self._helios.withdraw())
             self._helios = None

@@ -50,7 +50,14 @@ class HeliosController:
         pools: What each place shall hold.
     """
 
-    def __init__(self, app: str, setup: HeliosSetup, manager: ReplicaManager, clock: Clock) -> None:
+    def __init__(
+        self,
+        app: str,
+        setup: HeliosSetup,
+        manager: ReplicaManager,
+        strict: StrictRequests,
+        clock: Clock,
+    ) -> None:
         self.operator = HeliosOperator(
             setup,
             manager.replicas,
@@ -67,7 +74,8 @@ class HeliosController:
         is_scaled = helios.scaling.enabled
         self._scaling = Scaling(helios.scaling, self.operator.pools, clock) if is_scaled else None
         self._is_scaling = False
-        self._strict = StrictRequests(setup, manager.replicas, clock)
+        self._strict = strict
+        self._specs = setup.specs
         self._rescorer = FullDepthRescorer(app, clock)
         self._saved_s = clock.now_s()
         self._saved = pack_table(self.operator.machine.table)
@@ -94,7 +102,7 @@ class HeliosController:
     def tick(self) -> None:
         """Take the present state of the replicas in, and carry out what follows from it."""
         filling = self.operator.tick()
-        self._strict.tick(filling)
+        self._strict.load(filling, self._specs, self._config.helios)
         target = self.operator.machine.status().target
         if self._scaling is not None and target is not None and not self._is_scaling:
             self._is_scaling = True

@@ -66,7 +66,6 @@ class PrefillHandoff:
         self._sender = sender
         self._failed_on: list[str] = []
         self._prompt_done_s = 0.0
-        self._prompt_done = asyncio.Event()
         self._placed_from_s = replica.clock.now_s()
         self._started_s = replica.clock.now_s()
         self._started_unix_s = replica.clock.unix_s()
@@ -79,7 +78,6 @@ class PrefillHandoff:
         self._set_placed(self._sequence.is_placed)
         self._start_limit()
         self._feed.complete()
-        self._prompt_done.set()
 
     async def run(self) -> str:
         """Hand the sequence over. Returns the name of the decode replica that owns it.
@@ -123,11 +121,6 @@ class PrefillHandoff:
 
     async def _hand_off(self) -> str:
         """Try replicas until one owns the sequence. Returns its name."""
-        replica = self._replica
-        if replica.report_options.place_predicted:
-            # How long it will run is known only then, and decides where it goes.
-            await self._prompt_done.wait()
-            self._placed_from_s = replica.clock.now_s()
         while True:
             transfer = await self._reserve()
             peer = transfer.peer.name

@@ -87,7 +87,6 @@ class DecodeEngine:
             counters=counters,
             criterion=spec.exits.criterion,
             is_partial=spec.depth < spec.checkpoint.num_layers,
-            parks_strict=self._is_watched,
         )
 
         self.forecasting = Forecasting(
@@ -182,14 +181,13 @@ class DecodeEngine:
             self._look_at_exits(spec.checkpoint.exits.layers)
         if self._relay is not None:
             self._relay_memory = self._relay.memory()
-        if self._is_watched:
-            full = spec.checkpoint.num_layers
-            strict = [s for s in loop.running if s.exits.is_strict]
-            self._strict_depth = max((s.exits.max_depth or full for s in strict), default=0)
-            self._parked = tuple(
-                ParkedSequence(s.sequence_id, s.num_tokens, s.max_total_tokens)
-                for s in loop.depth.needs_deeper
-            )
+        full = spec.checkpoint.num_layers
+        strict = [s for s in loop.running if s.exits.is_strict]
+        self._strict_depth = max((s.exits.max_depth or full for s in strict), default=0)
+        self._parked = tuple(
+            ParkedSequence(s.sequence_id, s.num_tokens, s.max_total_tokens)
+            for s in loop.depth.needs_deeper
+        )
 
     def _look_at_exits(self, layers: Iterable[int]) -> None:
         """Note which exits are in use; what ran last is remembered while nothing runs."""

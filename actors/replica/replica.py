@@ -133,6 +133,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             transports=self.transport.names,
             reservation=self.config.decode.reservation if spec.role is Role.DECODE else "longest",
             max_model_len=spec.engine.row_capacity_tokens,
+            num_layers=spec.engine.checkpoint.num_layers,
         )
         self._resizing = Resizing(self)
         self.engine: EngineThread[Core] = EngineThread(

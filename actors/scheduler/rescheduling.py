@@ -16,14 +16,15 @@ from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.policies.ares.governor import Governor
+from quadriga.policies.ares.orders import MoveDecision
 from quadriga.policies.ares.replica_view import replica_view
 
 if TYPE_CHECKING:
-    from quadriga.policies.ares.recording import RecordedTick, Recording
+    from quadriga.policies.ares.recording import RecentTicks, RecordedTick, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class Rescheduling:
         self._clock = clock
         self._snapshots = snapshots
         self._send = send or self._call_source
-        self._wanted: frozenset[DepthClass] = frozenset()
         self._recording: Recording | None = None
+        self._recent: RecentTicks | None = None
         self.governor = Governor(config.scheduler, self._record)
         self.metrics = SchedulerMetrics(config.name)
         self._open_recording()
@@ -80,8 +81,10 @@ class Rescheduling:
             model = info.depth_class.model
             self.governor.ended_lengths(model, outcomes)
             self.metrics.lengths(model, list(outcomes))
-        is_wanted = info.depth_class in self._wanted
-        return ReportOptions(is_wanted, is_wanted and self.governor.config.placement == "ares")
+        # Scaling counts what sequences will still want.
+        helios = self._config.helios
+        scales = helios.enabled and helios.scaling.enabled
+        return ReportOptions(forecast=scales or self.governor.wants_forecasts)
 
     def replica_died(self, name: str) -> None:
         self.governor.moves.replica_died(name)
@@ -100,7 +103,6 @@ class Rescheduling:
             if is_due:
                 tick_s = now_s
             try:
-                self.look()
                 if is_due and self.governor.is_on:
                     self.tick()
                 if now_s >= push_s + METRICS_EVERY_S:
@@ -109,14 +111,6 @@ class Rescheduling:
                     background(self.metrics.push())
             except Exception:  # a border: this loop is not awaited, and the next tick may succeed
                 logger.exception("a tick of rescheduling failed")
-
-    def look(self) -> None:
-        """Note for which depth classes forecasts are wanted."""
-        snapshots = self._snapshots()
-        self._wanted = self.governor.wanted_classes(snapshots)
-        helios = self._config.helios
-        if helios.enabled and helios.scaling.enabled:  # it counts what sequences will still want
-            self._wanted |= {s.info.depth_class for s in snapshots if s.info.role is Role.DECODE}
 
     def tick(self) -> list[MigrationOrder]:
         """Decide now, and send the orders on their way."""
@@ -191,17 +185,25 @@ class Rescheduling:
             },
             "outcomes": dict(governor.moves.outcomes),
             "under_way": [_order(o) for o in governor.moves.under_way],
-            "recent": [
-                {
-                    "at_unix_s": decision.at_unix_s,
-                    **_order(decision.order),
-                    "report": None if decision.report is None else asdict(decision.report),
-                }
-                for decision in list(governor.moves.recent)[-SHOWN_DECISIONS:]
-            ],
+            "recent": [_decision(d) for d in list(governor.moves.recent)[-SHOWN_DECISIONS:]],
         }
 
+    def moves(self, request_id: str) -> list[dict[str, Any]]:
+        """What was decided about the sequences of one request, oldest first, as plain values."""
+        return [_decision(d) for d in self.governor.moves.of_request(request_id)]
+
+    def ticks(self) -> str:
+        """The newest decisions with all they saw, one JSON line each; from any thread."""
+        from quadriga.policies.ares.recording import lines_of
+
+        return lines_of([] if self._recent is None else self._recent.all())
+
     def _record(self, tick: RecordedTick) -> None:
+        if self._recent is None:
+            from quadriga.policies.ares.recording import RecentTicks
+
+            self._recent = RecentTicks()
+        self._recent.add(tick)
         if self._recording is not None:
             self._recording.add(tick)
 
@@ -212,6 +214,15 @@ class Rescheduling:
             from quadriga.policies.ares.recording import Recording
 
             self._recording = Recording(Path(ares.record_file), ares.record_max_bytes)
+
+
+def _decision(decision: MoveDecision) -> dict[str, Any]:
+    return {
+        "at_unix_s": decision.at_unix_s,
+        **_order(decision.order),
+        "explanation": decision.explanation,
+        "report": None if decision.report is None else asdict(decision.report),
+    }
 
 
 def _order(order: MigrationOrder) -> dict[str, Any]:

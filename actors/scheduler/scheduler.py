@@ -17,7 +17,7 @@ from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter, Route, RoutingDecision
-from quadriga.core.forecast import LengthOutcome
+from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest, ReportOptions
@@ -28,6 +28,7 @@ from quadriga.policies.ares.forecast import Promised
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
+from quadriga.policies.least_work import expected_length
 from quadriga.policies.load import candidates, taking_work, tokens_wanted
 from quadriga.policies.placements import find_placement
 from quadriga.policies.wait_estimator import WaitEstimator
@@ -210,7 +211,7 @@ class Scheduler(BatchedCalls):
                 f"{request.max_total_tokens} tokens",
                 retry_after_s=1.0,
             )
-        self._note_placed(name, request)
+        self._note_placed(name, request, expected_length(request, alive))
         return name
 
     async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
@@ -315,6 +316,14 @@ class Scheduler(BatchedCalls):
         """Replicas with their forecasts, orders and recent decisions, all as plain values."""
         return self._rescheduling.status()
 
+    async def moves(self, request_id: str) -> list[dict[str, Any]]:
+        """What was decided lately about moving the sequences of one request."""
+        return self._rescheduling.moves(request_id)
+
+    async def ticks(self) -> str:
+        """The newest rescheduling decisions with all they saw, one JSON line each."""
+        return await asyncio.to_thread(self._rescheduling.ticks)
+
     async def stop(self) -> None:
         """End this actor soon after the answer is out."""
         background(self._end("stopped"))
@@ -334,10 +343,8 @@ class Scheduler(BatchedCalls):
         settings = self._rescheduling.governor.settings
         return find_placement(self._config.scheduler.placement, settings)
 
-    def _note_placed(self, name: str, request: PlaceRequest) -> None:
-        promised = None
-        if request.prediction is not None:
-            promised = Promised(request.sequence_id, request.num_tokens, request.prediction)
+    def _note_placed(self, name: str, request: PlaceRequest, length: LengthPrediction) -> None:
+        promised = Promised(request.sequence_id, request.num_tokens, length)
         reserved = tokens_wanted(self._snapshots[name], request)
         self._waiting.placed(request.sequence_id, now_s=self._clock.now_s())
         sent = SentRequest(self._clock.now_s(), 0, reserved, promised, request.num_tokens)

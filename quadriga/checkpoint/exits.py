@@ -171,7 +171,7 @@ def read_exit_params(
             raise InvalidRequest(
                 f"exits: {model} has no early exits here; leave it out", param="exits"
             )
-        return FULL_DEPTH
+        return FULL_DEPTH if depth == full else ExitParams(NEVER, "bounded")
     params = asked or _default_params(exits, depth, full, sla_tbt_s)
     if params.max_depth and not exits.layers[0] <= params.max_depth <= full:
         raise InvalidRequest(
@@ -193,7 +193,7 @@ def read_exit_params(
             "forbids; leave one of both out",
             param="exit_threshold",
         )
-    if params.policy == "strict" and params.threshold < NEVER and limit < full:
+    if params.policy == "strict" and limit < full:
         raise InvalidRequest(
             f"exit_policy: 'strict' lets no token leave below its threshold, but {what} ends "
             f"at {limit} of {full} layers; use 'bounded'",

@@ -13,9 +13,10 @@ class AresConfig(Section):
     """Moving running sequences between decode replicas before they overload."""
 
     mode: Literal["off", "load", "ares"] = Field(
-        "off",
+        "ares",
         description="ares: move by the forecast, and by the present load while predictions do not "
-        "hold or a model has no length heads; load: by the present load alone; off: never.",
+        "hold or a model has no length heads; load: by the present load alone; off: never. Of one "
+        "replica in its class nothing is moved.",
     )
     interval_s: Seconds = Field(1.0, description="Between two decisions.")
     theta: float = Field(
@@ -89,7 +90,7 @@ class AresConfig(Section):
         ge=0,
         le=100_000,
         description="A running sequence's remaining length is predicted anew this often; 0 never "
-        "predicts. A decode replica alone in its class never does.",
+        "predicts.",
     )
     reference_step_s: float = Field(
         0.02,
@@ -113,12 +114,12 @@ class SchedulerConfig(Section):
     """Admission, placement and rescheduling."""
 
     placement: PlacementKind = Field(
-        "least_work",
-        description="Where a prefilled sequence decodes. least_work: the fewest tokens to be "
-        "expected: of each sequence there its prompt, and an answer of average length; ares: "
-        "where its forecast hurts balance and memory least (it is placed once its prompt is "
-        "computed, as only then its length can be predicted). The others are baselines: the "
-        "fewest sequences, the fewest KV tokens (a fast replica looks full), each in turn.",
+        "ares",
+        description="Where a new sequence decodes. ares: where it hurts the forecast balance and "
+        "memory least, and by least_work where there is no forecast; least_work: the fewest tokens "
+        "to be expected: of each sequence there its prompt, and an answer of average length. The "
+        "others are baselines: the fewest sequences, the fewest KV tokens (a fast replica looks "
+        "full), each in turn.",
     )
     ares: AresConfig = AresConfig()
     snapshot_interval_s: Seconds = Field(1.0, description="Between two load reports of a replica.")

@@ -1,10 +1,10 @@
 """Strict sequences that lack layers: where they move to, and where layers are loaded for them.
 
 A strict sequence never leaves a loaded exit below its threshold, so it may need layers that its
-replica has not loaded. It is moved to a replica that has them. Where none has, HELIOS has some
-loaded; its orders go to places, so none reaches a replica whose place another one has taken over,
-for another model's sake. There the layers are loaded while the replica is on its way out: else a
-strict request would wait there until its deadline.
+replica has not loaded. It is moved to a replica that has them, HELIOS or not. Where none has,
+HELIOS has some loaded; its orders go to places, so none reaches a replica whose place another one
+has taken over, for another model's sake. There the layers are loaded while the replica is on its
+way out: else a strict request would wait there until its deadline.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ def escalations(
 ) -> list[MigrationOrder]:
     """Orders that move parked sequences to the deepest replica of their model with room.
 
+    Those of a replica that is on its way out are moved as well.
+
     Args:
         under_way: Sequences that were ordered to move a moment ago.
     """
-    ready = [r for r in replicas if r.is_ready]
+    answering = [r for r in replicas if r.status is not None]
+    ready = [r for r in answering if r.is_ready]
     orders = []
-    for source in ready:
+    for source in answering:
         here = source.depth_class
         for parked in source.load.parked:
             if parked.sequence_id in under_way:

@@ -46,6 +46,7 @@ class ReplicaInfo:
         num_slots: Sequences it can hold at once.
         kv_capacity_tokens: Tokens of KV cache it can hold at its depth.
         max_model_len: Most tokens of one sequence; 0 until it is known.
+        num_layers: Of the whole model; 0: those that are loaded are all.
     """
 
     name: str
@@ -58,6 +59,11 @@ class ReplicaInfo:
     transports: tuple[str, ...] = ()
     reservation: Reservation = "longest"
     max_model_len: int = 0
+    num_layers: int = 0
+
+    def has_layers(self, needed: int) -> bool:
+        """Whether a sequence that may need so many layers of the model, if it has them, fits."""
+        return self.depth_class.depth >= min(needed, self.num_layers or needed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,10 @@ class ReportOptions:
     """What the scheduler asks of a replica, in answer to its report.
 
     Attributes:
-        forecast: Predict lengths and forecast loads: somebody looks at them.
-        place_predicted: Ask for places when prompts are computed and lengths can be predicted, not
-            while they are computed.
+        forecast: Predict lengths and forecast loads: the scheduler looks at them.
     """
 
     forecast: bool = False
-    place_predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class AdmitRequest(RelativeTimeMixin):
     """What the scheduler must know to let a sequence in.
 
     Attributes:
-        needs_depth: Layers that a strict sequence may need, where depths differ; 0: any will do.
+        needs_depth: Layers that a strict sequence may need, of those its model has; 0: any will do.
         is_rebuild: It was let in before, and lost the replica that had it.
         visitor: Who asks and for what, in one word that is the same when a refused caller comes
             back; empty: nobody would know it again.

@@ -44,13 +44,19 @@ def admit(
     """
     prefills = _alive(Role.PREFILL, request.model, snapshots, now_unix_s, scheduler)
     decodes = _alive(Role.DECODE, request.model, snapshots, now_unix_s, scheduler)
+    if not any_depth:  # else the caller has looked for layers, or they are loaded
+        prefills, decodes = (
+            [s for s in alive if s.info.has_layers(request.needs_depth)]
+            for alive in (prefills, decodes)
+        )
     classes = {s.info.depth_class for s in decodes}
     if any_depth and decodes:
         classes |= {s.info.depth_class for s in prefills}
     prefills = [s for s in prefills if s.info.depth_class in classes]
     if not prefills:
         raise Unavailable(
-            f"no prefill and decode replica of {request.model!r} is ready; retry shortly",
+            f"no prefill and decode replica of {request.model!r} "
+            f"{'with all layers ' if request.needs_depth else ''}is ready; retry shortly",
             retry_after_s=1.0,
         )
     needed = request.num_prompt_tokens + request.max_tokens

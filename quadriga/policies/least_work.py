@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.policies.load import has_room, num_held
@@ -29,9 +30,27 @@ def expected_answer_tokens(snapshots: Sequence[ReplicaSnapshot]) -> float:
     Where lengths are spread as answers' are, one that runs has about as much behind it as answers
     have in all.
     """
-    held = sum(num_held(s) for s in snapshots)
-    generated = sum(s.used_tokens - s.prompt_tokens for s in snapshots)
-    return max(LEAST_ANSWER_TOKENS, generated / held) if held else LEAST_ANSWER_TOKENS
+    return expected_of(
+        sum(num_held(s) for s in snapshots),
+        sum(s.used_tokens - s.prompt_tokens for s in snapshots),
+    )
+
+
+def expected_of(num_held: float, num_generated: float) -> float:
+    """As `expected_answer_tokens`, of so many sequences that generated so many tokens in all."""
+    return max(LEAST_ANSWER_TOKENS, num_generated / num_held) if num_held else LEAST_ANSWER_TOKENS
+
+
+def expected_length(
+    request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]
+) -> LengthPrediction:
+    """Tokens that a sequence will generate: as predicted, or else as answers have been lately."""
+    if request.prediction is not None:
+        return request.prediction
+    most = float(max(1, request.max_total_tokens - request.num_tokens))
+    upper = max((s.upper_tokens for s in snapshots), default=1)
+    mean = min(expected_answer_tokens(snapshots), most)
+    return LengthPrediction(mean, 0.0, min(max(float(upper), mean), most))
 
 
 def least_work(

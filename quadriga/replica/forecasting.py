@@ -129,7 +129,8 @@ class Forecasting:
         now_s = self._clock.now_s()
         num_held = loop.slots.num_held
         pause_s = LOOK_EVERY_S if num_held == self._num_held else MIN_LOOK_EVERY_S
-        if now_s - self._looked_s < pause_s:
+        # That the last sequence has gone is noted at once: an idle replica may not look again soon.
+        if num_held and now_s - self._looked_s < pause_s:
             return
         self._looked_s, self._num_held = now_s, num_held
         states = loop.running

@@ -39,9 +39,8 @@ class DecodeBatch:
         rebatcher: Which group runs next and which tokens leave.
         criterion: How a confidence is compared with its threshold.
         is_partial: The model has layers beyond those loaded, so that tokens which leave the deepest
-            one below their threshold are breaches.
-        parks_strict: Those of strict sequences do not leave there, and wait until layers are loaded
-            or the sequence is taken away.
+            one below their threshold are breaches. Those of strict sequences do not leave there,
+            and wait until layers are loaded or the sequence is taken away.
 
     Attributes:
         sequences: The table, by sequence id.
@@ -67,7 +66,6 @@ class DecodeBatch:
         counters: ExitCounters,
         criterion: Criterion,
         is_partial: bool,
-        parks_strict: bool,
     ) -> None:
         self.sequences: dict[str, RunningSequence] = {}
         self.runner = runner
@@ -79,7 +77,6 @@ class DecodeBatch:
         self.rebatcher = rebatcher
         self.counters = counters
         self.is_partial = is_partial
-        self.parks_strict = parks_strict
         self.ends = tuple(runner.segment_ends)
         self.first_deadline_unix_s = math.inf
         self.num_decoding = self.num_paused = self.num_parked = self.num_limited = 0

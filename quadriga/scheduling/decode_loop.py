@@ -53,7 +53,7 @@ class DecodeLoop:
 
     Args:
         rebatcher: Which group runs next and which tokens leave; None runs every token to the end.
-        criterion, is_partial, parks_strict: See `DecodeBatch`.
+        criterion, is_partial: See `DecodeBatch`.
 
     Attributes:
         batch: The table of its sequences.
@@ -78,7 +78,6 @@ class DecodeLoop:
         counters: ExitCounters | None = None,
         criterion: Criterion = "top",
         is_partial: bool = False,
-        parks_strict: bool = False,
     ) -> None:
         self.slots = slots
         self.counters = counters or ExitCounters()
@@ -96,7 +95,6 @@ class DecodeLoop:
             counters=self.counters,
             criterion=criterion,
             is_partial=is_partial,
-            parks_strict=parks_strict,
         )
         self.preemption = Preemption(self.batch)
         self.export = SequenceExport(self.batch)

@@ -35,7 +35,8 @@ class SequenceLengths:
     Attributes:
         moved_unix_s: Of the last move; 0 where there was none.
         movable: Of FIXED, RUNS, PAUSED.
-        is_known: Every one's remaining length is known or predicted.
+        is_known: Some remaining length is known or predicted, or nothing is held: by it the others
+            are estimated.
     """
 
     sequence_ids: list[str]
@@ -59,8 +60,9 @@ def hold(
 ) -> SequenceLengths:
     """Write down what a replica holds.
 
-    Where nothing is predicted a sequence is taken to run to its `max_tokens`; one on its way here,
-    which will be predicted once its prompt is computed, to become as long as those that run.
+    A sequence of which nothing is predicted is taken to become as long as the others here do, or
+    where nothing is predicted of any, to run to its `max_tokens`. One that is on its way here will
+    be predicted once its prompt is computed.
 
     Args:
         states: Decoding, then paused, then moving ones.
@@ -69,15 +71,16 @@ def hold(
         leaving: Those on their way elsewhere.
     """
     held = SequenceLengths([], [], [], [], [], [], [], [])
-    answers: list[float] = []
-    for index, state in enumerate(states):
-        said = remaining_of(state)
-        if said is None:
-            held.is_known = False
-            most = float(state.sampling.max_tokens - len(state.output_ids))
-            said = LengthPrediction(most, 0.0, most)
-        else:
-            answers.append(len(state.output_ids) + said.mean)
+    predictions = [remaining_of(state) for state in states]
+    answers = [
+        len(state.output_ids) + said.mean
+        for state, said in zip(states, predictions, strict=True)
+        if said is not None
+    ]
+    held.is_known = bool(answers) or not states
+    for index, (state, prediction) in enumerate(zip(states, predictions, strict=True)):
+        most = float(max(0, state.sampling.max_tokens - len(state.output_ids)))
+        said = prediction or _as_others(answers, len(state.output_ids), most)
         held.sequence_ids.append(state.sequence_id)
         held.tokens.append(float(state.num_tokens))
         held.mean.append(said.mean)
@@ -94,8 +97,7 @@ def hold(
         if offer.sequence_id in known:
             continue  # it has just joined
         most = float(offer.max_total_tokens - offer.num_tokens)
-        usual = sum(answers) / len(answers) if answers else most
-        said = offer.prediction or LengthPrediction(usual, 0.0, most)
+        said = offer.prediction or _as_others(answers, 0, most)
         held.sequence_ids.append(offer.sequence_id)
         held.tokens.append(float(offer.num_tokens))
         held.mean.append(min(said.mean, most))
@@ -105,6 +107,20 @@ def hold(
         held.moved_unix_s.append(0.0)
         held.movable.append(FIXED)
     return held
+
+
+def _as_others(answers: Sequence[float], produced: int, most: float) -> LengthPrediction:
+    """Remaining tokens of a sequence of which nothing is predicted.
+
+    Args:
+        answers: Lengths that the answers of others are expected to have.
+        produced: Tokens that the sequence has generated.
+        most: Tokens that it may still generate.
+    """
+    if not answers:
+        return LengthPrediction(most, 0.0, most)
+    usual = max(sum(answers) / len(answers) - produced, 1.0)
+    return LengthPrediction(min(usual, most), 0.0, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,13 @@ from collections.abc import Callable
 from quadriga.clock import Clock
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SampledToken, SequenceState, TokenLogprob
-from quadriga.errors import DeadlineExceeded, InvariantViolation, KVCacheExhausted, QuadrigaError
+from quadriga.errors import (
+    DeadlineExceeded,
+    InvariantViolation,
+    KVCacheExhausted,
+    QuadrigaError,
+    Unavailable,
+)
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.prefill_queue import PrefillQueue
@@ -38,8 +44,8 @@ class PrefillLoop:
     loaded that it may need.
 
     Args:
-        full_depth: Layers of the whole model, where they may be loaded; 0: no sequence waits for
-            them.
+        full_depth: Layers of the whole model; 0: those that are loaded are all.
+        may_deepen: More of them may be loaded while it serves: strict sequences wait for them.
         max_unplaced: No prompt is begun while so many sequences that hold a row have none at a
             decode replica, so that a full decode class is not met by ever more first tokens.
         reserve: Promises a sequence its row in `slots`, where it goes on to decode in that row;
@@ -67,6 +73,7 @@ class PrefillLoop:
         layer_groups: int,
         clock: Clock,
         full_depth: int = 0,
+        may_deepen: bool = True,
         max_unplaced: int = sys.maxsize,
         reserve: Callable[[SequenceState], Slot] | None = None,
         on_start: Callable[[RunningSequence], None] | None = None,
@@ -79,6 +86,7 @@ class PrefillLoop:
         self._on_kv = on_kv
         self._max_unplaced = max_unplaced
         self._full_depth = full_depth
+        self._may_deepen = may_deepen
         self._runner = runner
         self._queue = queue
         queue.num_layers = runner.num_layers
@@ -98,10 +106,18 @@ class PrefillLoop:
 
         Raises:
             Overloaded: The queue is full, or too many wait for layers.
+            Unavailable: It is strict, and layers that it may need are not loaded, nor will be.
             InvariantViolation: Its exit record does not cover its output.
         """
         check_record(sequence.state)
         sequence.min_layers = self._min_layers(sequence.state)
+        here = self._runner.num_layers
+        if sequence.min_layers > here and not self._may_deepen:
+            raise Unavailable(
+                f"exit_policy: {sequence.state.exits.policy!r} may need {sequence.min_layers} "
+                f"layers, and this replica has {here}; retry shortly, it goes to one that has them",
+                retry_after_s=1.0,
+            )
         now_s = self._clock.now_s()
         rate = self._rate.per_s(now_s=now_s)
         self._queue.push(sequence, now_s=now_s, drain_tokens_per_s=rate)
@@ -258,7 +274,7 @@ class PrefillLoop:
     def _min_layers(self, state: SequenceState) -> int:
         """Layers that a sequence's first token may need; 0 where any will do."""
         exits = state.exits
-        if exits.policy != "strict" or state.output_ids or not state.sampling.max_tokens:
+        if not exits.is_strict or state.output_ids or not state.sampling.max_tokens:
             return 0
         return min(exits.max_depth or self._full_depth, self._full_depth)
 

@@ -13,6 +13,7 @@ from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.governor import DriftMonitor
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.settings import horizon_s
+from quadriga.policies.least_work import expected_of
 from quadriga.policies.slot_reservation import promised_tokens
 from quadriga.sim.board import Board
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
@@ -80,12 +81,15 @@ class Placing:
         used = self._board.used_tokens(new_steps)
         reserved = self._board.reserved_tokens(new_steps)
         prediction = self._predict(index, tokens)
+        # A place is chosen while the prompt is computed; lengths are predicted after it.
+        is_first = tokens == self._board.input_tokens[index] + 1
+        known = None if is_first and not self._policy.knows else prediction
         longest = tokens + 1
         if self._config.memory.reservation == "used":
             longest = int(self._board.input_tokens[index]) + self._config.profile.max_tokens
         wanted = np.array(
             [
-                promised_tokens(tokens, longest, upper_tokens=upper, prediction=prediction)
+                promised_tokens(tokens, longest, upper_tokens=upper, prediction=known)
                 for upper in self._board.upper_tokens.tolist()
             ]
         )
@@ -97,14 +101,14 @@ class Placing:
             depth_class=DEPTH_CLASS,
             num_tokens=tokens,
             max_total_tokens=longest,
-            prediction=prediction,
+            prediction=known,
             waited_s=waited_s,
         )
         cluster = self.forecast
         if prediction is None or cluster is None or self.drift.is_drifting:
             chosen = self._by_present(request, used, reserved)
         else:
-            chosen = self._by_forecast(cluster, request, takes)
+            chosen = self._by_forecast(cluster, request, known or self._usual(used), takes)
         if chosen is None:
             return None
         promised = int(wanted[chosen])
@@ -147,18 +151,28 @@ class Placing:
         return self.predictor.predict(np.array([index]), produced, remaining).of(0)
 
     def _by_forecast(
-        self, cluster: ClusterForecast, request: PlaceRequest, takes: NDArray[np.bool_]
+        self,
+        cluster: ClusterForecast,
+        request: PlaceRequest,
+        expected: LengthPrediction,
+        takes: NDArray[np.bool_],
     ) -> int | None:
         alive = np.flatnonzero(self._board.is_alive)
-        row = best_replica(cluster, request, takes[alive], self._policy.settings)
-        if row is None or request.prediction is None:
+        row = best_replica(cluster, request, expected, takes[alive], self._policy.settings)
+        if row is None:
             return None
         # Until the next tick, what was just placed counts too.
-        size, mean = np.array([float(request.num_tokens)]), np.array([request.prediction.mean])
+        size, mean = np.array([float(request.num_tokens)]), np.array([expected.mean])
         cluster.load_s[row] += load_rows(size, mean, cluster.costs)[0]
         ahead = tokens_ahead(cluster.grid_s, cluster.step_s[row])[None, :]
         cluster.tokens[row] += memory_rows(size, mean, ahead)[0]
         return int(alive[row])
+
+    def _usual(self, used: NDArray[np.float64]) -> LengthPrediction:
+        """What answers have been lately; see `policies.least_work.expected_length`."""
+        board = self._board
+        mean = expected_of(float(board.num_held.sum()), float((used - board.prompt_tokens).sum()))
+        return LengthPrediction(mean, 0.0, max(mean, float(board.upper_tokens.max())))
 
     def _takes(self, reserved: NDArray[np.float64], wanted: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once.

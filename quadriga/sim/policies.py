@@ -53,9 +53,10 @@ def make_policy(
     round_robin     each replica in turn
     current_load    the least used KV memory; ARES's baseline ("vLLM")
     least_requests  the fewest sequences
-    least_work      the least expected work; what a service does by default
+    least_work      the least expected work; what a service does without forecasts
     reschedule      current load, and moves by the present load alone ("vLLM + rescheduling")
-    ares            placement and moves by forecast, predictions as wrong as ARES's head
+    ares            what a service does by default: placement, moves by forecast, with predictions
+                    as wrong as those of ARES's head
     oracle          the same with true lengths
 
     Args:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from quadriga.errors import (
     BodyTooLarge,
@@ -52,6 +53,11 @@ class Call:
     @property
     def path(self) -> str:
         return str(self.scope["path"])
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters of the URL; of one named more than once, the last."""
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), max_num_fields=32))
 
     @property
     def route(self) -> str:

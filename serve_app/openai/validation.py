@@ -467,7 +467,6 @@ def read_exit_fields(body: GenerationFields, model: ServedModel) -> ExitParams:
                 raise InvalidRequest(
                     f"{field}: {model.id} has no early exits here; leave it out", param=field
                 )
-        return ExitParams(threshold=NEVER)
     threshold, policy, exits = body.exit_threshold, body.exit_policy, model.exits
     depth, full, gap_s = model.depth, model.checkpoint.num_layers, (body.sla_tbt_ms or 0.0) / 1000
     asked = None

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from quadriga.config.ingress import AdminConfig
-from quadriga.errors import ConfigError, Forbidden, NotFound
+from quadriga.errors import ConfigError, Forbidden, InvalidRequest, NotFound
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.http.call import Call, Endpoint, Handler
 from serve_app.http.pages import dashboard_pages
@@ -65,6 +65,8 @@ class AdminServer:
             ("/metrics", self.metrics),
             ("/live", self.live),
             ("/cluster", self.cluster),
+            ("/cluster/moves", self.moves),
+            ("/cluster/ticks", self.ticks),
             ("/admin/history", self.history),
         ]
 
@@ -90,6 +92,20 @@ class AdminServer:
                 self._view = await self._engine_client.cluster.operators_view()
                 self._viewed_s = clock.now_s()
         await call.answer_json(self._view)
+
+    async def moves(self, call: Call) -> None:
+        """Why the sequences of one request were moved; for `loadgen why`."""
+        request_id = call.query.get("request", "")
+        if not request_id:
+            raise InvalidRequest("name the request: /cluster/moves?request=ID", param="request")
+        for prefix in ("chatcmpl-", "cmpl-"):  # as answers give it
+            request_id = request_id.removeprefix(prefix)
+        await call.answer_json({"moves": await self._engine_client.cluster.moves(request_id)})
+
+    async def ticks(self, call: Call) -> None:
+        """The newest rescheduling decisions with all they saw; for `loadgen replay`."""
+        lines = await self._engine_client.cluster.ticks()
+        await call.answer(lines.encode(), content_type=b"application/jsonl")
 
     async def history(self, call: Call) -> None:
         """HELIOS: the performance history, the machine's state, and its last decisions."""

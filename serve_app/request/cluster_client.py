@@ -175,6 +175,18 @@ class ClusterClient:
                 view |= answer
         return view
 
+    async def moves(self, request_id: str) -> list[dict[str, Any]]:
+        """What the scheduler decided lately about moving the sequences of a request."""
+        found: list[dict[str, Any]] = await self._call(
+            self._scheduler, "moves", request_id, deadline_s=SCHEDULER_TIMEOUT_S
+        )
+        return found
+
+    async def ticks(self) -> str:
+        """The scheduler's newest rescheduling decisions, with all they saw; JSON lines."""
+        lines: str = await self._call(self._scheduler, "ticks", deadline_s=SCHEDULER_TIMEOUT_S)
+        return lines
+
     async def metrics(self) -> bytes:
         page: bytes = await self._call(self._controller, "metrics")
         return page
@@ -239,11 +251,13 @@ class ClusterStateCache:
             return await self._cluster.admit(request)
         except ReplicaError as exc:
             model = None if request.model == AUTO_MODEL else request.model
-            candidates = self._serving(Role.PREFILL, model)
-            if not candidates:
+            serving = self._serving(Role.PREFILL, model)
+            if not serving:
                 raise Unavailable(
                     "the scheduler is away and no replica is known", retry_after_s=2.0
                 ) from exc
+            # Where none has the layers, they are loaded, or the replica refuses it.
+            candidates = [s for s in serving if s.info.has_layers(request.needs_depth)] or serving
             best = min(candidates, key=lambda s: (s.waiting_tokens, s.num_waiting, s.info.name))
             best.waiting_tokens += request.num_prompt_tokens  # until the next view
             return Admission(best.info.name, best.info.depth_class)

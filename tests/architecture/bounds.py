@@ -14,13 +14,13 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
-    "road_files": Bound(98, 50),
-    "road_lines": Bound(22_600, 10_000),
+    "road_files": Bound(109, 50),
+    "road_lines": Bound(24_900, 10_000),
     "request_classes": Bound(13, 10),
-    "service_lines": Bound(41_000, 33_000),
+    "service_lines": Bound(42_000, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(88_500, 58_000),
-    "test_lines": Bound(62_700, 38_000),
+    "product_lines": Bound(91_500, 58_000),
+    "test_lines": Bound(64_000, 38_000),
     "reliability_lines": Bound(4_700, 4_000),
     "circles": Bound(0, 0),
     "largest_folder": Bound(15, 15),

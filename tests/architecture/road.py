@@ -36,8 +36,9 @@ from tests.architecture.tree import ROOT, Tree
 from tests.e2e.serve_command import serve_command
 
 RECORDER = Path(__file__).parent / "recorder"
-SETTINGS = ("decode_replicas=2", "engine.compile=wait")
-"""The defaults, but for this: compiled steps are there from the start, not from some time on."""
+SETTINGS = ("decode_replicas=2", "engine.compile=wait", "scheduler.ares.interval_s=3600")
+"""The defaults, but for this: compiled steps are there from the start, not from some time on, and
+rescheduling, which works for the balance and for no single request, does not come to decide."""
 ANSWER_TIMEOUT_S = 60.0
 IDLE_S = 12.0
 """Longer than the longest period of the background that shows in a request's time."""

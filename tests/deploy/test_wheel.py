@@ -123,7 +123,7 @@ def test_the_built_wheel_holds_the_staged_files_and_its_client_runs_in_a_fresh_e
 
     for extra, code in {
         "client": "from quadriga.client import AsyncClient, Client",
-        "loadgen": "import loadgen.run, loadgen.compare, loadgen.ramp, loadgen.plan",
+        "loadgen": "import loadgen.run, loadgen.comparison.command, loadgen.ramp, loadgen.plan",
     }.items():
         home = tmp_path / extra
         venv.create(home, with_pip=True)

@@ -97,7 +97,6 @@ class Bench:
             counters=self.counters,
             criterion=plan.criterion,
             is_partial=depth < LAYERS,
-            parks_strict=True,
         )
         self.table = LeaseTable(spec.depth_class, any_depth=True, max_live=99)
 

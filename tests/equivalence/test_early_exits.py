@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams, ExitSpec, SkippedKV
+from quadriga.checkpoint.exits import (
+    NEVER,
+    ExitCounters,
+    ExitParams,
+    ExitPolicy,
+    ExitSpec,
+    SkippedKV,
+)
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.output import EngineOutput
@@ -337,7 +344,7 @@ def test_partial_depth(family: Family, deepest: str, compile_mode: str) -> None:
     if depth == LAYERS:
         depth -= 2  # between the two exits
     bench = Bench(family.path, compile=compile_mode, depth=depth)
-    got = states(family.exits)
+    got = states(family.exits, policy="bounded")
     bench.run(got)
     wanted = family.expected("project", depth)
     assert_equal(got, wanted)
@@ -417,14 +424,18 @@ POLICIES: dict[str, Any] = {
 
 
 @every_family
+@pytest.mark.parametrize("asks", ["strict", "bounded"])
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_whoever_decides_the_tokens_are_right(family: Family, policy: str) -> None:
-    """Every token is the best at the exit on its record, with the KV that record implies."""
+def test_whoever_decides_the_tokens_are_right(
+    family: Family, policy: str, asks: ExitPolicy
+) -> None:
+    """Every token is the best at the exit on its record, with the KV that record implies; a strict
+    one is sure there, whoever else leaves."""
     for mode in ("project", "alias"):
         bench = Bench(family.path, mode=mode, compile="wait", policy=POLICIES[policy])
-        got = states(family.exits)
+        got = states(family.exits, policy=asks)
         bench.run(got)
-        below = policy in ("eager", "majority")
+        below = asks == "bounded" and policy in ("eager", "majority")
         reference = family.reference(mode)
         ties = sum(reference.check(s, may_be_below=below) for s in got)
         assert ties <= 1

@@ -84,7 +84,6 @@ class Replica:
             rebatcher=POLICIES[policy](costs, self.counters),
             counters=self.counters,
             is_partial=depth < FULL,
-            parks_strict=True,
         )
         self.allowed: dict[tuple[str, int], set[int]] = {}  # token → how deep its row could go then
         self.last_depth: dict[str, int] = {}  # also of one whose row is paused away

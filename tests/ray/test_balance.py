@@ -17,7 +17,7 @@ from actors.rpc.lookup import get_actor, scheduler_name
 from quadriga.config.pacing import STEADY_15MS
 from quadriga.core.migration import MigrationCause
 from quadriga.policies.ares.cluster import relative_work, unpack, weights
-from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
+from quadriga.policies.ares.recording import RecordedTick, parse_ticks, read_ticks, replay
 from tests.ray.apps import App
 from tests.ray.ingress import Ingress, Stream, call
 
@@ -96,7 +96,7 @@ def submit_at_once(ingress: Ingress, count: int) -> list[Stream]:
 @pytest.mark.parametrize("placement", ["least_work", "least_requests"])
 def test_equal_streams_are_spread_evenly(uneven: App, placement: str) -> None:
     """One after the other, each when the one before decodes; and then as many at once."""
-    uneven.ensure(**{"scheduler.placement": placement})
+    uneven.ensure(**{"scheduler.placement": placement, "scheduler.ares.mode": "off"})
     ingress = uneven.ingress()
     streams: list[Stream] = []
     for index in range(NUM_STREAMS // 2):
@@ -112,7 +112,7 @@ def test_equal_streams_are_spread_evenly(uneven: App, placement: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_many_at_once_are_spread_evenly(uneven: App) -> None:
-    uneven.ensure(**{"scheduler.placement": "least_work"})
+    uneven.ensure(**{"scheduler.placement": "least_work", "scheduler.ares.mode": "off"})
     ingress = uneven.ingress()
     streams = submit_at_once(ingress, NUM_AT_ONCE)
     assert spread(streams, uneven) == [NUM_AT_ONCE // 2] * 2
@@ -137,6 +137,15 @@ def test_unequal_work_is_evened_out_and_nothing_moves_to_the_fuller(
     ingress.until(lambda: len(work()) == 2 and float(np.ptp(work())) <= 0.1, 120.0)
     assert [s.error for s in streams] == [None] * NUM_STREAMS
     ingress.cancel(*streams)
+    kept = list(
+        parse_ticks(call(scheduler_name(uneven.name), "ticks", timeout_s=10.0).splitlines(), "kept")
+    )
+    assert kept and replay(kept) == []
+    moved = next(order for tick in reversed(kept) for order in tick.orders)
+    decisions = call(scheduler_name(uneven.name), "moves", moved.sequence_id, timeout_s=10.0)
+    assert (
+        decisions and decisions[-1]["explanation"]["destinations"][0]["name"] == moved.destination
+    )
     ticks = list(read_ticks(recording))
     assert replay(ticks) == []
     orders = [(tick, order) for tick in ticks for order in tick.orders]
@@ -145,6 +154,21 @@ def test_unequal_work_is_evened_out_and_nothing_moves_to_the_fuller(
         if order.cause is MigrationCause.BALANCE:
             found = works(tick)
             assert found[order.source] > found[order.destination]
+
+
+@pytest.mark.timeout(300)
+def test_a_service_as_it_comes_spreads_equal_streams_evenly(uneven: App) -> None:
+    """Placement and moves by forecast, over replicas that are equally fast."""
+    for name in uneven.replicas("decode"):
+        slow_down(name, 1.0)
+    uneven.ensure(**{"scheduler.placement": "ares", "scheduler.ares.mode": "ares"})
+    ingress = uneven.ingress()
+    for _ in range(2):
+        streams = submit_at_once(ingress, NUM_STREAMS)
+        counts = spread(streams, uneven)
+        assert abs(counts[0] - counts[1]) <= 2, counts
+        ingress.cancel(*streams)
+        uneven.until_idle(20.0)
 
 
 def works(tick: RecordedTick) -> dict[str, float]:

@@ -36,6 +36,7 @@ def moving(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[App]:
         f"moving-{request.param.replace('_', '-')}",
         **{
             "decode_replicas": 3,
+            "scheduler.ares.mode": "off",  # moves are ordered by the tests alone
             "decode.max_slots": 12,
             "decode.rebatching": "drex",
             "deterministic": True,

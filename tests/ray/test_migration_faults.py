@@ -40,6 +40,7 @@ def fragile(ray_cluster: None) -> Iterator[App]:
         "fragile",
         **{
             "decode_replicas": 3,
+            "scheduler.ares.mode": "off",  # moves are ordered by the tests alone
             "decode.pace": PACE,
             "engine.compile": "wait",
             "transport.deadline_s": 4.0,

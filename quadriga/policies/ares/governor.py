@@ -7,8 +7,7 @@ only sends the orders and brings back the reports."""
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -140,13 +139,11 @@ class Governor:
     def is_on(self) -> bool:
         return self.config.ares.mode != "off"
 
-    def wanted_classes(self, snapshots: Iterable[ReplicaSnapshot]) -> frozenset[DepthClass]:
-        """Classes whose replicas shall predict and forecast: forecasts are used, and there is
-        more than one place for a sequence to be."""
-        if not self.is_on and self.config.placement != "ares":
-            return frozenset()
-        places = Counter(s.info.depth_class for s in snapshots if s.info.role is Role.DECODE)
-        return frozenset(c for c, count in places.items() if count > 1)
+    @property
+    def wants_forecasts(self) -> bool:
+        """Whether replicas shall predict lengths and forecast their loads. One that is alone in
+        its class does so too: when its memory will be full is worth knowing there as well."""
+        return self.is_on or self.config.placement == "ares"
 
     def is_distrusted(self, model: str) -> bool:
         """Whether a model's predictions are not to be believed now."""
@@ -189,15 +186,20 @@ class Governor:
             if s.info.role is Role.DECODE
             and now_unix_s - s.taken_unix_s <= self.config.snapshot_max_age_s
         ]
-        orders: list[MigrationOrder] = []
+        ticks: list[RecordedTick] = []
         self.last = TickSummary(now_unix_s)
         for depth_class, members in by_class(fresh).items():
-            orders += self._decide(depth_class, members, busy, now_unix_s)
-        orders = orders[: self.moves.num_free]
-        for order in orders:
-            self.moves.ordered(order, now_unix_s)
+            tick = self._decide(depth_class, members, busy, now_unix_s)
+            if tick is not None:
+                ticks.append(tick)
+        decided = [(tick, order) for tick in ticks for order in tick.orders]
+        decided = decided[: self.moves.num_free]
+        if decided:
+            from quadriga.policies.ares.explanation import explain  # Loaded with the first move.
+        for tick, order in decided:
+            self.moves.ordered(order, now_unix_s, explain(tick, order))
         self.last.took_s = time.perf_counter() - started_s
-        return orders
+        return [order for _, order in decided]
 
     def _decide(
         self,
@@ -205,11 +207,11 @@ class Governor:
         members: list[ReplicaSnapshot],
         busy: frozenset[str],
         now_unix_s: float,
-    ) -> list[MigrationOrder]:
+    ) -> RecordedTick | None:
         able = [s for s in members if s.forecast is not None]
         if len(able) < 2:
             self.last.why[str(depth_class)] = f"{len(able)} of {len(members)} replicas can forecast"
-            return []
+            return None
         # Loaded where rescheduling is on.
         from quadriga.policies.ares.recording import RecordedTick
         from quadriga.policies.ares.rescheduler import Rescheduler
@@ -220,21 +222,20 @@ class Governor:
         load_only = self.is_distrusted(depth_class.model)
         rescheduler = Rescheduler(settings, predicts=predicts)
         orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only)
-        self._record(
-            RecordedTick(
-                at_s=now_unix_s,
-                snapshots=able,
-                settings=settings,
-                costs=costs,
-                predicts=predicts,
-                load_only=load_only,
-                busy=busy,
-                orders=orders,
-            )
+        tick = RecordedTick(
+            at_s=now_unix_s,
+            snapshots=able,
+            settings=settings,
+            costs=costs,
+            predicts=predicts,
+            load_only=load_only,
+            busy=busy,
+            orders=orders,
         )
+        self._record(tick)
         self.last.work |= rescheduler.work(able, load_only=load_only)
         self.last.why[str(depth_class)] = _why(orders, able, busy, load_only)
-        return orders
+        return tick
 
     def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:
         """See `settings_under`."""

@@ -8,7 +8,8 @@ snapshots, and a second order for one of them is refused by its source.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from quadriga.core.migration import MigrationOrder, MigrationReport
 
@@ -25,11 +26,13 @@ class MoveDecision:
     """One order and its end, for operators.
 
     Attributes:
+        explanation: What it was decided by; see `explanation.explain`.
         report: None while it is under way.
     """
 
     at_unix_s: float
     order: MigrationOrder
+    explanation: dict[str, Any] = field(default_factory=dict)
     report: MigrationReport | None = None
 
 
@@ -84,11 +87,22 @@ class MoveTracker:
         """Sequences that shall stay where they are now."""
         return frozenset(s for s, (_, until) in self._strikes.items() if until > now_s)
 
-    def ordered(self, order: MigrationOrder, now_unix_s: float) -> None:
+    def ordered(
+        self, order: MigrationOrder, now_unix_s: float, explanation: dict[str, Any] | None = None
+    ) -> None:
         """An order is going out."""
-        decision = MoveDecision(now_unix_s, order)
+        decision = MoveDecision(now_unix_s, order, explanation or {})
         self._out[order.sequence_id] = decision
         self.recent.append(decision)
+
+    def of_request(self, request_id: str) -> list[MoveDecision]:
+        """Decisions about the sequences of one request, oldest first; a sequence's id begins with
+        its request's."""
+        return [
+            d
+            for d in self.recent
+            if d.order.sequence_id == request_id or d.order.sequence_id.startswith(f"{request_id}-")
+        ]
 
     def ended(self, order: MigrationOrder, report: MigrationReport, now_s: float) -> None:
         """An order is over, in whatever way."""

@@ -1,4 +1,8 @@
-"""Where a prefilled sequence decodes: the replica whose balance and memory it hurts least.
+"""Where a new sequence decodes: the replica whose balance and memory it hurts least.
+
+The place is chosen while the prompt is being computed, so that its KV can follow at once; how long
+the answer will be is not predicted before the prompt is done. Until then the sequence counts as
+long as answers have been lately. Where that was wrong, rescheduling moves it.
 
 Source: ARES §3 ("according to its input length, predicted output length, and the current load");
 the rule is ours: putting load x(t) on replica t raises the variance at each point by
@@ -13,44 +17,47 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.cluster import ClusterForecast, no_rows, unpack
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
-from quadriga.policies.least_work import LeastWork
+from quadriga.policies.least_work import LeastWork, expected_length
 from quadriga.policies.load import has_room
 
 
 def best_replica(
     cluster: ClusterForecast,
     request: PlaceRequest,
+    prediction: LengthPrediction,
     able: NDArray[np.bool_],
     settings: AresSettings,
 ) -> int | None:
-    """Index of the replica to take the sequence, or None where it shall wait or is unforeseen.
+    """Index of the replica to take the sequence, or None where it shall wait.
 
     Where its upper forecast fits no replica's memory it waits for room, so that what runs is not
     preempted for it; but only for a share of the time it would run itself. Then the one with the
     most room at the tightest point takes it: rescheduling has time to help.
 
     Args:
+        prediction: Tokens that the sequence is expected to generate.
         able: [n], those with room now.
     """
-    if request.prediction is None or not able.any():
+    if not able.any():
         return None
     tokens = np.array([float(request.num_tokens)])
     ahead = tokens_ahead(cluster.grid_s, cluster.step_s)
-    x = load_rows(tokens, np.array([request.prediction.mean]), cluster.costs)[0]
+    x = load_rows(tokens, np.array([prediction.mean]), cluster.costs)[0]
     n = len(cluster)
-    upper = np.full(n, request.prediction.upper)
+    upper = np.full(n, prediction.upper)
     held = memory_rows(np.repeat(tokens, n), upper, ahead)
     limit = settings.memory_limit * cluster.capacity_tokens
     points = num_memory_points(settings, cluster.grid_s)
     room = (limit[:, None] - cluster.tokens - held)[:, :points].min(axis=1)
     fits = able & (room >= 0.0)
     if not fits.any():
-        patience_s = settings.hold_share * request.prediction.mean * cluster.step_s.mean()
+        patience_s = settings.hold_share * prediction.mean * cluster.step_s.mean()
         if request.waited_s < patience_s:
             return None
         return int(np.argmax(np.where(able, room, -np.inf)))
@@ -59,7 +66,7 @@ def best_replica(
 
 
 class AresPlacement:
-    """Placement by forecast; by least work where there is no prediction or no forecast.
+    """Placement by forecast; by least work where there is none.
 
     Attributes:
         load_only: Predictions are not to be believed now.
@@ -72,12 +79,11 @@ class AresPlacement:
 
     def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
         """See `Placement.choose`; the snapshots are of one depth class."""
-        cluster = None
-        if request.prediction is not None and not self.load_only:
-            cluster = unpack(snapshots, no_rows)
+        cluster = None if self.load_only else unpack(snapshots, no_rows)
         if cluster is None or len(cluster) != len(snapshots) or not cluster.has_predictions:
             return self._without.choose(request, snapshots)
         by_name = {s.info.name: s for s in snapshots}
         able = np.array([has_room(by_name[n], request) for n in cluster.names])
-        index = best_replica(cluster, request, able, self._settings)
+        prediction = expected_length(request, snapshots)
+        index = best_replica(cluster, request, prediction, able, self._settings)
         return None if index is None else cluster.names[index]

@@ -1,23 +1,36 @@
 """Ticks of rescheduling written to a file, read and replayed.
 
 A cluster, or the simulator, records what its scheduler saw and ordered, one JSON line a tick;
-`replay` gives the same snapshots to the present policy and compares. It answers "why did this
-request move?" after the fact, and shows where cluster, simulator and policy differ."""
+`replay` gives the same snapshots to the present policy, under changed settings or with the lengths
+that came to be, and compares. The newest ticks are kept in memory as well."""
 
 from __future__ import annotations
 
 import base64
 import json
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
+from quadriga.policies.ares.forecast import (
+    NUM_COLUMNS,
+    REMAINING,
+    REMAINING_LOWER,
+    REMAINING_UPPER,
+    TOKENS,
+    StepCosts,
+    pack,
+)
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 
@@ -26,6 +39,9 @@ logger = logging.getLogger(__name__)
 VERSION = 2
 PACKED = ("rows", "running", "context", "load_s", "tokens")
 """Fields of a forecast that are bytes."""
+RECENT_BYTES = 8_000_000
+SNAPSHOT_BYTES = 1_000
+"""About what a snapshot takes without its forecast's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,38 @@ class Recording:
             self._is_over = True
 
 
+class RecentTicks:
+    """The newest decisions, in memory, up to about so many bytes."""
+
+    def __init__(self, max_bytes: int = RECENT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._ticks: deque[tuple[int, RecordedTick]] = deque()
+        self._num_bytes = 0
+
+    def add(self, tick: RecordedTick) -> None:
+        """Keep a decision, and forget the oldest where there are too many."""
+        held = [s.forecast for s in tick.snapshots if s.forecast is not None]
+        ids = sum(len(name) for forecast in held for name in forecast.sequence_ids)
+        rows = sum(len(forecast.rows) for forecast in held)
+        size = ids + rows + SNAPSHOT_BYTES * len(tick.snapshots)
+        self._ticks.append((size, tick))
+        self._num_bytes += size
+        while self._num_bytes > self._max_bytes and len(self._ticks) > 1:
+            self._num_bytes -= self._ticks.popleft()[0]
+
+    def all(self) -> list[RecordedTick]:
+        """What is kept, oldest first."""
+        return [tick for _, tick in self._ticks]
+
+
+def lines_of(ticks: Iterable[RecordedTick]) -> str:
+    """Return ticks as a recording has them."""
+    stream = StringIO()
+    for tick in ticks:
+        write_tick(stream, tick)
+    return stream.getvalue()
+
+
 def read_ticks(path: Path) -> Iterator[RecordedTick]:
     """Yield the ticks of a recording, in order.
 
@@ -98,26 +146,92 @@ def read_ticks(path: Path) -> Iterator[RecordedTick]:
         ConfigError: A line is no tick of this version.
     """
     with path.open(encoding="utf-8") as stream:
-        for number, text in enumerate(stream, 1):
-            try:
-                line = json.loads(text)
-                if line["version"] != VERSION:
-                    raise ValueError(f"version {line['version']}, this is {VERSION}")
-                yield _tick(line)
-            except (ValueError, KeyError, TypeError) as exc:
-                raise ConfigError(f"{path}, line {number}: not a recorded tick ({exc})") from exc
+        yield from parse_ticks(stream, str(path))
 
 
-def replay(ticks: Iterable[RecordedTick]) -> list[Difference]:
-    """Decide each tick again and return where the orders differ."""
+def parse_ticks(lines: Iterable[str], source: str) -> Iterator[RecordedTick]:
+    """Yield the ticks of lines that came from `source`. Raises: ConfigError: As `read_ticks`."""
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            if line["version"] != VERSION:
+                raise ValueError(f"version {line['version']}, this is {VERSION}")
+            yield _tick(line)
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ConfigError(f"{source}, line {number}: not a recorded tick ({exc})") from exc
+
+
+def replay(
+    ticks: Iterable[RecordedTick], changes: Mapping[str, float] | None = None
+) -> list[Difference]:
+    """Decide each tick again and return where the orders differ.
+
+    Args:
+        changes: Settings to decide by instead of the recorded ones, by name.
+
+    Raises:
+        ConfigError: A setting does not exist, or its value is out of range.
+    """
+    known = {field.name for field in fields(AresSettings)}
+    for name in changes or {}:
+        if name not in known:
+            raise ConfigError(f"{name}: not a setting; there are {', '.join(sorted(known))}")
     differences = []
     for tick in ticks:
-        orders = Rescheduler(tick.settings, predicts=tick.predicts).tick(
+        settings = replace(tick.settings, **dict(changes or {}))  # type: ignore[arg-type]
+        orders = Rescheduler(settings, predicts=tick.predicts).tick(
             tick.snapshots, tick.costs, busy=tick.busy, load_only=tick.load_only
         )
         if orders != tick.orders:
             differences.append(Difference(tick.at_s, tick.orders, orders))
     return differences
+
+
+def with_exact_lengths(ticks: Iterable[RecordedTick]) -> list[RecordedTick]:
+    """Put in place of every prediction the tokens that the sequence still gained.
+
+    A sequence has ended where a later tick does not show it any more; of one that the last tick
+    still shows, the prediction stays. Up to a tick's tokens are missed at each end.
+    """
+    ticks = list(ticks)
+    last: dict[str, float] = {}
+    for tick in ticks:
+        for forecast in (s.forecast for s in tick.snapshots if s.forecast is not None):
+            tokens = _rows(forecast)[:, TOKENS]
+            for name, held in zip(forecast.sequence_ids, tokens.tolist(), strict=True):
+                last[name] = max(held, last.get(name, 0.0))
+    shown = [s.forecast for s in ticks[-1].snapshots if s.forecast] if ticks else []
+    for name in (name for forecast in shown for name in forecast.sequence_ids):
+        last.pop(name, None)
+    return [
+        replace(tick, snapshots=[_exact(s, last) for s in tick.snapshots], load_only=False)
+        for tick in ticks
+    ]
+
+
+def _rows(forecast: LoadForecast) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.frombuffer(forecast.rows, dtype="<f4").reshape(-1, NUM_COLUMNS)
+
+
+def _exact(snapshot: ReplicaSnapshot, last: Mapping[str, float]) -> ReplicaSnapshot:
+    forecast = snapshot.forecast
+    if forecast is None:
+        return snapshot
+    rows = _rows(forecast).copy()
+    for index, name in enumerate(forecast.sequence_ids):
+        if name in last:
+            gained = max(0.0, last[name] - float(rows[index, TOKENS]))
+            rows[index, [REMAINING, REMAINING_LOWER, REMAINING_UPPER]] = gained
+    packed = pack(
+        rows,
+        forecast.sequence_ids,
+        grid_s=forecast.grid_s,
+        step_s=snapshot.step_time_s or forecast.base_s,
+        base_s=forecast.base_s,
+        costs=StepCosts(forecast.per_sequence_s, forecast.per_token_s),
+        bytes_per_token=forecast.bytes_per_token,
+    )
+    return replace(snapshot, forecast=packed)
 
 
 def _packed(snapshot: ReplicaSnapshot) -> dict[str, Any]:

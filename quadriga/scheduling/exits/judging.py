@@ -67,7 +67,7 @@ def _leave_last(batch: DecodeBatch, group: Group, confidences: list[float], now_
     depth, leavers, left_with = batch.ends[-1], [], []
     for sequence, confidence in zip(group, confidences, strict=True):
         needs_more = sequence.is_strict and not 0 < sequence.state.exits.max_depth <= depth
-        if batch.parks_strict and needs_more and confidence < sequence.min_confidence:
+        if needs_more and confidence < sequence.min_confidence:
             batch.wait(sequence, len(batch.ends), now_s, is_parked=True)
         else:
             leavers.append(sequence)
@@ -91,7 +91,9 @@ def _leave_some(
                     continue
             _count_breaches(batch, [sequence], [confidence])
             leavers.append(sequence)
-        elif decision is BatchDecision.LEAVE or (passed and decision is BatchDecision.SPLIT):
+        elif (passed and decision is BatchDecision.SPLIT) or (
+            decision is BatchDecision.LEAVE and (passed or not sequence.is_strict)
+        ):
             batch.counters.involuntary_exits += not passed
             leavers.append(sequence)
         else:

@@ -16,6 +16,7 @@ import actors.controller.helios
 import actors.controller.strict_requests
 from actors.controller.helios import HeliosController, load_history
 from actors.controller.replica_manager import ReplicaHandle, ReplicaManager, ReplicaPhase
+from actors.controller.strict_requests import StrictRequests
 from quadriga.checkpoint.exits import ExitCounters
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import ManualClock
@@ -23,6 +24,7 @@ from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.control.helios_setup import set_up
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad, ReplicaStatus, place_name
+from quadriga.control.strict_requests import escalations
 from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
 from quadriga.core.routing import AutoReport
@@ -77,7 +79,8 @@ class Stand:
             places[spec.role, ordinals[spec.role]] = spec
             ordinals[spec.role] += 1
         setup = set_up(self.config, HARDWARE, places, load_history("app", self.config))
-        self.control = HeliosController("app", setup, self.fleet, self.clock)
+        self.strict = StrictRequests(self.fleet.replicas, self.clock)
+        self.control = HeliosController("app", setup, self.fleet, self.strict, self.clock)
         return self.control
 
     def add(self, key: tuple[Role, int], depth_class: DepthClass, name: str = "") -> ReplicaHandle:
@@ -96,6 +99,7 @@ class Stand:
 
     async def tick(self) -> None:
         self.control.tick()
+        self.strict.escalate(10.0)
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -339,6 +343,9 @@ async def test_parked_sequences_go_where_their_layers_are_loaded(
     assert (name, order.destination, order.cause.value) == ("decode:0", "decode:2", "escalate")
     assert not more
     assert stand.control.view()["counters"]["escalated"] == 1
+    shallow.phase = ReplicaPhase.RETIRING
+    orders = escalations(stand.fleet.replicas.values(), set())
+    assert [o.source for o in orders] == ["decode:0"], "from a replica that leaves as well"
 
 
 async def test_prefill_loads_what_strict_sequences_wait_for(

@@ -14,6 +14,7 @@ import actors.scheduler.scheduler
 import quadriga.background
 from actors.kv_transfer.placement import DecodePlacement
 from actors.scheduler.scheduler import Scheduler
+from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.control.model_routing import Route
@@ -141,6 +142,26 @@ async def test_layers_at_silent_replicas_serve_no_strict_request() -> None:
         await told(scheduler, snapshot("p1", Role.PREFILL, FULL, **gone))
         await scheduler.set_route(replace(ROUTE, profile=None))
         assert (await scheduler.admit(strict)).prefill_replica == "p0"
+
+
+async def test_without_helios_strict_requests_go_where_all_layers_are() -> None:
+    scheduler = Scheduler(plain())
+    strict = replace(request(model="quadriga-s"), needs_depth=MAX_LAYERS)
+
+    async def report(name: str, role: Role, depth_class: DepthClass, **load: Any) -> None:
+        one = snapshot(name, role, depth_class, **load)
+        await scheduler.report(replace(one, info=replace(one.info, num_layers=8)))
+
+    for role in Role:
+        await report(f"{role}4", role, SMALL)
+    with pytest.raises(Unavailable, match="with all layers"):
+        await scheduler.admit(strict)
+    assert (await scheduler.admit(replace(strict, needs_depth=0))).depth_class == SMALL
+    for role in Role:
+        await report(f"{role}8", role, FULL, num_waiting=2, waiting_tokens=99)
+    assert (await scheduler.admit(strict)).depth_class == FULL, "however busy they are"
+    assert (await scheduler.admit(replace(strict, needs_depth=0))).depth_class == SMALL
+    assert (await scheduler.admit(replace(strict, needs_depth=4))).depth_class == SMALL
 
 
 PREFILLED = PlaceRequest("a", FULL, 9, 40)

@@ -319,7 +319,7 @@ def test_run_loads_neither_torch_nor_ray() -> None:
     code = (
         "import sys, loadgen.run, loadgen.wire.client_grpc, loadgen.checker.grpc;"
         "import loadgen.load.workload;"
-        "import loadgen.ramp, loadgen.compare;"
+        "import loadgen.ramp, loadgen.comparison.command;"
         "import quadriga.tasks;"
         "sys.exit(any(m.split('.')[0] in ('torch', 'ray', 'transformers') for m in sys.modules))"
     )

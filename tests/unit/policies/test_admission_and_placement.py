@@ -14,6 +14,7 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import AdmitRequest, PlaceRequest
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.admission import admit
+from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.policies.baselines.placement import CurrentLoad, LeastRequests, RoundRobin
 from quadriga.policies.least_work import LeastWork, LeastWorkWithoutReports
@@ -104,7 +105,7 @@ def test_every_configured_name_is_a_policy() -> None:
     kinds = get_args(SchedulerConfig.model_fields["placement"].annotation)
     made = [find_placement(kind, AresSettings()) for kind in kinds]
     assert len({type(policy) for policy in made}) == len(kinds) == 5
-    assert isinstance(find_placement(SCHEDULER.placement, AresSettings()), LeastWork)
+    assert isinstance(find_placement(SCHEDULER.placement, AresSettings()), AresPlacement)
     with pytest.raises(KeyError):
         find_placement("best", AresSettings())
 

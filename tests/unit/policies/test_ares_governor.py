@@ -159,14 +159,15 @@ def test_where_memory_is_promised_as_used_takers_keep_the_low_mark() -> None:
     assert replay(ticks) == []
 
 
-def test_off_and_alone_want_no_forecasts() -> None:
-    assert governor()[0].wanted_classes(uneven()) == {CLASS}
-    assert governor()[0].wanted_classes(uneven(num_idle=0)) == frozenset()
-    assert governor(mode="off")[0].wanted_classes(uneven()) == frozenset()
-    placing = Governor(
-        load_config({"scheduler": {"placement": "ares"}}).scheduler, lambda tick: None
-    )
-    assert placing.wanted_classes(uneven()) == {CLASS}
+def test_forecasts_are_wanted_wherever_something_is_decided_by_them() -> None:
+    def wanted(**scheduler: object) -> bool:
+        config = load_config({"scheduler": scheduler}).scheduler
+        return Governor(config, lambda tick: None).wants_forecasts
+
+    assert wanted()
+    assert wanted(ares={"mode": "off"}, placement="ares")
+    assert wanted(ares={"mode": "load"}, placement="least_work")
+    assert not wanted(ares={"mode": "off"}, placement="least_work")
 
 
 def test_old_snapshots_take_no_part() -> None:

@@ -107,7 +107,7 @@ def test_placement_prefers_whoever_will_be_free() -> None:
     b = snapshot("b", [held(f"b{i}", 2500.0, 20_000.0) for i in range(4)], capacity=500_000)
     placement = AresPlacement()
     assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "a"
-    assert placement.choose(request(100, None), [a, b]) == "b"
+    assert placement.choose(request(100, None), [a, b]) == "a", "as long as answers usually are"
     placement.load_only = True
     assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "b"
 

@@ -101,6 +101,20 @@ def test_on_demand_the_held_sequences_are_predicted_and_forecast() -> None:
     assert page['quadriga_forecast_kv_tokens{ahead_seconds="0",replica="d"}'] > 8
 
 
+def test_a_replica_that_becomes_idle_forecasts_nothing_at_once() -> None:
+    """With the sequences it had a moment ago it would look full, and get none of the next ones."""
+    stand = Stand()
+    stand.forecasting.is_wanted = True
+    stand.join("a")
+    stand.step(4)
+    seen = stand.forecasting.forecast()
+    assert seen is not None and seen.sequence_ids == ("a",)
+    stand.loop.leave("a")
+    stand.forecasting.look(stand.loop)
+    seen = stand.forecasting.forecast()
+    assert seen is not None and seen.sequence_ids == ()
+
+
 def test_a_new_sequence_is_in_the_forecast_soon() -> None:
     stand = Stand(predict_every_tokens=0)
     stand.forecasting.is_wanted = True

@@ -17,6 +17,7 @@ from quadriga.errors import (
     InvariantViolation,
     KVCacheExhausted,
     Overloaded,
+    Unavailable,
 )
 from quadriga.interfaces import PrefillChunk
 from quadriga.policies.baselines.exits import LazyExits
@@ -76,6 +77,7 @@ def prefill_loop(
     chunk_tokens: int = 99,
     layer_groups: int = 1,
     full_depth: int = 0,
+    may_deepen: bool = True,
 ) -> PrefillLoop:
     return PrefillLoop(
         runner=runner,
@@ -86,6 +88,7 @@ def prefill_loop(
         layer_groups=layer_groups,
         clock=clock,
         full_depth=full_depth,
+        may_deepen=may_deepen,
         on_kv=events.on_kv,
     )
 
@@ -278,3 +281,16 @@ def test_a_refused_change_takes_no_token_from_a_sequence() -> None:
     with pytest.raises(ConfigError, match="4 is not below 8"):
         loop.drop_to(4)
     assert loop.rows_waiting_at(0) == [0] and len(state.output_ids) == 1
+
+
+def test_a_strict_prompt_is_refused_where_its_layers_never_come() -> None:
+    """Its first token is not tested; one that is rebuilt says none before a decode replica."""
+    runner, clock = FakeDepthRunner(4, 5), ManualClock()
+    loop = prefill_loop(runner, Events(), clock, rows=4, full_depth=8, may_deepen=False)
+    for exits in (ExitParams(0.9, "strict"), ExitParams(policy="lossless")):
+        with pytest.raises(Unavailable, match="may need 8 layers, and this replica has 5"):
+            loop.submit(RunningSequence(replace(make_state("deep"), exits=exits)))
+    loop.submit(RunningSequence(replace(make_state("near"), exits=ExitParams(0.9, "strict", 5))))
+    rebuilt = replace(make_state("again"), exits=ExitParams(0.9, "strict"), output_ids=[7])
+    loop.submit(RunningSequence(replace(rebuilt, exit_layers=[8])))
+    assert loop.num_waiting == 2

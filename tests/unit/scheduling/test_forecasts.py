@@ -18,6 +18,7 @@ from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     PAUSED,
     REMAINING,
+    REMAINING_LOWER,
     REMAINING_UPPER,
     RUNS,
     SINCE_MOVE_S,
@@ -64,6 +65,21 @@ def made_of(**held: object) -> LoadForecast:
         bytes_per_token=64.0,
         now_unix_s=1000.0,
     )
+
+
+def test_a_sequence_without_a_prediction_is_taken_to_become_as_long_as_the_others() -> None:
+    """One such sequence must not make the forecasts of its whole class worthless."""
+    made = made_of(
+        states=[known("a", 40), known("b", 60), state("unforeseen")], offers=(), num_running=3
+    )
+    assert made.has_predictions
+    produced = len(state("unforeseen").output_ids)
+    others = 50 + len(known("a", 40).output_ids)
+    row = rows_of(made)["unforeseen"]
+    assert row[REMAINING] == others - produced
+    assert row[REMAINING_LOWER] == 0.0, "nothing is moved because of a guess"
+    assert not made_of(states=[state("unforeseen")], offers=(), num_running=1).has_predictions
+    assert made_of(states=[], offers=()).has_predictions
 
 
 def test_only_what_is_here_and_stays_may_be_moved() -> None:

@@ -116,7 +116,12 @@ def test_a_depth_without_an_exit_is_refused_with_those_there_are(max_depth: int)
 
 def test_strict_needs_the_whole_model() -> None:
     assert read(served(), exit_policy="strict").policy == "strict"
-    for model, fields in ((served(), {"max_depth": 4}), (served(depth=4), {})):
+    cases: list[tuple[ServedModel, dict[str, Any]]] = [
+        (served(), {"max_depth": 4}),
+        (served(depth=4), {}),
+        (served(depth=4), {"exit_threshold": 1.0}),
+    ]
+    for model, fields in cases:
         with pytest.raises(InvalidRequest, match="4 of 8 layers") as caught:
             read(model, exit_policy="strict", **fields)
         assert caught.value.param == "exit_policy"

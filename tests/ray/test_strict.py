@@ -1,0 +1,159 @@
+"""Strict requests over pools of one model at two depths, without HELIOS."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+
+from actors.rpc.lookup import controller_name, get_actor
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.core.request import FinishReason
+from quadriga.errors import Unavailable
+from tests.ray.apps import App, pids, wait_until
+from tests.ray.choosing import EASY, UNSURE, OwnIngress
+from tests.ray.ingress import call
+
+SHALLOW, DEEP = 4, 8
+BOUNDED = ExitParams(UNSURE, "bounded")
+STRICT = ExitParams(UNSURE, "strict")
+NUM_REQUESTS = 8
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def two_depths(ray_cluster: None) -> Iterator[App]:
+    """Two pools of quadriga-s: one with four of its eight layers, one with all."""
+    pool = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
+    app = App(
+        "two-depths",
+        {
+            "name": "two-depths",
+            "pools": [pool | {"depth": SHALLOW}, pool],
+            "deterministic": True,
+            "decode.max_slots": 16,
+            "decode.pace": "steady-15ms",
+            "engine.compile": "off",
+            "engine.max_model_len": 512,
+            "engine.resources_cpus": 0.1,
+            "lifecycle.heartbeat_interval_s": 0.5,
+            "lifecycle.orphan_timeout_s": 300.0,
+            "scheduler.snapshot_interval_s": 0.2,
+        },
+    )
+    app.ensure()
+    yield app
+    app.stop()
+
+
+def at(app: App, role: str, depth: int) -> str:
+    """The replica of a role with so many layers."""
+    found = [n for n in app.replicas(role) if call(n, "info").depth_class.depth == depth]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def breaches(app: App) -> int:
+    """Tokens that left below their threshold, at all decode replicas."""
+    actors: list[Any] = [get_actor(name) for name in app.replicas("decode")]
+    counted: list[int] = ray.get(
+        [a.__ray_call__.remote(lambda a: a.engine.core.loop.counters.breaches) for a in actors],
+        timeout=30,
+    )
+    return sum(counted)
+
+
+async def complete(ingress: OwnIngress, policy: str) -> dict[str, Any]:
+    """What a request of so many unsure tokens is answered."""
+    body = {"model": "quadriga-s", "prompt": EASY, "max_tokens": NUM_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "exit_threshold": UNSURE, "exit_policy": policy}
+    answer = await ingress.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    assert found["usage"]["completion_tokens"] == NUM_TOKENS
+    return found
+
+
+def exits(answer: dict[str, Any]) -> dict[int, int]:
+    """Layers run → tokens."""
+    return {int(k): n for k, n in answer["usage"]["quadriga"]["exits"].items()}
+
+
+@pytest.mark.timeout(200)
+async def test_strict_requests_go_where_all_layers_are(two_depths: App) -> None:
+    """Their tokens are the whole pool's, and none is a breach, while bounded ones use both."""
+    async with OwnIngress(two_depths) as ingress:
+        alone = await complete(ingress, "strict")
+        strict = [complete(ingress, "strict") for _ in range(NUM_REQUESTS)]
+        answers = await asyncio.gather(*strict)
+        assert {a["choices"][0]["text"] for a in answers} == {alone["choices"][0]["text"]}
+        assert all(max(exits(a)) == DEEP for a in answers)
+        assert breaches(two_depths) == 0
+
+        mixed = [complete(ingress, policy) for policy in ("strict", "bounded") * NUM_REQUESTS]
+        answers = await asyncio.gather(*mixed)
+        deepest = [max(exits(a)) for a in answers]
+        assert set(deepest[::2]) == {DEEP}
+        assert SHALLOW in deepest[1::2], "bounded requests use the other pool, too"
+        assert breaches(two_depths) > 0
+
+
+@pytest.mark.timeout(200)
+def test_a_prompt_that_needs_more_layers_is_refused_where_they_are_not(two_depths: App) -> None:
+    """Whoever sends it there: nothing tests a prompt's own token."""
+    ingress = two_depths.ingress()
+    stream = ingress.submit([20] * 8, 2, exits=BOUNDED)
+    ingress.finish(stream)
+    assert stream.error is None
+    again = replace(stream.state, sequence_id="again", exits=STRICT)
+    with pytest.raises(Unavailable, match="may need 8 layers, and this replica has 4"):
+        call(at(two_depths, "prefill", SHALLOW), "submit", again)
+
+
+@pytest.mark.timeout(200)
+def test_a_strict_sequence_moves_up_from_a_shallow_replica(two_depths: App) -> None:
+    """Its token waits there, the controller has it moved, and it goes on with all layers."""
+    shallow, deep = at(two_depths, "decode", SHALLOW), at(two_depths, "decode", DEEP)
+    ingress = two_depths.ingress()
+    streams = []
+    while True:  # a bounded one may be prefilled at either
+        stream = ingress.submit([20] * 8, 400, exits=BOUNDED)
+        streams.append(stream)
+        ingress.until(lambda s=stream: len(s.tokens) > 2)  # type: ignore[misc]
+        if stream.replica == shallow:
+            break
+        assert len(streams) < 2 * NUM_REQUESTS
+
+    def become_strict(actor: Any) -> None:
+        def change(core: Any) -> None:
+            sequence = core.loop.batch.sequences[stream.state.sequence_id]
+            sequence.state.exits, sequence.is_strict = STRICT, True
+
+        actor.engine._inbox.put(change)
+
+    ray.get(get_actor(shallow).__ray_call__.remote(become_strict), timeout=30)
+    ingress.until(lambda: deep in stream.moved_to)
+    ingress.finish(*streams, timeout_s=100.0)
+    assert stream.error is None and stream.finish is FinishReason.LENGTH
+    assert stream.moved_to[-1] == deep
+    two_depths.until_idle()
+
+
+@pytest.mark.timeout(200)
+async def test_while_no_replica_has_the_layers_a_strict_request_waits(two_depths: App) -> None:
+    """It is not served by fewer, and goes on when they are back."""
+    deep = at(two_depths, "decode", DEEP)
+    two_depths.until_idle()
+    before = breaches(two_depths)
+    os.kill(pids(two_depths.name)[deep], signal.SIGKILL)
+    async with OwnIngress(two_depths) as ingress:
+        answers = await asyncio.gather(*(complete(ingress, "strict") for _ in range(NUM_REQUESTS)))
+    assert all(max(exits(a)) == DEEP for a in answers)
+    wait_until(lambda: bool(call(controller_name(two_depths.name), "status")["is_ready"]), 60.0)
+    assert breaches(two_depths) == before
