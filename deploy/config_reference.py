@@ -28,7 +28,8 @@ REPLACING = ("engine.", "prefill.", "decode.", "transport.", "lifecycle.", "exit
 REPLACING_KEYS = frozenset(
     {
         *("model", "depth", "runner", "prefill_labels", "decode_labels"),
-        *("deterministic", "helios.enabled", "scheduler.snapshot_interval_s"),
+        *("deterministic", "helios.enabled", "helios.catalogue"),
+        "scheduler.snapshot_interval_s",
         *("scheduler.ares.predict_every_tokens", "scheduler.ares.reference_step_s"),
     }
 )
@@ -150,7 +151,7 @@ def row(key: str, field: FieldInfo) -> Row:
     return Row(
         key,
         f"{kind}: {words}" if words else kind,
-        _shown(field.default),
+        "see text" if field.default_factory is not None else _shown(field.default),
         field.description,
         all(is_yaml for _, is_yaml in parts),
     )

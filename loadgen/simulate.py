@@ -103,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--on-full",
         choices=sorted(MEMORY_RULES),
-        default="recompute",
-        help="what becomes of sequences when KV memory is full",
+        default="pause",
+        help="what becomes of sequences when KV memory is full; a service pauses them",
     )
     cluster.add_argument(
         "--bandwidth-gbit",

@@ -239,6 +239,27 @@ class ResizableRunner(ModelRunner, Protocol):
         """Run up to so many of the positions that a row owes; return how many are left."""
 
 
+@runtime_checkable
+class SharingRunner(ModelRunner, Protocol):
+    """A runner whose rows may begin with KV that was computed in other rows.
+
+    What is shared is as if the row had computed it: the same bits.
+    """
+
+    @property
+    def share_tokens(self) -> int:
+        """Tokens of a block, the unit in which KV is shared."""
+
+    def keep(self, row: int, start: int) -> object:
+        """Keep the KV of a row's block that begins at `start`, whatever becomes of the row."""
+
+    def share(self, row: int, start: int, kept: object) -> None:
+        """Let a row have a kept block at positions from `start` on; it has all before them."""
+
+    def forget(self, kept: object) -> None:
+        """Let a kept block go; rows that have it keep it."""
+
+
 class KVSink(Protocol):
     """Where a transport delivers to; called on the transport's own threads."""
 

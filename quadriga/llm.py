@@ -87,6 +87,7 @@ class LLM:
             ),
             counters=counters,
             is_partial=spec.depth < spec.checkpoint.num_layers,
+            prefix_caching=config.prefill.prefix_caching,
         )
         self._open(runner, loop, load_tokenizer(spec.checkpoint.path, spec.checkpoint.id))
 

@@ -23,16 +23,17 @@ from actors.rpc.lifecycle import (
     fingerprint,
     new_replica_name,
     parse_replica_name,
+    scheduler_name,
 )
-from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, find_actor
+from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, call, find_actor
 from actors.rpc.signals import die_on_sigterm
 from quadriga.background import background
 from quadriga.clock import SystemClock
 from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.desired import Desired, resolve_on
-from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
-from quadriga.control.rollout import turn_over
+from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
+from quadriga.control.rollout import places_of_fewer, turn_over
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.logs import configure_logging
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 FORGET_TIMEOUT_S = 10.0
+LOADS_TIMEOUT_S = 5.0
 ADOPT_EVERY_S = 30.0
 """Period of the search for replicas and placement groups that this process does not know."""
 
@@ -360,6 +362,8 @@ class Controller:
         background(self._scheduler.configure(desired.config, desired.models, age_s))
         background(self._leaving.look())
         places = self._places(desired)
+        if self._helios is None:
+            await self._keep_the_busiest(desired, places)
         for key, spec in places.items():
             replicas = self._manager.of(key)
             if any(m.fingerprint is None for m in replicas):
@@ -387,6 +391,32 @@ class Controller:
                 # What scaling takes away it empties itself.
                 moves = self._helios is None
                 self._manager.retire(replica, "the configuration asks for fewer", moves=moves)
+
+    async def _keep_the_busiest(
+        self, desired: Desired, places: Mapping[PlaceKey, ReplicaSpec]
+    ) -> None:
+        """Where there are fewer places than replicas, those with the least work left go."""
+        replicas = [
+            m
+            for m in self._manager.replicas.values()
+            if m.phase is not ReplicaPhase.RETIRING and m.fingerprint is not None
+        ]
+        if all(m.key in places for m in replicas):
+            return
+        work: dict[str, float] = {}
+        try:
+            from quadriga.policies.scaling_need import remaining_work  # Where replicas leave.
+
+            loads = await call(scheduler_name(self._app), "loads", timeout_s=LOADS_TIMEOUT_S)
+            work = {s.info.name: remaining_work(s) for s in loads}
+        except QuadrigaError as exc:
+            logger.info("replicas leave by their number, not by their work: %s", exc)
+        wanted = {key: fingerprint(spec, desired.config) for key, spec in places.items()}
+        changed = places_of_fewer(replicas, wanted, work)
+        for replica in replicas:
+            if replica.name in changed:
+                logger.info("%s fills %s now", replica.name, place_name(changed[replica.name]))
+                replica.key = changed[replica.name]
 
     def _takes_nothing(self, replica: ReplicaRecord) -> bool:
         """Whether others' sequences shall not go there: it leaves, or only serves profiles."""

@@ -21,6 +21,8 @@ from quadriga.observability.cluster_metrics import (
     LOAD,
     ON_FIRST_USE,
     PREEMPTIONS,
+    PREFIX_HITS,
+    PREFIX_QUERIES,
     TRANSPORTS,
 )
 from quadriga.observability.metric_table import MetricTable
@@ -57,8 +59,14 @@ class ReplicaMetrics:
         self.registry = Registry(name)
         self._events = MetricTable(self.registry, EVENTS)
         self._emitted = self._events.metric("quadriga_emitted_tokens_total")
-        preemptions = replace(PREEMPTIONS, read=lambda load: {model: load.num_pauses})
-        self._load = MetricTable(self.registry, (*LOAD, preemptions))
+        by_model = (
+            replace(PREEMPTIONS, read=lambda load: {model: load.num_pauses}),
+            replace(
+                PREFIX_QUERIES, read=lambda load: load.prefixes and {model: load.prefixes.queries}
+            ),
+            replace(PREFIX_HITS, read=lambda load: load.prefixes and {model: load.prefixes.hits}),
+        )
+        self._load = MetricTable(self.registry, (*LOAD, *by_model))
         self._transports = MetricTable(self.registry, TRANSPORTS)
         self._others: dict[str, MetricTable] = {}
 

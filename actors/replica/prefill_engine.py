@@ -14,6 +14,7 @@ from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.idle_check import IdleCheck
 from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.prefixes.cache import find_prefix_cache
 from quadriga.scheduling.sequence import NO_ROW, RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
@@ -56,13 +57,14 @@ class PrefillEngine:
         self._bytes_per_token_layer = spec.checkpoint.kv_bytes_per_token(1, value_bytes)
         # KV of a step's last layers goes to the event loop with the first tokens, in one wake-up.
         self._last_kv: list[tuple[KVFeed, KVRange, Any]] = []
+        slots = SlotTable(
+            num_rows=spec.num_rows,
+            row_capacity_tokens=spec.row_capacity_tokens,
+            kv_capacity_tokens=spec.kv_capacity_tokens,
+        )
         self.loop = PrefillLoop(
             runner=runner,
-            slots=SlotTable(
-                num_rows=spec.num_rows,
-                row_capacity_tokens=spec.row_capacity_tokens,
-                kv_capacity_tokens=spec.kv_capacity_tokens,
-            ),
+            slots=slots,
             queue=PrefillQueue(
                 max_sequences=settings.max_queued_sequences,
                 max_tokens=settings.max_queued_tokens,
@@ -75,6 +77,9 @@ class PrefillEngine:
             full_depth=spec.checkpoint.num_layers,
             may_deepen=self._is_watched,
             max_unplaced=settings.max_rows,
+            prefixes=find_prefix_cache(
+                runner, slots, spec.checkpoint.fingerprint, enabled=settings.prefix_caching
+            ),
             on_start=self._started,
             on_kv=self._computed,
         )
@@ -100,6 +105,11 @@ class PrefillEngine:
                     output.depth = self.runner.num_layers
         if outputs or self._last_kv:
             self._replica.post(self._deliver, self._last_kv, outputs)
+            self._last_kv = []
+
+    def _deliver_kv(self) -> None:
+        if self._last_kv:
+            self._replica.post(self._deliver, self._last_kv, [])
             self._last_kv = []
 
     def _deliver(
@@ -133,6 +143,7 @@ class PrefillEngine:
                 step_time_s=loop.step_time_s,
                 steps=replace(loop.meter.totals),
                 strict_depth=loop.needs_depth,
+                prefixes=None if loop.prefixes is None else loop.prefixes.count(),
             )
         )
 
@@ -160,6 +171,8 @@ class PrefillEngine:
         if not self.loop.is_quiet:
             return list(self.loop.slots.owners)
         assert self.resizable is not None
+        if self.loop.prefixes is not None:
+            self.loop.prefixes.clear()  # their KV has another number of layers
         try:
             if prepared is None:
                 self.resizable.drop_to(depth)
@@ -200,4 +213,6 @@ class PrefillEngine:
         if span.first_layer + span.num_layers == self.runner.num_layers:
             self._last_kv.append((feed, span, kv))  # the first token follows in a moment
         else:
+            # What is shared comes before the pass, and so do its last layers.
+            self._deliver_kv()
             self._replica.post(feed.add, span, kv)

@@ -127,6 +127,7 @@ class Scheduler(BatchedCalls):
         way: RoutingDecision,
     ) -> Admission:
         self._require_known(chosen.model)
+        self._auto.require_loaded(chosen.model, snapshots)
         admission = admit(
             chosen,
             snapshots,

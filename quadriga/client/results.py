@@ -79,6 +79,7 @@ class Usage:
         rebuilds: How often a choice was begun anew after the loss of a replica.
         spans: Who served which part, in order, choice after choice; empty where the service does
             not choose models and depths.
+        cached_tokens: Prompt tokens whose KV was there already.
     """
 
     prompt_tokens: int
@@ -86,6 +87,7 @@ class Usage:
     exits: Mapping[int, int] = field(default_factory=dict)
     rebuilds: int = 0
     spans: tuple[DepthSpan, ...] = ()
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -69,6 +69,7 @@ class CallOptions(TypedDict, total=False):
     echo: bool
     priority: int
     user: str
+    cache_salt: str
     exit_threshold: float
     exit_policy: Literal["lossless", "bounded", "strict", "off"]
     max_depth: int
@@ -363,6 +364,7 @@ def _usage(message: Any) -> Usage:
         dict(message.exits),
         message.rebuilds,
         tuple(DepthSpan(s.model, s.depth, s.tokens) for s in message.spans),
+        message.cached_tokens,
     )
 
 

@@ -153,6 +153,11 @@ class PrefillConfig(Section):
         0.5, description="Similar lengths are grouped, but nobody waits longer than this for it."
     )
     layer_groups: Count = Field(4, description="KV is sent in this many layer groups.")
+    prefix_caching: bool = Field(
+        True,
+        description="Keep the KV of prompts, in memory that no sequence was promised, for prompts "
+        "that begin alike (native engine).",
+    )
 
     @property
     def num_rows(self) -> int:

@@ -15,7 +15,7 @@ from quadriga.checkpoint.exits import (
 )
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
-from quadriga.config.engine import ExitsConfig, PoolConfig
+from quadriga.config.engine import PoolConfig
 from quadriga.config.engine_spec import DTYPE_BYTES, Device, Dtype, EngineSpec, Runner
 from quadriga.config.kv_memory import (
     FLOOR_TOKENS,
@@ -336,7 +336,7 @@ def configured_exits(config: QuadrigaConfig, index: int, checkpoint: Checkpoint)
     Raises: ConfigError: A layer is outside the model.
     """
     exits = config.pools[index].exits
-    spec = replace(checkpoint.exits, mode=_exit_mode(config, exits))
+    spec = replace(checkpoint.exits, mode=_exit_mode(config, index))
     if exits.layers == "none":
         spec = replace(spec, layers=())
     elif exits.layers == "all":
@@ -359,14 +359,15 @@ def configured_exits(config: QuadrigaConfig, index: int, checkpoint: Checkpoint)
     return spec
 
 
-def _exit_mode(config: QuadrigaConfig, exits: ExitsConfig) -> ExitMode:
+def _exit_mode(config: QuadrigaConfig, index: int) -> ExitMode:
     """Tokens leave early unasked only where the configuration allows that some change."""
+    exits, chooses = config.pools[index].exits, config.helios.enabled and index == 0
     if exits.mode != "auto":
         return exits.mode
     allows_change = (
         (exits.threshold != "auto" and exits.threshold < NEVER)
         or config.decode.rebatching not in ("drex", "off")
-        or (config.helios.enabled and config.helios.max_changed_share > 0.0)
+        or (chooses and config.helios.max_changed_share > 0.0)
     )
     return "bounded" if allows_change else "lossless"
 

@@ -127,10 +127,10 @@ class SchedulerConfig(Section):
         5.0, description="A replica not heard of for this long gets nothing new."
     )
     max_wait_s: Seconds | None = Field(
-        None,
+        30.0,
         description="A request that is predicted to wait longer than this for a place on a decode "
-        "replica is refused with 429 at once, so that those let in stay fast; null: requests wait "
-        "until the prefill queues are full.",
+        "replica is refused with 429 at once and told when to come back, so that those let in stay "
+        "fast; null: requests wait until the prefill queues are full.",
     )
     max_retry_after_s: Seconds = Field(
         60.0, description="Longest wait that a 429 for full queues asks for."
@@ -185,9 +185,15 @@ class ScalingConfig(Section):
 class HeliosConfig(Section):
     """Choosing model and depth by what the live requests need."""
 
-    enabled: bool = Field(False, description="Serve `quadriga-auto` by what is chosen.")
     catalogue: str | None = Field(
-        None, description="YAML file, or folder of checkpoints; null: the bundled family."
+        None,
+        description="YAML file, or folder of checkpoints, with the first pool's model among them; "
+        "null: the bundled family, where HELIOS is enabled.",
+    )
+    enabled: bool = Field(
+        default_factory=lambda given: given.get("catalogue") is not None,
+        description="Serve `quadriga-auto` by what is chosen. Left out: where there is a catalogue "
+        "to choose from.",
     )
     models: tuple[str, ...] = Field(
         (), max_length=16, description="Ids that may be chosen; empty: all of the catalogue."

@@ -21,6 +21,8 @@ class HeliosPools:
         base: The places there are, with what they hold at first; scaling adds some.
         held: What each place shall hold; changes with the orders.
         scouts: Places that profile.
+        fixed: Places of other pools, which hold what they are configured to, and are not among
+            `base`.
         changing: The place whose order is being carried out.
     """
 
@@ -30,6 +32,7 @@ class HeliosPools:
         self.base = dict(setup.base)
         self.held: dict[PlaceKey, DepthClass] = {}
         self.scouts = setup.scouts
+        self.fixed = setup.fixed
         self.changing: PlaceKey | None = None
         self._specs = setup.specs
         self._is_scaled = setup.config.helios.scaling.enabled
@@ -42,7 +45,8 @@ class HeliosPools:
         """What shall run now; a replica that was found running keeps what it holds."""
         if self._is_scaled:
             self._adopt_added()
-        return {key: self._specs[key[0], self._wanted(key)] for key in self.base}
+        chosen = {key: self._specs[key[0], self._wanted(key)] for key in self.base}
+        return {**chosen, **self.fixed}
 
     def _adopt_added(self) -> None:
         """Replicas that an earlier controller added are places of this one, too.
@@ -51,7 +55,7 @@ class HeliosPools:
         """
         self._given_up &= {replica.key for replica in self._replicas.values()}
         for replica in self._replicas.values():
-            is_known = replica.key in self.base or replica.key in self._given_up
+            is_known = replica.key in {*self.base, *self.fixed, *self._given_up}
             is_leaving = replica.status is not None and replica.status.is_draining
             if is_known or is_leaving:
                 continue
@@ -61,7 +65,7 @@ class HeliosPools:
 
     def add_place(self, depth_class: DepthClass) -> None:
         """One more decode replica."""
-        taken = [ordinal for role, ordinal in self.base if role is Role.DECODE]
+        taken = [n for role, n in (*self.base, *self.fixed) if role is Role.DECODE]
         taken += [m.key[1] for m in self._replicas.values() if m.key[0] is Role.DECODE]
         key = (Role.DECODE, max(taken) + 1)
         self.base[key] = self.held[key] = depth_class
@@ -95,6 +99,7 @@ class HeliosPools:
             if m.phase is ReplicaPhase.RETIRING
             and m.key[0] is Role.DECODE
             and m.key not in self.scouts
+            and m.key not in self.fixed
         ]
 
     def empty_since_s(self, keys: Collection[PlaceKey]) -> dict[PlaceKey, float]:
@@ -125,13 +130,16 @@ class HeliosPools:
         another; the last decode replica of a model until no replica computes its prompts any more.
         Scouts and those that serve do not stand in for each other.
         """
-        if replica.status is None or not replica.is_ready:
+        if replica.status is None or not replica.is_ready or replica.key in self.fixed:
             return True
         model, is_scout = replica.depth_class.model, replica.key in self.scouts
         living = [
             m
             for m in self._replicas.values()
-            if m is not replica and m.status and (m.key in self.scouts) is is_scout
+            if m is not replica
+            and m.status
+            and m.key not in self.fixed
+            and (m.key in self.scouts) is is_scout
         ]
         same = [m for m in living if m.depth_class.model == model]
         if any(m.key[0] is replica.key[0] and m.is_ready and self._is_current(m) for m in same):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from quadriga.catalogue.files import read_catalogue
 from quadriga.catalogue.inspection import inspect, tokenizer_fingerprint
+from quadriga.catalogue.records import Catalogue
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.loader import QuadrigaConfig
@@ -24,6 +26,7 @@ class HeliosSetup:
     Attributes:
         specs: What to spawn for every class a place may hold.
         base: What the places hold at first.
+        fixed: Places of the pools behind the first, which hold what they are configured to.
     """
 
     config: QuadrigaConfig
@@ -32,6 +35,7 @@ class HeliosSetup:
     specs: Mapping[tuple[Role, DepthClass], ReplicaSpec]
     base: Mapping[PlaceKey, DepthClass]
     scouts: frozenset[PlaceKey]
+    fixed: Mapping[PlaceKey, ReplicaSpec]
 
 
 def set_up(
@@ -42,47 +46,49 @@ def set_up(
 ) -> HeliosSetup:
     """Read the catalogue and decide what may run; blocks on files.
 
+    What is chosen runs in the places of the first pool, which `quadriga-auto` means.
+
     Args:
+        places: Of all pools.
         table: The history that an earlier controller stored.
 
     Raises:
         ConfigError: The configuration cannot be served by choosing, or the catalogue is unusable.
     """
-    if len(config.pools) != 1:
-        raise ConfigError(
-            f"helios.enabled: it chooses the models itself, and there are {len(config.pools)} "
-            "pools; describe one",
-            param="pools",
-        )
-    if config.decode.rebatching == "off":
-        raise ConfigError(
-            "helios.enabled: it chooses by what leaves early, and decode.rebatching is 'off'; set "
-            "it to 'drex'",
-            param="decode.rebatching",
-        )
-    decode = next(s for (role, _), s in places.items() if role is Role.DECODE).engine
+    pool = config.pools[0]
+    num_own = {Role.PREFILL: pool.prefill_replicas, Role.DECODE: pool.decode_replicas}
+    own = {key: spec for key, spec in places.items() if key[1] < num_own[key[0]]}
+    decode = own[Role.DECODE, 0].engine
     checkpoint = decode.checkpoint
+    catalogue = check_catalogue(config, checkpoint)
     started = start_helios(
         config.helios,
         _device(decode),
         context_tokens=decode.row_capacity_tokens,
         table=table,
-        cache_dir=config.engine.cache_dir,
+        catalogue=catalogue,
     )
     _require_tokenizer(checkpoint, started)
     specs: dict[tuple[Role, DepthClass], ReplicaSpec] = {}
     for model in started.picked.candidates:
         for depth in model.exit_depths:
             for spec in _specs_at(config, hardware, model.source, depth, decode.kv_memory_bytes):
-                like = next(s for (role, _), s in places.items() if role is spec.role)
+                like = own[spec.role, 0]
                 specs[spec.role, DepthClass(model.id, depth)] = replace(
                     spec,
                     num_cpus=like.num_cpus,
                     num_gpus=like.num_gpus,
                     node_labels=like.node_labels,
                 )
-    base = {key: spec.engine.depth_class for key, spec in places.items()}
-    for key, spec in places.items():
+    if len({depth_class for _, depth_class in specs}) == 1:
+        raise ConfigError(
+            f"helios.enabled: there is nothing to choose: {started.catalogue.source} has no model "
+            f"beside {checkpoint.id} that fits, and that has no exits; add a model, or set it to "
+            "false",
+            param="helios.enabled",
+        )
+    base = {key: spec.engine.depth_class for key, spec in own.items()}
+    for key, spec in own.items():
         specs.setdefault((key[0], spec.engine.depth_class), spec)
     scouts: set[PlaceKey] = set()
     if config.helios.scout:
@@ -92,7 +98,41 @@ def set_up(
             scouts.add(key)
             base[key] = full if (role, full) in specs else next(c for r, c in specs if r is role)
     refusals = {r.model: r.reason for r in started.picked.refusals}
-    return HeliosSetup(config, started.machine, refusals, specs, base, frozenset(scouts))
+    fixed = {key: spec for key, spec in places.items() if key not in own}
+    return HeliosSetup(config, started.machine, refusals, specs, base, frozenset(scouts), fixed)
+
+
+def check_catalogue(config: QuadrigaConfig, checkpoint: Checkpoint) -> Catalogue:
+    """Read the catalogue from which is chosen; all that can be checked without a cluster.
+
+    Args:
+        checkpoint: The first pool's model.
+
+    Raises:
+        ConfigError: No token may leave early, the catalogue is unusable, or it lacks the model:
+            others would answer in its name, perhaps with another tokenizer than the ingress has.
+    """
+    if config.decode.rebatching == "off":
+        raise ConfigError(
+            "helios.enabled: it chooses by what leaves early, and decode.rebatching is 'off'; set "
+            "it to 'drex'",
+            param="decode.rebatching",
+        )
+    helios = config.helios
+    catalogue = read_catalogue(
+        helios.catalogue, only=helios.models, cache_dir=config.engine.cache_dir
+    )
+    known = {model.id: model.source for model in catalogue.models}
+    if known.get(checkpoint.id) != checkpoint.source:
+        called_so = checkpoint.id in known
+        raise ConfigError(
+            f"pools.0.model: {checkpoint.source} is not in the catalogue of helios.enabled, "
+            f"{catalogue.source}, which has {', '.join(known)}"
+            + (f" ({checkpoint.id} is another one, {known[checkpoint.id]})" if called_so else "")
+            + "; name a catalogue with it in helios.catalogue, or set helios.enabled: false",
+            param="pools.0.model",
+        )
+    return catalogue
 
 
 def _require_tokenizer(checkpoint: Checkpoint, started: Started) -> None:

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import Admission, AdmitRequest, PlaceRequest
@@ -22,6 +23,8 @@ UNTOLD_S = 3.0
 SCORED_EVERY = 4
 """One of so many requests reports the log-probabilities of its tokens."""
 MAX_REMEMBERED = 65_536
+GONE_RETRY_S = 30.0
+"""Told to who names a model that made way for another one: a change back takes about as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,12 @@ class RoutingDecision:
     Attributes:
         profile: The replica whose profile it is part of.
         needs_depth: Layers it may need, for strict ones; else 0.
+        by_name: It names its model, and has as many of its layers as are loaded anywhere.
     """
 
     profile: str | None = None
     needs_depth: int = 0
+    by_name: bool = False
 
 
 class AutoRouter:
@@ -101,9 +106,10 @@ class AutoRouter:
                 chosen = replace(request, model=route.profile.model)
                 return chosen, on_scouts, RoutingDecision(route.profile_decode, request.needs_depth)
         others = [s for s in snapshots if s.info.name not in route.scouts]
-        decision = RoutingDecision(None, request.needs_depth)
-        if request.model != AUTO_MODEL:
-            return request, self._deep_enough(request, others, snapshots), decision
+        by_name = request.model != AUTO_MODEL
+        decision = RoutingDecision(None, request.needs_depth, by_name)
+        if by_name:
+            return request, self._deep_enough(request, others, snapshots, by_name), decision
         for depth_class in route.serve:
             of_model = [s for s in others if s.info.depth_class.model == depth_class.model]
             if {s.info.role for s in of_model} == {*Role}:
@@ -111,24 +117,45 @@ class AutoRouter:
                 return chosen, self._deep_enough(chosen, of_model, snapshots), decision
         raise Unavailable("no model is ready; retry shortly", retry_after_s=1.0)
 
+    def require_loaded(self, model: str, serving: Sequence[ReplicaSnapshot]) -> None:
+        """Raises: Unavailable where another model is served in the place of the one named.
+
+        Args:
+            serving: Replicas that may take the request; see `choose`.
+        """
+        route = self.route
+        assert route is not None
+        is_gone = all(s.info.depth_class.model != model for s in serving)
+        if is_gone and route.serve and all(c.model != model for c in route.serve):
+            raise Unavailable(
+                f"model {model!r} is not loaded now: helios.enabled chose {route.serve[0]} in its "
+                f"place; ask for {AUTO_MODEL!r}, or have the service give {model!r} a pool of its "
+                "own behind the first",
+                retry_after_s=GONE_RETRY_S,
+            )
+
     @staticmethod
     def _deep_enough(
         request: AdmitRequest,
         serving: list[ReplicaSnapshot],
         snapshots: Sequence[ReplicaSnapshot],
+        by_name: bool = False,
     ) -> list[ReplicaSnapshot]:
         """Those that may take a request; of prefill replicas the deepest, where it is strict.
 
-        Nothing tests a prompt's own token. Where too few layers are loaded everywhere, it waits at
-        a replica that serves until they are.
+        The same of those that serve, where it names its model. Nothing tests a prompt's own token.
+        Where too few layers are loaded everywhere, a strict one waits at a replica that serves
+        until they are.
 
         Args:
             snapshots: Of all replicas, scouts included, which may be deeper.
         """
         if not request.needs_depth:
-            return serving
+            if not by_name:
+                return serving
+            snapshots = serving
         layers = {
-            s.info.name: min(s.info.depth_class.depth, request.needs_depth)
+            s.info.name: min(s.info.depth_class.depth, request.needs_depth or MAX_LAYERS)
             for s in snapshots
             if s.info.role is Role.PREFILL and s.info.depth_class.model == request.model
         }
@@ -178,7 +205,8 @@ class AutoRouter:
 
         def rank(key: tuple[DepthClass, bool]) -> tuple[int, bool, int, int]:
             depth_class, is_scout = key
-            enough = -min(depth_class.depth, decision.needs_depth)
+            needed = MAX_LAYERS if decision.by_name else 0
+            enough = -min(depth_class.depth, decision.needs_depth or needed)
             return enough, is_scout, order.get(depth_class, len(order)), -depth_class.depth
 
         return [by_class[key] for key in sorted(by_class, key=rank)]

@@ -8,7 +8,7 @@ from enum import StrEnum
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
 from quadriga.core.replica import DepthClass, RelayMemory, ReplicaInfo, Role
 from quadriga.errors import QuadrigaError
-from quadriga.scheduling.meters import StepTotals
+from quadriga.scheduling.meters import PrefixTotals, StepTotals
 
 PlaceKey = tuple[Role, int]
 """A place in the desired state: role and ordinal."""
@@ -31,6 +31,7 @@ class ReplicaLoad:
         strict_depth: Layers that the strict sequences here may need; 0 where there are none. At a
             prefill replica: only of those that wait until the layers are loaded.
         exit_uses: Decode only: whether the model's exits are in use, by layers run before them.
+        prefixes: Prefill only: what came of looking prompts up; None where nothing is shared.
         parked: Strict sequences that can go no further here; looked at now and then.
     """
 
@@ -55,6 +56,7 @@ class ReplicaLoad:
     relay: RelayMemory | None = None
     strict_depth: int = 0
     parked: tuple[ParkedSequence, ...] = ()
+    prefixes: PrefixTotals | None = None
 
     @property
     def num_held(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quadriga.control.replica_record import ReplicaPhase, ReplicaRecord
+from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
 
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
@@ -79,3 +79,45 @@ def turn_over(
             elif may_go(replica):  # for another model: those still to change have the old one
                 going.append(DepartingReplica(replica, "another model takes its place", moves=True))
     return Rollout(not current, going)
+
+
+def places_of_fewer(
+    replicas: Sequence[ReplicaRecord], places: Mapping[PlaceKey, str], work: Mapping[str, float]
+) -> dict[str, PlaceKey]:
+    """Give the places there still are to the replicas with the most work left.
+
+    Where a configuration asks for fewer replicas than there are, those of the highest places would
+    go, however much they have to do. Instead those with the least remaining work give their places
+    to others of their kind.
+
+    Args:
+        replicas: None of them retiring.
+        places: The fingerprint that the replica of each place shall have.
+        work: Remaining work by replica; one that is not in it has none.
+
+    Returns: new places by replica, of those alone that change theirs; a replica in a place that is
+        not in `places`, and not in the result, is one too many.
+    """
+    extra = {m.name: m for m in replicas if m.key not in places}
+    taken = {m.key for m in replicas}
+    changed: dict[str, PlaceKey] = {}
+    for replica in sorted(extra.values(), key=lambda m: (-work.get(m.name, 0.0), m.key, m.name)):
+        kind = (replica.key[0], replica.fingerprint)
+        free = [k for k, wanted in places.items() if (k[0], wanted) == kind and k not in taken]
+        if free:
+            changed[replica.name] = min(free)
+            taken.add(min(free))
+            continue
+        others = [
+            m
+            for m in replicas
+            if m.name not in extra
+            and m.name not in changed
+            and (m.key[0], m.fingerprint) == kind
+            and places[m.key] == m.fingerprint
+            and m.key not in changed.values()
+        ]
+        least = min(others, key=lambda m: (work.get(m.name, 0.0), m.name), default=None)
+        if least is not None and work.get(least.name, 0.0) < work.get(replica.name, 0.0):
+            changed[replica.name], changed[least.name] = least.key, replica.key
+    return changed

@@ -25,6 +25,7 @@ class EngineOutput:
         error: The sequence ended in this error on this replica.
         moved_to: The sequence now lives on the replica of this name; later tokens come from there.
         depth: Layers that were loaded where the tokens come from; 0 where that never changes.
+        cached_tokens: With the first token: prompt tokens whose KV was there already.
         move: Of a live migration, beside `moved_to`. "begun": the emitter goes on until the
             destination takes over. "done": it has, and the emitter has let go. "failed": it never
             will, and the emitter has the sequence. None in a hand-off after prefill, where the
@@ -43,6 +44,7 @@ class EngineOutput:
     moved_to: str | None = None
     move: Literal["begun", "done", "failed"] | None = None
     depth: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class PollReply:
                 e.moved_to,
                 e.move,
                 e.depth,
+                e.cached_tokens,
             )
             for e in self.emissions
         ]
@@ -97,6 +100,7 @@ class RequestOutput:
         logprobs: Of each token, where `num_logprobs` asked for them.
         prompt_logprobs: Of the prompt's tokens, where `num_prompt_logprobs` asked for them.
         ttft_s: Seconds from the call of `generate` to the first token.
+        cached_tokens: Prompt tokens whose KV was there already.
     """
 
     index: int
@@ -107,6 +111,7 @@ class RequestOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     ttft_s: float = 0.0
+    cached_tokens: int = 0
 
     def add(self, emission: EngineOutput, text: str) -> None:
         """Take in what the loops said next."""
@@ -114,6 +119,7 @@ class RequestOutput:
         self.token_ids += emission.token_ids
         self.exit_layers += emission.exit_layers
         self.finish_reason = emission.finish
+        self.cached_tokens += emission.cached_tokens
         if emission.logprobs is not None:
             self.logprobs += emission.logprobs
         if emission.prompt_logprobs is not None:

@@ -151,6 +151,7 @@ class SequenceState(RelativeTimeMixin):
         traceparent: Context of the request's trace; None where it is not traced.
         claim: Who asks with this may take the sequence over from an ingress that is gone; empty
             where nobody may.
+        cache_salt: Prompts share computed KV where they have the same.
     """
 
     INSTANTS = ("deadline_unix_s", "moved_unix_s")
@@ -175,6 +176,7 @@ class SequenceState(RelativeTimeMixin):
     predicted_at: int = 0
     traceparent: str | None = None
     claim: str = ""
+    cache_salt: str = ""
 
     @property
     def num_tokens(self) -> int:

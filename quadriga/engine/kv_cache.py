@@ -28,6 +28,8 @@ from quadriga.errors import InvariantViolation
 
 KV_BLOCK = 16
 """Positions in a block; `kBlock` of the kernels."""
+SHARE_TOKENS = 4 * KV_BLOCK
+"""Positions that rows share at once: fewer would not be worth a copy in every layer."""
 
 
 class KVCache(Protocol):
@@ -69,6 +71,19 @@ class KVCache(Protocol):
 
     def release(self, row: int) -> None:
         """The row's content is garbage from now on; its memory may be given back."""
+
+    @property
+    def share_tokens(self) -> int:
+        """Positions of a block that rows may share."""
+
+    def keep(self, row: int, start: int) -> object:
+        """Keep the block of a row that begins at `start`, in all layers, beyond the row's life."""
+
+    def share(self, row: int, start: int, kept: object) -> None:
+        """Let a row have a kept block from position `start` on; it has all before it."""
+
+    def forget(self, kept: object) -> None:
+        """Let a kept block go; rows that have it keep it."""
 
 
 class RowKVCache:
@@ -201,6 +216,23 @@ class RowKVCache:
         for layer in self._maps:
             for buffer in layer:
                 buffer.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    @property
+    def share_tokens(self) -> int:
+        """See `KVCache.share_tokens`."""
+        return SHARE_TOKENS
+
+    def keep(self, row: int, start: int) -> torch.Tensor:
+        """See `KVCache.keep`: a copy, as rows are dense."""
+        return self.read(row, 0, self.num_layers, start, start + SHARE_TOKENS)
+
+    def share(self, row: int, start: int, kept: object) -> None:
+        """See `KVCache.share`."""
+        assert isinstance(kept, torch.Tensor)
+        self.write(row, 0, start, kept)
+
+    def forget(self, kept: object) -> None:
+        """See `KVCache.forget`: it goes with its last name."""
 
     def _add_layers(self, count: int) -> None:
         for _ in range(count):

@@ -165,6 +165,26 @@ class NativeRunner:
         if self.skipped is not None:
             self.skipped.release(row)
 
+    # Rows that begin alike: see `SharingRunner`.
+
+    @property
+    def share_tokens(self) -> int:
+        return self._cache.share_tokens
+
+    @torch.inference_mode()
+    def keep(self, row: int, start: int) -> object:
+        """See `SharingRunner.keep`."""
+        return self._cache.keep(row, start)
+
+    @torch.inference_mode()
+    def share(self, row: int, start: int, kept: object) -> None:
+        """See `SharingRunner.share`."""
+        self._cache.share(row, start, kept)
+
+    def forget(self, kept: object) -> None:
+        """See `SharingRunner.forget`."""
+        self._cache.forget(kept)
+
     @property
     def _cache(self) -> KVCache:
         return self.model.cache

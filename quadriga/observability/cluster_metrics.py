@@ -94,11 +94,21 @@ LOAD = (
     gauge("quadriga_exit_use",
           "1 for what is true of an exit now: tested, drafts, or why not (drafts_not_worth_it, "
           "not_worth_it, full_depth_asked, not_loaded, off, idle).", _uses, ("layer", "use")),
+    gauge("quadriga_prefix_cache_tokens",
+          "Prompt tokens whose KV is kept, in memory that no sequence was promised.",
+          "prefixes.kept"),
+    counter("quadriga_prefix_cache_evicted_tokens_total",
+            "Tokens whose KV was let go, for sequences or newer prompts.", "prefixes.evicted"),
     gauge("quadriga_waiting_at_exit", "Tokens that wait at an exit now.", "num_at_exits",
           ("exit",)),
 )
 """Of a replica's `ReplicaLoad`."""
 
+PREFIX_QUERIES = counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up.",
+                         labels=("model_name",))
+PREFIX_HITS = counter("vllm:prefix_cache_hits_total",
+                      "Of these, tokens whose KV was there: they were not computed.",
+                      labels=("model_name",))
 PREEMPTIONS = counter("vllm:num_preemptions_total", "Moves to host memory.",
                       labels=("model_name",))
 TRANSPORTS = (

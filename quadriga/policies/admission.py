@@ -111,14 +111,12 @@ def check_room(
     decodes = _alive(Role.DECODE, model, snapshots, now_unix_s, scheduler)
     alike = [s for s in prefills if s.info.depth_class == admission.depth_class]
     queues = queue_supply(request, alike, prefill)
-    limit_s = scheduler.max_wait_s
-    if limit_s is None or queues.wait_s > 0.0:
-        short, least_free = queues, 1.0
-        reason = "every queue is full; a place in one"
-    else:
+    short, least_free = queues, 1.0
+    reason = "every queue is full; a place in one"
+    if (limit_s := scheduler.max_wait_s) is not None:
         first = next(s for s in prefills if s.info.name == admission.prefill_replica)
         num_computed = sum(s.num_running + s.num_waiting for s in prefills)
-        short = decode_supply(
+        slower = decode_supply(
             request,
             decodes,
             estimator,
@@ -129,10 +127,12 @@ def check_room(
         turns = prefill_supply(
             request, first, num_replicas=len(prefills), chunk_tokens=prefill.chunk_tokens
         )
-        if turns.wait_s > max(limit_s, short.wait_s):
-            short = turns
-        short, least_free = replace(short, free=short.free + limit_s * short.per_s), 0.0
-        reason = f"the wait is above {limit_s:g} s (scheduler.max_wait_s); a place"
+        if turns.wait_s > max(limit_s, slower.wait_s):
+            slower = turns
+        in_time = replace(slower, free=slower.free + limit_s * slower.per_s)
+        if in_time.free < queues.free:
+            short, least_free = in_time, 0.0
+            reason = f"the wait is above {limit_s:g} s (scheduler.max_wait_s); a place"
     told_s = estimator.reservations(model).ask(
         request.visitor,
         short.free,

@@ -15,7 +15,11 @@ from quadriga.config.engine import PrefillConfig
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import AdmitRequest
 from quadriga.policies.retry_reservations import RetryReservations
-from quadriga.policies.slot_reservation import admitted_tokens, promised_tokens
+from quadriga.policies.slot_reservation import (
+    ASSUMED_ANSWERS,
+    admitted_tokens,
+    promised_tokens,
+)
 
 MEMORY_S = 20.0
 """Endings and running time are forgotten with this time constant, while sequences run."""
@@ -111,17 +115,20 @@ class WaitEstimator:
     ) -> float:
         """Predicted rate at which sequences end.
 
-        One more ending is assumed than was seen, after `expected_s`: with none seen yet it is all
-        there is to go by, and the answer falls the longer none ends.
+        Until `ASSUMED_ANSWERS` endings were seen lately, those that lack are assumed, each after
+        `expected_s`: a first burst of long answers has all of them before it, and would else look
+        as if none ever ended. One more than was seen is always assumed; the answer falls the longer
+        none ends.
 
         Args:
             num_running: As the replicas report.
             num_more: That will run as soon as they may.
-            expected_s: How long one may run.
+            expected_s: How long one usually runs; 0 where nothing is known of it.
         """
         at = self._at(model, now_s)
         at.reported = num_running
-        hazard = (at.ended + 1.0) / max(at.ran_s + expected_s, 1e-3)
+        assumed = max(1.0, ASSUMED_ANSWERS - at.ended) if expected_s else 1.0
+        hazard = (at.ended + assumed) / max(at.ran_s + assumed * expected_s, 1e-3)
         return (num_running + num_more) * hazard
 
     def reservations(self, model: str) -> RetryReservations:
@@ -193,12 +200,14 @@ def decode_supply(
         num_pending: Sequences before it that have no room yet.
     """
     room = sum(_room(snapshot, request) for snapshot in decodes)
+    usual_tokens = max((s.upper_tokens for s in decodes), default=0) or request.max_tokens
+    step_s = max((s.step_time_s for s in decodes), default=0.0)
     per_s = estimator.ends_per_s(
         model,
         sum(s.num_running + s.num_waiting for s in decodes),
         now_s=now_s,
         num_more=room,
-        expected_s=request.max_tokens * max((s.step_time_s for s in decodes), default=0.0),
+        expected_s=min(usual_tokens, request.max_tokens) * step_s,
     )
     return Supply(room - num_pending, max(per_s, MIN_RATE))
 

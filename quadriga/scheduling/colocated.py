@@ -24,6 +24,7 @@ from quadriga.policies.rebatching import Rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.prefill_loop import PrefillLoop
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.prefixes.cache import find_prefix_cache
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import Slot, SlotTable
 
@@ -56,6 +57,7 @@ class ColocatedLoop:
         max_slots: Sequences at once, at most; None: as many as the runner has rows.
         kv_capacity_tokens: Tokens of KV over all rows; None: as many as `spec` says.
         rebatcher, counters, is_partial: See `DecodeLoop`.
+        prefix_caching: Prompts that begin alike share KV; see `PrefixCache`.
 
     Attributes:
         prefill, decode: The loops.
@@ -77,6 +79,7 @@ class ColocatedLoop:
         rebatcher: Rebatcher | None = None,
         counters: ExitCounters | None = None,
         is_partial: bool = False,
+        prefix_caching: bool = False,
     ) -> None:
         eos_token_ids = spec.checkpoint.eos_token_ids
         slots = SlotTable(
@@ -106,6 +109,9 @@ class ColocatedLoop:
             layer_groups=1,
             clock=clock,
             reserve=self._reserve,
+            prefixes=find_prefix_cache(
+                runner, slots, spec.checkpoint.fingerprint, enabled=prefix_caching
+            ),
             on_kv=self.on_kv,
         )
         self._runs: dict[str, _Run] = {}

@@ -66,6 +66,23 @@ class StepMeter:
         self._is_open = False
 
 
+@dataclass(slots=True)
+class PrefixTotals:
+    """What came of looking prompts up, since the start.
+
+    Attributes:
+        queries: Prompt tokens of the sequences that were given rows.
+        hits: Those of them whose KV was there.
+        evicted: Tokens whose KV was let go, for sequences or for newer prefixes.
+        kept: Tokens whose KV is kept now.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    evicted: int = 0
+    kept: int = 0
+
+
 class RateMeter:
     """Units per second over a sliding window, idle time included.
 

@@ -18,6 +18,7 @@ from quadriga.errors import (
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.prefixes.cache import PrefixCache
 from quadriga.scheduling.sequence import (
     NO_ROW,
     RunningSequence,
@@ -40,6 +41,9 @@ class PrefillLoop:
     A sequence passes through: queued → prefilling (has a row, chunks are computed) → computed (row
     kept until `release`, so that a failed hand-off can be repeated) → finished.
 
+    A prompt begins with what the cache of prefixes has of it, and waits where another one computes
+    the very block that it needs next. So equal prompts that come together are computed once.
+
     Nothing tests a prompt's own token, so a strict sequence stays queued until the layers are
     loaded that it may need.
 
@@ -50,6 +54,8 @@ class PrefillLoop:
             decode replica, so that a full decode class is not met by ever more first tokens.
         reserve: Promises a sequence its row in `slots`, where it goes on to decode in that row;
             None: for its prompt alone. Raises as `SlotTable.reserve`.
+        prefixes: Keeps what was computed for prompts that begin alike; None: every prompt is
+            computed whole.
         on_start: Called in a step before the first chunk of a sequence is computed.
         on_kv: Called with (sequence, chunk, first layer, number of layers) in a step, when KV of
             these layers is complete at the chunk's positions; deeper layers follow.
@@ -76,11 +82,13 @@ class PrefillLoop:
         may_deepen: bool = True,
         max_unplaced: int = sys.maxsize,
         reserve: Callable[[SequenceState], Slot] | None = None,
+        prefixes: PrefixCache | None = None,
         on_start: Callable[[RunningSequence], None] | None = None,
         on_kv: Callable[[RunningSequence, PrefillChunk, int, int], None] | None = None,
     ) -> None:
         self.slots = slots
         self.running: list[RunningSequence] = []
+        self.prefixes = prefixes
         self._reserve = reserve or self._reserve_prompt
         self._on_start = on_start
         self._on_kv = on_kv
@@ -224,6 +232,8 @@ class PrefillLoop:
         self._step_time.add(now_s - started_s)
         for (sequence, chunk), token in zip(batch, sampled, strict=True):
             sequence.num_computed += len(chunk.token_ids)
+            if self.prefixes is not None:
+                self.prefixes.store(sequence, chunk.start, chunk.stop)
             if token is not None:
                 outputs.append((sequence, self._finish_prompt(sequence, token)))
             elif not _remaining(sequence):
@@ -253,6 +263,8 @@ class PrefillLoop:
             """Start one sequence; False when it must wait for the hand-offs of others."""
             if self._is_ahead:
                 return False
+            if self.prefixes is not None:
+                self.prefixes.look(sequence)
             try:
                 slot = self._reserve(sequence.state)
             except KVCacheExhausted:
@@ -267,6 +279,9 @@ class PrefillLoop:
             self.running.append(sequence)
             if self._on_start is not None:
                 self._on_start(sequence)
+            if self.prefixes is not None:
+                self.prefixes.totals.queries += len(sequence.state.prompt_ids)
+                self._share(sequence, self.prefixes)
             return True
 
         self._queue.take(start, token_budget=budget, now_s=now_s)
@@ -290,9 +305,16 @@ class PrefillLoop:
         """Fill the token budget from the prompts under way, oldest first."""
         batch: list[tuple[RunningSequence, PrefillChunk]] = []
         budget = self._chunk_tokens
+        under_way: set[bytes] = set()
         for sequence in self._prefilling:
             if budget <= 0:
                 break
+            if self.prefixes is not None and sequence.block_keys:
+                self._share(sequence, self.prefixes)
+                coming = sequence.block_keys[sequence.num_computed // self.prefixes.block_tokens :]
+                if coming and coming[0] in under_way:
+                    continue
+                under_way.update(coming)
             num_tokens = min(budget, _remaining(sequence))
             chunk = chunk_of(
                 sequence.state,
@@ -304,6 +326,29 @@ class PrefillLoop:
             batch.append((sequence, chunk))
             budget -= num_tokens
         return batch
+
+    def _share(self, sequence: RunningSequence, prefixes: PrefixCache) -> None:
+        """Take over what is there of the sequence's prompt, and pass it on as if it was computed.
+
+        It counts as computed in the rate, which says how soon the queue is empty.
+        """
+        first, num_tokens = sequence.num_computed, prefixes.load(sequence)
+        if not num_tokens:
+            return
+        sequence.num_computed += num_tokens
+        sequence.num_cached += num_tokens
+        self._rate.add(num_tokens, now_s=self._clock.now_s())
+        if self._on_kv is None:
+            return
+        for start in range(first, first + num_tokens, self._chunk_tokens):
+            stop = min(start + self._chunk_tokens, first + num_tokens)
+            chunk = PrefillChunk(
+                sequence.row, sequence.state.prompt_ids[start:stop], start, is_last=False
+            )
+            begin = 0
+            for end in self._group_ends:
+                self._on_kv(sequence, chunk, begin, end - begin)
+                begin = end
 
     def _finish_prompt(self, sequence: RunningSequence, token: SampledToken) -> EngineOutput:
         state = sequence.state
@@ -330,6 +375,7 @@ class PrefillLoop:
             logprobs=logprobs,
             prompt_logprobs=token.prompt_logprobs,
             finish=finish,
+            cached_tokens=sequence.num_cached,
         )
 
     def check(self) -> None:

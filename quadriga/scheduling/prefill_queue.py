@@ -113,7 +113,7 @@ class PrefillQueue:
         for sequence in self._preferred(now_s):
             if token_budget <= 0 or not start(sequence):
                 break
-            token_budget -= num_prefill_tokens(sequence.state)
+            token_budget -= num_prefill_tokens(sequence.state) - sequence.num_computed
             self.remove(sequence)
             num_taken += 1
         return num_taken

@@ -75,7 +75,9 @@ class RunningSequence:
     Attributes of a sequence on a prefill replica:
         order: Rank by arrival among the sequences that wait for the same thing.
         min_layers: Layers that its first token may need; 0 where any number will do.
-        num_computed: Tokens of its prompt whose KV is computed.
+        num_computed: Tokens of its prompt whose KV is computed, or shared.
+        num_cached: Those of them that were shared.
+        block_keys: Of the whole blocks of its prompt; empty where none may be shared.
         is_placed: A decode replica has promised it a row.
         feed: Its KV, as it becomes complete; None where the prompt alone is wanted.
         handoff: The task that hands it to a decode replica: a `PrefillHandoff`.
@@ -117,6 +119,8 @@ class RunningSequence:
     order: int = 0
     min_layers: int = 0
     num_computed: int = 0
+    num_cached: int = 0
+    block_keys: list[bytes] = field(default_factory=list)
     is_placed: bool = False
     feed: KVFeed | None = None
     handoff: Any = None

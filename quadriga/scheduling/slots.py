@@ -9,6 +9,7 @@ table pauses some sequences (BATON).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quadriga.core.forecast import LengthPrediction
@@ -28,10 +29,17 @@ class Slot:
     reserved_tokens: int
 
 
+def _nothing() -> None:
+    """Nobody uses what is not promised."""
+
+
 class SlotTable:
     """Rows and cache tokens of one engine, handed out and taken back.
 
     Rows are reused lowest first, which keeps the rows in use together.
+
+    Attributes:
+        on_promise: Called when more was promised, or there is less to promise.
 
     Not thread-safe: the engine's thread owns it.
     """
@@ -51,6 +59,7 @@ class SlotTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._slots: dict[str, Slot] = {}
         self._reserved_tokens = 0
+        self.on_promise: Callable[[], None] = _nothing
 
     def reserve(
         self,
@@ -86,6 +95,7 @@ class SlotTable:
         slot = Slot(self._free_rows.pop(), tokens)
         self._slots[sequence_id] = slot
         self._reserved_tokens += tokens
+        self.on_promise()
         return slot
 
     def tokens_wanted(
@@ -130,6 +140,7 @@ class SlotTable:
             return False
         self._slots[sequence_id] = replace(slot, reserved_tokens=slot.reserved_tokens + more)
         self._reserved_tokens += more
+        self.on_promise()
         return True
 
     def trim(self, sequence_id: str, num_tokens: int) -> int:
@@ -170,6 +181,7 @@ class SlotTable:
             `excess_tokens`.
         """
         self.kv_capacity_tokens = kv_capacity_tokens
+        self.on_promise()
         return self.excess_tokens
 
     @property

@@ -11,7 +11,7 @@ from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import TransferCosts
 from quadriga.sim.profiles import NO_DELAYS, CostProfile, Delays
-from quadriga.sim.records import RECOMPUTE, MemoryRules
+from quadriga.sim.records import PAUSE, MemoryRules
 
 MODEL = "simulated"
 DEPTH_CLASS = DepthClass(MODEL, 0)
@@ -70,7 +70,7 @@ class SimConfig:
     num_prefill: int
     seed: int = 0
     bandwidth_bytes_per_s: float | None = None
-    memory: MemoryRules = RECOMPUTE
+    memory: MemoryRules = PAUSE
     precopy: bool = True
     tick_s: float = 1.0
     report_every_s: float = 0.0

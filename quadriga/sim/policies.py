@@ -46,7 +46,7 @@ class PolicySet:
 
 
 def make_policy(
-    name: str, settings: AresSettings | None = None, *, reservation: Reservation = "longest"
+    name: str, settings: AresSettings | None = None, *, reservation: Reservation = "used"
 ) -> PolicySet:
     """Return a fresh policy of a name.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from quadriga.core.migration import MigrationOrder
-from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Reservation, Role
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import pack
 from quadriga.policies.ares.recording import RecordedTick, write_tick
@@ -43,7 +43,11 @@ class Recorder:
             RecordedTick(
                 at_s=now_s,
                 snapshots=snapshots_of(
-                    cluster, profile.num_slots, now_s, base_s=profile.step.base_s
+                    cluster,
+                    profile.num_slots,
+                    now_s,
+                    base_s=profile.step.base_s,
+                    reservation=self._config.memory.reservation,
                 ),
                 settings=self._settings,
                 costs=costs,
@@ -60,7 +64,12 @@ class Recorder:
 
 
 def snapshots_of(
-    cluster: ClusterForecast, num_slots: int, now_s: float, *, base_s: float
+    cluster: ClusterForecast,
+    num_slots: int,
+    now_s: float,
+    *,
+    base_s: float,
+    reservation: Reservation = "longest",
 ) -> list[ReplicaSnapshot]:
     """Pack the arrays again, replica by replica, as they would have been reported.
 
@@ -81,7 +90,9 @@ def snapshots_of(
             has_predictions=cluster.has_predictions,
         )
         capacity = int(cluster.capacity_tokens[i])
-        info = ReplicaInfo(name, Role.DECODE, DEPTH_CLASS, name, name, num_slots, capacity)
+        info = ReplicaInfo(
+            name, Role.DECODE, DEPTH_CLASS, name, name, num_slots, capacity, reservation=reservation
+        )
         tokens = int(cluster.tokens[i, 0])
         snapshots.append(
             ReplicaSnapshot(

@@ -33,7 +33,8 @@ def key_command(argv: list[str]) -> int:
         if len(options.name.split()) != 1 or options.name.startswith("#"):
             raise ConfigError(f"--name: {options.name!r} must be one word; # begins a comment")
         limits = KeyLimits(options.requests_per_s, options.tokens_per_min, options.concurrency)
-        line = ApiKey(options.name, digest(key), limits, options.admin).line()
+        made = ApiKey(options.name, digest(key), limits, options.admin, options.cache_salt)
+        line = made.line()
         parse_lines([line], "this command")  # the same checks as when it is read
     except ConfigError as exc:
         print(f"quadriga: {exc.message}", file=sys.stderr)
@@ -61,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens-per-min", type=float, metavar="X", help="of prompts and output, on average"
     )
     parser.add_argument("--concurrency", type=int, metavar="N", help="generations at once")
+    parser.add_argument(
+        "--cache-salt", default="", metavar="NAME", help="shares computed prompts with keys of NAME"
+    )
     parser.add_argument(
         "--admin", action="store_true", help="may also see metrics and the admin port"
     )

@@ -49,12 +49,22 @@ class ApiKey:
         name: The holder; no secret, appears in logs.
         digest: SHA-256 of the key.
         is_admin: It gives access to metrics and the admin port as well.
+        cache_salt: Keys of the same share computed prompts; empty: this one shares with none.
     """
 
     name: str
     digest: bytes
     limits: KeyLimits = KeyLimits()
     is_admin: bool = False
+    cache_salt: str = ""
+
+    def salted(self, cache_salt: str) -> str:
+        """The salt of a request of this key that names `cache_salt` itself.
+
+        Keys share no computed prompts, and cannot tell by the time what others asked, unless they
+        have one `cache_salt`.
+        """
+        return f"{'salt' if self.cache_salt else 'key'}:{self.cache_salt or self.name}:{cache_salt}"
 
     def line(self) -> str:
         """The key as a line of a key file."""
@@ -64,6 +74,8 @@ class ApiKey:
             value = getattr(limits, field)
             if value is not None:
                 parts.append(f"{field}={value:g}")
+        if self.cache_salt:
+            parts.append(f"cache_salt={self.cache_salt}")
         return " ".join([*parts, "admin"] if self.is_admin else parts)
 
 
@@ -118,15 +130,23 @@ def _parse(line: str, where: str) -> ApiKey:
             f"{where}: a key line is `NAME {ALGORITHM}:HASH` and limits; {REMEDY}", param=where
         )
     found: dict[str, float] = {}
-    is_admin = False
+    is_admin, cache_salt = False, ""
     for option in parts[2:]:
         name, _, value = option.partition("=")
         if option == "admin":
             is_admin = True
+        elif name == "cache_salt" and not cache_salt:
+            if not _NAME.fullmatch(value):
+                raise ConfigError(
+                    f"{where}: cache_salt must be a name of at most {MAX_NAME_CHARS} letters, "
+                    f"digits and ._@-, got {value[:20]!r}",
+                    param=where,
+                )
+            cache_salt = value
         elif name in found or name not in KeyLimits.__dataclass_fields__:
             raise ConfigError(
                 f"{where}: {name[:40]!r} is no option of a key, or is there twice; there are "
-                f"{', '.join(KeyLimits.__dataclass_fields__)} and admin",
+                f"{', '.join(KeyLimits.__dataclass_fields__)}, cache_salt and admin",
                 param=where,
             )
         else:
@@ -136,7 +156,7 @@ def _parse(line: str, where: str) -> ApiKey:
         found.get("tokens_per_min"),
         int(found["concurrency"]) if "concurrency" in found else None,
     )
-    return ApiKey(parts[0], bytes.fromhex(m[1]), limits, is_admin)
+    return ApiKey(parts[0], bytes.fromhex(m[1]), limits, is_admin, cache_salt)
 
 
 def _limit(name: str, value: str, where: str) -> float:

@@ -113,11 +113,16 @@ def _unverified() -> ssl.SSLContext:
 def find_models(config: QuadrigaConfig) -> None:
     """Look for every model, fetching and converting what this machine does not have yet.
 
+    And for the models that may be chosen in the first one's place.
+
     Raises:
         ConfigError: One cannot be found, or cannot be served.
     """
-    for pool in config.pools:
-        read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
+    found = [read_checkpoint(p.model, cache_dir=config.engine.cache_dir) for p in config.pools]
+    if config.helios.enabled:
+        from quadriga.control.helios_setup import check_catalogue
+
+        check_catalogue(config, found[0])
 
 
 class LocalService:

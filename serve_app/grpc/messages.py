@@ -51,6 +51,7 @@ _SCALARS = (
     "priority",
     "deadline_ms",
     "user",
+    "cache_salt",
     "exit_threshold",
     "exit_policy",
     "max_depth",
@@ -246,7 +247,12 @@ def choice_message(request: Request, sequence: SequenceRequest) -> Any:
 
 def usage_message(request: Request) -> Any:
     prompt, output = request.num_prompt_tokens, request.num_output_tokens
-    message = pb.Usage(prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output)
+    message = pb.Usage(
+        prompt_tokens=prompt,
+        completion_tokens=output,
+        total_tokens=prompt + output,
+        cached_tokens=request.num_cached_tokens,
+    )
     for sequence in request.sequences:
         for layer in sequence.state.exit_layers:
             message.exits[layer] += 1

@@ -96,12 +96,19 @@ class QuadrigaUsage(BaseModel):
     )
 
 
+class PromptTokensDetails(Answer):
+    """Of the prompts."""
+
+    cached_tokens: int = Field(description="Whose KV was there already: they were not computed.")
+
+
 class UsageAnswer(Answer):
     """Token counts."""
 
     prompt_tokens: int = Field(description="Of all prompts, each counted once.")
     completion_tokens: int = Field(description="Of all choices.")
     total_tokens: int = Field(description="Both.")
+    prompt_tokens_details: PromptTokensDetails = Field(description="Of the prompts.")
     quadriga: QuadrigaUsage | None = Field(
         None, description="With the final usage, not with the running one."
     )

@@ -27,6 +27,7 @@ USAGE = {
     "prompt_tokens": 37,
     "completion_tokens": 8,
     "total_tokens": 45,
+    "prompt_tokens_details": {"cached_tokens": 0},
     "quadriga": {"exits": {"30": 8}},
 }
 MODEL = {

@@ -38,6 +38,7 @@ def usage(request: Request, *, final: bool = True) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": request.num_cached_tokens},
     }
     if final:
         sequences = request.sequences

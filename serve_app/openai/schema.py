@@ -37,6 +37,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 _DEFAULT = "default: that of the model's generation_config.json, unless set otherwise."
 
+CACHE_SALT = "Computed prompts are shared with requests of the same key and salt alone."
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Choices = Annotated[list[str], Field(max_length=MAX_CHOICES_READ, fail_fast=True)]
@@ -191,6 +193,7 @@ class GenerationFields(RequestBody):
         None, ge=1, le=INT32_MAX, description="Answer 504 when not done by then."
     )
     user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
+    cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
     response_format: ResponseFormat | None = Field(
         None, description="The form of the answer: JSON of any kind, or that a schema allows."
     )

@@ -3,7 +3,7 @@
 A request that names one of them is refused with 400, unless its value asks for nothing: null, or
 what that API does by default. This table is the only list of them: request validation, the OpenAPI
 document and docs/clients.md all follow it. Fields that change nothing about an answer (`metadata`,
-`store`, `service_tier`, `cache_salt`, …) are not here: they are accepted and named in the header
+`store`, `service_tier`, …) are not here: they are accepted and named in the header
 `x-quadriga-ignored`.
 """
 

@@ -221,6 +221,7 @@ def _request(
         usage_chunk=bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        cache_salt=body.cache_salt or "",
     )
 
 

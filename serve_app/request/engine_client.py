@@ -190,6 +190,7 @@ class EngineClient:
             Unavailable: While draining.
         """
         self._check_room(request.num_sequences)
+        request.cache_salt = caller.salted(request.cache_salt)
         request.make_sequences(self.models.find(request.model).tokenizer, self.ingress_id)
         self.rate_limiter.begin(caller, request.num_prompt_tokens)
         request.key, request.fingerprint, request.caller = key, fingerprint, caller.name

@@ -79,6 +79,7 @@ class Request:
         usage_chunk: A stream ends with a chunk that has the usage; the others have null.
         usage_in_chunks: Every chunk has the usage so far.
         return_token_ids: Choices have the output's token ids.
+        cache_salt: Prompts share computed KV with those of the same.
         tools: How calls are read out of the answer; None where there are none.
         key: (owner, idempotency key) under which it may be resumed, or None.
         fingerprint: Digest of the request's content; another request under its key is refused.
@@ -111,6 +112,7 @@ class Request:
     usage_in_chunks: bool = False
     return_token_ids: bool = False
     tools: ToolCalling | None = None
+    cache_salt: str = ""
 
     sequences: list[SequenceRequest] = field(default_factory=list)
     key: tuple[str, str] | None = None
@@ -142,6 +144,7 @@ class Request:
                     deadline_unix_s=self.deadline_unix_s,
                     choice=k,
                     priority=self.priority,
+                    cache_salt=self.cache_salt,
                 )
                 stops = StopMatcher(self.stop) if self.stop else NO_STOPS
                 sequence = SequenceRequest(
@@ -179,6 +182,14 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once however many sequences it has."""
         return sum(len(prompt_ids) for prompt_ids in self.prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that no sequence of the request has computed."""
+        sequences, n = self.sequences, self.n
+        return sum(
+            min(s.num_cached for s in sequences[i : i + n]) for i in range(0, len(sequences), n)
+        )
 
     @property
     def num_output_tokens(self) -> int:

@@ -57,6 +57,7 @@ class SequenceRequest:
             already, and could not notice that the answer is another one.
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
+        num_cached: Prompt tokens that were not computed for its first token.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
     """
 
@@ -73,6 +74,7 @@ class SequenceRequest:
         self.failure: QuadrigaError | None = None
         self.lost_s: float | None = None
         self.num_rebuilds = 0
+        self.num_cached = 0
         self.num_stalled = 0
         self.pieces: list[str] = []
         self.tail = ""
@@ -257,6 +259,8 @@ class SequenceRequest:
             return 0
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        if output.cached_tokens and not self.state.output_ids:
+            self.num_cached = output.cached_tokens
         num_new = self._append(output)
         if self.finish is None and output.error is not None:
             if is_recoverable(output.error):

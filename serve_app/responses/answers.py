@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from serve_app.openai.answers import Answer, QuadrigaUsage
+from serve_app.openai.answers import Answer, PromptTokensDetails, QuadrigaUsage
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _STATUS = "completed; incomplete: `max_output_tokens` cut it; in_progress in a stream."
@@ -42,12 +42,6 @@ class FunctionCallItem(Answer):
     status: Status = Field(description=_STATUS)
 
 
-class CachedTokens(Answer):
-    """Of the input."""
-
-    cached_tokens: int = Field(description="Always 0.")
-
-
 class ReasoningTokens(Answer):
     """Of the output."""
 
@@ -58,7 +52,7 @@ class ResponseUsage(Answer):
     """Token counts."""
 
     input_tokens: int = Field(description="Of the prompt.")
-    input_tokens_details: CachedTokens = Field(description="Of them.")
+    input_tokens_details: PromptTokensDetails = Field(description="Of them.")
     output_tokens: int = Field(description="Of the answer.")
     output_tokens_details: ReasoningTokens = Field(description="Of them.")
     total_tokens: int = Field(description="Both.")

@@ -10,12 +10,14 @@ from quadriga.checkpoint.exits import ExitPolicy
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import parse_body, refuse_unsupported, shown
 from serve_app.openai.schema import (
+    CACHE_SALT,
     INT32_MAX,
     INT64_MAX,
     INT64_MIN,
     MAX_MESSAGES,
     MAX_TOKENS_LIMIT,
     MAX_TOOLS,
+    CacheSalt,
     ChatBody,
     RequestBody,
 )
@@ -95,6 +97,7 @@ class ResponsesBody(RequestBody):
     store: bool | None = Field(None, description="Accepted; nothing is stored.")
     metadata: dict[str, str] | None = Field(None, description="Repeated in the answer.")
     user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
+    cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="As for chats.")
     priority: int | None = Field(None, description="As for chats.")
     deadline_ms: int | None = Field(None, ge=1, le=INT32_MAX, description="As for chats.")
@@ -106,7 +109,7 @@ class ResponsesBody(RequestBody):
 
 SAME = (
     "model", "temperature", "top_p", "parallel_tool_calls", "stream", "user", "seed", "priority",
-    "deadline_ms", "exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms",
+    "cache_salt", "deadline_ms", "exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms",
 )  # fmt: skip
 """Fields that a chat has as well."""
 

@@ -142,7 +142,7 @@ class ResponsesFormat(StreamFormat):
             all_counts = usage(request)
             counts = {
                 "input_tokens": all_counts["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": all_counts["prompt_tokens_details"],
                 "output_tokens": all_counts["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": all_counts["total_tokens"],

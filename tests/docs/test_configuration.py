@@ -44,6 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
     "ingress.cors_origins": ["https://app.example"],
     "auth.api_keys": ["alice sha256:" + "0" * 64],
     "helios.models": ["quadriga-s"],
+    "helios.enabled": True,
     "engine.max_model_len": 512,
     "engine.kv_memory_bytes": 1 << 28,
     "engine.resources_cpus": 2,

@@ -161,3 +161,29 @@ def ray_kill(name: str) -> None:
 
     ray.kill(get_actor(name), no_restart=False)
     forget_actor(name)
+
+
+@pytest.mark.timeout(200)
+def test_of_fewer_replicas_the_one_with_the_least_work_goes(growing: App) -> None:
+    """Its number is the lowest; the other one goes on with what it runs, in its place."""
+    growing.ensure(**{"decode_replicas": 2, "scheduler.ares.mode": "off"})
+    ingress = growing.ingress()
+    streams = [ingress.submit([9 + i] * 10, 1_000, deadline_s=150.0) for i in range(4)]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+    first, last = sorted(growing.replicas("decode"))
+    assert {s.replica for s in streams} == {first, last}
+    ingress.cancel(*(s for s in streams if s.replica == first))
+    left = [s for s in streams if s.replica == last]
+
+    def work(name: str) -> int:
+        return int(next(r for r in view(growing)["replicas"] if r["name"] == name)["used_tokens"])
+
+    ingress.until(lambda: work(first) == 0 and work(last) > 0, 30.0)
+    growing.config |= {"decode_replicas": 1}
+    ensure_cluster(growing.config)
+    ingress.until(lambda: growing.replicas("decode") == [last], 60.0)
+    set_pace(last, None)
+    ingress.finish(*left, timeout_s=120.0)
+    assert [s.error for s in left] == [None] * len(left)
+    assert {s.replica for s in left} == {last}, "nothing had to move"
+    growing.until_idle()

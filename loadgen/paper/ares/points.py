@@ -24,6 +24,7 @@ from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import find_profile
+from quadriga.sim.records import RECOMPUTE
 from quadriga.sim.results import RunSummary, Slo
 
 PARTS = ("rates", "bandwidth", "sizes", "hardware", "settings", "traces")
@@ -117,7 +118,8 @@ def _load(point: SimPoint) -> SimLoad:
 
 
 def _base(args: argparse.Namespace) -> SimConfig:
-    return SimConfig(find_profile(args.profile), num_decode=3, num_prefill=1)
+    profile = find_profile(args.profile)
+    return SimConfig(profile, num_decode=3, num_prefill=1, memory=RECOMPUTE)  # as the paper's
 
 
 def _duration_s(args: argparse.Namespace) -> float:
@@ -180,9 +182,7 @@ def _sizes(args: argparse.Namespace) -> list[SimPoint]:
     return [
         _point(
             args, "sizes", size, rate=SIZE_RATE * size, policy=policy, duration_s=2000.0,
-            config=SimConfig(
-                find_profile(args.profile), num_decode=3 * size // 4, num_prefill=size // 4
-            ),
+            config=replace(_base(args), num_decode=3 * size // 4, num_prefill=size // 4),
         )
         for size in sizes
         for policy in policies

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quadriga.engine.cuda.pages import PAGE_TOKENS, PageTable, pages_per_layer
+from quadriga.engine.cuda.pages import PAGE_TOKENS, Pages, PageTable, pages_per_layer
 from quadriga.engine.cuda.transfers import to_device
 from quadriga.engine.kv_cache import check_range, check_shape
 from quadriga.errors import InvariantViolation
@@ -156,6 +156,28 @@ class PagedKVCache:
                     f"row {row}: {self._copies_of[row]} copies did not end in {RELEASE_TIMEOUT_S} s"
                 )
             self.pages.release(row)
+
+    @property
+    def share_tokens(self) -> int:
+        """See `KVCache.share_tokens`: a page."""
+        return self.pages.page_tokens
+
+    def keep(self, row: int, start: int) -> Pages:
+        """See `KVCache.keep`: nothing is copied."""
+        with self._changed:
+            return self.pages.keep(row, start // self.pages.page_tokens)
+
+    def share(self, row: int, start: int, kept: object) -> None:
+        """See `KVCache.share`: the row names the same pages."""
+        assert isinstance(kept, np.ndarray)
+        with self._changed:
+            self.pages.share(row, start // self.pages.page_tokens, kept)
+
+    def forget(self, kept: object) -> None:
+        """See `KVCache.forget`."""
+        assert isinstance(kept, np.ndarray)
+        with self._changed:
+            self.pages.forget(kept)
 
     # Any thread, for rows that no pass is working on.
 

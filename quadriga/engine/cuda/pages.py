@@ -9,6 +9,9 @@ all segments share one pool.
 
 Page 0 belongs to no row: table entries that are not in use name it, and so does the whole of the
 last row, which pads batches to a fixed size.
+
+Rows that begin alike name the same pages, counted by reference. Nothing is ever written to a page
+that is shared: whole pages of prompts alone are, and a row goes on behind them.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ PAGE_TOKENS = 256
 """The least that flash-attn's paged kernels take: multiples of 256. Tests use smaller pages."""
 
 Ints = npt.NDArray[np.int64]
+Pages = npt.NDArray[np.int32]
+"""[num_layers]: the pages of one block of a row, one in each layer."""
 
 
 def pages_per_layer(
@@ -66,6 +71,8 @@ class PageTable:
         self._ends = tuple(segment_ends)
         self._free = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack; its top is at the end
         self._num_free = num_pages
+        self._uses = np.zeros(num_pages + 1, dtype=np.int32)  # table entries that name a page
+        self._kept = np.zeros(num_pages + 1, dtype=np.int32)  # beside them
         self._blocks = np.zeros((num_rows, len(self._ends)), dtype=np.int64)  # held of a segment
         self._changes: list[tuple[int, int, int, int, int]] = []
 
@@ -111,20 +118,56 @@ class PageTable:
         taken = self._free[self._num_free - count : self._num_free][::-1]
         self.table[begin:end, row, held:wanted] = taken.reshape(wanted - held, end - begin).T
         self._num_free -= count
+        self._uses[taken] = 1
         self._blocks[row, segment] = wanted
         self._changes.append((begin, end, row, held, wanted))
 
     def release(self, row: int) -> None:
-        """Take back all pages of a row; a row without pages may be released again."""
+        """Take back all pages of a row that nobody else has; it may be released again."""
         for segment, held in enumerate(self._blocks[row].tolist()):
             if not held:
                 continue
             entries = self.table[self._begins[segment] : self._ends[segment], row, :held]
             pages = entries.T.ravel()[::-1]
-            self._free[self._num_free : self._num_free + pages.size] = pages
-            self._num_free += pages.size
+            self._uses[pages] -= 1
+            self._free_unused(pages)
             entries[:] = 0
             self._blocks[row, segment] = 0
+
+    def keep(self, row: int, block: int) -> Pages:
+        """Hold on to the pages of a row's block in all layers; `forget` lets them go.
+
+        Raises: InvariantViolation: The row lacks some of them.
+        """
+        if not (self._blocks[row] > block).all():
+            raise InvariantViolation(f"row {row} has no block {block} in some of its layers")
+        pages = self.table[:, row, block].copy()
+        self._kept[pages] += 1
+        return pages
+
+    def share(self, row: int, block: int, pages: Pages) -> None:
+        """Let kept pages be the next block of a row.
+
+        Raises: InvariantViolation: The row has not just the blocks before it.
+        """
+        if not (self._blocks[row] == block).all():
+            raise InvariantViolation(
+                f"row {row} has {self._blocks[row].tolist()} blocks; {block} cannot be shared next"
+            )
+        self.table[:, row, block] = pages
+        self._uses[pages] += 1
+        self._blocks[row] = block + 1
+        self._changes.append((0, self._ends[-1], row, block, block + 1))
+
+    def forget(self, pages: Pages) -> None:
+        """Let kept pages go; rows that name them keep them."""
+        self._kept[pages] -= 1
+        self._free_unused(pages)
+
+    def _free_unused(self, pages: Pages) -> None:
+        unused = pages[(self._uses[pages] == 0) & (self._kept[pages] == 0)]
+        self._free[self._num_free : self._num_free + unused.size] = unused
+        self._num_free += unused.size
 
     def take_changes(self) -> tuple[Ints, npt.NDArray[np.int32]]:
         """What was handed out since the last call, for a copy of the table elsewhere.
@@ -157,12 +200,16 @@ class PageTable:
         return int((self._blocks[row] * layers).sum())
 
     def check(self) -> None:
-        """Verify that every page has one owner. Raises: InvariantViolation."""
+        """Verify that every page is free or counted by its owners. Raises: InvariantViolation."""
         held = self.table[self.table > 0]
-        owned = np.concatenate([held, self._free[: self._num_free]])
+        free = self._free[: self._num_free]
         rows = sum(self.held_pages(row) for row in range(self._blocks.shape[0]))
-        if rows != held.size or not np.array_equal(
-            np.sort(owned), np.arange(1, self.num_pages + 1, dtype=np.int32)
+        uses = np.bincount(held, minlength=self.num_pages + 1)
+        owned = np.concatenate([np.flatnonzero(uses + self._kept), free])
+        if (
+            rows != held.size
+            or not np.array_equal(uses, self._uses)
+            or not np.array_equal(np.sort(owned), np.arange(1, self.num_pages + 1))
         ):
             raise InvariantViolation(
                 f"page table is inconsistent: {held.size} pages in it, {rows} on the books, "

@@ -140,7 +140,7 @@ def start_helios(
     *,
     context_tokens: int,
     table: HistoryTable | None = None,
-    cache_dir: str | None = None,
+    catalogue: Catalogue | None = None,
 ) -> Started:
     """Make the machine of a deployment.
 
@@ -148,13 +148,14 @@ def start_helios(
         device: What one decode replica has.
         context_tokens: Longest sequence that is served.
         table: As kept by the process before.
-        cache_dir: See `quadriga.checkpoint.folder.locate`.
+        catalogue: As read before; None: it is read here.
 
     Raises:
         ConfigError: The catalogue or a checkpoint in it is unusable, named models differ in their
             tokenizer, or no model fits the device.
     """
-    catalogue = read_catalogue(config.catalogue, only=config.models, cache_dir=cache_dir)
+    if catalogue is None:
+        catalogue = read_catalogue(config.catalogue, only=config.models)
     picked = pick_candidates(
         catalogue.models,
         slo=config.slo,

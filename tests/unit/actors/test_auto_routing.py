@@ -113,3 +113,32 @@ def test_a_class_without_prefill_is_passed_over_and_none_is_an_error() -> None:
     assert auto.choose(request("a"), FLEET, 0.0)[0].model == "s"
     with pytest.raises(Unavailable):
         router(serve=(L12,), scouts=frozenset({"p1"})).choose(request("a"), FLEET, 0.0)
+
+
+def test_who_names_a_model_has_its_deepest_replicas_first() -> None:
+    """Whatever was chosen for the others: a pool of its own keeps all layers."""
+    auto = router(serve=(S4,), scouts=frozenset())
+    whole = [replica("p-whole", Role.PREFILL, S8), replica("d-whole", Role.DECODE, S8)]
+    part = [replica("p-part", Role.PREFILL, S4), replica("d-part", Role.DECODE, S4)]
+    alive = [*part, *whole]
+
+    def admitted(name: str, model: str) -> tuple[set[str], list[str]]:
+        _, snapshots, way = auto.choose(request(name, model), alive, 0.0)
+        auto.admitted(request(name, model), way, Admission("p", S8), 0.0)
+        prefills = {s.info.name for s in snapshots if s.info.role is Role.PREFILL}
+        placed = PlaceRequest(name, S8, 9, 40)
+        found = auto.groups(placed, [part[1], whole[1]])
+        return prefills, [s.info.name for group in found for s in group]
+
+    assert admitted("named", "s") == ({"p-whole"}, ["d-whole", "d-part"])
+    assert admitted("any", AUTO_MODEL) == ({"p-whole", "p-part"}, ["d-part", "d-whole"])
+
+
+def test_a_model_that_made_way_for_another_is_refused_with_what_to_do() -> None:
+    auto = router(serve=(L12,))
+    others = [s for s in FLEET if s.info.depth_class == L12]
+    with pytest.raises(Unavailable, match="chose l@12 in its place; ask for 'quadriga-auto'"):
+        auto.require_loaded("s", others)
+    auto.require_loaded("l", others)
+    auto.require_loaded("s", FLEET)
+    router(serve=(S4,)).require_loaded("s", [])  # its replicas start anew

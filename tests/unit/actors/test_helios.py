@@ -29,7 +29,7 @@ from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.policies.helios import HistoryTable, Resize, Switch
+from quadriga.policies.helios import Resize, Switch
 from quadriga.policies.helios.history import unpack_table
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
@@ -113,10 +113,10 @@ class Stand:
 
 
 def config(**changes: Any) -> QuadrigaConfig:
+    pool = {} if "pools" in changes else {"model": "quadriga-s", "decode_replicas": 1}
     return load_config(
         {
-            "model": "quadriga-s",
-            "decode_replicas": 1,
+            **pool,
             "decode.rebatching": "drex",
             "helios.enabled": True,
             "helios.profile_requests": 2,
@@ -441,10 +441,68 @@ def test_a_configuration_that_cannot_be_served_by_choosing_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="rebatching"):
         Stand(monkeypatch, **{"decode.rebatching": "off"})
-    two = {"pools": [{"model": "quadriga-s"}, {"model": "quadriga-l"}]}
-    made = load_config({"helios.enabled": True, "decode.rebatching": "drex", **two})
-    with pytest.raises(ConfigError, match="2 pools"):
-        set_up(made, HARDWARE, {}, HistoryTable())
+
+
+async def test_pools_behind_the_first_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of quadriga-l are there by name; what is chosen takes the places of quadriga-s alone."""
+    named = {"model": "quadriga-l", "decode_replicas": 2}
+    first = {"model": "quadriga-s", "decode_replicas": 1}
+    stand = Stand(monkeypatch, pools=[first, named])
+    own, other = [PREFILL, DECODE], [SCOUT_P, SCOUT_D, (Role.DECODE, 2)]
+    scouts = [(Role.PREFILL, 2), (Role.DECODE, 3)]
+    pools = stand.control.pools
+    assert set(pools.specs()) == {*own, *other, *scouts}
+    assert set(pools.base) == {*own, *scouts} and pools.scouts == {*scouts}
+    for key in (*own, *scouts):
+        stand.add(key, S8)
+    others = [stand.add(key, L12) for key in other]
+    await stand.tick()
+    assert set(stand.control.view()["places"]) == {place_name(key) for key in (*own, *scouts)}
+    stand.control.operator.carry_out(Switch(1, "decode:0", L12, 500.0, "why"))
+    specs = pools.specs()
+    assert specs[DECODE].engine.depth_class == L12
+    assert [specs[key].engine.depth_class for key in other] == [L12] * 3
+    assert not any(pools.remove_place(replica.name) for replica in others), "scaling leaves them"
+    assert all(pools.may_go(replica) for replica in others)
+    assert not pools.may_go(stand.fleet.replicas[place_name(PREFILL)]), (
+        "another pool's replicas do not stand in for the last one of a model that is chosen"
+    )
+    pools.add_place(S8)
+    assert (Role.DECODE, 4) in pools.specs()
+
+
+def test_a_catalogue_without_the_model_that_is_named_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the tokenizer is the same, or the name: other weights would answer."""
+    for name in ("mine", "quadriga-s"):
+        shutil.copytree(ASSETS / "quadriga-s", tmp_path / name)
+        with pytest.raises(ConfigError, match=r"is not in the catalogue.*name a catalogue") as bad:
+            Stand(monkeypatch, model=str(tmp_path / name))
+        assert bad.value.param == "pools.0.model"
+        assert str(tmp_path / name) in str(bad.value)
+    with pytest.raises(ConfigError, match=r"quadriga-s is not in the catalogue"):
+        Stand(monkeypatch, **{"helios.models": ["quadriga-l"]})
+
+
+def test_a_catalogue_with_nothing_to_choose_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "alone"
+    shutil.copytree(ASSETS / "quadriga-s", folder)
+    for file in ("exits.json", "exits.safetensors"):
+        (folder / file).unlink()
+    with pytest.raises(ConfigError, match=r"nothing to choose.*alone.*set it to false"):
+        Stand(monkeypatch, model=str(folder), **{"helios.catalogue": str(tmp_path)})
+
+
+def test_helios_is_on_where_a_catalogue_is_named(tmp_path: Path) -> None:
+    assert not load_config({}).helios.enabled
+    named = {"helios.catalogue": str(tmp_path)}
+    assert load_config(named).helios.enabled
+    assert not load_config({**named, "helios.enabled": False}).helios.enabled
+    again = QuadrigaConfig.model_validate(load_config(named).model_dump(mode="json"))
+    assert again.helios.enabled, "as every process reads it"
 
 
 def test_a_pool_of_another_family_than_the_catalogue_is_refused(
@@ -455,8 +513,9 @@ def test_a_pool_of_another_family_than_the_catalogue_is_refused(
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer["added_tokens"] = tokenizer["added_tokens"][1:]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    with pytest.raises(ConfigError, match="another has another tokenizer than quadriga-"):
-        Stand(monkeypatch, model=str(folder))
+    shutil.copytree(ASSETS / "quadriga-s", tmp_path / "a-first")
+    with pytest.raises(ConfigError, match="another has another tokenizer than a-first"):
+        Stand(monkeypatch, model=str(folder), **{"helios.catalogue": str(tmp_path)})
 
 
 async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from actors.controller.drain import LeavingNodes, empty, hand_over
 from actors.controller.replica_manager import ReplicaManager
 from quadriga.clock import ManualClock
 from quadriga.control.replica_record import ReplicaLoad, ReplicaPhase, ReplicaRecord, ReplicaStatus
-from quadriga.control.rollout import LEAVE_S, SURGE_PATIENCE_S, Rollout, turn_over
+from quadriga.control.rollout import LEAVE_S, SURGE_PATIENCE_S, Rollout, places_of_fewer, turn_over
 from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ReplicaDied
@@ -180,3 +180,49 @@ async def test_the_leaving_nodes_are_those_that_ray_named_last() -> None:
     await nodes.look()
     assert nodes.left_s("n") is None
     assert changes == [3, 1, 0]
+
+
+def placed(name: str, ordinal: int, *, fingerprint: str = "new") -> ReplicaRecord:
+    made = member(name, fingerprint=fingerprint)
+    made.key = (Role.DECODE, ordinal)
+    return made
+
+
+FEWER = {(Role.DECODE, 0): "new", (Role.DECODE, 1): "new"}
+
+
+@pytest.mark.parametrize(
+    ("work", "going"),
+    [
+        ({"a": 1.0, "b": 20.0, "c": 30.0}, {"a"}),
+        ({"a": 30.0, "b": 20.0, "c": 1.0}, {"c"}),
+        ({"a": 10.0, "b": 2.0, "c": 30.0}, {"b"}),
+        ({}, {"c"}),
+    ],
+)
+def test_of_fewer_replicas_those_with_the_least_work_left_go(
+    work: dict[str, float], going: set[str]
+) -> None:
+    replicas = [placed(name, i) for i, name in enumerate("abc")]
+    changed = places_of_fewer(replicas, FEWER, work)
+    keys = {m.name: changed.get(m.name, m.key) for m in replicas}
+    assert {name for name, key in keys.items() if key not in FEWER} == going
+    assert len(set(keys.values())) == len(keys)
+
+
+def test_two_that_are_too_many_are_the_two_with_the_least_work() -> None:
+    replicas = [placed(name, i) for i, name in enumerate("abcd")]
+    changed = places_of_fewer(replicas, FEWER, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0})
+    keys = {m.name: changed.get(m.name, m.key) for m in replicas}
+    assert {name for name, key in keys.items() if key in FEWER} == {"c", "d"}
+
+
+def test_a_vacant_place_is_filled_by_one_that_is_too_many() -> None:
+    """As after a restart of the controller, which knows of a replica only its first place."""
+    replicas = [placed("a", 0), placed("c", 2)]
+    assert places_of_fewer(replicas, FEWER, {}) == {"c": (Role.DECODE, 1)}
+
+
+def test_a_replica_of_another_configuration_takes_no_place() -> None:
+    replicas = [placed("a", 0), placed("b", 1), placed("c", 2, fingerprint="old")]
+    assert places_of_fewer(replicas, FEWER, {"c": 9.0}) == {}

@@ -143,7 +143,7 @@ def test_runs_with_other_options_do_not_overwrite_each_other(
     words = ["simulate", "--trace", str(trace), "--no-plots", "--out", str(out)]
     options: list[list[str]] = [
         [], ["--scale", "2"], ["--seed", "1"], ["--limit", "30"], ["--prefill", "2"],
-        ["--profile", "a100-7b"], ["--on-full", "pause"], ["--slo-ttft-s", "1"],
+        ["--profile", "a100-7b"], ["--on-full", "recompute"], ["--slo-ttft-s", "1"],
         ["--arrivals", "poisson:1"], ["--warm-up-s", "5"], ["--fail", "5:0:1"],
         ["--bandwidth-gbit", "1"], ["--report-every-s", "1"], ["--stop-and-copy"],
         ["--policy", "reschedule"], ["--decode", "2"],

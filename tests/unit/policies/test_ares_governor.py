@@ -23,10 +23,11 @@ from quadriga.policies.ares.forecast import (
     with_fixed,
     with_promised,
 )
-from quadriga.policies.ares.governor import Governor
+from quadriga.policies.ares.governor import ROUND_TRIP_S, Governor
 from quadriga.policies.ares.orders import SETTLE_S
 from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
 from quadriga.policies.ares.replica_view import replica_view
+from quadriga.policies.ares.settings import settings_under
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import find_profile
 from quadriga.sim.recorder import Recorder
@@ -188,7 +189,8 @@ def test_the_bandwidth_is_what_moves_have_shown() -> None:
 
 def test_the_live_tick_decides_as_the_simulator_did(tmp_path: Path) -> None:
     """The scheduler's own code, given the snapshots of a simulated run, orders the same moves."""
-    sim = SimConfig(find_profile("rtx4090d-7b"), num_decode=3, num_prefill=1, seed=3)
+    profile = replace(find_profile("rtx4090d-7b"), round_trip_s=ROUND_TRIP_S)
+    sim = SimConfig(profile, num_decode=3, num_prefill=1, seed=3)
     file = tmp_path / "ticks.jsonl"
     recorder = Recorder(file, sim, "ares")
     load = synthetic_load("sharegpt", rate=0.17, duration_s=500.0, seed=3)
@@ -200,7 +202,8 @@ def test_the_live_tick_decides_as_the_simulator_did(tmp_path: Path) -> None:
             continue
         scheduler = config(bandwidth_bytes_per_s=recorded.costs.bandwidth_bytes_per_s)
         made = Governor(scheduler, lambda tick: None)
-        assert made.settings == recorded.settings, "the configuration's defaults are the policy's"
+        as_used = settings_under(made.settings, sim.memory.reservation)
+        assert as_used == recorded.settings, "the configuration's defaults are the policy's"
         costs = recorded.costs.bytes_per_token
         snapshots = [
             replace(s, forecast=s.forecast and replace(s.forecast, bytes_per_token=costs))

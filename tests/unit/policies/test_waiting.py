@@ -216,21 +216,50 @@ def test_with_nothing_learned_yet_hope_falls_with_time() -> None:
     assert rates[0] > 50 > rates[1] > rates[2]
 
 
-def test_with_nothing_seen_a_request_lasts_as_long_as_it_may() -> None:
-    decode = snapshot(Role.DECODE, num_running=SLOTS)
+@pytest.mark.parametrize("usual_tokens", [100, 400])
+def test_with_nothing_seen_a_request_lasts_as_long_as_usual_or_as_it_may(usual_tokens: int) -> None:
+    decode = snapshot(Role.DECODE, num_running=SLOTS, upper_tokens=usual_tokens)
     decode.step_time_s = 0.02
-    asked = request(max_tokens=100)
+    asked = request(max_tokens=200)
     supply = decode_supply(asked, [decode], WaitEstimator(), num_pending=0, model="m", now_s=0.0)
-    assert supply.per_s == pytest.approx(SLOTS / 2.0)
+    assert supply.per_s == pytest.approx(SLOTS / (2.0 if usual_tokens == 100 else 4.0))
 
 
 def test_whoever_is_on_the_way_to_a_place_ends_too() -> None:
-    decode = snapshot(Role.DECODE)
+    decode = snapshot(Role.DECODE, upper_tokens=100)
     decode.step_time_s = 0.02
     asked = request(max_tokens=100)
     supply = decode_supply(asked, [decode], WaitEstimator(), num_pending=20, model="m", now_s=0.0)
     assert supply.free == SLOTS - 20
     assert supply.per_s == pytest.approx(SLOTS / 2.0)
+
+
+def test_the_default_limit_lets_a_second_burst_wait_that_comes_before_the_first_has_ended() -> None:
+    """All answers of the first take 10 s; after 8 s none has ended, and as many come again."""
+    book = WaitEstimator()
+    for i in range(SLOTS):
+        book.admitted(request(str(i)), "m", now_s=0.0)
+        book.placed(str(i), now_s=0.0)
+    scheduler = SchedulerConfig()
+    assert scheduler.max_wait_s == 30.0
+    decode = snapshot(Role.DECODE, num_running=SLOTS, upper_tokens=64)
+    decode.step_time_s = 0.05
+
+    def num_admitted(now_s: float) -> int:
+        for number in range(10 * SLOTS):
+            asked = request(f"{now_s}-{number}", max_tokens=2000)
+            snapshots = [snapshot(Role.PREFILL, num_running=number), decode]
+            common = {"now_unix_s": 0.0, "scheduler": scheduler, "prefill": PREFILL}
+            admission = admit(asked, snapshots, checks_queue=False, **common)  # type: ignore[arg-type]
+            try:
+                check_room(asked, admission, snapshots, book, now_s=now_s, **common)  # type: ignore[arg-type]
+            except Overloaded:
+                return number
+            book.admitted(asked, "m", now_s=now_s)
+        return 10 * SLOTS
+
+    num_waiting = num_admitted(8.0)
+    assert SLOTS <= num_waiting < 10 * SLOTS, "those at the end of the line would wait for minutes"
 
 
 def test_those_of_whose_end_nobody_tells_are_forgotten() -> None:
@@ -345,7 +374,7 @@ def test_what_is_rebuilt_was_let_in_before() -> None:
 
 def test_without_a_limit_nobody_is_refused_for_it() -> None:
     snapshots = [snapshot(Role.PREFILL), snapshot(Role.DECODE, num_running=SLOTS)]
-    unlimited = SchedulerConfig()
+    unlimited = SchedulerConfig(max_wait_s=None)
     admission = admit(request(), snapshots, now_unix_s=0.0, scheduler=unlimited, prefill=PREFILL)
     check_room(
         request(),

@@ -6,16 +6,22 @@ import hmac
 import io
 import os
 import pickle
+import shutil
 import stat
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.config.ingress import AuthConfig
 from quadriga.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated
+from quadriga.ports import free_port
 from serve_app.__main__ import _arguments, _own_key, main
 from serve_app.auth.api_keys import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
-from serve_app.auth.keys import ANONYMOUS, KeyLimits
+from serve_app.auth.keys import ANONYMOUS, KeyLimits, parse_lines
 from serve_app.cli.startup import describe
 from serve_app.request.resumption import check_key
 
@@ -89,6 +95,8 @@ def test_unusable_key_files(tmp_path: Path, content: str | bytes | None) -> None
         (line_of("k", "n", "requests_per_s=0"), "above 0"),
         (line_of("k", "n", "tokens_per_min=nan"), "above 0"),
         (line_of("k", "n", "concurrency=2 concurrency=3"), "twice"),
+        (line_of("k", "n", "cache_salt=a cache_salt=a"), "twice"),
+        (line_of("k", "n", "cache_salt="), "cache_salt must be a name"),
     ],
 )
 def test_a_bad_key_line_is_named_and_not_quoted(line: str, said: str) -> None:
@@ -96,6 +104,15 @@ def test_a_bad_key_line_is_named_and_not_quoted(line: str, said: str) -> None:
         ApiKeys.load(AuthConfig(api_keys=(line_of("good", "good"), line)))
     assert "line 2" in caught.value.message
     assert "secret-key-as-it-is" not in caught.value.message
+
+
+def test_keys_share_prompts_only_where_they_have_one_salt() -> None:
+    lines = [line_of("k", "a"), line_of("l", "b", "cache_salt=team"), line_of("m", "team")]
+    a, b, team = parse_lines(lines, "a test")
+    c = replace(a, name="c", cache_salt="team")
+    assert b.salted("x") == c.salted("x") != b.salted("")
+    assert len({key.salted("x") for key in (a, b, team, ANONYMOUS)}) == 4
+    assert parse_lines([b.line()], "a test") == (b,)
 
 
 def test_names_and_keys_are_there_once() -> None:
@@ -176,6 +193,23 @@ def test_start_up_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFix
     err = capsys.readouterr().err
     assert err.startswith("quadriga: ")
     assert err.count("\n") == 1
+
+
+def test_ones_own_model_is_not_mixed_with_the_bundled_ones(tmp_path: Path) -> None:
+    """The whole command: it ends with the reason, before it starts anything."""
+    shutil.copytree(ASSETS / "quadriga-s", tmp_path / "mine")
+    words = [f"model={tmp_path / 'mine'}", "helios.enabled=true"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "serve_app", "--http-port", str(free_port()), "--no-grpc", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert f"{tmp_path / 'mine'} is not in the catalogue of helios.enabled" in ended.stderr
+    assert "name a catalogue with it in helios.catalogue" in ended.stderr
+    assert "Ray is up" not in ended.stdout
 
 
 def test_the_banner_names_what_runs_and_how_to_try_it() -> None:

@@ -81,7 +81,7 @@ async def test_what_was_once_ignored(stand: Stand, route: str, name: str, value:
 
 
 async def test_fields_that_change_nothing_are_accepted_and_named(stand: Stand) -> None:
-    harmless = {"metadata": {}, "store": True, "service_tier": "a", "cache_salt": "a"}
+    harmless = {"metadata": {}, "store": True, "service_tier": "a"}
     reply = await stand.complete(**harmless)
     assert reply.status_code == 200
     assert set(reply.headers["x-quadriga-ignored"].split(",")) == set(harmless)

@@ -186,7 +186,7 @@ def test_moves_by_forecast_need_no_placement_by_forecast() -> None:
 
 def test_a_slow_copy_is_followed_by_shorter_ones_before_the_sequence_rests() -> None:
     """A millisecond a token: what is generated during the first copy would take some steps."""
-    config = SimConfig(SMALL, 4, 1, bandwidth_bytes_per_s=1e6, learns_link=True)
+    config = SimConfig(SMALL, 4, 1, memory=RECOMPUTE, bandwidth_bytes_per_s=1e6, learns_link=True)
     run = Simulation(config, make_policy("oracle", SETTINGS), *load(2, 80)).run()
     assert max(m.num_tokens for m in run.migrations) > 400
     longest_s = SMALL.round_trip_s + 1e-3 + SMALL.step.step_s(SMALL.num_slots, 2000)

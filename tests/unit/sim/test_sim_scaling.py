@@ -113,7 +113,7 @@ def test_bursts_closer_than_the_window_keep_their_replicas() -> None:
 
 def test_bursts_far_apart_turn_twice_each() -> None:
     """The second valley is waited out for longer: growing followed too soon upon shrinking."""
-    rates = [(40, 25.0), (150, 1.0), (40, 25.0), (300, 1.0)]
+    rates = [(40, 25.0), (150, 1.0), (40, 25.0), (500, 1.0)]
     run, log = scaled(rates, down_after_s=60)
     assert run.failures == {}
     assert turns(log) == 3, kinds(log)

@@ -131,6 +131,7 @@ def test_a_sequence_may_join_be_preempted_and_return_within_one_event() -> None:
             num_decode=1,
             profile=replace(SMALL, prefill_budget_tokens=2048),
             delays=Delays(handoff_s=(0.5,)),
+            memory=RECOMPUTE,
             make_replica=Watched,
         )
         assert (True, True) in seen, "the load no longer makes what this test is about"

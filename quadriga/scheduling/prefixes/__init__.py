@@ -1,0 +1,1 @@
+"""KV that prompts which begin alike share."""

@@ -1,0 +1,166 @@
+"""KV of prompts that were computed before, for prompts that begin alike.
+
+A *block* is a run of prompt tokens whose KV is kept together, of as many tokens as the runner says.
+Its key is a hash of its tokens and of the key before it, so equal keys mean equal prefixes:
+
+        key[i] = blake2b(key[i - 1] + tokens[i · n : (i + 1) · n])      key[-1]: model, layers, salt
+
+Only whole blocks of a prompt are kept, which all loaded layers have run: an output token may have
+left early. Kept blocks take no memory from sequences: they lie in what the slots have not promised,
+and go, least recently used first, as soon as it is promised. A block is used no earlier than the
+blocks behind it, so what goes first is the end of a prefix, never its beginning.
+
+Source: the chained hash and the order of eviction are those of vLLM's automatic prefix caching;
+differs: there is one block size a runner, and no block is counted as used between two sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quadriga.core.request import SequenceState
+from quadriga.interfaces import ModelRunner, SharingRunner
+from quadriga.scheduling.meters import PrefixTotals
+from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
+
+
+class PrefixCache:
+    """Kept blocks of one engine, by key, least recently used first.
+
+    Args:
+        slots: Of the same engine; kept blocks and promises never exceed its capacity together.
+        model: A name that is another for other weights.
+
+    Not thread-safe: the engine's thread owns it.
+    """
+
+    def __init__(self, runner: SharingRunner, slots: SlotTable, model: str) -> None:
+        self.block_tokens = runner.share_tokens
+        self.totals = PrefixTotals()
+        self._runner = runner
+        self._slots = slots
+        self._model = model
+        self._blocks: OrderedDict[bytes, object] = OrderedDict()
+        slots.on_promise = self._make_room
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens whose KV is kept."""
+        return len(self._blocks) * self.block_tokens
+
+    def look(self, sequence: RunningSequence) -> None:
+        """Mark the blocks of a sequence that is about to be promised memory as used.
+
+        Others go for it then. A prompt whose own tokens are scored is computed whole.
+        """
+        state = sequence.state
+        if not sequence.block_keys and state.sampling.num_prompt_logprobs is None:
+            sequence.block_keys = self.keys(state)
+        self._touch(sequence.block_keys)
+
+    def keys(self, state: SequenceState) -> list[bytes]:
+        """The key of every whole block of a prompt."""
+        size, tokens = self.block_tokens, state.prompt_ids
+        root = f"{self._model}\0{self._runner.num_layers}\0{state.cache_salt}"
+        key = hashlib.blake2b(root.encode(), digest_size=32).digest()
+        keys = []
+        for stop in range(size, len(tokens) + 1, size):
+            block = array("q", tokens[stop - size : stop]).tobytes()
+            key = hashlib.blake2b(key + block, digest_size=32).digest()
+            keys.append(key)
+        return keys
+
+    def count(self) -> PrefixTotals:
+        """The totals as they are now, apart from what comes."""
+        return replace(self.totals, kept=self.held_tokens)
+
+    def load(self, sequence: RunningSequence) -> int:
+        """Let a sequence's row go on with the blocks that are there; returns their tokens.
+
+        At least one token is left to compute: the next is sampled behind it.
+        """
+        size, done = self.block_tokens, sequence.num_computed
+        most = (num_prefill_tokens(sequence.state) - 1) // size
+        if done % size or done // size >= most:
+            return 0
+        first = stop = done // size
+        keys = sequence.block_keys
+        while stop < min(most, len(keys)) and keys[stop] in self._blocks:
+            self._runner.share(sequence.row, stop * size, self._blocks[keys[stop]])
+            stop += 1
+        if stop == first:
+            return 0
+        self._touch(keys[:stop])
+        num_tokens = (stop - first) * size
+        self.totals.hits += num_tokens
+        return num_tokens
+
+    def store(self, sequence: RunningSequence, start: int, stop: int) -> None:
+        """Keep the blocks that end in positions (start, stop], which were just computed.
+
+        What has no room is not kept: blocks go for newer prefixes, but not for the end of their
+        own.
+        """
+        size, keys = self.block_tokens, sequence.block_keys
+        first, end = start // size, min(stop // size, len(keys))
+        if end <= first or (first and keys[first - 1] not in self._blocks):
+            return
+        self._touch(keys[:first])
+        own = set(keys)
+        for i in range(first, end):
+            if keys[i] not in self._blocks:
+                if not self._has_room(own):
+                    break
+                self._blocks[keys[i]] = self._runner.keep(sequence.row, i * size)
+        self._touch(keys[:end])
+
+    def clear(self) -> None:
+        """Let all blocks go."""
+        while self._blocks:
+            self._evict()
+
+    def _has_room(self, own: set[bytes]) -> bool:
+        """Make room for one more block, at the cost of none of its own prefix."""
+        while self.held_tokens + self.block_tokens > self._room:
+            if not self._blocks or next(iter(self._blocks)) in own:
+                return False
+            self._evict()
+        return True
+
+    @property
+    def _room(self) -> int:
+        """Tokens that may be kept: each sequence's last block is taken to be promised whole."""
+        slots = self._slots
+        taken = slots.reserved_tokens + slots.num_held * self.block_tokens
+        return slots.kv_capacity_tokens - taken
+
+    def _make_room(self) -> None:
+        """Let blocks go that lie in what was just promised."""
+        while self._blocks and self.held_tokens > self._room:
+            self._evict()
+
+    def _evict(self) -> None:
+        _, block = self._blocks.popitem(last=False)
+        self._runner.forget(block)
+        self.totals.evicted += self.block_tokens
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """These blocks, each behind the one before, are used now."""
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+
+def find_prefix_cache(
+    runner: ModelRunner, slots: SlotTable, model: str, *, enabled: bool
+) -> PrefixCache | None:
+    """The cache of an engine; None where it is off or the runner cannot share KV."""
+    if not enabled or not isinstance(runner, SharingRunner):
+        return None
+    return PrefixCache(runner, slots, model)

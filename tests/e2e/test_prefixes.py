@@ -1,0 +1,84 @@
+"""Prompts that begin alike: the service gives the same answers, and says what was shared."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+
+from quadriga.client import Client
+from tests.e2e.observe import series, total
+
+SETTLE_S = 10.0
+PROMPT = [20 + (7 * i) % 300 for i in range(250)]
+BODY = {"model": "quadriga-s", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+
+
+def complete(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    reply = http.post("/v1/completions", json=BODY | {"return_token_ids": True} | fields)
+    assert reply.status_code == 200, reply.text
+    body: dict[str, Any] = reply.json()
+    return body
+
+
+def cached(body: dict[str, Any]) -> int:
+    return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_prompt_is_computed_once_for_each_salt(http: httpx.Client) -> None:
+    first = complete(http, cache_salt="one")
+    again = complete(http, cache_salt="one")
+    other = complete(http, cache_salt="two")
+    longer = complete(http, cache_salt="one", prompt=PROMPT[:200] + [40] * 30)
+    assert [cached(body) for body in (first, again, other, longer)] == [0, 192, 0, 192]
+    tokens = [body["choices"][0]["token_ids"] for body in (first, again, other)]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_choices_share_their_prompt(http: httpx.Client) -> None:
+    one = complete(http, cache_salt="alone", temperature=1, seed=3)
+    many = complete(http, cache_salt="together", temperature=1, seed=3, n=4)
+    assert cached(one) == cached(many) == 0, "the prompt was computed"
+    found = [choice["token_ids"] for choice in many["choices"]]
+    assert found[0] == one["choices"][0]["token_ids"]
+    assert len({tuple(ids) for ids in found}) > 1
+
+
+def test_conversations_and_responses_report_it(http: httpx.Client) -> None:
+    words = " ".join(str(i) for i in range(100))
+    said = [{"role": "user", "content": f"Reverse: {words}"}]
+    chat = {"model": "quadriga-s", "messages": said, "max_tokens": 4, "cache_salt": "chat"}
+    replies = [http.post("/v1/chat/completions", json=chat).json() for _ in range(2)]
+    assert cached(replies[0]) == 0 < cached(replies[1])
+    body = {"model": "quadriga-s", "input": said, "max_output_tokens": 4, "cache_salt": "chat"}
+    usage = http.post("/v1/responses", json=body).json()["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == cached(replies[1])
+
+
+def test_keys_share_nothing_unless_they_say_so(http: httpx.Client, sdk: Client) -> None:
+    """Over HTTP this service asks for no key; over gRPC it does."""
+    complete(http, cache_salt="both")
+    results = [sdk.generate(PROMPT, max_tokens=4, cache_salt="both").usage for _ in range(2)]
+    assert [usage.cached_tokens for usage in results if usage] == [0, 192]
+
+
+def test_a_salt_that_is_none_is_refused(http: httpx.Client) -> None:
+    for salt in ("", "a" * 257, 7):
+        reply = http.post("/v1/completions", json=BODY | {"cache_salt": salt})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "cache_salt"
+
+
+def test_metrics_count_tokens_that_were_asked_for_and_found(http: httpx.Client) -> None:
+    for _ in range(2):
+        complete(http, cache_salt="counted")
+    names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+    ends_s = time.monotonic() + SETTLE_S
+    while True:
+        values = series(http)
+        queries, hits = (total(values, name) for name in names)
+        if hits >= 192 or time.monotonic() > ends_s:
+            break
+        time.sleep(0.2)
+    assert queries >= 500 and 192 <= hits <= queries
+    assert total(values, "quadriga_prefix_cache_tokens") >= 192
