@@ -161,7 +161,7 @@ class FakeCluster:
     async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
         self.num_orphan_calls += 1
         return [
-            ResumableSequence(s.claim, DECODE, s.sequence_id, s.epoch + 1)
+            ResumableSequence(s.claim, DECODE, s.sequence_id, s.epoch + 1, s.model)
             for s in self.submitted
             if s.claim in claims and s.sequence_id in self.decode.held
         ]

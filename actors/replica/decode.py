@@ -16,7 +16,7 @@ from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.kv import ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.output import EngineOutput
+from quadriga.core.output import EngineOutput, progress_of
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot
 from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
@@ -126,7 +126,9 @@ class DecodeReplica(Replica[DecodeEngine]):
 
         def find(core: DecodeEngine) -> list[ResumableSequence]:
             return [
-                ResumableSequence(state.claim, self.name, state.sequence_id, state.epoch)
+                ResumableSequence(
+                    state.claim, self.name, state.sequence_id, state.epoch, state.model
+                )
                 for state in core.loop.running
                 if state.claim and state.claim in claims
             ]
@@ -149,11 +151,17 @@ class DecodeReplica(Replica[DecodeEngine]):
             if state is None or sequence_id in self.leaving():
                 return False
             before, state.ingress_id = state.ingress_id, ingress_id
+            num_tokens = len(state.output_ids)
             so_far = EngineOutput(
                 sequence_id,
                 state.epoch,
                 token_ids=list(state.output_ids),
                 exit_layers=list(state.exit_layers),
+                progress=progress_of(state),
+                # A request whose model is chosen may have had some of them counted, and not all.
+                logprobs=list(state.logprobs) if len(state.logprobs) == num_tokens else None,
+                prompt_logprobs=state.prompt_logprobs,
+                depth=core.loaded_depth,
             )
             outputs = [(ingress_id, so_far)]
             if before != ingress_id:  # it may be up, and a client may wait there

@@ -81,8 +81,8 @@ class DecodeEngine:
                 replica.config.decode.rebatching,
                 costs,
                 counters,
-                # HELIOS judges depths by where tokens could leave: every exit is tested.
-                deterministic=replica.config.deterministic or replica.config.helios.enabled,
+                deterministic=replica.config.deterministic,
+                is_surveyed=self._is_watched,  # HELIOS judges depths by where tokens could leave
             ),
             counters=counters,
             criterion=spec.exits.criterion,
@@ -112,6 +112,11 @@ class DecodeEngine:
     def has_work(self) -> bool:
         return self.loop.has_work
 
+    @property
+    def loaded_depth(self) -> int:
+        """Layers that are loaded; 0 where that never changes."""
+        return self.resizable.num_layers if self._is_watched and self.resizable is not None else 0
+
     def _check(self) -> bool:
         """Verify the table; a slot must belong to a sequence there or to a transfer."""
         loop = self.loop
@@ -132,8 +137,8 @@ class DecodeEngine:
         self.forecasting.stepped(self.loop, emissions)
 
     def _emit(self, emissions: list[tuple[str, EngineOutput]]) -> None:
-        if self._is_watched and self.resizable is not None:
-            depth = self.resizable.num_layers
+        depth = self.loaded_depth
+        if depth:
             for _, emission in emissions:
                 emission.depth = depth
         self._replica.post(self._replica.emit, emissions)

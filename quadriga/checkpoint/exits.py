@@ -228,6 +228,7 @@ class ExitCounters:
         limited: Those of the breaches that the request's own `max_depth` asks for.
         involuntary_stays: Tokens that could have left and were carried on with their batch.
         splits, stays, flushes: Decisions taken.
+        surveys: Groups that were tested at every exit, for HELIOS: where could their tokens leave?
         explored: Decisions taken against the forecast, to keep its times fresh.
         predicted_profit_s, realised_profit_s: Sums over the splits: time saved against carrying
             the whole batch down, as forecast and as measured.
@@ -247,6 +248,7 @@ class ExitCounters:
     splits: int = 0
     stays: int = 0
     flushes: int = 0
+    surveys: int = 0
     explored: int = 0
     predicted_profit_s: float = 0.0
     realised_profit_s: float = 0.0

@@ -122,6 +122,7 @@ class HeliosOperator:
             replica=place,
             depth_class=depth_class,
             exit_tokens=report.exit_tokens,
+            sure_tokens=report.sure_tokens,
             breaches=round(share * report.exit_tokens.get(depth_class.depth, 0)),
             nll=report.nll,
             scored_tokens=report.scored_tokens,

@@ -140,6 +140,9 @@ class SequenceState(RelativeTimeMixin):
         prompt_ids: Token ids of the prompt; never empty.
         output_ids: Token ids emitted so far; the next emission has index `len(output_ids)`.
         exit_layers: Depth each output token left at, parallel to `output_ids`.
+        logprobs: Of the output tokens, parallel to them, where the request asked for them; they are
+            kept with the sequence so that another ingress can go on with it.
+        prompt_logprobs: Of the prompt, where the request asked for them and it is computed.
         priority: Lower is served first.
         deadline_unix_s: When the client stops waiting, by the clock of the machine it is on.
         ingress_id: Who holds the client's stream.
@@ -148,6 +151,9 @@ class SequenceState(RelativeTimeMixin):
         moved_unix_s: When the last one was committed, by the same clock; 0 before the first.
         prediction: Tokens still to come, as last said by a length head.
         predicted_at: Output tokens there were then.
+        expected: Tokens of the whole answer, as a length head first said.
+        num_pauses: How often it was moved to host memory so far.
+        num_breaches: Output tokens that left the deepest exit open to them below their threshold.
         traceparent: Context of the request's trace; None where it is not traced.
         claim: Who asks with this may take the sequence over from an ingress that is gone; empty
             where nobody may.
@@ -170,10 +176,15 @@ class SequenceState(RelativeTimeMixin):
     epoch: int = 0
     output_ids: list[int] = field(default_factory=list)
     exit_layers: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
     num_moves: int = 0
     moved_unix_s: float = 0.0
     prediction: LengthPrediction | None = None
     predicted_at: int = 0
+    expected: LengthPrediction | None = None
+    num_pauses: int = 0
+    num_breaches: int = 0
     traceparent: str | None = None
     claim: str = ""
     cache_salt: str = ""
@@ -189,6 +200,24 @@ class SequenceState(RelativeTimeMixin):
         return len(self.prompt_ids) + self.sampling.max_tokens
 
 
+def remaining_of(state: SequenceState) -> LengthPrediction | None:
+    """Tokens a sequence will still generate, by all that is known now; None where nothing is."""
+    produced = len(state.output_ids)
+    most = float(max(0, state.sampling.max_tokens - produced))
+    if state.sampling.ignore_eos and not state.sampling.stop_token_ids:
+        return LengthPrediction(most, most, most)
+    said = state.prediction
+    if said is None:
+        return None
+    since = produced - state.predicted_at
+    least = float(max(0, state.sampling.min_tokens - produced))
+    mean, lower, upper = (
+        min(max(tokens - since, least), most) for tokens in (said.mean, said.lower, said.upper)
+    )
+    # Who outlives what was said goes on for a while: the next prediction will tell how long.
+    return LengthPrediction(max(mean, min(1.0, most)), lower, max(upper, min(1.0, most)))
+
+
 @dataclass(frozen=True, slots=True)
 class ResumableSequence:
     """A running sequence as one finds it whose client came back through another ingress.
@@ -197,12 +226,14 @@ class ResumableSequence:
         claim: What it was asked for by; see `SequenceState`.
         replica: Where it runs.
         epoch: Of its owner.
+        model: That it runs on, which may have been chosen for it.
     """
 
     claim: str
     replica: str
     sequence_id: str
     epoch: int
+    model: str
 
 
 @dataclass(slots=True)

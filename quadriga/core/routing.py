@@ -70,6 +70,8 @@ class AutoReport:
             token ("finished").
         depth_class: Of all its tokens; None where they came from several.
         exit_tokens: Layers run → output tokens.
+        sure_tokens: Layers after which a token could first have left → those tokens, as far as that
+            is known.
         nll: Sum of −log p over `scored_tokens` of its output tokens.
         decode_s: From the first token to the last.
         prompt_ids, output_ids, exit_layers: Of a greedy one, now and then: to be read again.
@@ -79,6 +81,7 @@ class AutoReport:
     replica: str
     depth_class: DepthClass | None = None
     exit_tokens: dict[int, int] = field(default_factory=dict)
+    sure_tokens: dict[int, int] = field(default_factory=dict)
     nll: float = 0.0
     scored_tokens: int = 0
     prompt_tokens: int = 0

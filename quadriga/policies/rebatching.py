@@ -84,6 +84,10 @@ class Rebatcher(Protocol):
 
     costs: SegmentCosts
 
+    @property
+    def is_surveying(self) -> bool:
+        """Whether the group that left the front last is tested at every exit that it reaches."""
+
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
         """Which range to run next; some row waits before its first segment.
 

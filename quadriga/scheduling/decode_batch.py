@@ -185,6 +185,7 @@ class DecodeBatch:
         sequence.threshold = exits.threshold
         sequence.min_confidence = self._min_confidence(exits)
         sequence.is_strict = exits.is_strict
+        sequence.is_surveyed, sequence.sure_after = False, 0
         sequence.num_tokens = state.num_tokens
         sequence.gap_s = exits.sla_tbt_s
         sequence.since_s = now_s

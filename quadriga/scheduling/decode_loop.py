@@ -17,7 +17,7 @@ from quadriga.checkpoint.exits import Criterion, ExitCounters, ExitUse
 from quadriga.clock import Clock
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.kv import ResumePoint
-from quadriga.core.output import EngineOutput
+from quadriga.core.output import EngineOutput, progress_of
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.errors import DeadlineExceeded, InvariantViolation
 from quadriga.interfaces import ModelRunner
@@ -290,6 +290,9 @@ class DecodeLoop:
             self._count_flush(group, started_s)
         num_tokens = sum([s.num_tokens for s in group])
         self.meter.ran(len(group), num_tokens)
+        if ran.first == 0 and batch.rebatcher.is_surveying:
+            for sequence in group:
+                sequence.is_surveyed, sequence.sure_after = True, 0
         rows = [s.row for s in group]
         started_s, filled = clock.now_s(), runner.num_filled
         if ran.first == 0 and ran.stop == len(batch.ends) and not batch.is_partial:
@@ -395,6 +398,8 @@ class DecodeLoop:
             sequence.num_tokens += len(token_ids)
             at_depth += len(token_ids)
             logprobs = [t.logprob for t in news[: len(token_ids)] if t.logprob is not None]
+            if logprobs:
+                state.logprobs += logprobs
             if token_ids:
                 emission = EngineOutput(
                     state.sequence_id,
@@ -406,6 +411,13 @@ class DecodeLoop:
                     None,
                     finish,
                 )
+                has_news = state.prediction is not None and state.predicted_at != sequence.told_at
+                if has_news or finish is not None:
+                    sequence.told_at = state.predicted_at
+                    emission.progress = progress_of(state)
+                if sequence.is_surveyed:
+                    emission.sure_layers = [sequence.sure_after or depth]
+                    sequence.is_surveyed = False
                 emissions.append((state.ingress_id, emission))
             if error is not None:
                 self.leave(state.sequence_id)

@@ -265,7 +265,10 @@ def _extend(earlier: EngineOutput, emission: EngineOutput) -> bool:
         return False
     earlier.token_ids.extend(emission.token_ids)
     earlier.exit_layers.extend(emission.exit_layers)
+    if emission.sure_layers is not None:
+        earlier.sure_layers = [*(earlier.sure_layers or ()), *emission.sure_layers]
     if earlier.logprobs is not None and emission.logprobs is not None:
         earlier.logprobs.extend(emission.logprobs)
     earlier.finish = emission.finish
+    earlier.progress = emission.progress or earlier.progress
     return True

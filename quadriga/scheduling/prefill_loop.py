@@ -360,6 +360,8 @@ class PrefillLoop:
         if state.sampling.max_tokens > 0:
             append_token(state, token)
             logprobs = [token.logprob] if token.logprob is not None else None
+            state.logprobs += logprobs or ()
+            state.prompt_logprobs = token.prompt_logprobs
         finish = finish_reason(
             state,
             eos_token_ids=self._eos_token_ids,

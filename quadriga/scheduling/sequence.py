@@ -94,6 +94,8 @@ class RunningSequence:
         threshold: What its request asks of a token that leaves early.
         min_confidence: Confidence from which its token may leave early; infinite for never.
         last_segment: The segment behind which its token leaves whatever its confidence.
+        is_surveyed: Its token is tested at every exit that it reaches.
+        sure_after: Layers after which its token could first have left, and did not; else 0.
         is_strict: Its token leaves at the end of its depth with a sufficient confidence only.
         drafts: No token of it may leave early, and the first exit may draft some.
         draft_marks: Of each token that is drafted and run, what the policy wants to know of it when
@@ -108,6 +110,7 @@ class RunningSequence:
         room_tokens: Tokens it may become before it must ask for more room; infinite where all it
             may become is reserved.
         num_pauses: How often it was moved to host memory here.
+        told_at: Output tokens at the last prediction that its ingress knows; -1 before the first.
         stays_until: Tokens that it may become before a more important newcomer may displace it.
         suspended: What the runner gave when it was moved to host memory: a `Suspended`.
     """
@@ -132,6 +135,8 @@ class RunningSequence:
     threshold: float = 0.0
     min_confidence: float = 0.0
     last_segment: int = 0
+    is_surveyed: bool = False
+    sure_after: int = 0
     is_strict: bool = False
     drafts: bool = False
     draft_marks: list[int] = field(default_factory=list)
@@ -144,6 +149,7 @@ class RunningSequence:
     deadline_s: float = math.inf
     room_tokens: float = math.inf
     num_pauses: int = 0
+    told_at: int = -1
     stays_until: int = 0
     suspended: Any = None
 

@@ -220,9 +220,13 @@ def delta_message(stream: OutputStream, delta: OutputDelta) -> Any:
     if delta.is_first and delta.first_index == 0 and request.echo:
         sequence = request.sequences[delta.choice]
         message.text = request.prompt_text(delta.choice) + delta.text
-        message.prompt_logprobs.extend(_logprobs(sequence.prompt_logprobs or ()))
+        message.prompt_logprobs.extend(_logprobs(sequence.state.prompt_logprobs or ()))
     if delta.logprobs is not None:
         message.logprobs.extend(_logprobs(delta.logprobs))
+    if request.eta_in_chunks:
+        to_go = request.sequences[delta.choice].eta
+        if to_go is not None:
+            message.eta.CopyFrom(pb.Eta(**to_go.plain()))
     finish = stream_finish(stream, delta)
     if finish is not None:
         message.finish_reason = _FINISH[finish]
@@ -240,8 +244,8 @@ def choice_message(request: Request, sequence: SequenceRequest) -> Any:
         token_ids=sequence.state.output_ids,
         finish_reason=_FINISH[finish] if finish else None,
         tool_calls=[pb.ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in calls],
-        logprobs=list(_logprobs(sequence.logprobs)),
-        prompt_logprobs=list(_logprobs(sequence.prompt_logprobs or ())),
+        logprobs=list(_logprobs(sequence.state.logprobs)),
+        prompt_logprobs=list(_logprobs(sequence.state.prompt_logprobs or ())),
     )
 
 
@@ -257,6 +261,13 @@ def usage_message(request: Request) -> Any:
         for layer in sequence.state.exit_layers:
             message.exits[layer] += 1
         message.rebuilds += sequence.num_rebuilds
+        message.migrations += sequence.progress.num_moves
+        message.pauses += sequence.progress.num_pauses
+        message.breaches += sequence.progress.num_breaches
+        if (said := sequence.progress.expected) is not None:
+            message.predicted.add(
+                choice=sequence.index, tokens=said.mean, lower=said.lower, upper=said.upper
+            )
         for model, depth, tokens in sequence.spans:
             message.spans.add(model=model, depth=depth, tokens=tokens)
     return message

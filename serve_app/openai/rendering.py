@@ -46,7 +46,22 @@ def usage(request: Request, *, final: bool = True) -> dict[str, Any]:
         counts["quadriga"] = {
             "exits": {str(k): exits[k] for k in sorted(exits)},
             "rebuilds": sum(s.num_rebuilds for s in sequences),
+            "migrations": sum(s.progress.num_moves for s in sequences),
+            "pauses": sum(s.progress.num_pauses for s in sequences),
+            "breaches": sum(s.progress.num_breaches for s in sequences),
         }
+        predicted = [
+            {
+                "choice": s.index,
+                "tokens": round(said.mean, 1),
+                "lower": round(said.lower, 1),
+                "upper": round(said.upper, 1),
+            }
+            for s in sequences
+            if (said := s.progress.expected) is not None
+        ]
+        if predicted:
+            counts["quadriga"]["predicted"] = predicted
         spans = [span for s in sequences for span in s.spans]
         if spans:
             counts["quadriga"]["spans"] = [
@@ -101,6 +116,10 @@ class AnswerFormat(StreamFormat):
             reason = stream_finish(stream, delta)
             finish = f'"{reason}"' if reason is not None else "null"
             ids = f',"token_ids":{delta.token_ids}' if request.return_token_ids else ""
+            if request.eta_in_chunks:
+                to_go = request.sequences[delta.choice].eta
+                fields = None if to_go is None else to_go.plain()
+                ids += f',"eta":{json.dumps(fields, separators=(",", ":"))}'
             parts.append(
                 f'{head}{{"index":{delta.choice},{shown},"finish_reason":{finish}{ids}}}]{tail}'
             )
@@ -160,7 +179,7 @@ class CompletionFormat(AnswerFormat):
         text, logprobs = delta.text, delta.logprobs
         if request.echo and delta.is_first and delta.first_index == 0:
             text = request.prompt_text(delta.choice) + text
-            prompt_logprobs = request.sequences[delta.choice].prompt_logprobs
+            prompt_logprobs = request.sequences[delta.choice].state.prompt_logprobs
             if prompt_logprobs is not None:
                 logprobs = [*prompt_logprobs, *(logprobs or [])]
         table = "null"
@@ -176,10 +195,10 @@ class CompletionFormat(AnswerFormat):
         self, request: Request, sequence: SequenceRequest, tokenizer: TextTokenizer
     ) -> dict[str, Any]:
         text = "".join(sequence.pieces) + sequence.tail
-        rows = list(sequence.logprobs)
+        rows = list(sequence.state.logprobs)
         if request.echo:
             text = request.prompt_text(sequence.index) + text
-            rows = [*(sequence.prompt_logprobs or []), *rows]
+            rows = [*(sequence.state.prompt_logprobs or []), *rows]
         wants = request.sampling.num_logprobs is not None
         return {
             "text": text,
@@ -226,7 +245,7 @@ class ChatFormat(AnswerFormat):
             ]
         return {
             "message": message,
-            "logprobs": _chat_logprobs(sequence.logprobs, tokenizer) if wants else None,
+            "logprobs": _chat_logprobs(sequence.state.logprobs, tokenizer) if wants else None,
             "finish_reason": shown_finish(sequence.finish, len(calls)),
         }
 

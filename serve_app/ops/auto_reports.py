@@ -42,7 +42,7 @@ class AutoReports:
         classes = {(model, depth) for model, depth, _ in spans[1:]} or {spans[0][:2]}
         is_whole = len(classes) == 1 and all(model == spans[0][0] for model, _ in classes)
         model, depth = next(iter(classes))
-        if not is_whole or sequence.num_rebuilds:
+        if not is_whole or sequence.num_rebuilds or sequence.was_adopted:
             self._lost(sequence)
             return
         state = sequence.state
@@ -54,6 +54,7 @@ class AutoReports:
                 depth_class=DepthClass(model, depth),
                 # The first token is the prefill replica's, which may be deeper.
                 exit_tokens=dict(Counter(min(k, depth) for k in sequence.state.exit_layers)),
+                sure_tokens=dict(Counter(sequence.sure_layers)),
                 nll=sequence.nll,
                 scored_tokens=sequence.num_scored,
                 prompt_tokens=len(sequence.state.prompt_ids),

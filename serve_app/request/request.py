@@ -78,6 +78,7 @@ class Request:
         stream: The answer is sent as events.
         usage_chunk: A stream ends with a chunk that has the usage; the others have null.
         usage_in_chunks: Every chunk has the usage so far.
+        eta_in_chunks: Every chunk says how long its choice is predicted to go on.
         return_token_ids: Choices have the output's token ids.
         cache_salt: Prompts share computed KV with those of the same.
         tools: How calls are read out of the answer; None where there are none.
@@ -110,6 +111,7 @@ class Request:
     stream: bool = False
     usage_chunk: bool = False
     usage_in_chunks: bool = False
+    eta_in_chunks: bool = False
     return_token_ids: bool = False
     tools: ToolCalling | None = None
     cache_salt: str = ""
@@ -361,6 +363,7 @@ class OutputStream:
                 continue
             self._verify(i, sequence)
             start = min(start, stop)
+            logprobs = sequence.state.logprobs
             text = "".join(sequence.pieces[start:stop])
             if ends:
                 text += sequence.tail
@@ -371,7 +374,7 @@ class OutputStream:
                     first_index=start,
                     token_ids=sequence.state.output_ids[start:stop],
                     text=text,
-                    logprobs=sequence.logprobs[start:stop] if sequence.logprobs else None,
+                    logprobs=logprobs[start:stop] if logprobs else None,
                     finish=sequence.finish if ends else None,
                     is_first=not self._started[i],
                 )
@@ -384,14 +387,11 @@ class OutputStream:
 def resume_claims(request: Request, key: tuple[str, str] | None, fingerprint: bytes) -> list[str]:
     """Return a claim for each sequence of a request: by it another ingress finds it at replicas.
 
-    It is empty where the sequence cannot be taken over: where log-probabilities are wanted, of
-    which replicas keep none, or the model is chosen for the request. Owner and content are part of
-    it, so that a key alone gives no access to another caller's answer.
+    It is empty where the request has no key. Owner and content are part of it, so that a key alone
+    gives no access to another caller's answer.
     """
     count = request.num_sequences
-    sampling = request.sampling
-    has_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
-    if key is None or request.is_auto or has_logprobs:
+    if key is None:
         return [""] * count
     owner, given = key
     digest = hashlib.sha256()

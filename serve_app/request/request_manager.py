@@ -308,6 +308,7 @@ class RequestManager:
                 state,
                 output_ids=list(state.output_ids),
                 exit_layers=list(state.exit_layers),
+                logprobs=list(state.logprobs),
             ),
         )
         if sequence.is_named(name):
@@ -330,10 +331,6 @@ class RequestManager:
         """Where an owner died with its last tokens, have the next one send them again."""
         resumable = sequence.take_gap()
         if resumable is None:
-            return
-        if sequence.is_reported:
-            error = ReplicaDied("its owner died with its last tokens", code="tokens_lost")
-            self._rebuild(request, sequence, error)
             return
         sequence.lost_s = self._clock.now_s()
         self._tasks.spawn(self._take_over(sequence, resumable))

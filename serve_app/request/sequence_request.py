@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from quadriga.checkpoint.exits import MAX_LAYERS
-from quadriga.core.output import EngineOutput
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.output import EngineOutput, SequenceProgress
 from quadriga.core.request import (
     AUTO_MODEL,
     FinishReason,
     ResumableSequence,
     SequenceState,
     TokenLogprob,
+    remaining_of,
 )
 from quadriga.core.routing import AdmitRequest
 from quadriga.errors import (
@@ -32,6 +36,29 @@ def is_recoverable(error: QuadrigaError) -> bool:
     return isinstance(error, ReplicaError | Unavailable | Cancelled)
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceEta:
+    """When a sequence is predicted to end.
+
+    Attributes:
+        tokens: Still to come.
+        token_s: Seconds a token so far; None before the second.
+    """
+
+    tokens: LengthPrediction
+    token_s: float | None
+
+    def plain(self) -> dict[str, float]:
+        """As answers name it: tokens, and seconds where a pace is known."""
+        said = self.tokens
+        fields = {"tokens": said.mean, "lower": said.lower, "upper": said.upper}
+        fields = {name: round(value, 1) for name, value in fields.items()}
+        if self.token_s is not None:
+            fields["seconds"] = round(said.mean * self.token_s, 3)
+            fields["upper_seconds"] = round(said.upper * self.token_s, 3)
+        return fields
+
+
 class SequenceRequest:
     """One sequence of a request: its state, its text, and the replicas that run it.
 
@@ -52,13 +79,16 @@ class SequenceRequest:
         num_stalled: How often since its last new token.
         caller_fingerprint: The same when its caller sends the same request again.
         is_ours: Its replica knows it as this ingress's; not while it is being adopted.
+        was_adopted: It was another ingress's, which knows what its tokens took.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
         may_begin: Whether it may be begun from its prompt. False where the client has a part of it
             already, and could not notice that the answer is another one.
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
+        progress: What its replicas said became of it, over all times that it was begun.
         num_cached: Prompt tokens that were not computed for its first token.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
+        sure_layers: See `EngineOutput`; where the cluster chooses the model.
     """
 
     def __init__(
@@ -78,8 +108,6 @@ class SequenceRequest:
         self.num_stalled = 0
         self.pieces: list[str] = []
         self.tail = ""
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] | None = None
         self.finish: FinishReason | None = None
         self.error: QuadrigaError | None = None
         self.accepted_s: float | None = None
@@ -87,12 +115,16 @@ class SequenceRequest:
         self.last_token_s = 0.0
         self.caller_fingerprint = ""
         self.is_ours = True
+        self.was_adopted = False
         self.is_auto = False
         self.may_begin = True
         self.profile: str | None = None
         self.spans: list[tuple[str, int, int]] = []
+        self.progress = SequenceProgress()
+        self._progress_before = SequenceProgress()  # when it was begun anew
         self.nll = 0.0
         self.num_scored = 0
+        self.sure_layers: list[int] = []
         self._shows_logprobs = state.sampling.num_logprobs is not None
         self._detokenizer = detokenizer
         self._stops = stops
@@ -134,6 +166,7 @@ class SequenceRequest:
         self.state.epoch += 1
         self.replica, self.next_owners, self.handing_over = None, {}, set()
         self.last_contact_s, self.failure, self._early = None, None, []
+        self._progress_before = self.progress
         self._has_asked, self.is_ours = False, True
         return self.state.sequence_id
 
@@ -141,8 +174,10 @@ class SequenceRequest:
         """Become the sequence that runs there; its output is sent again from the first token."""
         self.state.sequence_id = resumable.sequence_id  # begun anew, it gets a name of its own
         self.state.epoch = resumable.epoch
+        self.state.model = resumable.model
         self.replica = resumable.replica
         self.is_ours = False
+        self.was_adopted = True
 
     def take_gap(self) -> ResumableSequence | None:
         """The owner that goes on after tokens lost with its predecessor; returned once."""
@@ -150,13 +185,8 @@ class SequenceRequest:
             return None
         self._has_asked = True
         sender, output = self._early[0]
-        return ResumableSequence(self.state.claim, sender, self.state.sequence_id, output.epoch)
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether its log-probabilities are wanted, which replicas do not keep."""
-        sampling = self.state.sampling
-        return sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        state = self.state
+        return ResumableSequence(state.claim, sender, state.sequence_id, output.epoch, state.model)
 
     @property
     def is_unknown(self) -> bool:
@@ -258,10 +288,12 @@ class SequenceRequest:
             )
             return 0
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
+            self.state.prompt_logprobs = output.prompt_logprobs
         if output.cached_tokens and not self.state.output_ids:
             self.num_cached = output.cached_tokens
         num_new = self._append(output)
+        if output.progress is not None:
+            self._note_progress(output.progress)
         if self.finish is None and output.error is not None:
             if is_recoverable(output.error):
                 self.failure = output.error
@@ -285,6 +317,8 @@ class SequenceRequest:
         if not output.token_ids or skip >= len(output.token_ids):
             return 0
         count = len(output.token_ids)
+        if self.is_auto and output.sure_layers is not None and skip == 0:
+            self.sure_layers += output.sure_layers
         # The token that ended the sequence (end token or stop id) counts but is not shown.
         hidden = count - 1 if output.finish is FinishReason.STOP else count
         for i in range(skip, count):
@@ -304,9 +338,31 @@ class SequenceRequest:
                 return i + 1 - skip
         return count - skip
 
+    def _note_progress(self, said: SequenceProgress) -> None:
+        before = self._progress_before
+        self.progress = replace(
+            said,
+            num_moves=before.num_moves + said.num_moves,
+            num_pauses=before.num_pauses + said.num_pauses,
+            num_breaches=before.num_breaches + said.num_breaches,
+            expected=before.expected or said.expected,
+        )
+        # What is begun anew is placed by what is known of it.
+        self.state.prediction, self.state.predicted_at = said.remaining, said.predicted_at
+
+    @property
+    def eta(self) -> SequenceEta | None:
+        """Tokens and seconds to go, by the last prediction and its own pace; None without one."""
+        said, first_s = remaining_of(self.state), self.first_token_s
+        num_tokens = len(self.state.output_ids)
+        if said is None or first_s is None or self.done:
+            return None
+        token_s = (self.last_token_s - first_s) / (num_tokens - 1) if num_tokens > 1 else None
+        return SequenceEta(said, token_s)
+
     def _note_logprob(self, logprob: TokenLogprob) -> None:
         if self._shows_logprobs:
-            self.logprobs.append(logprob)
+            self.state.logprobs.append(logprob)
         if self.is_auto and logprob.logprob is not None:
             self.nll -= logprob.logprob
             self.num_scored += 1

@@ -51,10 +51,13 @@ async def read_http(
 ) -> tuple[list[int], str, int]:
     """Read as a client of any kind can: the same key, and how many tokens are there.
 
+    Where log-probabilities are asked for, there is one of each token.
+
     Returns:
         Token ids, text, and how often the stream was cut after its first token.
     """
     tokens: list[int] = []
+    logprobs: list[float] = []
     text = ""
     cuts = 0
     headers = {"idempotency-key": key}
@@ -64,18 +67,21 @@ async def read_http(
                 "POST", "/v1/completions", json=body, headers=headers
             ) as reply:
                 if reply.status_code == 404:  # an orderly no: then from the beginning
-                    tokens, text = [], ""
+                    tokens, text, logprobs = [], "", []
                     headers.pop("x-resume-index")
                     continue
                 # 500: what Serve says of a replica that died before its first word.
                 assert reply.status_code in (200, 500, 503), await reply.aread()
                 async for line in reply.aiter_lines():
                     if line == "data: [DONE]":
+                        assert len(logprobs) == (len(tokens) if "logprobs" in body else 0)
+                        assert all(p <= 0.0 for p in logprobs)
                         return tokens, text, cuts
                     if line.startswith("data: ") and "error" not in line:
                         (choice,) = json.loads(line[6:])["choices"]
                         tokens += choice["token_ids"]
                         text += choice["text"]
+                        logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
                         heard()
         cuts += bool(tokens)
         headers["x-resume-index"] = str(len(tokens))
@@ -134,27 +140,29 @@ async def test_clients_go_on_elsewhere(
             *(
                 read_http(
                     ahttp,
-                    body | {"prompt": p},
+                    body | {"prompt": p} | ({"logprobs": 2} if i % 2 else {}),
                     f"death-{death}-{p.strip()}",
                     partial(heard, "http", p),
                 )
-                for p in prompts
+                for i, p in enumerate(prompts)
             ),
         )
+        resumed_logprobs[0] += sum(cuts for _, _, cuts in got[len(prompts) + 1 :: 2])
         for (tokens, text, _), wanted in zip(got, [*whole, *whole], strict=True):
             (choice,) = wanted.choices
             assert tokens == list(choice.token_ids)
             assert text == choice.text
         return sum(cuts for _, _, cuts in got)
 
-    resumed_http = 0
+    resumed_http, resumed_logprobs = 0, [0]
     for death in range(MAX_DEATHS):  # Serve may have put all streams of a door at the survivor
         await both_ingresses()
         resumed_http += await one_death(death)
-        if resumed and resumed_http:
+        if resumed and resumed_http and resumed_logprobs[0]:
             break
     assert resumed, "no gRPC stream was cut"
     assert resumed_http, "no HTTP stream was cut"
+    assert resumed_logprobs[0], "no stream with log-probabilities was cut"
     page = parse_exposition((await ahttp.get("/metrics")).text)
     adopted = (v for k, v in page.items() if "quadriga_recoveries_total" in k and "adopted" in k)
     assert sum(adopted) > 0, "all were computed again"

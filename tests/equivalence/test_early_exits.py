@@ -416,6 +416,7 @@ def test_logprobs_are_those_of_the_exit(compile_mode: str, tmp_path: Path) -> No
 
 POLICIES: dict[str, Any] = {
     "drex": lambda costs, counters: DrexRebatcher(costs, counters=counters),
+    "surveyed": lambda costs, counters: DrexRebatcher(costs, counters=counters, survey_every=2),
     "lazy": lambda costs, _: LazyExits(costs),
     "eager": lambda costs, _: EagerExits(costs),
     "majority": lambda costs, _: MajorityExits(costs),

@@ -37,14 +37,14 @@ SURE, UNSURE = 0.3, 0.99999
 class OwnIngress:
     """An ingress of its own in this process, over the real actors."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, ingress_id: str = "test-ingress") -> None:
         config = load_config(app.config)
         self.engine = EngineClient(
             config,
             ModelDirectory.load(config),
             ApiKeys(),
             ClusterClient(app.name),
-            ingress_id="test-ingress",
+            ingress_id=ingress_id,
         )
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(HttpServer(self.engine).application()),

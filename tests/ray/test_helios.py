@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 
-from tests.ray.apps import App
+from actors.rpc.lookup import get_actor
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.policies.drex import RebatchPlan
+from tests.ray.apps import App, wait_until
 from tests.ray.choosing import (
+    EASY,
     SURE,
     UNSURE,
     OwnIngress,
@@ -50,6 +56,87 @@ def choosing(ray_cluster: None) -> Iterator[App]:
 def is_chosen(now: dict[str, Any]) -> bool:
     """Whether the decode replica that serves holds what was chosen."""
     return now["target"] is not None and holds(now) == now["target"] and now["order"] is None
+
+
+def set_plan(app: App, plan: RebatchPlan | None) -> None:
+    """Have DREX keep a plan at all decode replicas; None: let it make its own again."""
+
+    def change(actor: Any) -> None:
+        rebatcher = actor.engine.core.loop.batch.rebatcher
+        if plan is None:
+            vars(rebatcher).pop("_look", None)
+            vars(rebatcher).pop("_choose_probe", None)
+            return
+        rebatcher.plan = plan
+        rebatcher._look = lambda *_, **__: None
+        rebatcher._choose_probe = lambda: None
+
+    actors: list[Any] = [get_actor(name) for name in app.replicas("decode")]
+    ray.get([a.__ray_call__.remote(change) for a in actors], timeout=30)
+
+
+@pytest.mark.timeout(300)
+async def test_where_no_exit_is_used_helios_knows_where_tokens_could_leave(choosing: App) -> None:
+    """DREX decides about exits with HELIOS as without it; surveys say what HELIOS asks."""
+
+    def profiled(now: dict[str, Any]) -> bool:
+        return any(r["requests"] >= 2 and r["depth"] == FULL[r["model"]] for r in now["rows"])
+
+    await asyncio.to_thread(set_plan, choosing, RebatchPlan())
+    async with OwnIngress(choosing) as ingress:
+        answer = await ingress.complete(exit_threshold=SURE)
+        layers = {int(k) for k in answer["usage"]["quadriga"]["exits"]}
+        assert layers <= {*FULL.values()}, "no token left early"
+        now = await ingress.until(choosing, profiled, exit_threshold=SURE)
+    row = next(r for r in now["rows"] if r["requests"] >= 2 and r["depth"] == FULL[r["model"]])
+    first = min(int(k) for k in row["coverage"])
+    assert first < row["depth"] and row["coverage"][first] > 0.5, row
+    await asyncio.to_thread(wait_until, lambda: surveys(choosing) > 0, 20.0)
+    await asyncio.to_thread(set_plan, choosing, None)
+
+
+def surveys(app: App) -> float:
+    return app.metric("quadriga_exit_surveys_total")
+
+
+@pytest.mark.timeout(300)
+async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(choosing: App) -> None:
+    """With the model that was chosen, and with its log-probabilities."""
+    body = {"model": "quadriga-auto", "prompt": EASY, "max_tokens": 480, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True, "stream": True, "logprobs": 1}
+    body |= {"stream_options": {"include_usage": True}}
+    headers = {"idempotency-key": "of-two", "x-resume-index": "2"}
+    async with OwnIngress(choosing) as first, OwnIngress(choosing, "another-ingress") as second:
+        await first.until(choosing, lambda now: now["target"] is not None)
+        for attempt in range(5):  # it may be over before the other one asks
+            headers["idempotency-key"] = f"of-two-{attempt}"
+            begun = asyncio.create_task(
+                first.http.post(
+                    "/v1/completions", json=body, headers=headers | {"x-resume-index": "0"}
+                )
+            )
+            while not any(  # noqa: ASYNC110
+                s.num_running for s in await asyncio.to_thread(decoding, choosing)
+            ):
+                await asyncio.sleep(0.01)
+            answer = await second.http.post("/v1/completions", json=body, headers=headers)
+            told = (await begun).text
+            if answer.status_code == 200:
+                break
+        assert answer.status_code == 200, answer.text
+        assert "resumed elsewhere" in told
+    *parts, usage = [json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {")]
+    choices = [c for part in parts for c in part["choices"]]
+    assert sum(len(c["token_ids"]) for c in choices) == 478
+    assert sum(len(c["logprobs"]["token_logprobs"]) for c in choices if c["logprobs"]) == 478
+    assert usage["usage"]["completion_tokens"] == 480
+    spans = usage["usage"]["quadriga"]["spans"]
+    assert sum(s["tokens"] for s in spans) == 480
+    assert len({s["model"] for s in spans}) == 1
+
+
+def decoding(app: App) -> list[ReplicaSnapshot]:
+    return [s for s in app.snapshots() if s.info.role is Role.DECODE]
 
 
 @pytest.mark.timeout(500)

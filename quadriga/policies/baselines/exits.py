@@ -23,6 +23,8 @@ _GAP = 1.5
 class GroupedExits(ABC):
     """The frame of the grouped policies: every exit is tested, and the batch stays a batch."""
 
+    is_surveying = False
+
     def __init__(self, costs: SegmentCosts) -> None:
         self.costs = costs
 

@@ -18,6 +18,9 @@ _DRIFT = 0.04  # relative change of a time, or change of a share, that calls for
 _RATE = 0.05  # of the moving averages
 _PRIOR = 0.5  # exit rate that is believed until one was seen
 _FIRST_LOOKS = 3  # at every exit, before its rate is believed
+_FIRST_SURVEYS = 8  # whatever they cost
+SURVEY_EVERY = 8  # passes from the front, where surveys are wanted, at the least
+SURVEY_SHARE = 0.02  # of the time, that surveys may cost at the most
 _GAP = 1.5  # times a full pass: what a token may take by default
 _LEEWAY = 1.05  # of a plan's gaps, which are played, not measured
 _SKIPPED_PRIOR = 512.0  # segments of tokens, all thought to be filled in, before some were seen
@@ -42,6 +45,10 @@ class DrexRebatcher:
     Args:
         deterministic: Take no choice that depends on load and changes an answer: every exit is
             tested for every token, and whoever passes leaves.
+        survey_every: Passes from the front from one survey to the next, at least; 0 makes none. A
+            survey tests every exit for one group, so that it is known where each of its tokens
+            could have left; tokens leave where the plan lets them, as always. It is put off while
+            surveys cost more than `SURVEY_SHARE` of the time, by the forecast.
         overhead_s: First guess of what a pass costs beside the runner's own time.
     """
 
@@ -51,10 +58,14 @@ class DrexRebatcher:
         *,
         counters: ExitCounters,
         deterministic: bool = False,
+        survey_every: int = 0,
         overhead_s: float = 20e-6,
         seed: int = 0,
     ) -> None:
         self.costs = costs
+        self._survey_every = self._until_survey = survey_every
+        self._surveyed_s = 0.0  # what surveys cost, by the forecast
+        self._is_survey = False  # the group that left the front last is tested at every exit
         self.plan = RebatchPlan()
         self.overhead_s = overhead_s
         self._counters = counters
@@ -90,8 +101,10 @@ class DrexRebatcher:
             self.costs.resized(before, ends),
             counters=self._counters,
             deterministic=self._deterministic,
+            survey_every=self._survey_every,
             overhead_s=self.overhead_s,
         )
+        other._busy_s, other._surveyed_s = self._busy_s, self._surveyed_s
         other._random = self._random
         common = min(len(self._left_by), len(other._left_by))
         other._left_by[:common] = self._left_by[:common]
@@ -99,6 +112,11 @@ class DrexRebatcher:
         other._flush_rows[:common] = self._flush_rows[:common]
         other._filled_each[:common] = self._filled_each[:common]
         return other
+
+    @property
+    def is_surveying(self) -> bool:
+        """See `Rebatcher.is_surveying`; deterministic replicas test every exit anyway."""
+        return self._is_survey or (self._deterministic and self._survey_every > 0)
 
     @property
     def left_by(self) -> tuple[float, ...]:
@@ -150,6 +168,8 @@ class DrexRebatcher:
             self._must_go.add(at)
             self._counters.stays += may_leave > 0
             return BatchDecision.STAY
+        if self._is_survey:
+            self._must_go.add(at)  # its other exits are tested now, or nobody knows what they said
         self._skipped += may_leave * (self.costs.num_segments - group.ran.stop)
         # The realised profit is this, less what the later flush is measured to take.
         self._counters.splits += may_leave > 0
@@ -187,6 +207,8 @@ class DrexRebatcher:
         if passed is None or ran.stop == self.costs.num_segments:
             return
         at = ran.stop - 1
+        if self._is_survey and ran.first and ran.first - 1 not in self.plan.exits:
+            return  # those that could have left before are among them
         before = self._left_by[ran.first - 1] if ran.first else 0.0
         seen = before + (1.0 - before) * passed / count
         self._times_seen[at] += 1
@@ -220,12 +242,37 @@ class DrexRebatcher:
         changed = abs(running - self._planned_for) > max(1, self._planned_for // 4)
         if self._until_look <= 0 or changed:
             self._look(running, front, waiting, must_plan=changed)
-        if not self._deterministic:
+        self._is_survey = self._survey_is_due(front)
+        if self._is_survey:
+            self._probe = None
+        elif not self._deterministic:
             self._choose_probe()
         first_exit = min(self._exits(), default=None)
         if first_exit is None:
             return Range(0, self.costs.num_segments, tests=False)
         return Range(0, first_exit + 1)
+
+    def _survey_is_due(self, front: Waiting) -> bool:
+        """Whether this pass from the front begins a survey; notes what it costs."""
+        if not self._survey_every or self._deterministic or not self._left_by:
+            return False
+        self._until_survey -= 1
+        if self._until_survey > 0:
+            return False
+        costs, last = self.costs, self.costs.num_segments
+        tested_s = sum(
+            costs.forecast_s(i, i + 1, front.count, front.num_tokens, tests=i + 1 < last)
+            for i in range(last)
+        )
+        whole_s = costs.forecast_s(0, last, front.count, front.num_tokens, tests=False)
+        price_s = max(0.0, tested_s - whole_s) + (last - 1) * self.overhead_s
+        is_early = self._counters.surveys < _FIRST_SURVEYS
+        if not is_early and self._surveyed_s + price_s > SURVEY_SHARE * self._busy_s:
+            return False  # as soon as it can be afforded
+        self._until_survey = self._survey_every
+        self._surveyed_s += price_s
+        self._counters.surveys += 1
+        return True
 
     def _choose_probe(self) -> None:
         """Look at an exit outside the plan now and then, at first until each was seen."""
@@ -249,7 +296,9 @@ class DrexRebatcher:
         return Range(segment, stop, tests=stop < self.costs.num_segments)
 
     def _exits(self) -> tuple[int, ...]:
-        """Exits of the plan and the one that is being probed, ascending."""
+        """Exits of the plan and the one that is being probed, ascending; in a survey all."""
+        if self._is_survey:
+            return tuple(range(len(self._left_by)))
         if self._probe is None:
             return self.plan.exits
         return tuple(sorted({*self.plan.exits, self._probe}))

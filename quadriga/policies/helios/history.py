@@ -32,6 +32,7 @@ class HistoryRow:
 
     Attributes:
         exit_tokens: Layers run → tokens.
+        sure_tokens: Layers after which a token could first have left → tokens of a sample.
         breaches: Tokens at the last loaded exit below their threshold.
         unchanged: Layers run → (tokens that full depth says too, tokens looked at), of answers
             served at this depth. Breaches are among those of the last exit.
@@ -47,6 +48,7 @@ class HistoryRow:
     model: str
     depth: int
     exit_tokens: dict[int, float] = field(default_factory=dict)
+    sure_tokens: dict[int, float] = field(default_factory=dict)
     breaches: float = 0.0
     unchanged: dict[int, tuple[float, float]] = field(default_factory=dict)
     nll: float = 0.0
@@ -71,6 +73,8 @@ class HistoryRow:
         self._scale(FORGETTING)
         for layers, tokens in request.exit_tokens.items():
             self.exit_tokens[layers] = self.exit_tokens.get(layers, 0.0) + tokens
+        for layers, tokens in request.sure_tokens.items():
+            self.sure_tokens[layers] = self.sure_tokens.get(layers, 0.0) + tokens
         self.breaches += request.breaches
         self.nll += request.nll
         self.scored += request.scored_tokens
@@ -92,6 +96,7 @@ class HistoryRow:
         for name in _SUMS:
             setattr(self, name, factor * getattr(self, name))
         self.exit_tokens = {k: factor * n for k, n in self.exit_tokens.items()}
+        self.sure_tokens = {k: factor * n for k, n in self.sure_tokens.items()}
 
     def forget_stream(self) -> None:
         """Drop what depends on the requests' kind; speeds stay. For a new profile's start.
@@ -99,7 +104,7 @@ class HistoryRow:
         Changed tokens are rare and dear to find out: of them a fifth is forgotten, so that a depth
         that changed too many is tried again after a few profiles, not at the next.
         """
-        self.exit_tokens, self.breaches = {}, 0.0
+        self.exit_tokens, self.sure_tokens, self.breaches = {}, {}, 0.0
         self.nll = self.scored = 0.0
         self.unchanged = {k: (0.8 * same, 0.8 * n) for k, (same, n) in self.unchanged.items()}
 
@@ -110,6 +115,8 @@ class HistoryRow:
             setattr(self, name, getattr(self, name) + getattr(newer, name))
         for layers, tokens in newer.exit_tokens.items():
             self.exit_tokens[layers] = self.exit_tokens.get(layers, 0.0) + tokens
+        for layers, tokens in newer.sure_tokens.items():
+            self.sure_tokens[layers] = self.sure_tokens.get(layers, 0.0) + tokens
         self.num_requests += newer.num_requests
         self.energy_source = newer.energy_source or self.energy_source
 
@@ -123,8 +130,9 @@ class HistoryRow:
         total = sum(self.exit_tokens.values())
         if total <= 0.0:
             return None
-        early = sum(n for layers, n in self.exit_tokens.items() if layers <= exit_depth)
-        return (early - (self.breaches if exit_depth >= self.depth else 0.0)) / total
+        seen = self.sure_tokens or self.exit_tokens
+        early = sum(n for layers, n in seen.items() if layers <= exit_depth) / sum(seen.values())
+        return early - (self.breaches / total if exit_depth >= self.depth else 0.0)
 
     def unchanged_share(self, exit_depth: int) -> float | None:
         """Share of an exit's tokens that full depth says too."""
@@ -173,7 +181,10 @@ class HistoryRow:
             "model": self.model,
             "depth": self.depth,
             "requests": self.num_requests,
-            "coverage": {k: round(self.coverage(k) or 0.0, 4) for k in sorted(self.exit_tokens)},
+            "coverage": {
+                k: round(self.coverage(k) or 0.0, 4)
+                for k in sorted({*self.exit_tokens, *self.sure_tokens})
+            },
             "breach_share": _ratio(self.breaches, sum(self.exit_tokens.values())),
             "unchanged": {k: round(same / seen, 4) for k, (same, seen) in self.unchanged.items()},
             "ttft_s": self.ttft_s,
@@ -297,6 +308,8 @@ _NAMES = frozenset(f.name for f in fields(HistoryRow))
 
 def _checked(entry: Any) -> HistoryRow:
     """A row from JSON. Raises: ConfigError."""
+    if isinstance(entry, Mapping):
+        entry = {"sure_tokens": {}} | dict(entry)  # rows of before have none
     if not isinstance(entry, Mapping) or set(entry) != _NAMES:
         raise ConfigError(f"history: a row has the fields {', '.join(sorted(_NAMES))}, no others")
     values = dict(entry)
@@ -310,13 +323,15 @@ def _checked(entry: Any) -> HistoryRow:
         raise ConfigError(f"history: energy_source {values['energy_source']!r} is not known")
     try:
         exits = {int(k): v for k, v in values["exit_tokens"].items()}
+        sure = {int(k): v for k, v in values["sure_tokens"].items()}
         unchanged = {int(k): (pair[0], pair[1]) for k, pair in values["unchanged"].items()}
     except (AttributeError, TypeError, ValueError, IndexError) as exc:
         raise ConfigError(f"history: exits are no table of numbers: {exc}") from exc
-    flat = [*exits.values(), *(n for pair in unchanged.values() for n in pair)]
+    flat = [*exits.values(), *sure.values(), *(n for pair in unchanged.values() for n in pair)]
     if not all(_is_size(n) for n in flat):
         raise ConfigError("history: exits hold a value that is no number from 0 on")
-    return HistoryRow(**(values | {"exit_tokens": exits, "unchanged": unchanged}))
+    tables = {"exit_tokens": exits, "sure_tokens": sure, "unchanged": unchanged}
+    return HistoryRow(**(values | tables))
 
 
 def _is_size(value: Any) -> bool:

@@ -67,6 +67,8 @@ class RequestFinished:
 
     Attributes:
         exit_tokens: Layers run → output tokens.
+        sure_tokens: Layers after which a token could first have left → tokens, of a sample; DREX
+            does not use an exit that does not pay. Empty: as `exit_tokens`.
         breaches: Of the tokens at the deepest loaded exit, those below their threshold; not those
             that the request's own `max_depth` held up.
         nll: Sum of −log p of its output tokens, as served; `scored_tokens` of them.
@@ -87,6 +89,7 @@ class RequestFinished:
     mean_batch: float = 1.0
     joules: float | None = None
     energy_source: EnergySource | None = None
+    sure_tokens: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def output_tokens(self) -> int:

@@ -47,6 +47,8 @@ def judge(
     )
     decision = batch.rebatcher.judge(at_exit, now_s)
     count = len(group) - len(stays)
+    if batch.rebatcher.is_surveying:
+        _note_sure(batch.ends[ran.stop - 1], group, passed)
     if batch.num_limited or decision is BatchDecision.LEAVE:
         return _leave_some(batch, decision, at_exit, group, now_s), count
     if decision is BatchDecision.SPLIT:
@@ -58,6 +60,12 @@ def judge(
         batch.wait(sequence, ran.stop, now_s)
     batch.counters.buffered += len(stays)
     return leavers, count
+
+
+def _note_sure(layers: int, group: Group, passed: Sequence[bool]) -> None:
+    """Note who could leave at this exit, and could not before."""
+    for sequence in compress(group, passed):
+        sequence.sure_after = sequence.sure_after or layers
 
 
 def _leave_last(batch: DecodeBatch, group: Group, confidences: list[float], now_s: float) -> Group:
@@ -110,5 +118,7 @@ def _count_breaches(batch: DecodeBatch, group: Group, confidences: Sequence[floa
         if c < s.min_confidence and s.min_confidence < math.inf
     ]
     depth = batch.ends[-1]
+    for sequence in breaches:
+        sequence.state.num_breaches += 1
     batch.counters.breaches += len(breaches)
     batch.counters.limited += sum(0 < s.state.exits.max_depth <= depth for s in breaches)

@@ -315,7 +315,10 @@ class SequenceExport:
             waited_at = None  # its token is run again: what it was waiting behind does not go
         return SequenceRemainder(
             state=replace(
-                state, output_ids=list(state.output_ids), exit_layers=list(state.exit_layers)
+                state,
+                output_ids=list(state.output_ids),
+                exit_layers=list(state.exit_layers),
+                logprobs=list(state.logprobs),
             ),
             reading=_copy(books, extents, None, read),
             resume=ResumePoint(extents=tuple(sent), waited_at=waited_at, rest=rest),

@@ -15,7 +15,7 @@ from quadriga.core.request import ResumableSequence
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
 
 CLASS = DepthClass("quadriga-s", 8)
-HERE = ResumableSequence("claim:0", "app:decode:1", "s-1", 3)
+HERE = ResumableSequence("claim:0", "app:decode:1", "s-1", 3, "quadriga-s")
 
 
 def snapshot(name: str, role: Role) -> ReplicaSnapshot:
@@ -46,7 +46,10 @@ async def test_one_call_finds_a_resumable_sequence(
         await scheduler.report(snapshot(name, Role.DECODE))
     await scheduler.report(snapshot("app:prefill:0", Role.PREFILL))
     answers["app:decode:0"] = []
-    answers["app:decode:1"] = [HERE, ResumableSequence("another:0", "app:decode:1", "s-2", 1)]
+    answers["app:decode:1"] = [
+        HERE,
+        ResumableSequence("another:0", "app:decode:1", "s-2", 1, "quadriga-s"),
+    ]
     answers["app:decode:2"] = ReplicaDied("it has died")
     answers["app:decode:3"] = ReplicaError("it hangs", code="timeout")
     assert await scheduler.find_resumable(["claim:0", "claim:1"]) == [HERE]

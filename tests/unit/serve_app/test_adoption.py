@@ -53,10 +53,12 @@ async def another(
     await engine_client.close()
 
 
-async def begin(stand: Stand, headers: dict[str, str], gate: asyncio.Event) -> None:
+async def begin(
+    stand: Stand, headers: dict[str, str], gate: asyncio.Event, body: dict[str, Any] = BODY
+) -> None:
     """Have a request decode until the client has `HAD` tokens; then it stands still."""
     reading = asyncio.ensure_future(
-        stand.http.post("/v1/completions", json=BODY, headers=headers, timeout=30)
+        stand.http.post("/v1/completions", json=body, headers=headers, timeout=30)
     )
     gate.set()
     async with asyncio.timeout(5.0):
@@ -292,18 +294,19 @@ async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
     await stream.aclose()
 
 
-async def test_log_probabilities_cannot_be_taken_over(
+async def test_log_probabilities_are_taken_over_with_their_tokens(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
-    first = await make_stand(gate=gate)
-    running = asyncio.ensure_future(
-        first.http.post(
-            "/v1/completions", json=BODY | {"logprobs": 1}, headers={"idempotency-key": "k"}
+    first = await make_stand(gate=gate, step_s=0.001)
+    headers = {"idempotency-key": "k"}
+    body = BODY | {"logprobs": 1}
+    await begin(first, headers, gate, body)
+    async with another(first) as stand:
+        gate.set()
+        reply = await stand.http.post(
+            "/v1/completions", json=body, headers=headers | {"x-resume-index": str(HAD)}
         )
-    )
-    async with asyncio.timeout(5.0):
-        while not first.cluster.decode.held:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    assert first.cluster.submitted[0].claim == ""
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+        choices = [f["choices"][0] for f in frames(reply)]
+        assert "".join(c["text"] for c in choices) == ANSWER[HAD:]
+        said = [p for c in choices if c["logprobs"] for p in c["logprobs"]["token_logprobs"]]
+        assert len(said) == sum(len(c["token_ids"]) for c in choices) > 0

@@ -78,7 +78,7 @@ async def test_a_finished_request() -> None:
     assert (report.nll, report.scored_tokens) == (2.5, 5)
     assert (report.ttft_s, report.decode_s) == (1.0, 2.0)
     assert report.output_ids == tuple(made.state.output_ids), "the first greedy one is read again"
-    assert made.logprobs == [], "the client did not ask for them"
+    assert made.state.logprobs == [], "the client did not ask for them"
 
 
 async def test_what_was_served_at_two_depths_is_no_row_of_either() -> None:
