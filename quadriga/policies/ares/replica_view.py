@@ -51,6 +51,7 @@ def replica_view(snapshot: ReplicaSnapshot, *, now_unix_s: float) -> dict[str, A
         "kv_capacity_tokens": info.kv_capacity_tokens,
         "tokens_per_s": snapshot.tokens_per_s,
         "step_s": snapshot.step_time_s,
+        "cached_share": snapshot.cached_share,
         "is_draining": snapshot.draining,
         "has_predictions": forecast is not None and forecast.has_predictions,
         "forecast": points,
