@@ -19,11 +19,10 @@ from quadriga.background import background
 from quadriga.config.engine import TransportConfig
 from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo
-from quadriga.core.request import SequenceState
+from quadriga.core.request import SequenceState, remaining_of
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.interfaces import KVTransport
 from quadriga.kv_transport.payload import checksum, pack, to_host
-from quadriga.scheduling.forecasts import remaining_of
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 

@@ -11,6 +11,7 @@ from actors.kv_transfer.placement import DecodePlacement
 from actors.replica.replica import Replica
 from quadriga.background import background
 from quadriga.core.output import EngineOutput
+from quadriga.core.request import remaining_of
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import (
     Cancelled,
@@ -23,7 +24,6 @@ from quadriga.errors import (
     Unavailable,
 )
 from quadriga.observability import tracing
-from quadriga.scheduling.forecasts import remaining_of
 from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange

@@ -189,4 +189,7 @@ def _read_usage(usage: pb.Usage, where: str, verdict: Verdict) -> None:
     verdict.extension = {
         "exits": {str(k): usage.exits[k] for k in sorted(usage.exits)},
         "rebuilds": usage.rebuilds,
+        "migrations": usage.migrations,
+        "pauses": usage.pauses,
+        "breaches": usage.breaches,
     }

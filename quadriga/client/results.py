@@ -71,6 +71,37 @@ class DepthSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedTokens:
+    """How long a choice was predicted to become when it began.
+
+    Attributes:
+        lower, upper: Quantiles of 10 % and 90 %.
+    """
+
+    choice: int
+    tokens: float
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True, slots=True)
+class Eta:
+    """How long a choice is predicted to go on.
+
+    Attributes:
+        tokens: Still to come.
+        lower, upper: Quantiles of 10 % and 90 %.
+        seconds, upper_seconds: Of `tokens` and `upper`, at the pace so far; None before the second.
+    """
+
+    tokens: float
+    lower: float
+    upper: float
+    seconds: float | None
+    upper_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request.
 
@@ -79,6 +110,10 @@ class Usage:
         rebuilds: How often a choice was begun anew after the loss of a replica.
         spans: Who served which part, in order, choice after choice; empty where the service does
             not choose models and depths.
+        migrations: How often a choice moved to another replica.
+        pauses: How often a choice waited in host memory.
+        breaches: Tokens below their threshold at the deepest exit that was open to them.
+        predicted: Of each choice whose length was predicted.
         cached_tokens: Prompt tokens whose KV was there already.
     """
 
@@ -87,6 +122,10 @@ class Usage:
     exits: Mapping[int, int] = field(default_factory=dict)
     rebuilds: int = 0
     spans: tuple[DepthSpan, ...] = ()
+    migrations: int = 0
+    pauses: int = 0
+    breaches: int = 0
+    predicted: tuple[PredictedTokens, ...] = ()
     cached_tokens: int = 0
 
     @property
@@ -135,6 +174,7 @@ class Piece:
         first_index: Output index of `token_ids[0]`.
         finish_reason: Set with the choice's last piece.
         usage: Set with the request's last piece.
+        eta: With `include_eta`; None where nothing is predicted, and at the end.
     """
 
     request_id: str
@@ -148,6 +188,7 @@ class Piece:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     usage: Usage | None = None
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    eta: Eta | None = None
 
 
 @dataclass(frozen=True, slots=True)

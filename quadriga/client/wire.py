@@ -16,9 +16,11 @@ from quadriga.client.results import (
     Choice,
     Completion,
     DepthSpan,
+    Eta,
     Message,
     Model,
     Piece,
+    PredictedTokens,
     Role,
     ToolCall,
     ToolCallDelta,
@@ -78,6 +80,7 @@ class CallOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
+    include_eta: bool
 
 
 def affinity(request_id: str) -> list[tuple[str, str]]:
@@ -351,6 +354,7 @@ class StreamProgress:
                     tool_calls=tuple(
                         ToolCallDelta(t.index, t.id, t.name, t.arguments) for t in delta.tool_calls
                     ),
+                    eta=_eta(delta.eta) if delta.HasField("eta") else None,
                 )
             )
         self.is_complete = len(self.finished) == self.num_choices
@@ -364,7 +368,21 @@ def _usage(message: Any) -> Usage:
         dict(message.exits),
         message.rebuilds,
         tuple(DepthSpan(s.model, s.depth, s.tokens) for s in message.spans),
+        message.migrations,
+        message.pauses,
+        message.breaches,
+        tuple(PredictedTokens(p.choice, p.tokens, p.lower, p.upper) for p in message.predicted),
         message.cached_tokens,
+    )
+
+
+def _eta(message: Any) -> Eta:
+    return Eta(
+        message.tokens,
+        message.lower,
+        message.upper,
+        message.seconds if message.HasField("seconds") else None,
+        message.upper_seconds if message.HasField("upper_seconds") else None,
     )
 
 

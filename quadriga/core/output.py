@@ -7,8 +7,43 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quadriga.core.request import FinishReason, TokenLogprob
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
 from quadriga.errors import QuadrigaError
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceProgress:
+    """What became of a sequence so far, beside its tokens; with some of its outputs.
+
+    Attributes:
+        num_moves, num_pauses, num_breaches: See `SequenceState`; since it was begun last.
+        expected: Tokens of the whole answer, as first predicted; None while nothing is.
+        remaining: Tokens still to come when there were `predicted_at`, as last predicted.
+    """
+
+    num_moves: int = 0
+    num_pauses: int = 0
+    num_breaches: int = 0
+    expected: LengthPrediction | None = None
+    remaining: LengthPrediction | None = None
+    predicted_at: int = 0
+
+
+def progress_of(state: SequenceState) -> SequenceProgress:
+    """What a sequence's state says of its life."""
+    said = state.prediction
+    if state.expected is None and said is not None:
+        at = state.predicted_at
+        state.expected = LengthPrediction(at + said.mean, at + said.lower, at + said.upper)
+    return SequenceProgress(
+        state.num_moves,
+        state.num_pauses,
+        state.num_breaches,
+        state.expected,
+        said,
+        state.predicted_at,
+    )
 
 
 @dataclass(slots=True)
@@ -32,6 +67,7 @@ class EngineOutput:
             destination takes over. "done": it has, and the emitter has let go. "failed": it never
             will, and the emitter has the sequence. None in a hand-off after prefill, where the
             emitter has nothing to go on with.
+        progress: With the last token, and whenever there is a new prediction.
     """
 
     sequence_id: str
@@ -46,6 +82,7 @@ class EngineOutput:
     moved_to: str | None = None
     move: Literal["begun", "done", "failed"] | None = None
     depth: int = 0
+    progress: SequenceProgress | None = None
     sure_layers: list[int] | None = None
     cached_tokens: int = 0
 
@@ -79,6 +116,7 @@ class PollReply:
                 e.moved_to,
                 e.move,
                 e.depth,
+                e.progress,
                 e.sure_layers,
                 e.cached_tokens,
             )

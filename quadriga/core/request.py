@@ -151,6 +151,9 @@ class SequenceState(RelativeTimeMixin):
         moved_unix_s: When the last one was committed, by the same clock; 0 before the first.
         prediction: Tokens still to come, as last said by a length head.
         predicted_at: Output tokens there were then.
+        expected: Tokens of the whole answer, as a length head first said.
+        num_pauses: How often it was moved to host memory so far.
+        num_breaches: Output tokens that left the deepest exit open to them below their threshold.
         traceparent: Context of the request's trace; None where it is not traced.
         claim: Who asks with this may take the sequence over from an ingress that is gone; empty
             where nobody may.
@@ -179,6 +182,9 @@ class SequenceState(RelativeTimeMixin):
     moved_unix_s: float = 0.0
     prediction: LengthPrediction | None = None
     predicted_at: int = 0
+    expected: LengthPrediction | None = None
+    num_pauses: int = 0
+    num_breaches: int = 0
     traceparent: str | None = None
     claim: str = ""
     cache_salt: str = ""
@@ -192,6 +198,24 @@ class SequenceState(RelativeTimeMixin):
     def max_total_tokens(self) -> int:
         """Most tokens the sequence can grow to; what its KV reservation must cover."""
         return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+def remaining_of(state: SequenceState) -> LengthPrediction | None:
+    """Tokens a sequence will still generate, by all that is known now; None where nothing is."""
+    produced = len(state.output_ids)
+    most = float(max(0, state.sampling.max_tokens - produced))
+    if state.sampling.ignore_eos and not state.sampling.stop_token_ids:
+        return LengthPrediction(most, most, most)
+    said = state.prediction
+    if said is None:
+        return None
+    since = produced - state.predicted_at
+    least = float(max(0, state.sampling.min_tokens - produced))
+    mean, lower, upper = (
+        min(max(tokens - since, least), most) for tokens in (said.mean, said.lower, said.upper)
+    )
+    # Who outlives what was said goes on for a while: the next prediction will tell how long.
+    return LengthPrediction(max(mean, min(1.0, most)), lower, max(upper, min(1.0, most)))
 
 
 @dataclass(frozen=True, slots=True)

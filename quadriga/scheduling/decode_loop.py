@@ -17,7 +17,7 @@ from quadriga.checkpoint.exits import Criterion, ExitCounters, ExitUse
 from quadriga.clock import Clock
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.kv import ResumePoint
-from quadriga.core.output import EngineOutput
+from quadriga.core.output import EngineOutput, progress_of
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.errors import DeadlineExceeded, InvariantViolation
 from quadriga.interfaces import ModelRunner
@@ -413,6 +413,10 @@ class DecodeLoop:
                     None,
                     finish,
                 )
+                has_news = state.prediction is not None and state.predicted_at != sequence.told_at
+                if has_news or finish is not None:
+                    sequence.told_at = state.predicted_at
+                    emission.progress = progress_of(state)
                 if sequence.is_surveyed:
                     emission.sure_layers = [sequence.sure_after or depth]
                     sequence.is_surveyed = False

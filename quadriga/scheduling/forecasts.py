@@ -17,7 +17,7 @@ import numpy as np
 from quadriga.core.forecast import LengthOutcome, LengthPrediction, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SequenceState
+from quadriga.core.request import FinishReason, SequenceState, remaining_of
 from quadriga.policies.ares.forecast import (
     FIXED,
     PAUSED,
@@ -219,24 +219,6 @@ class LengthModel(Protocol):
 
     def ask(self) -> tuple[list[SequenceState], Answer] | None:
         """Predict for the sequences whose tokens left in the last pass; None without a head."""
-
-
-def remaining_of(state: SequenceState) -> LengthPrediction | None:
-    """Tokens a sequence will still generate, by all that is known now; None where nothing is."""
-    produced = len(state.output_ids)
-    most = float(max(0, state.sampling.max_tokens - produced))
-    if state.sampling.ignore_eos and not state.sampling.stop_token_ids:
-        return LengthPrediction(most, most, most)
-    said = state.prediction
-    if said is None:
-        return None
-    since = produced - state.predicted_at
-    least = float(max(0, state.sampling.min_tokens - produced))
-    mean, lower, upper = (
-        min(max(tokens - since, least), most) for tokens in (said.mean, said.lower, said.upper)
-    )
-    # Who outlives what was said goes on for a while: the next prediction will tell how long.
-    return LengthPrediction(max(mean, min(1.0, most)), lower, max(upper, min(1.0, most)))
 
 
 def believed(state: SequenceState, said: LengthPrediction, num_output: int) -> LengthPrediction:

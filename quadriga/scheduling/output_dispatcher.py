@@ -270,4 +270,5 @@ def _extend(earlier: EngineOutput, emission: EngineOutput) -> bool:
     if earlier.logprobs is not None and emission.logprobs is not None:
         earlier.logprobs.extend(emission.logprobs)
     earlier.finish = emission.finish
+    earlier.progress = emission.progress or earlier.progress
     return True

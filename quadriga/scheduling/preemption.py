@@ -101,6 +101,7 @@ class Preemption:
         batch.num_paused += 1
         sequence.suspended = suspended
         sequence.num_pauses += 1
+        sequence.state.num_pauses += 1
         self.num_pauses += 1
         return True
 

@@ -110,6 +110,7 @@ class RunningSequence:
         room_tokens: Tokens it may become before it must ask for more room; infinite where all it
             may become is reserved.
         num_pauses: How often it was moved to host memory here.
+        told_at: Output tokens at the last prediction that its ingress knows; -1 before the first.
         stays_until: Tokens that it may become before a more important newcomer may displace it.
         suspended: What the runner gave when it was moved to host memory: a `Suspended`.
     """
@@ -148,6 +149,7 @@ class RunningSequence:
     deadline_s: float = math.inf
     room_tokens: float = math.inf
     num_pauses: int = 0
+    told_at: int = -1
     stays_until: int = 0
     suspended: Any = None
 

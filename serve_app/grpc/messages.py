@@ -223,6 +223,10 @@ def delta_message(stream: OutputStream, delta: OutputDelta) -> Any:
         message.prompt_logprobs.extend(_logprobs(sequence.state.prompt_logprobs or ()))
     if delta.logprobs is not None:
         message.logprobs.extend(_logprobs(delta.logprobs))
+    if request.eta_in_chunks:
+        to_go = request.sequences[delta.choice].eta
+        if to_go is not None:
+            message.eta.CopyFrom(pb.Eta(**to_go.plain()))
     finish = stream_finish(stream, delta)
     if finish is not None:
         message.finish_reason = _FINISH[finish]
@@ -257,6 +261,13 @@ def usage_message(request: Request) -> Any:
         for layer in sequence.state.exit_layers:
             message.exits[layer] += 1
         message.rebuilds += sequence.num_rebuilds
+        message.migrations += sequence.progress.num_moves
+        message.pauses += sequence.progress.num_pauses
+        message.breaches += sequence.progress.num_breaches
+        if (said := sequence.progress.expected) is not None:
+            message.predicted.add(
+                choice=sequence.index, tokens=said.mean, lower=said.lower, upper=said.upper
+            )
         for model, depth, tokens in sequence.spans:
             message.spans.add(model=model, depth=depth, tokens=tokens)
     return message

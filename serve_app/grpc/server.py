@@ -185,6 +185,7 @@ class GrpcServer:
         caller = self._caller(context)
         message = wire.parse_request(pb.GenerateRequest, data, self._limits.max_body_bytes)
         request = await self._validated(message)
+        request.eta_in_chunks = message.include_eta
         if tracing.is_on():
             traceparent = dict(context.invocation_metadata()).get("traceparent")
             request.traceparent = traceparent if isinstance(traceparent, str) else None

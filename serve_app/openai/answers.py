@@ -87,10 +87,38 @@ class DepthSpanAnswer(BaseModel):
     tokens: int = Field(description="How many.")
 
 
+class PredictedTokensAnswer(Answer):
+    """How long a choice was predicted to become."""
+
+    choice: int = Field(description="Its index.")
+    tokens: float = Field(description="Of the whole answer, as said when it began.")
+    lower: float = Field(description="Nine in ten become longer.")
+    upper: float = Field(description="Nine in ten stay shorter.")
+
+
+class EtaAnswer(Answer):
+    """How long a choice is predicted to go on."""
+
+    tokens: float = Field(description="Still to come.")
+    lower: float = Field(description="In nine of ten cases more.")
+    upper: float = Field(description="In nine of ten cases fewer.")
+    seconds: float | None = Field(None, description="To go, at the pace so far.")
+    upper_seconds: float | None = Field(None, description="In nine of ten cases fewer.")
+
+
 class QuadrigaUsage(BaseModel):
     """How the answer came about; more may be added."""
 
     exits: dict[str, int] = Field(description="Layers run to the number of tokens that left there.")
+    rebuilds: int = Field(description="How often a choice was begun anew after a replica's loss.")
+    migrations: int = Field(description="How often a choice moved to another replica.")
+    pauses: int = Field(description="How often a choice waited in host memory.")
+    breaches: int = Field(
+        description="Tokens below their threshold at the deepest exit that was open to them."
+    )
+    predicted: list[PredictedTokensAnswer] | None = Field(
+        None, description="Of each choice whose length was predicted."
+    )
     spans: list[DepthSpanAnswer] | None = Field(
         None, description="Where models and depths are chosen: who served which part, in order."
     )
@@ -129,6 +157,7 @@ FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 _FINISH = "stop: end token, stop token or stop string; length: `max_tokens`."
 _CHAT_FINISH = f"{_FINISH[:-1]}; tool_calls: it asks for calls."
+_ETA = "With `stream_options.include_eta`; null where nothing is predicted, and at the end."
 _TOKEN_IDS = "The output's token ids, with `return_token_ids`."
 
 
@@ -159,6 +188,7 @@ class CompletionChunkChoice(CompletionChoice):
     finish_reason: FinishReason | None = Field(  # type: ignore[assignment]
         description=f"Set in the choice's last chunk. {_FINISH}"
     )
+    eta: EtaAnswer | None = Field(None, description=_ETA)
 
 
 class CompletionChunk(CompletionAnswer):
@@ -272,6 +302,7 @@ class ChatChunkChoice(Answer):
         description=f"Set in the choice's last chunk. {_CHAT_FINISH}"
     )
     token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
+    eta: EtaAnswer | None = Field(None, description=_ETA)
 
 
 class ChatChunk(Answer):

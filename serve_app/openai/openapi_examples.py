@@ -23,12 +23,20 @@ from quadriga.errors import (
 CREATED = 1_767_225_600
 SERVED = "smollm2-135m-instruct"
 QUESTION = "What is the capital of France?"
+_CAME_ABOUT = {
+    "exits": {"30": 8},
+    "rebuilds": 0,
+    "migrations": 0,
+    "pauses": 0,
+    "breaches": 0,
+    "predicted": [{"choice": 0, "tokens": 9.4, "lower": 4.0, "upper": 21.0}],
+}
 USAGE = {
     "prompt_tokens": 37,
     "completion_tokens": 8,
     "total_tokens": 45,
     "prompt_tokens_details": {"cached_tokens": 0},
-    "quadriga": {"exits": {"30": 8}},
+    "quadriga": _CAME_ABOUT,
 }
 MODEL = {
     "id": "quadriga-auto",
@@ -109,7 +117,7 @@ ANSWERS: dict[str, Any] = {
             "output_tokens": 8,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": 45,
-            "quadriga": {"exits": {"30": 8}},
+            "quadriga": _CAME_ABOUT,
         },
         "instructions": None,
         "max_output_tokens": None,

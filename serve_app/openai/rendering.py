@@ -46,7 +46,22 @@ def usage(request: Request, *, final: bool = True) -> dict[str, Any]:
         counts["quadriga"] = {
             "exits": {str(k): exits[k] for k in sorted(exits)},
             "rebuilds": sum(s.num_rebuilds for s in sequences),
+            "migrations": sum(s.progress.num_moves for s in sequences),
+            "pauses": sum(s.progress.num_pauses for s in sequences),
+            "breaches": sum(s.progress.num_breaches for s in sequences),
         }
+        predicted = [
+            {
+                "choice": s.index,
+                "tokens": round(said.mean, 1),
+                "lower": round(said.lower, 1),
+                "upper": round(said.upper, 1),
+            }
+            for s in sequences
+            if (said := s.progress.expected) is not None
+        ]
+        if predicted:
+            counts["quadriga"]["predicted"] = predicted
         spans = [span for s in sequences for span in s.spans]
         if spans:
             counts["quadriga"]["spans"] = [
@@ -101,6 +116,10 @@ class AnswerFormat(StreamFormat):
             reason = stream_finish(stream, delta)
             finish = f'"{reason}"' if reason is not None else "null"
             ids = f',"token_ids":{delta.token_ids}' if request.return_token_ids else ""
+            if request.eta_in_chunks:
+                to_go = request.sequences[delta.choice].eta
+                fields = None if to_go is None else to_go.plain()
+                ids += f',"eta":{json.dumps(fields, separators=(",", ":"))}'
             parts.append(
                 f'{head}{{"index":{delta.choice},{shown},"finish_reason":{finish}{ids}}}]{tail}'
             )

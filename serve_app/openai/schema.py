@@ -87,6 +87,9 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = Field(None, description="One last chunk with the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
+    include_eta: bool | None = Field(
+        None, description="Tokens and seconds to go in every chunk, as predicted."
+    )
 
 
 class JsonSchemaFormat(RequestBody):

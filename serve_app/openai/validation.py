@@ -220,6 +220,7 @@ def _request(
         stream=bool(body.stream),
         usage_chunk=bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),
+        eta_in_chunks=bool(options and options.include_eta),
         return_token_ids=bool(body.return_token_ids),
         cache_salt=body.cache_salt or "",
     )

@@ -75,6 +75,7 @@ class Request:
         stream: The answer is sent as events.
         usage_chunk: A stream ends with a chunk that has the usage; the others have null.
         usage_in_chunks: Every chunk has the usage so far.
+        eta_in_chunks: Every chunk says how long its choice is predicted to go on.
         return_token_ids: Choices have the output's token ids.
         cache_salt: Prompts share computed KV with those of the same.
         tools: How calls are read out of the answer; None where there are none.
@@ -107,6 +108,7 @@ class Request:
     stream: bool = False
     usage_chunk: bool = False
     usage_in_chunks: bool = False
+    eta_in_chunks: bool = False
     return_token_ids: bool = False
     tools: ToolCalling | None = None
     cache_salt: str = ""

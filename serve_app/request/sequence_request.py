@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from quadriga.checkpoint.exits import MAX_LAYERS
-from quadriga.core.output import EngineOutput
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.output import EngineOutput, SequenceProgress
 from quadriga.core.request import (
     AUTO_MODEL,
     FinishReason,
     ResumableSequence,
     SequenceState,
     TokenLogprob,
+    remaining_of,
 )
 from quadriga.core.routing import AdmitRequest
 from quadriga.errors import (
@@ -30,6 +34,29 @@ def is_recoverable(error: QuadrigaError) -> bool:
     sends `Cancelled` when it had no heartbeat of this ingress for long; the ingress still runs.
     """
     return isinstance(error, ReplicaError | Unavailable | Cancelled)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEta:
+    """When a sequence is predicted to end.
+
+    Attributes:
+        tokens: Still to come.
+        token_s: Seconds a token so far; None before the second.
+    """
+
+    tokens: LengthPrediction
+    token_s: float | None
+
+    def plain(self) -> dict[str, float]:
+        """As answers name it: tokens, and seconds where a pace is known."""
+        said = self.tokens
+        fields = {"tokens": said.mean, "lower": said.lower, "upper": said.upper}
+        fields = {name: round(value, 1) for name, value in fields.items()}
+        if self.token_s is not None:
+            fields["seconds"] = round(said.mean * self.token_s, 3)
+            fields["upper_seconds"] = round(said.upper * self.token_s, 3)
+        return fields
 
 
 class SequenceRequest:
@@ -58,6 +85,7 @@ class SequenceRequest:
             already, and could not notice that the answer is another one.
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
+        progress: What its replicas said became of it, over all times that it was begun.
         num_cached: Prompt tokens that were not computed for its first token.
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
         sure_layers: See `EngineOutput`; where the cluster chooses the model.
@@ -92,6 +120,8 @@ class SequenceRequest:
         self.may_begin = True
         self.profile: str | None = None
         self.spans: list[tuple[str, int, int]] = []
+        self.progress = SequenceProgress()
+        self._progress_before = SequenceProgress()  # when it was begun anew
         self.nll = 0.0
         self.num_scored = 0
         self.sure_layers: list[int] = []
@@ -136,6 +166,7 @@ class SequenceRequest:
         self.state.epoch += 1
         self.replica, self.next_owners, self.handing_over = None, {}, set()
         self.last_contact_s, self.failure, self._early = None, None, []
+        self._progress_before = self.progress
         self._has_asked, self.is_ours = False, True
         return self.state.sequence_id
 
@@ -261,6 +292,8 @@ class SequenceRequest:
         if output.cached_tokens and not self.state.output_ids:
             self.num_cached = output.cached_tokens
         num_new = self._append(output)
+        if output.progress is not None:
+            self._note_progress(output.progress)
         if self.finish is None and output.error is not None:
             if is_recoverable(output.error):
                 self.failure = output.error
@@ -304,6 +337,28 @@ class SequenceRequest:
                 self.finish = FinishReason.STOP
                 return i + 1 - skip
         return count - skip
+
+    def _note_progress(self, said: SequenceProgress) -> None:
+        before = self._progress_before
+        self.progress = replace(
+            said,
+            num_moves=before.num_moves + said.num_moves,
+            num_pauses=before.num_pauses + said.num_pauses,
+            num_breaches=before.num_breaches + said.num_breaches,
+            expected=before.expected or said.expected,
+        )
+        # What is begun anew is placed by what is known of it.
+        self.state.prediction, self.state.predicted_at = said.remaining, said.predicted_at
+
+    @property
+    def eta(self) -> SequenceEta | None:
+        """Tokens and seconds to go, by the last prediction and its own pace; None without one."""
+        said, first_s = remaining_of(self.state), self.first_token_s
+        num_tokens = len(self.state.output_ids)
+        if said is None or first_s is None or self.done:
+            return None
+        token_s = (self.last_token_s - first_s) / (num_tokens - 1) if num_tokens > 1 else None
+        return SequenceEta(said, token_s)
 
     def _note_logprob(self, logprob: TokenLogprob) -> None:
         if self._shows_logprobs:

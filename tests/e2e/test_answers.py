@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 
+import httpx
 import pytest
 
 from quadriga.client import Client
 from serve_app.cli.demo import NUM_TASKS, ask_tasks, stream_over_grpc, stream_over_http
 from serve_app.cli.sample_request import sample_requests
+from serve_app.openai.answers import QuadrigaUsage
 from tests.e2e.conftest import Service
 
 
@@ -45,3 +48,42 @@ def test_short_questions_in_other_words_are_answered_right(
 ) -> None:
     text = sdk.generate(question + end, max_tokens=40, temperature=0).text
     assert text.strip() == FIRST_QUESTIONS[question]
+
+
+def test_a_stream_says_how_long_it_goes_on_and_the_usage_what_became_of_it(
+    service: Service, sdk: Client
+) -> None:
+    """Of two choices each has its own; over HTTP and with the SDK alike."""
+    body = {"model": service.model, "prompt": "Count from 3 to 40.\n", "n": 2, "max_tokens": 200}
+    body |= {"temperature": 0, "stream": True}
+    options = {"include_eta": True, "include_usage": True}
+    with httpx.stream(
+        "POST",
+        f"{service.base_url}/v1/completions",
+        json=body | {"stream_options": options},
+        timeout=120.0,
+    ) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    usage = chunks.pop()["usage"]
+    news = [choice for chunk in chunks for choice in chunk["choices"]]
+    said = [choice["eta"] for choice in news if choice["eta"] is not None]
+    assert said, "the bundled models have length heads"
+    for eta in said:
+        assert 0 <= eta["lower"] <= eta["upper"] and 0 < eta["tokens"] <= 200
+    assert any(eta["upper_seconds"] >= eta["seconds"] > 0 for eta in said if "seconds" in eta)
+    assert all(choice["eta"] is None for choice in news if choice["finish_reason"])
+    found = QuadrigaUsage.model_validate(usage["quadriga"])
+    assert found.predicted is not None and {p.choice for p in found.predicted} == {0, 1}
+    assert all(0 < p.lower <= p.tokens <= p.upper for p in found.predicted)
+    assert (found.pauses, found.rebuilds) == (0, 0) and found.migrations >= 0
+
+    pieces = list(sdk.stream("Count from 3 to 40.\n", include_eta=True, temperature=0.0))
+    etas = [piece.eta for piece in pieces if piece.eta is not None]
+    assert etas and all(eta.lower <= eta.upper for eta in etas)
+    assert pieces[-1].eta is None and pieces[-1].usage is not None
+    [of_sdk] = pieces[-1].usage.predicted
+    assert of_sdk.tokens == pytest.approx(found.predicted[0].tokens, abs=0.06), "deterministic"
+    assert pieces[-1].usage.pauses == 0
+    plain = list(sdk.stream("Sort: 3 1 2\n", temperature=0.0))
+    assert all(piece.eta is None for piece in plain), "it was not asked for"

@@ -217,6 +217,7 @@ def test_any_life(
     assert finished | cancelled == {f"s{i}" for i in states}
     breaches = sum(check_tokens(states[i], todo[i], replica) for i in states)
     assert replica.counters.breaches == breaches
+    assert sum(state.num_breaches for state in states.values()) == breaches
     assert replica.counters.involuntary_exits == 0
     assert replica.slots.num_held == replica.slots.reserved_tokens == 0
     assert not replica.runner.attached and not replica.runner.owed

@@ -118,5 +118,7 @@ def _count_breaches(batch: DecodeBatch, group: Group, confidences: Sequence[floa
         if c < s.min_confidence and s.min_confidence < math.inf
     ]
     depth = batch.ends[-1]
+    for sequence in breaches:
+        sequence.state.num_breaches += 1
     batch.counters.breaches += len(breaches)
     batch.counters.limited += sum(0 < s.state.exits.max_depth <= depth for s in breaches)

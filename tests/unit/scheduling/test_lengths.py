@@ -7,8 +7,8 @@ import pytest
 
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SamplingParams, SequenceState
-from quadriga.scheduling.forecasts import Answer, Asking, Outcomes, believed, remaining_of
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState, remaining_of
+from quadriga.scheduling.forecasts import Answer, Asking, Outcomes, believed
 
 
 def state(name: str = "s", *, produced: int = 5, **sampling: object) -> SequenceState:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quadriga.core.forecast import LengthPrediction
+from quadriga.core.output import EngineOutput
+from quadriga.core.request import FinishReason
 from quadriga.errors import ContextTooLong, KVCacheExhausted
 from quadriga.policies.slot_reservation import ASSUMED_TOKENS, WINDOW, AnswerLengths
 from quadriga.scheduling.preemption import choose_victim
@@ -197,3 +199,32 @@ def test_one_that_was_paused_for_long_comes_before_the_more_important() -> None:
     assert any("paused sequences wait" in refusal for refusal in refusals)
     assert sum(name.startswith("important") for name in replica.states) > 3
     replica.finish()
+
+
+def test_the_last_token_says_what_became_of_a_sequence() -> None:
+    """Pauses of each, and its length as first predicted; a new prediction is told at once."""
+    replica = Replica(rows=10)
+    states = [replica.take(f"s{i}", max_tokens=60 + 4 * i) for i in range(10)]
+    told: dict[str, list[EngineOutput]] = {state.sequence_id: [] for state in states}
+    for step in range(5000):
+        if not replica.loop.has_work:
+            break
+        if step == 4:
+            states[0].prediction = LengthPrediction(40.0, 20.0, 80.0)
+            states[0].predicted_at = len(states[0].output_ids)
+        if step == 8:
+            states[0].prediction = LengthPrediction(30.0, 25.0, 50.0)
+            states[0].predicted_at = len(states[0].output_ids)
+        for _, emission in replica.loop.step():
+            if emission.progress is not None:
+                told[emission.sequence_id].append(emission)
+    lasts = {name: emissions[-1] for name, emissions in told.items()}
+    assert all(emission.finish is FinishReason.LENGTH for emission in lasts.values())
+    pauses = {name: e.progress.num_pauses for name, e in lasts.items() if e.progress is not None}
+    assert sum(pauses.values()) == replica.loop.preemption.num_pauses > 3
+    first, second, last = (e.progress for e in told["s0"])
+    assert first is not None and second is not None and last is not None
+    assert first.expected == second.expected == last.expected == LengthPrediction(45.0, 25.0, 85.0)
+    assert (first.predicted_at, second.predicted_at) == (5, 9)
+    assert last.remaining == LengthPrediction(30.0, 25.0, 50.0)
+    assert all(len(told[f"s{i}"]) == 1 for i in range(1, 10)), "nothing new, nothing said"

@@ -210,6 +210,6 @@ def test_every_field_of_the_message_is_read() -> None:
     named.chat.messages.add(role="user", content="a")
     assert generation_fields(named)["tool_choice"]["function"] == {"name": "a"}
     read_elsewhere = {"request_id", "resume_from", "resume_digest", "prompt_token_ids", "chat"}
-    read_elsewhere.add("tool_name")
+    read_elsewhere |= {"tool_name", "include_eta"}
     known = {*generation_fields(request), *generation_fields(chat), *read_elsewhere} - {"messages"}
     assert {f.name for f in pb.GenerateRequest.DESCRIPTOR.fields} == known

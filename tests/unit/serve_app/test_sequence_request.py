@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from quadriga.core.output import EngineOutput
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.output import EngineOutput, SequenceProgress
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied, ReplicaError
 from quadriga.text import StopMatcher
@@ -239,3 +241,34 @@ def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
     reader.close()
     store.expire(2.0)
     assert store.get(("anyone", "r0")) is None
+
+
+def test_what_became_of_a_sequence_is_summed_over_its_beginnings(sequence: SequenceRequest) -> None:
+    """It moved and was paused, was begun anew elsewhere, and was paused there again."""
+    expected = LengthPrediction(20.0, 10.0, 40.0)
+    before = SequenceProgress(1, 2, 3, expected, LengthPrediction(19.0, 9.0, 39.0), 1)
+    sequence.accept("p", replace(tokens(0, 40, 41), progress=before))
+    assert sequence.progress == before
+    sequence.rename()
+    again = tokens(2, 42, epoch=1, finish=FinishReason.LENGTH)
+    again.sequence_id = sequence.state.sequence_id
+    after = SequenceProgress(0, 1, 0, LengthPrediction(9.0, 9.0, 9.0))
+    sequence.accept("d", replace(again, progress=after))
+    now = sequence.progress
+    assert (now.num_moves, now.num_pauses, now.num_breaches) == (1, 3, 3)
+    assert now.expected == expected, "as it was said at first"
+
+
+def test_seconds_to_go_follow_the_prediction_and_the_pace(sequence: SequenceRequest) -> None:
+    sequence.accept("p", tokens(0, 40))
+    assert sequence.eta is None, "nothing is predicted"
+    said = SequenceProgress(remaining=LengthPrediction(20.0, 10.0, 40.0), predicted_at=1)
+    sequence.accept("p", replace(tokens(1, 41, 42), progress=said))
+    assert sequence.eta is None, "nobody has noted when its tokens came"
+    sequence.first_token_s, sequence.last_token_s = 10.0, 10.5
+    assert sequence.eta is not None
+    assert sequence.eta.plain() == {
+        "tokens": 18.0, "lower": 8.0, "upper": 38.0, "seconds": 4.5, "upper_seconds": 9.5
+    }  # fmt: skip
+    sequence.accept("p", tokens(3, 43, finish=FinishReason.LENGTH))
+    assert sequence.eta is None
