@@ -122,7 +122,7 @@ class LLM:
             sampling: For all, or one for each; None is what the checkpoint recommends, up to the
                 end of the context. Draws depend on seed and position: the same prompt and seed
                 have the same tokens.
-            exits: None is the model's own threshold, `bounded`.
+            exits: None is what `exits.mode` says: by default `lossless`, full depth's tokens.
             stop: Strings that end an answer.
             progress: Show a bar; None: where stderr is a terminal.
 

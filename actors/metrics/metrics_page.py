@@ -106,6 +106,8 @@ COUNTERS = {
     "breaches": "quadriga_breaches_total",
     "involuntary_exits": "quadriga_involuntary_exits_total",
     "involuntary_stays": "quadriga_involuntary_stays_total",
+    "drafted": "quadriga_drafted_tokens_total",
+    "accepted": "quadriga_accepted_drafts_total",
 }
 
 

@@ -51,6 +51,7 @@ def served_exits(
             "compile": "wait",
             "max_model_len": min(ROW_TOKENS, checkpoint.max_model_len),
         },
+        exits={"mode": "bounded"},
         decode={"max_slots": 1, "rebatching": "drex"},
         deterministic=True,
     )

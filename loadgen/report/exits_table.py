@@ -14,8 +14,9 @@ from loadgen.report.plain_table import plain_table
 
 UNUSED = {
     "drafts": "drafts",
+    "drafts_not_worth_it": "drafts do not pay now",
     "not_worth_it": "does not pay now",
-    "full_depth_asked": "threshold 1 asked",
+    "full_depth_asked": "full depth asked",
     "not_loaded": "not loaded",
     "off": "off",
 }

@@ -20,13 +20,21 @@ ExitMode = Literal["lossless", "bounded", "off"]
 """What requests that ask for nothing else get; see `ExitParams.policy`."""
 SkippedKV = Literal["linear", "project", "alias", "copy", "replay"]
 ExitUse = Literal[
-    "tested", "drafts", "not_worth_it", "full_depth_asked", "not_loaded", "off", "idle"
+    "tested",
+    "drafts",
+    "drafts_not_worth_it",
+    "not_worth_it",
+    "full_depth_asked",
+    "not_loaded",
+    "off",
+    "idle",
 ]
 """Whether tokens may leave at an exit of a replica now, and if not, why.
 
 `tested`: those that are sure enough leave. `drafts`: none leaves, and the exit drafts for requests
-that want the whole model's answer, where that is faster. `not_worth_it`: the rebatching policy
-expects more tokens/s without it. `full_depth_asked`: every running request asks for threshold 1.
+that want the whole model's answer. `drafts_not_worth_it`: it could, and full passes are faster by
+what was measured. `not_worth_it`: the rebatching policy expects more tokens/s without it.
+`full_depth_asked`: no running request lets tokens leave early.
 `not_loaded`: it is not above the layers that are loaded. `off`: the configuration uses no exits.
 `idle`: nothing has run here yet.
 """
@@ -72,7 +80,7 @@ class ExitSpec:
     criterion: Criterion = "top"
     threshold: float = DEFAULT_THRESHOLD
     replay_newest: int = 0
-    mode: ExitMode = "bounded"
+    mode: ExitMode = "lossless"
     has_norm: bool = True
     own_head: bool = False
     sure_from: tuple[tuple[int, float], ...] = ()

@@ -12,11 +12,13 @@ from quadriga.config.fields import Auto, Count, NodeLabels, Seconds, Section
 class ExitsConfig(Section):
     """Where a model may be left early. "auto" is what its `exits.json` says."""
 
-    mode: Literal["lossless", "bounded", "off"] = Field(
-        "bounded",
+    mode: Literal["auto", "lossless", "bounded", "off"] = Field(
+        "auto",
         description="For requests that ask for nothing of the exits. lossless: answers are the "
         "whole model's, token for token; the first exit drafts tokens where that is faster. "
-        "bounded: tokens leave early from the threshold on. off: neither.",
+        "bounded: tokens leave early from the threshold on. off: neither. auto: bounded where the "
+        "configuration allows tokens to change (exits.threshold below 1, a baseline as "
+        "decode.rebatching, HELIOS with helios.max_changed_share above 0), else lossless.",
     )
     folder: str = Field(
         "auto",

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from quadriga.checkpoint.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS, ExitSpec, SkippedKV
+from quadriga.checkpoint.exits import (
+    MAX_LAYERS,
+    NEVER,
+    SKIPPED_KV_WEIGHTS,
+    ExitMode,
+    ExitSpec,
+    SkippedKV,
+)
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
-from quadriga.config.engine import ExitsConfig, PoolConfig
+from quadriga.config.engine import PoolConfig
 from quadriga.config.engine_spec import DTYPE_BYTES, Device, Dtype, EngineSpec, Runner
 from quadriga.config.kv_memory import (
     FLOOR_TOKENS,
@@ -110,7 +117,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
         checkpoint = read_checkpoint(
             pool.model, cache_dir=config.engine.cache_dir, heads=pool.exits.folder
         )
-        checkpoint = replace(checkpoint, exits=configured_exits(pool.exits, index, checkpoint))
+        checkpoint = replace(checkpoint, exits=configured_exits(config, index, checkpoint))
         known = checkpoints.setdefault(checkpoint.id, checkpoint)
         if known.path != checkpoint.path:
             raise ConfigError(
@@ -323,32 +330,46 @@ def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) ->
     return "baton"
 
 
-def configured_exits(config: ExitsConfig, index: int, checkpoint: Checkpoint) -> ExitSpec:
-    """The checkpoint's exits, with what the configuration says instead.
+def configured_exits(config: QuadrigaConfig, index: int, checkpoint: Checkpoint) -> ExitSpec:
+    """The checkpoint's exits, with what the configuration says of a pool's instead.
 
     Raises: ConfigError: A layer is outside the model.
     """
-    spec = replace(checkpoint.exits, mode=config.mode)
-    if config.layers == "none":
+    exits = config.pools[index].exits
+    spec = replace(checkpoint.exits, mode=_exit_mode(config, index))
+    if exits.layers == "none":
         spec = replace(spec, layers=())
-    elif config.layers == "all":
+    elif exits.layers == "all":
         spec = replace(spec, layers=tuple(range(1, checkpoint.num_layers)))
-    elif config.layers != "auto":
-        outside = [k for k in config.layers if not 0 < k < checkpoint.num_layers]
+    elif exits.layers != "auto":
+        outside = [k for k in exits.layers if not 0 < k < checkpoint.num_layers]
         if outside:
             raise ConfigError(
                 f"pools.{index}.exits.layers: {outside} are outside 1..{checkpoint.num_layers - 1},"
                 f" the inner layers of {checkpoint.id}",
                 param=f"pools.{index}.exits.layers",
             )
-        spec = replace(spec, layers=tuple(sorted(set(config.layers))))
-    if config.kind != "auto" and config.kind != spec.kind:
-        spec = replace(spec, kind=config.kind, sure_from=())
-    if config.criterion != "auto" and config.criterion != spec.criterion:
-        spec = replace(spec, criterion=config.criterion, sure_from=())
-    if config.threshold != "auto":
-        spec = replace(spec, threshold=config.threshold)
+        spec = replace(spec, layers=tuple(sorted(set(exits.layers))))
+    if exits.kind != "auto" and exits.kind != spec.kind:
+        spec = replace(spec, kind=exits.kind, sure_from=())
+    if exits.criterion != "auto" and exits.criterion != spec.criterion:
+        spec = replace(spec, criterion=exits.criterion, sure_from=())
+    if exits.threshold != "auto":
+        spec = replace(spec, threshold=exits.threshold)
     return spec
+
+
+def _exit_mode(config: QuadrigaConfig, index: int) -> ExitMode:
+    """Tokens leave early unasked only where the configuration allows that some change."""
+    exits, chooses = config.pools[index].exits, config.helios.enabled and index == 0
+    if exits.mode != "auto":
+        return exits.mode
+    allows_change = (
+        (exits.threshold != "auto" and exits.threshold < NEVER)
+        or config.decode.rebatching not in ("drex", "off")
+        or (chooses and config.helios.max_changed_share > 0.0)
+    )
+    return "bounded" if allows_change else "lossless"
 
 
 def _exits_in_use(

@@ -275,6 +275,7 @@ class NativeRunner:
         if not rows:
             return []
         samplers = self._samplers_of(rows)
+        self._exit = None
         self._drafts.drop(rows)
         depth, num_segments = self.num_layers, len(self.model.ends)
         x = self._pass(rows, samplers, 0, num_segments)

@@ -95,8 +95,8 @@ LOAD = (
           lambda load: load.exits and {"predicted": load.exits.predicted_profit_s,
                                        "realised": load.exits.realised_profit_s}, ("kind",)),
     gauge("quadriga_exit_use",
-          "1 for what is true of an exit now: tested, drafts, or why not (not_worth_it, "
-          "full_depth_asked, not_loaded, off, idle).", _uses, ("layer", "use")),
+          "1 for what is true of an exit now: tested, drafts, or why not (drafts_not_worth_it, "
+          "not_worth_it, full_depth_asked, not_loaded, off, idle).", _uses, ("layer", "use")),
     gauge("quadriga_prefix_cache_tokens",
           "Prompt tokens whose KV is kept, in memory that no sequence was promised.",
           "prefixes.kept"),

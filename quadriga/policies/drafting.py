@@ -4,8 +4,10 @@ Rows that must not lose anything can still gain by an exit: the first segment an
 tokens, and one pass through the other segments verifies all drafts of all rows. Two decisions:
 
 - *Whether to draft at all*: by what a token took of late, with drafts and without, for about so
-  many rows. Both are tried at first, and the worse one again now and then, as far as that costs
-  little. Measured, not forecast: a segment that runs again and again finds its weights in a cache.
+  many rows. Measured, as far as it can be: a segment that runs again and again finds its weights in
+  a cache. What was not measured yet is forecast, by costs and by how often drafts agree. The worse
+  kind of rounds is tried again as soon as what it is expected to lose was saved up, a small share
+  of the time; so no more than that share is ever lost.
 - *Whether to draft on*. With c_d(n) for n rows through the first segment and its head, and c_v(n)
   for n positions through the others, a further pass over rows whose drafts all agree so far with
   probability s is worth Σ s tokens. A token is worth the v seconds that it takes at best. So it
@@ -26,17 +28,20 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import log2
+from math import inf, log2
 
+from quadriga.interfaces import MAX_DRAFTED
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.policies.rebatching import Range
 
 _EDGES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.96, 0.99, 0.998)  # of confidence
 _PRIORS = (0.1, 0.3, 0.5, 0.7, 0.85, 0.9, 0.96, 0.98, 0.99)  # how often a draft agrees
+_PRIOR_CHANCE = 0.85
 _PRIOR_WEIGHT = 8.0  # tokens
 _RATE = 0.01  # a token, of the moving averages
-_TRIALS = 4  # rounds of each kind, before it is believed what a token takes
+_TRIALS = 4  # rounds of each kind, before one that was disturbed is told from others
 _EXPLORE_SHARE = 0.005  # of the time, that rounds of the worse kind may lose
+_HELD_ROUNDS = 16  # full passes over the same rows, for which one decision stands
 _REFRESH = 32  # passes for which forecasts are kept
 _LONGEST_OVERHEAD_S = 2e-3  # between two passes; beyond it the replica was idle or disturbed
 
@@ -55,20 +60,25 @@ class DraftChoice:
 
     Attributes:
         least: Of those that have drafted, rows go on whose drafts agree with this probability.
+        times: Full passes over the same rows that need no further decision, this one included.
     """
 
     action: DraftAction
     least: float = 0.0
+    times: int = 1
 
 
 @dataclass(slots=True)
 class _RoundKind:
-    """What a token took in rounds of one kind.
+    """What a token takes in rounds of one kind.
 
     Attributes:
-        rounds: So many were measured.
+        tokens: That a round gives.
+        token_s: A forecast, until some were measured.
+        rounds: So many were.
     """
 
+    tokens: float = 0.0
     token_s: float = 0.0
     rounds: int = 0
 
@@ -78,47 +88,33 @@ class _RoundKind:
         if self.rounds >= _TRIALS:
             each_s = min(each_s, 2.0 * self.token_s)
         self.rounds += 1
-        self.token_s += max(0.05, 1.0 / self.rounds) * (each_s - self.token_s)
+        rate = max(0.05, 1.0 / self.rounds)
+        self.token_s += rate * (each_s - self.token_s)
+        self.tokens += rate * (tokens - self.tokens)
 
 
 @dataclass(slots=True)
 class _Regime:
-    """Both kinds of rounds, for about so many rows.
-
-    Attributes:
-        budget_s: What may be lost by rounds of the worse kind.
-    """
+    """Both kinds of rounds, for about so many rows."""
 
     full: _RoundKind = field(default_factory=_RoundKind)
     drafting: _RoundKind = field(default_factory=_RoundKind)
-    budget_s: float = 0.0
 
-    def drafts(self) -> bool:
-        """Whether the next round drafts."""
-        full, drafting = self.full, self.drafting
-        if min(full.rounds, drafting.rounds) < _TRIALS:
-            return drafting.rounds <= full.rounds
-        return (drafting.token_s < full.token_s) is not self.explores()
+    def pays(self) -> bool:
+        """Whether drafts are faster."""
+        return self.drafting.token_s < self.full.token_s
 
-    def explores(self) -> bool:
-        """Whether the next round is of the worse kind."""
-        return self.budget_s > 0.0
-
-    def add(self, tokens: int, seconds: float, *, drafted: bool) -> None:
-        """A round gave so many tokens."""
-        kind = self.drafting if drafted else self.full
-        kind.add(tokens, seconds)
-        other = self.full if drafted else self.drafting
-        if not other.rounds or kind.token_s <= other.token_s:
-            self.budget_s += _EXPLORE_SHARE * seconds
-        else:
-            self.budget_s -= tokens * (kind.token_s - other.token_s)
+    def loss_s(self) -> float:
+        """What a round of the worse kind is expected to lose."""
+        worse, better = self.full, self.drafting
+        if not self.pays():
+            worse, better = better, worse
+        return worse.tokens * (worse.token_s - better.token_s)
 
     @property
     def token_s(self) -> float:
-        """What a token takes at best; 0 where that is not known yet."""
-        known = [k.token_s for k in (self.full, self.drafting) if k.rounds]
-        return min(known, default=0.0)
+        """What a token takes at best."""
+        return min(self.full.token_s, self.drafting.token_s)
 
 
 class Drafter:
@@ -134,8 +130,11 @@ class Drafter:
         self.overhead_s = overhead_s
         self._agrees = [list(_PRIORS), list(_PRIORS)]
         self._seen = [[_PRIOR_WEIGHT] * len(_PRIORS) for _ in range(2)]
+        self._chance = _PRIOR_CHANCE  # that a draft agrees, whatever its confidence
         self._regimes: dict[int, _Regime] = {}
+        self._savings_s = 0.0  # that rounds of the worse kind may lose
         self._round_s = 0.0  # of the round under way
+        self._is_cut = False  # it was ended before its drafts were as long as they are worth
         self._tokens_each = 0.0
         self._draft_s: dict[int, float] = {}
         self._verify_s: dict[int, float] = {}
@@ -146,7 +145,7 @@ class Drafter:
     def resized(self, costs: SegmentCosts) -> Drafter:
         """The policy over the costs of other segments, the first of which is the same."""
         other = Drafter(costs, self.overhead_s)
-        other._agrees, other._seen = self._agrees, self._seen
+        other._agrees, other._seen, other._chance = self._agrees, self._seen, self._chance
         return other
 
     def choose(
@@ -157,7 +156,7 @@ class Drafter:
         survivals: Sequence[float],
         num_tokens: int,
         now_s: float,
-        budget_s: float = float("inf"),
+        budget_s: float = inf,
     ) -> DraftChoice:
         """What the rows do next.
 
@@ -172,10 +171,13 @@ class Drafter:
         self._begin(now_s, num_tokens / (fresh + pending))
         regime = self._regime(fresh + pending)
         if not pending:
-            least_s = self._drafts_s(fresh) + self._verified_s(fresh)
-            drafts = least_s <= budget_s and regime.drafts()
-            return DraftChoice(DraftAction.DRAFT if drafts else DraftAction.FULL)
-        value_s = regime.token_s or self._full_s(fresh + pending)
+            least_s = 2 * self._drafts_s(fresh) + self._verified_s(2 * fresh)
+            drafts = regime.pays() is not self._explores(regime)
+            is_tight = budget_s < inf and self._savings_s < 0.0  # rounds were cut short of late
+            if drafts and least_s <= budget_s and not is_tight:
+                return DraftChoice(DraftAction.DRAFT)
+            return DraftChoice(DraftAction.FULL, times=_HELD_ROUNDS)
+        value_s = regime.token_s
         going = sorted(survivals, reverse=True)
         least = self._least(fresh, positions, len(going), value_s)
         while going and going[-1] < least:
@@ -184,9 +186,11 @@ class Drafter:
         if not count:
             return DraftChoice(DraftAction.VERIFY)
         pass_s, then_s = self._drafts_s(count), self._verified_s(positions + count)
-        is_late = pass_s + then_s > budget_s
         worth_s = (fresh + sum(going)) * value_s
-        if is_late or worth_s <= pass_s + then_s - self._verified_s(positions):
+        if worth_s <= pass_s + then_s - self._verified_s(positions):
+            return DraftChoice(DraftAction.VERIFY)
+        if pass_s + then_s > budget_s:
+            self._is_cut = True
             return DraftChoice(DraftAction.VERIFY)
         return DraftChoice(DraftAction.DRAFT, least)
 
@@ -207,8 +211,10 @@ class Drafter:
         Returns:
             A mark for `verified`, and the probability that the draft agrees.
         """
-        mark = bisect_right(_EDGES, confidence) + is_drawn * len(_PRIORS)
-        return mark, self._agrees[is_drawn][mark - is_drawn * len(_PRIORS)]
+        bucket = bisect_right(_EDGES, confidence)
+        chance = self._agrees[is_drawn][bucket]
+        self._chance += _RATE * (chance - self._chance)
+        return bucket + is_drawn * len(_PRIORS), chance
 
     def verified(self, marks: Sequence[int], num_agreed: int) -> None:
         """Learn from a row's drafts, all of which were run.
@@ -243,13 +249,44 @@ class Drafter:
         self._round_s += seconds + self.overhead_s
         self._idle_since_s = self._pass_from_s + seconds
 
-    def ended(self, rows: int, tokens: int, *, drafted: bool) -> None:
-        """A round over so many rows gave so many tokens."""
-        self._regime(rows).add(tokens, self._round_s, drafted=drafted)
-        self._round_s = 0.0
+    def ended(self, rows: int, tokens: int, *, drafted: bool, times: int = 1) -> None:
+        """A round over so many rows gave so many tokens.
+
+        One that was cut short teaches nothing but what it lost.
+
+        Args:
+            times: So many such rounds it stands for.
+        """
+        regime = self._regime(rows)
+        kind, other = regime.full, regime.drafting
+        if drafted:
+            kind, other = other, kind
+        lost_s = self._round_s - tokens * other.token_s
+        if not self._is_cut:
+            kind.add(tokens, self._round_s)
+            lost_s = tokens * (kind.token_s - other.token_s)
+        self._savings_s += times * _EXPLORE_SHARE * self._round_s - max(0.0, lost_s)
+        self._round_s, self._is_cut = 0.0, False
+        if times > 1:
+            self._idle_since_s = None  # the next pass is not the next decision
+
+    def pays(self, rows: int) -> bool:
+        """Whether drafts are faster than full passes for so many rows, as far as it is known."""
+        return self._regime(rows).pays()
+
+    def _explores(self, regime: _Regime) -> bool:
+        """Whether the next round is of the worse kind."""
+        return self._savings_s > max(0.0, regime.loss_s())
 
     def _regime(self, rows: int) -> _Regime:
-        return self._regimes.setdefault(round(2.0 * log2(rows)), _Regime())
+        """What is known of about so many rows: two steps each time they double."""
+        regime = self._regimes.setdefault(round(2.0 * log2(rows)), _Regime())
+        if not regime.full.rounds:
+            regime.full.tokens, regime.full.token_s = rows, self._full_s(rows)
+        if not regime.drafting.rounds:
+            drafting = regime.drafting
+            drafting.tokens, drafting.token_s = self._drafting_s(rows)
+        return regime
 
     def _begin(self, now_s: float, tokens_each: float) -> None:
         """Learn what a pass costs beside the runner's time; let old forecasts go."""
@@ -271,6 +308,18 @@ class Drafter:
         costs, tokens = self.costs, rows * self._tokens_each
         seconds = costs.forecast_s(0, costs.num_segments, rows, tokens, tests=False)
         return (seconds + self.overhead_s) / rows
+
+    def _drafting_s(self, rows: int) -> tuple[float, float]:
+        """Tokens of a round that drafts, and what each takes, by forecast and for the best length
+        of drafts."""
+        pass_s, each, chance, best = self._drafts_s(rows), 1.0, 1.0, (0.0, inf)
+        for drafted in range(1, MAX_DRAFTED + 1):
+            chance *= self._chance
+            each += chance
+            seconds = (drafted + 1) * pass_s + self._verified_s(rows * (drafted + 1))
+            if seconds / (rows * each) < best[1]:
+                best = rows * each, seconds / (rows * each)
+        return best
 
     def _drafts_s(self, count: int) -> float:
         seconds = self._draft_s.get(count)

@@ -308,9 +308,7 @@ class DecodeLoop:
         seconds = now_s - started_s - judged_s  # the runner's own
         filled = runner.num_filled - filled
         batch.rebatcher.observe(ran, len(group), num_tokens, seconds, passed, filled)
-        if batch.num_drafting and ran.stop - ran.first == len(batch.ends):
-            batch.drafter.spent(seconds)
-            batch.drafter.ended(len(group), len(group), drafted=False)
+        self._drafts.ran_full(ran, group, seconds)
         self._commit(leavers, [[token] for token in tokens], now_s, emissions)
         self._count_time(len(leavers), now_s - started_s, now_s)
 
@@ -435,7 +433,9 @@ class DecodeLoop:
                 sequence.status = RUNNING
                 sequence.next_segment = 0
                 sequence.since_s = now_s
-            sequence.deadline_s = now_s + (sequence.gap_s or gap_s)
+            # Those that draft have their tokens passed on one by one: see `TokenPacer`.
+            ahead = len(token_ids) if sequence.drafts else 1
+            sequence.deadline_s = now_s + (sequence.gap_s * ahead or gap_s)
         self.counters.tokens[depth] = at_depth
 
     def _expire(self) -> Emissions:
@@ -523,7 +523,10 @@ class DecodeLoop:
         if not decoding:
             return "idle"
         if all(s.min_confidence == math.inf for s in decoding):
-            return "drafts" if self.batch.num_drafting and layer == ends[0] else "full_depth_asked"
+            if not self.batch.num_drafting or layer != ends[0]:
+                return "full_depth_asked"
+            pays = self.batch.drafter.pays(self.batch.num_drafting)
+            return "drafts" if pays else "drafts_not_worth_it"
         return "tested" if self.batch.rebatcher.tests(ends.index(layer)) else "not_worth_it"
 
     @property

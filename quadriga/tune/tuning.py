@@ -330,6 +330,7 @@ class Tuning:
     def _load(self, exits: dict[str, Any]) -> LLM:
         options = self._options
         engine = {"threads": options.threads, "compile": "wait", **options.engine}
+        exits = exits | {"mode": "bounded"}  # what is measured of them is early leaving
         return LLM(options.model, exits=exits, engine=engine, decode={"max_slots": options.slots})
 
     def _check_work(self) -> None:

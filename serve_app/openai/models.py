@@ -91,7 +91,7 @@ class ModelDirectory:
             if limit != "auto":
                 length = min(length, limit)
             tokenizer = load_tokenizer(checkpoint.path, checkpoint.id)
-            exits = configured_exits(pool.exits, index, checkpoint)
+            exits = configured_exits(config, index, checkpoint)
             if config.decode.rebatching == "off":
                 exits = replace(exits, layers=())
             models[checkpoint.id] = ServedModel(checkpoint, tokenizer, length, exits, depth)

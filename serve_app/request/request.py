@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 import uuid
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
@@ -25,6 +27,7 @@ from quadriga.core.request import (
 )
 from quadriga.errors import Cancelled, NotFound, QuadrigaError, TakenOver
 from quadriga.observability.tracing import StageSpan
+from quadriga.policies.token_pacing import TokenPacer
 from quadriga.text import StopMatcher, TextTokenizer
 from quadriga.text.tool_parser import ToolCalling, ToolParser
 from serve_app.request.sequence_request import SequenceRequest
@@ -257,6 +260,9 @@ class Request:
 class OutputStream:
     """One reader's cursor over the sequences of a request; close it when done.
 
+    Where a request asks for short gaps (`sla_tbt_ms`), tokens that came together are read one by
+    one; the last ones, and all before an error, at once.
+
     Attributes:
         text_offsets: Characters shown so far of each sequence, which completions name in their
             log-probabilities.
@@ -264,8 +270,8 @@ class OutputStream:
     """
 
     __slots__ = (
-        "_cursors", "_digests", "_finished", "_gone", "_started", "news", "request", "text_offsets",
-        "tool_parsers",
+        "_cursors", "_digests", "_finished", "_gone", "_pacers", "_started", "news", "request",
+        "text_offsets", "tool_parsers",
     )  # fmt: skip
 
     def __init__(
@@ -280,6 +286,8 @@ class OutputStream:
         self._started = [False] * len(cursors)
         self._finished = [False] * len(cursors)
         self._gone = False
+        gap_s = request.exits.sla_tbt_s
+        self._pacers = [TokenPacer(gap_s) for _ in cursors] if gap_s else []
 
     async def read(self) -> list[OutputDelta]:
         """Return all that is new, at least one piece; empty when everything was read.
@@ -303,7 +311,24 @@ class OutputStream:
             if all(self._finished):
                 return []
             self.news.clear()
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait until there may be something to read."""
+        due_s = min((p.due_s for p in self._pacers if p.num_held), default=None)
+        if due_s is None:
             await self.news.wait()
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.news.wait(), max(0.0, due_s - time.monotonic()))
+
+    def _paced(self, index: int, start: int, stop: int) -> int:
+        """The token before which a sequence may be read now, of those from `start` to `stop`."""
+        pacer, now_s = self._pacers[index], time.monotonic()
+        new = stop - start - pacer.num_held
+        if new > 0:
+            pacer.came(new, now_s)
+        return start + pacer.take(now_s)
 
     def hang_up(self) -> None:
         """The client is gone: a `read` that waits raises `Cancelled`."""
@@ -332,6 +357,8 @@ class OutputStream:
         for i, sequence in enumerate(self.request.sequences):
             start, stop = self._cursors[i], len(sequence.pieces)
             ends = sequence.finish is not None and not self._finished[i]
+            if self._pacers and not sequence.done and self.request.error is None:
+                stop = self._paced(i, start, stop)
             if start >= stop and not ends:
                 continue
             self._verify(i, sequence)

@@ -38,6 +38,7 @@ OTHER_VALUES: dict[str, Any] = {
     "model": "quadriga-l",
     "exits.layers": "none",
     "exits.folder": tuned_folder(),
+    "exits.mode": "bounded",
     "prefill_labels": {"zone": "a"},
     "decode_labels": {"zone": "a"},
     "ingress.cors_origins": ["https://app.example"],

@@ -15,17 +15,26 @@ from actors.rpc.lookup import get_actor
 from quadriga.core.replica import Role
 from tests.e2e.conftest import Service
 from tests.e2e.observe import series, total, wait_until_free
+from tests.random_drafter import draft_at_random
 
 NAMESPACE = "quadriga"
 MAX_DEATHS = 4
 TOLD_WITHIN_S = 20.0
 
 
+def replicas(role: Role) -> list[str]:
+    """Names of the living replicas of a role."""
+    return [
+        named["name"]
+        for named in ray.util.list_named_actors(all_namespaces=True)
+        if named["namespace"] == NAMESPACE and f":{role}:" in named["name"]
+    ]
+
+
 def kill(role: Role) -> None:
     """End all replicas of a role, as if by SIGKILL."""
-    for named in ray.util.list_named_actors(all_namespaces=True):
-        if named["namespace"] == NAMESPACE and f":{role}:" in named["name"]:
-            ray.kill(get_actor(named["name"]))
+    for name in replicas(role):
+        ray.kill(get_actor(name))
 
 
 def stream_until_killed(http: httpx.Client, body: dict[str, Any]) -> list[Any]:
@@ -47,6 +56,8 @@ NUMBERS = {
     "maxItems": 90,
 }
 PLAIN: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+EARLY: dict[str, Any] = PLAIN | {"exit_policy": "bounded"}
+DRAFTED: dict[str, Any] = PLAIN | {"exit_policy": "lossless", "temperature": 0.8, "seed": 6}
 FORMED: dict[str, Any] = {
     "max_tokens": 1500,
     "temperature": 0.9,
@@ -55,7 +66,11 @@ FORMED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("fields", [PLAIN, FORMED], ids=["plain", "of a given form"])
+@pytest.mark.parametrize(
+    "fields",
+    [PLAIN, EARLY, DRAFTED, FORMED],
+    ids=["plain", "with exits", "drafted", "of a given form"],
+)
 @pytest.mark.skipif(
     "QUADRIGA_E2E_HTTP" in os.environ, reason="kills actors, so it needs the service it started"
 )
@@ -69,6 +84,9 @@ def test_a_stream_survives_all_decode_replicas(
         assert len(json.loads(whole)) == NUMBERS["minItems"]
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
     for _ in range(MAX_DEATHS):  # the last token may have been on its way when they died
+        if fields is DRAFTED:
+            for name in replicas(Role.DECODE):
+                draft_at_random(name, 0)
         parsed = stream_until_killed(http, streamed)
         text = "".join(choice["text"] for frame in parsed for choice in frame["choices"])
         assert text == whole

@@ -21,8 +21,8 @@ from quadriga.errors import InvalidRequest
 from quadriga.text import load_tokenizer
 from tests.equivalence.models import kernel_cache, make_spec, make_state
 from tests.equivalence.moving import Member, move
-from tests.equivalence.test_lossless import RandomDrafter
 from tests.equivalence.test_rebuild import copy_of, go_on, rebuild, run_alone, runner
+from tests.random_drafter import RandomDrafter
 
 S = "quadriga-s"
 TEXT = load_tokenizer(ASSETS / S, S)

@@ -24,6 +24,7 @@ from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.tasks import sample_examples
 from tests.equivalence.models import kernel_cache, whole_prompt
+from tests.random_drafter import RandomDrafter
 
 S = "quadriga-s"
 SLOTS = 4
@@ -35,7 +36,9 @@ DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM(S, engine=ENGINE, decode={"max_slots": SLOTS}, deterministic=True)
+    """Tokens leave early where a call asks for nothing else."""
+    bounded = {"mode": "bounded"}
+    made = LLM(S, exits=bounded, engine=ENGINE, decode={"max_slots": SLOTS}, deterministic=True)
     yield made
     made.loop.check()
     assert not made.loop.has_work and made.loop.decode.slots.num_held == 0
@@ -148,6 +151,27 @@ def test_a_stream_says_what_generate_says(llm: LLM, prompts: list[str]) -> None:
         assert stopped.text == output.text.split("7 ")[0]
         assert stopped.token_ids == output.token_ids[: len(stopped.token_ids)]
         assert stopped.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_by_default_tokens_are_full_depths(
+    llm: LLM, prompts: list[str], sampling: SamplingParams
+) -> None:
+    asked = replace(sampling, num_logprobs=1)
+    wanted = llm.generate(prompts, asked, exits=FULL)
+    default = LLM(S, engine=ENGINE, decode={"max_slots": SLOTS})
+    batch = default.loop.decode.batch
+    for drafter in (batch.drafter, RandomDrafter(batch.drafter.costs, seed=5)):
+        batch.drafter = drafter
+        outputs = default.generate(prompts, asked)
+        assert tokens_of(outputs) == tokens_of(wanted)
+        assert {layers for o in outputs for layers in o.exit_layers} == {8}
+        for mine, full in zip(outputs, wanted, strict=True):
+            assert [n.logprob for n in mine.logprobs] == pytest.approx(
+                [n.logprob for n in full.logprobs], abs=1e-4
+            )
+    assert default.loop.decode.counters.accepted > 0, "some were drafted"
+    default.close()
 
 
 def test_two_streams_are_read_in_turn_and_one_is_left(llm: LLM, prompts: list[str]) -> None:

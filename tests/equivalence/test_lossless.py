@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,7 +17,6 @@ from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.policies.drafting import DraftAction, DraftChoice, Drafter
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.colocated import ColocatedLoop
 from tests.equivalence.models import build, make_spec, make_state, save
@@ -31,43 +30,13 @@ from tests.equivalence.test_migrated import (
     sequences,
     undisturbed,
 )
+from tests.random_drafter import RandomDrafter
 
 FAMILIES = ("llama", "mistral-window", "qwen2-some-windows", "qwen3", "opt-pre-norm")
 FULL = ExitParams(1.0, "off")
 LOSSLESS = ExitParams(1.0, "lossless")
 BOUNDED = ExitParams(0.2, "bounded")
 NUM_PROMPTS = 200
-
-
-class RandomDrafter(Drafter):
-    """Takes any decision that may be taken."""
-
-    def __init__(self, costs: SegmentCosts, seed: int, eagerness: float = 0.7) -> None:
-        super().__init__(costs)
-        self._random, self._eagerness = Random(seed), eagerness
-
-    def choose(
-        self,
-        fresh: int,
-        pending: int,
-        positions: int,
-        survivals: Sequence[float],
-        num_tokens: int,
-        now_s: float,
-        budget_s: float = float("inf"),
-    ) -> DraftChoice:
-        drafts = self._random.random() < self._eagerness
-        if not pending:
-            return DraftChoice(DraftAction.DRAFT if drafts else DraftAction.FULL)
-        if not drafts or not (fresh or survivals):
-            return DraftChoice(DraftAction.VERIFY)
-        least = self._random.choice([0.0, *survivals])
-        return DraftChoice(DraftAction.DRAFT, least)
-
-    def resized(self, costs: SegmentCosts) -> RandomDrafter:
-        other = RandomDrafter(costs, 0, self._eagerness)
-        other._random = self._random
-        return other
 
 
 def family(variant: str, folder: Path, *, agrees: float = 0.0) -> Path:

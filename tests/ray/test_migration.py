@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from quadriga.checkpoint.exits import ExitParams
+from quadriga.core.grammar import Grammar
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import FinishReason
+from tests.random_drafter import draft_as_it_pays, draft_at_random, num_dropped_drafts
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import Mover, free_memory, open_books, order, pause
@@ -159,6 +161,88 @@ def test_one_move_of_a_sequence_at_a_time_and_few_of_all(moving: App) -> None:
     assert mover.outcomes["moved"] >= 1
     assert num_refused >= 1
     moving.until_idle()
+
+
+PERSON = Grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "minLength": 150}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+    }
+)
+WHOLE = ExitParams(1.0, "off")
+POLICIES = (ExitParams(1.0, "lossless"), ExitParams(0.9, "bounded"), WHOLE)
+FIELDS: tuple[dict[str, Any], ...] = (
+    {"ignore_eos": True},
+    {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "ignore_eos": True},
+    {"temperature": 0.9, "presence_penalty": 0.5, "num_logprobs": 1, "ignore_eos": True},
+    {"logit_bias": ((40, 3.0),), "num_logprobs": 0, "ignore_eos": True},
+    {"temperature": 0.7, "grammar": PERSON, "ignore_eos": False},
+    {"stop_token_ids": tuple(range(30, 400, 37)), "min_tokens": 120, "ignore_eos": False},
+)
+
+
+def submit_mixed(ingress: Ingress, *, drafts: bool = True) -> list[Stream]:
+    """Streams of every kind of sampling that draft, beside some that leave early and some that do
+    neither. Without drafts, those that would run at full depth: the same tokens are wanted."""
+    streams = []
+    for i in range(2 * len(FIELDS)):
+        exits = POLICIES[max(0, i % 4 - 1)]
+        if exits.policy == "lossless" and not drafts:
+            exits = WHOLE
+        prompt = [20 + (i * 7 + k * 3) % 300 for k in range(8 + i)]
+        fields = {"seed": i} | FIELDS[i % len(FIELDS)]
+        streams.append(ingress.submit(prompt, 300, deadline_s=200.0, exits=exits, **fields))
+    return streams
+
+
+def assert_alike(streams: list[Stream], wanted: list[Stream]) -> None:
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert [s.finish for s in streams] == [s.finish for s in wanted]
+    assert [s.token_ids for s in streams] == [s.token_ids for s in wanted]
+
+
+@pytest.fixture
+def drafting(moving: App) -> Iterator[App]:
+    """The same replicas, which draft whenever they may and verify when they like."""
+    for seed, name in enumerate(moving.replicas("decode")):
+        draft_at_random(name, seed)
+    yield moving
+    for name in moving.replicas("decode"):
+        draft_as_it_pays(name)
+
+
+@pytest.mark.timeout(240)
+def test_drafts_stay_behind_where_sequences_move_and_pause(drafting: App) -> None:
+    """Whatever is asked of sampling, beside sequences that leave early: full depth's tokens."""
+    alone = drafting.ingress()
+    wanted = submit_mixed(alone, drafts=False)
+    alone.finish(*wanted, timeout_s=60.0)
+    assert any(s.finish is FinishReason.STOP for s in wanted), "forms and stop tokens end some"
+    accepted = drafting.metric("quadriga_accepted_drafts_total")
+    mover = Mover(alone, drafting.replicas("decode"), random.Random(6))
+    num_paused = 0
+    for _ in range(6):
+        mover.ingress = drafting.ingress()
+        streams = submit_mixed(mover.ingress)
+        while not all(s.is_over for s in streams):
+            mover.ingress.poll(0.01)
+            mover.start_some(streams, at_once=2)
+            mover.collect()
+            chosen = mover.rng.choice(streams)
+            if num_paused < 5 and len(chosen.tokens) > 5 and chosen.replica in mover.replicas:
+                num_paused += pause(chosen.replica, chosen.state.sequence_id)
+                free_memory(chosen.replica)
+        mover.wait()
+        assert_alike(streams, wanted)
+        dropped = sum(num_dropped_drafts(name) for name in mover.replicas)
+        if dropped > 5 and mover.outcomes["moved"] > 5 and num_paused > 2:
+            break
+    assert dropped > 5, "sequences were taken out in the middle of drafts"
+    assert mover.outcomes["moved"] > 5 and num_paused > 2
+    wait_until(lambda: drafting.metric("quadriga_accepted_drafts_total") > accepted, 20.0)
+    drafting.until_idle()
 
 
 def until_speaking(ingress: Ingress, streams: list[Stream]) -> None:

@@ -14,6 +14,7 @@ from actors.rpc.lookup import controller_name, get_actor
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.replica import ResizeReport
 from quadriga.core.request import FinishReason
+from tests.random_drafter import draft_as_it_pays, draft_at_random
 from tests.ray.apps import App, pids, wait_until
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import order
@@ -28,6 +29,8 @@ LIMITED = ExitParams(0.99, "bounded", 4)
 LIMITED_STRICT = ExitParams(0.99, "strict", 4)
 FREE = ExitParams(0.99, "bounded", 0)
 STRICT = ExitParams(0.99, "strict", 0)
+WHOLE = ExitParams(1.0, "off")
+LOSSLESS = ExitParams(1.0, "lossless")
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +260,43 @@ def test_strict_sequences_go_where_the_layers_are(resizing: App) -> None:
         if escalated:
             break
     assert escalated > 0
+    app.until_idle()
+
+
+@pytest.mark.timeout(200)
+def test_layers_do_not_go_in_the_middle_of_a_draft(resizing: App) -> None:
+    """They stay while answers need them; what drafts meanwhile, and after they came, is whole."""
+    app = resizing
+    (first, second), prefill = serving(app)
+    for name in (prefill, first, second):
+        assert resize(name, 8).depth == 8
+    alone = app.ingress()
+    wanted = [submit(alone, WHOLE, seed, 300) for seed in range(4)]
+    alone.finish(*wanted, timeout_s=100.0)
+    drafted = app.metric("quadriga_drafted_tokens_total")
+    for name in (first, second):
+        draft_at_random(name, 3)
+    for _ in range(8):
+        ingress = app.ingress()
+        lossless = [submit(ingress, LOSSLESS, seed, 300) for seed in range(4)]
+        ingress.until(lambda s=lossless: len(s[0].tokens) > 2)  # type: ignore[misc]
+        report = call(lossless[0].replica, "resize", 4, 0.02)
+        free = submit(ingress, FREE, 60, 60)
+        ingress.finish(*lossless, free, timeout_s=100.0)
+        assert [s.error for s in (*lossless, free)] == [None] * 5
+        assert [s.token_ids for s in lossless] == [s.token_ids for s in wanted]
+        for name in (first, second):
+            assert resize(name, 4).depth == 4
+            assert resize(name, 8).depth == 8
+        if report.outcome == "blocked":
+            break
+    assert report.outcome == "blocked" and report.depth == 8, report
+    again = [submit(ingress, LOSSLESS, seed, 300) for seed in range(4)]
+    ingress.finish(*again, timeout_s=100.0)
+    assert [s.token_ids for s in again] == [s.token_ids for s in wanted]
+    wait_until(lambda: app.metric("quadriga_drafted_tokens_total") > drafted, 20.0)
+    for name in (first, second):
+        draft_as_it_pays(name)
     app.until_idle()
 
 

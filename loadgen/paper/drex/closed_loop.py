@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from loadgen.load.task_suite import TaskPrompt
 from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import TurnClock
+from loadgen.paper.token_times import TokenTimes
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.clock import Clock
 from quadriga.core.request import SamplingParams
@@ -34,7 +35,7 @@ class ClosedLoopRun:
     Attributes:
         tokens, seconds, steps: Tokens, decoding time and passes with all slots taken.
         at_exit: Layers run → tokens, of these.
-        gaps_s: Every time between two tokens of a sequence, of these.
+        gaps_s: Every time between two tokens of a sequence, of these, as its reader sees them.
         request_s: Per prompt that was done by then, from joining to its last token.
         outputs: Per prompt, output token ids.
         exit_layers: Per prompt, the layers run for each output token.
@@ -143,7 +144,7 @@ def closed_loop(
         on_loop(decode)
     queue = deque(enumerate(prompts))
     joined_s: dict[str, float] = {}
-    last_s: dict[str, float] = {}
+    times: dict[str, TokenTimes] = {}
     started_s, is_full, num_ended, warm_up = watch.now_s(), True, 0, dict[int, int]()
     while queue or loop.has_work or is_full:
         with watch.stopped():
@@ -154,7 +155,8 @@ def closed_loop(
                 for first in loop.compute_prompts():
                     outcome.outputs[index] = list(first.token_ids)
                     outcome.exit_layers[index] = list(first.exit_layers)
-                    joined_s[str(index)] = last_s[str(index)] = watch.now_s()
+                    joined_s[str(index)] = watch.now_s()
+                    times[str(index)] = TokenTimes(joined_s[str(index)], exits.sla_tbt_s)
             if is_full and decode.num_running < slots:
                 is_full, outcome.seconds = False, watch.now_s() - started_s
                 tokens = outcome.counters.tokens
@@ -170,13 +172,14 @@ def closed_loop(
             key = emission.sequence_id
             outcome.outputs[int(key)].extend(emission.token_ids)
             outcome.exit_layers[int(key)].extend(emission.exit_layers)
+            ends = emission.finish is not None
+            gaps_s = times[key].came(len(emission.token_ids), now_s, ends=ends)
             if is_full:
                 outcome.tokens += len(emission.token_ids)
-                outcome.gaps_s.append(now_s - last_s[key])
-                if emission.finish is not None:
+                outcome.gaps_s += gaps_s
+                if ends:
                     outcome.request_s.append(now_s - joined_s[key])
-            last_s[key] = now_s
-            num_ended += emission.finish is not None
+            num_ended += ends
         if num_ended >= slots and not warm_up:
             outcome.tokens = outcome.steps = 0
             outcome.gaps_s, outcome.request_s = [], []

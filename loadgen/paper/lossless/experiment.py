@@ -7,7 +7,8 @@ turns, so that the machine's moods meet all alike, and the clock is the thread's
 `off` runs every token through all layers. `lossless` is what the service does: rounds that draft or
 full passes, by what it measured. `drafts` drafts in every round. `bounded` lets tokens leave early
 (DREX, at the model's threshold): its answers differ, and it is shown for comparison. `smooth` is
-`lossless` for requests that ask for gaps of 1.5 full passes (`sla_tbt_ms`).
+`lossless` for requests that ask for gaps of 1.5 full passes (`sla_tbt_ms`): its gaps are those of
+its tokens as the service passes them on, one by one.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from functools import partial
 
 from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.clocks import TurnClock
-from loadgen.paper.drex.closed_loop import ClosedLoopRun, closed_loop
+from loadgen.paper.drex.closed_loop import ClosedLoopRun, closed_loop, run_closed_loop
 from loadgen.paper.native import load_native
 from quadriga.checkpoint.exits import NEVER, ExitParams
 from quadriga.checkpoint.folder import read_checkpoint
@@ -63,15 +63,27 @@ def race(
     checkpoint = read_checkpoint(model)
     suite = TaskSuite.make(checkpoint, num_prompts, seed=_SEED)
     lanes = {name: ClosedLoopRun() for name in names}
-    under_way = {}
+    full_s, under_way = 0.0, {}
     for name in names:
         native = load_native(checkpoint, num_rows=slots, threads=threads)
         watch = TurnClock(clock)
         with watch.turn():
             calibrate(native, watch, max_rows=slots)  # touches all rows: no page faults later
             costs = calibrate(native, watch, max_rows=slots)
-        full_s = costs.forecast_s(0, costs.num_segments, slots, 0, tests=False)
         policy = "drex" if name == BOUNDED else "off"
+
+        if name == OFF and SMOOTH in names:
+            alone = run_closed_loop(
+                suite.prompts[: 3 * slots],
+                runner=native,
+                native=native,
+                clock=clock,
+                make_rebatcher=partial(make_rebatcher, "off", costs),
+                slots=slots,
+                exits=ExitParams(NEVER, "off"),
+                max_tokens=max_tokens,
+            )
+            full_s = statistics.median(alone.gaps_s)
 
         def start(loop: DecodeLoop, name: str = name) -> None:
             if name == DRAFTS:

@@ -30,6 +30,9 @@ class DraftRounds:
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
         self._num_left = 0  # passes since those with drafts last took part in one
+        self._num_held = 0  # full passes for which the last decision still stands
+        self._held_rows = 0
+        self._is_held = False  # the pass under way is one of them
 
     @property
     def runner(self) -> DraftingRunner:
@@ -62,7 +65,13 @@ class DraftRounds:
         policy chooses, they draft with those that run the first segment, and may be verified with
         those that run all the others; they do not wait for that longer than a token takes.
         """
-        batch, now_s, last = self._batch, self._batch.clock.now_s(), len(self._batch.ends)
+        batch, last = self._batch, len(self._batch.ends)
+        is_alone = len(groups[0]) == batch.num_drafting == batch.num_decoding
+        self._is_held = self._num_held > 0 and is_alone and len(groups[0]) == self._held_rows
+        if self._is_held:
+            self._num_held -= 1
+            return Range(0, last, tests=False), groups[0]
+        now_s, self._num_held = batch.clock.now_s(), 0
         fresh = [s for s in groups[0] if s.drafts]
         pending = [s for s in groups[1] if s.drafts]
         num_others = sum(map(len, groups)) - len(fresh) - len(pending)
@@ -73,6 +82,7 @@ class DraftRounds:
                 return Range(1, last, tests=False), pending
             if choice.action is DraftAction.DRAFT:
                 return Range(0, 1), fresh + going
+            self._num_held, self._held_rows = choice.times - 1, len(fresh)
             return Range(0, last, tests=False), fresh
         others = [s for s in groups[1] if not s.drafts]
         if pending and (self._num_left >= last or choice.action is DraftAction.VERIFY):
@@ -103,6 +113,15 @@ class DraftRounds:
             now_s=now_s,
             budget_s=min(urgent) - now_s if urgent else math.inf,
         )
+
+    def ran_full(self, ran: Range, group: Group, seconds: float) -> None:
+        """A pass drafted and verified nothing: measure it where it was decided anew."""
+        batch = self._batch
+        if self._is_held or not batch.num_drafting or ran.first or ran.stop < len(batch.ends):
+            return
+        batch.drafter.spent(seconds)
+        times = 1 + self._num_held
+        batch.drafter.ended(len(group), len(group), drafted=False, times=times)
 
     def draft(self, drafting: Group, confidences: Iterable[float]) -> None:
         """Sequences were run to the first exit: let its choices be drafts."""

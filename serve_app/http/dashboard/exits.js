@@ -15,7 +15,9 @@ const Exits = (() => {
       if (where === undefined) continue;
       const then = before?.exits?.[name];
       const grown = (value, old) => Math.max(0, old === undefined || value < old ? value : value - old);
-      if (!found.has(where)) found.set(where, { tokens: new Map(), uses: [], breaches: 0, early: 0, stays: 0 });
+      if (!found.has(where)) found.set(where, {
+        tokens: new Map(), uses: [], breaches: 0, early: 0, stays: 0, drafted: 0, accepted: 0,
+      });
       const sum = found.get(where);
       for (const [layer, value] of Object.entries(now.tokens)) {
         const more = grown(value, then?.tokens?.[layer]);
@@ -25,6 +27,8 @@ const Exits = (() => {
       sum.breaches += grown(now.breaches, then?.breaches);
       sum.early += grown(now.involuntary_exits, then?.involuntary_exits);
       sum.stays += grown(now.involuntary_stays, then?.involuntary_stays);
+      sum.drafted += grown(now.drafted ?? 0, then?.drafted);
+      sum.accepted += grown(now.accepted ?? 0, then?.accepted);
     }
     return [...found.entries()]
       .sort(([a], [b]) => (a < b ? -1 : 1))
@@ -42,6 +46,8 @@ const Exits = (() => {
           breaches: sum.breaches,
           involuntary_exits: sum.early,
           involuntary_stays: sum.stays,
+          drafted: sum.drafted,
+          accepted: sum.accepted,
           bars: bars.map(([layer, tokens]) => ({
             layer,
             tokens,
@@ -69,7 +75,8 @@ const Exits = (() => {
         ? "DREX's plan leaves it out: at this load the other exits pay more"
         : "DREX's plan tests no exit: at this load a full pass is cheaper",
       drafts: "drafts tokens that the whole model verifies",
-      full_depth_asked: "threshold 1 asked: requests want the full model",
+      drafts_not_worth_it: "could draft, but full passes are measured to be faster at this load",
+      full_depth_asked: "requests want the full model's answer: no token leaves early",
       not_loaded: `exit not loaded: this class runs ${String(name).split("@").pop()} layers`,
       off: "exits are off: decode.rebatching is off",
       idle: "nothing has run here yet",
@@ -84,6 +91,7 @@ const Exits = (() => {
     const parts = c.mean_depth === null ? [] : [`mean depth ${c.mean_depth.toFixed(1)} of ${deepest}`];
     if (c.breaches) parts.push(`below their threshold ${View.count(c.breaches)} (${View.percent(c.breach_share)})`);
     if (c.involuntary_stays) parts.push(`carried on with their batch ${View.count(c.involuntary_stays)}`);
+    if (c.drafted) parts.push(`drafted ${View.count(c.drafted)}, of which ${View.percent(c.accepted / c.drafted)} agreed`);
     if (c.involuntary_exits) parts.push(`pushed out early ${View.count(c.involuntary_exits)}`);
     return parts.join(" · ");
   }

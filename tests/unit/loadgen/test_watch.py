@@ -144,7 +144,7 @@ def test_it_fits_eighty_columns() -> None:
     text = shown(seen | {"replicas": replicas}, width=80)
     for part in ("decode quadriga-l@12", "decode 17*", "31+10/", "* draining", "100%", "2346"):
         assert part in text, part
-    assert line_of(text, "quadriga-l").endswith("1 to 11: 0% (threshold 1 asked) 12: 100%")
+    assert line_of(text, "quadriga-l").endswith("1 to 11: 0% (full depth asked) 12: 100%")
 
 
 def test_without_an_admin_port_it_says_what_to_do() -> None:

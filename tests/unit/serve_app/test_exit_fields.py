@@ -25,9 +25,55 @@ def read(model: ServedModel, **fields: Any) -> ExitParams:
     return read_exit_fields(CompletionBody(model="quadriga-s", prompt="a", **fields), model)
 
 
-def test_defaults_are_the_models() -> None:
+LOSSLESS = ExitParams(1.0, "lossless")
+
+
+def test_by_default_answers_are_the_whole_models() -> None:
     model = served()
-    assert read(model) == ExitParams(model.exits.threshold, "bounded", 0, 0.0)
+    assert read(model) == read(model, exit_threshold=1.0) == LOSSLESS
+    assert read(model, sla_tbt_ms=20) == replace(LOSSLESS, sla_tbt_s=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"exit_threshold": 0.7}, ExitParams(0.7, "bounded")),
+        ({"exit_policy": "bounded"}, ExitParams(0.995, "bounded")),
+        ({"exit_policy": "strict"}, ExitParams(0.995, "strict")),
+        ({"exit_policy": "off"}, ExitParams(1.0, "off")),
+        ({"max_depth": 4}, ExitParams(0.995, "bounded", 4)),
+    ],
+)
+def test_a_request_that_allows_loss_may_leave_early(
+    fields: dict[str, Any], wanted: ExitParams
+) -> None:
+    assert read(served(), **fields) == wanted
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"exits.mode": "bounded"},
+        {"exits.threshold": 0.995},
+        {"decode.rebatching": "lazy"},
+        {"helios.enabled": True},
+        {"depth": 4},
+    ],
+)
+def test_a_configuration_that_allows_loss_lets_tokens_leave_early(config: dict[str, Any]) -> None:
+    assert read(served(**config)) == ExitParams(0.995, "bounded")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"exits.mode": "lossless", "exits.threshold": 0.5},
+        {"exits.threshold": 1.0},
+        {"helios.enabled": True, "helios.max_changed_share": 0.0},
+    ],
+)
+def test_a_configuration_that_allows_none_does_not(config: dict[str, Any]) -> None:
+    assert read(served(**config)) == LOSSLESS
 
 
 def test_the_configuration_overrides_the_checkpoint() -> None:

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.output import EngineOutput, SequenceProgress
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied, ReplicaError
 from quadriga.text import StopMatcher
 from serve_app.openai.models import ServedModel
+from serve_app.request import request as request_module
 from serve_app.request.request import Request
 from serve_app.request.resumption import MAX_KEPT_TOKENS, RequestStore
 from serve_app.request.sequence_request import SequenceRequest
@@ -211,6 +213,62 @@ async def test_a_waiting_reader_ends_when_its_client_hangs_up(sequence: Sequence
     reader.hang_up()
     with pytest.raises(Cancelled):
         await waiting
+
+
+class SlowTime:
+    """Goes on by 4 ms whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 0.004
+        return self.now_s
+
+
+@pytest.fixture
+def paced(sequence: SequenceRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Request, SlowTime]:
+    """A request that asks for gaps of 20 ms."""
+    clock = SlowTime()
+    monkeypatch.setattr(request_module, "time", clock)
+    request = request_of(sequence)
+    request.exits = ExitParams(1.0, "lossless", 0, 0.02)
+    return request, clock
+
+
+async def test_where_short_gaps_are_asked_for_tokens_are_read_one_by_one(
+    sequence: SequenceRequest, paced: tuple[Request, SlowTime]
+) -> None:
+    request, clock = paced
+    reader = request.reader()
+    sequence.accept("p", tokens(0, 40))
+    assert [d.token_ids for d in await reader.read()] == [[40]]
+    clock.now_s += 0.05
+    sequence.accept("p", tokens(1, 41, 42, 43))
+    began_s = clock.now_s
+    for token_id in (41, 42, 43):
+        assert [d.token_ids for d in await reader.read()] == [[token_id]]
+    assert clock.now_s - began_s > 0.03, "the second and the third wait for their turn"
+    sequence.accept("p", tokens(4, 44, 45, 46))
+    sequence.accept("p", tokens(7, 47, finish=FinishReason.LENGTH))
+    (last,) = await reader.read()
+    assert last.token_ids == [44, 45, 46, 47] and last.finish is FinishReason.LENGTH
+
+
+async def test_what_was_held_comes_before_an_error(
+    sequence: SequenceRequest, paced: tuple[Request, SlowTime]
+) -> None:
+    request, clock = paced
+    reader = request.reader()
+    sequence.accept("p", tokens(0, 40))
+    await reader.read()
+    clock.now_s += 0.05
+    sequence.accept("p", tokens(1, 41, 42, 43))
+    assert (await reader.read())[0].token_ids == [41]
+    request.fail(ReplicaDied("gone"))
+    assert (await reader.read())[0].token_ids == [42, 43]
+    with pytest.raises(ReplicaDied):
+        await reader.read()
 
 
 def kept(name: str, prompt: list[int], *, is_over: bool = True) -> Request:
