@@ -22,6 +22,7 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
 from quadriga.errors import Unavailable, UnknownModel
+from quadriga.scheduling.prefixes.affinity import prefix_marks
 
 
 def plain(**settings: Any) -> dict[str, Any]:
@@ -198,3 +199,21 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     )
     assert [await placement.find(PREFILLED) for _ in range(2)] == ["d1", "d1"]
     assert await placement.find(replace(PREFILLED, exclude=("d1",))) == second
+
+
+async def test_copies_of_a_prompt_go_to_one_prefill_replica_and_other_prompts_to_others() -> None:
+    scheduler = Scheduler(plain())
+    await scheduler.configure(plain(), ["quadriga-s"], 0.0)
+    for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)):
+        await scheduler.report(snapshot(name, role, FULL))
+
+    async def replica(name: str, prompt: list[int], salt: str = "") -> str:
+        asked = replace(request(name, "quadriga-s"), num_prompt_tokens=len(prompt))
+        marks = prefix_marks(prompt, salt)
+        return (await scheduler.admit(replace(asked, prefix_marks=marks))).prefill_replica
+
+    prompt = list(range(300))
+    first = await replica("a", prompt)
+    assert [await replica(name, prompt) for name in "bcd"] == [first] * 3
+    assert await replica("e", prompt, "another") != first
+    assert await replica("f", prompt[:256] + [7] * 50) == first
