@@ -341,6 +341,7 @@ class Scheduler(BatchedCalls):
         if any(s.info.depth_class.model == model for s in self._snapshots.values()):
             return
         if self._models is None or model in self._models:
+            self._auto.require_loaded(model, [])
             raise Unavailable(f"model {model!r} is starting; retry shortly", retry_after_s=1.0)
         if model == AUTO_MODEL and self._config.helios.enabled:  # the route comes soon
             raise Unavailable("no model is chosen yet; retry shortly", retry_after_s=1.0)
