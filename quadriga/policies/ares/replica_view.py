@@ -53,6 +53,7 @@ def replica_view(snapshot: ReplicaSnapshot, *, now_unix_s: float) -> dict[str, A
         "step_s": snapshot.step_time_s,
         "cached_share": snapshot.cached_share,
         "is_draining": snapshot.draining,
+        "is_scout": snapshot.is_scout,
         "has_predictions": forecast is not None and forecast.has_predictions,
         "forecast": points,
         "seconds_to_full": full_s if math.isfinite(full_s) else None,
