@@ -362,8 +362,12 @@ class Scheduler(BatchedCalls):
 
     def _adjusted(self) -> list[ReplicaSnapshot]:
         """The snapshots with what is on its way to each replica added."""
-        now_s = self._clock.now_s()
-        return [self._inflight.adjust(s, now_s=now_s) for s in self._snapshots.values()]
+        now_s, route = self._clock.now_s(), self._auto.route
+        scouts = route.scouts if route is not None else ()
+        found = [self._inflight.adjust(s, now_s=now_s) for s in self._snapshots.values()]
+        for snapshot in found:
+            snapshot.is_scout = snapshot.info.name in scouts
+        return found
 
     async def _watch(self) -> None:
         """Forget replicas that fell silent; end when no ingress was heard of for long."""

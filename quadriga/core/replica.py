@@ -152,6 +152,8 @@ class ReplicaSnapshot(RelativeTimeMixin):
             newcomer; else None.
         upper_tokens: What a newcomer's answer is taken to be where memory is promised as it is
             used; see `quadriga.policies.slot_reservation`.
+        is_scout: It profiles for HELIOS, and takes nothing but what is sent there for that, or for
+            its layers; the scheduler marks it.
         taken_unix_s: When it was sent.
         sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's
             own monotonic clock: only to be compared with what the same replica says.
@@ -176,3 +178,4 @@ class ReplicaSnapshot(RelativeTimeMixin):
     loaded_s: float = 0.0
     prompt_tokens: int = 0
     upper_tokens: int = 1
+    is_scout: bool = False

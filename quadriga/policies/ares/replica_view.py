@@ -52,6 +52,7 @@ def replica_view(snapshot: ReplicaSnapshot, *, now_unix_s: float) -> dict[str, A
         "tokens_per_s": snapshot.tokens_per_s,
         "step_s": snapshot.step_time_s,
         "is_draining": snapshot.draining,
+        "is_scout": snapshot.is_scout,
         "has_predictions": forecast is not None and forecast.has_predictions,
         "forecast": points,
         "seconds_to_full": full_s if math.isfinite(full_s) else None,

@@ -18,6 +18,7 @@ from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.control.model_routing import Route
+from quadriga.core.migration import MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
@@ -130,6 +131,27 @@ async def test_a_request_that_no_scout_can_take_is_served(
     await told(scheduler, *(snapshot(name, role, FULL) for name, role, _ in scouts))
     profiled = await scheduler.admit(request("b"))
     assert (profiled.prefill_replica, profiled.profile) == ("p1", "d1"), "the place is still there"
+
+
+async def test_scouts_are_marked_and_no_part_of_rescheduling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = Scheduler(CHOOSES)
+    seen: list[str] = []
+
+    def tick(snapshots: list[ReplicaSnapshot], **_: float) -> list[MigrationOrder]:
+        seen.extend(s.info.name for s in snapshots)
+        return []
+
+    monkeypatch.setattr(scheduler._rescheduling.governor, "tick", tick)
+    await told(scheduler, snapshot("p1", Role.PREFILL, FULL), snapshot("d1", Role.DECODE, FULL))
+    assert {s.info.name: s.is_scout for s in await scheduler.loads()} == {
+        "p0": False, "d0": False, "p1": True, "d1": True,
+    }  # fmt: skip
+    scheduler._rescheduling.tick()
+    assert sorted(seen) == ["d0", "p0"]
+    await scheduler.set_route(None)
+    assert not any(s.is_scout for s in await scheduler.loads())
 
 
 async def test_layers_at_silent_replicas_serve_no_strict_request() -> None:
