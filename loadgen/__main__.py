@@ -81,6 +81,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         ("bench profile", f"{_BENCH}.profile", "a cost profile for the simulator"),
         ("bench generator", f"{_BENCH}.generator", "the load generator's own limit"),
         ("bench grammar", f"{_BENCH}.grammar", "answers of a given form: validity and cost"),
+        ("bench prefix", f"{_BENCH}.prefix", "prompts that begin alike: time saved, and overhead"),
         ("paper ares", f"{_PAPER}.ares.experiment", "rescheduling against its baselines"),
         ("paper ares-predictor", f"{_PAPER}.ares.predictor",
          "length heads against other predictors"),

@@ -159,7 +159,8 @@ def _prefill_table(replicas: Sequence[dict[str, Any]]) -> Table:
     table = plain_table("prefill")
     table.add_column("replica", no_wrap=True)
     table.add_column("class", no_wrap=True)
-    for name in ("running", "waiting", "tokens/s"):
+    is_sharing = any(r.get("cached_share") is not None for r in replicas)
+    for name in ("running", "waiting", *["shared"] * is_sharing, "tokens/s"):
         table.add_column(name, justify="right")
     for r in replicas:
         table.add_row(
@@ -167,6 +168,7 @@ def _prefill_table(replicas: Sequence[dict[str, Any]]) -> Table:
             r["depth_class"],
             str(r["num_running"]),
             str(r["num_waiting"]),
+            *[f"{r.get('cached_share') or 0:.0%}"] * is_sharing,
             f"{r['tokens_per_s']:.0f}",
         )
     return table

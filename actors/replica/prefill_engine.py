@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.replica.replica import Replica
-from quadriga.config.engine_spec import DTYPE_BYTES
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.errors import Cancelled
 from quadriga.interfaces import ModelRunner, PrefillChunk
@@ -18,6 +18,7 @@ from quadriga.scheduling.prefixes.cache import find_prefix_cache
 from quadriga.scheduling.sequence import NO_ROW, RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.rebuild import Replays
 
 if TYPE_CHECKING:
     from quadriga.engine.model_runner import NativeRunner
@@ -76,6 +77,7 @@ class PrefillEngine:
             clock=replica.clock,
             full_depth=spec.checkpoint.num_layers,
             may_deepen=self._is_watched,
+            replays=_replays(spec, is_exact=replica.config.deterministic),
             max_unplaced=settings.max_rows,
             prefixes=find_prefix_cache(
                 runner, slots, spec.checkpoint.fingerprint, enabled=settings.prefix_caching
@@ -216,3 +218,11 @@ class PrefillEngine:
             # What is shared comes before the pass, and so do its last layers.
             self._deliver_kv()
             self._replica.post(feed.add, span, kv)
+
+
+def _replays(spec: EngineSpec, *, is_exact: bool) -> Replays | None:
+    """What is replayed where sequences are rebuilt; None: nothing, or their depth may change."""
+    is_mapped = spec.skipped_kv in ("linear", "project")
+    if not (spec.replay_newest and is_mapped and spec.exits.layers):
+        return None
+    return Replays((*spec.exits.layers, spec.depth), spec.replay_newest, is_exact)

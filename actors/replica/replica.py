@@ -408,6 +408,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_paused=load.num_paused,
             least_priority=load.least_priority,
             upper_tokens=load.upper_tokens,
+            cached_share=None if load.prefixes is None else load.prefixes.hit_share,
             sent_s=self.clock.now_s(),
             loaded_s=loaded_s,
         )

@@ -32,6 +32,7 @@ from quadriga.policies.least_work import expected_length
 from quadriga.policies.load import candidates, taking_work, tokens_wanted
 from quadriga.policies.placements import find_placement
 from quadriga.policies.wait_estimator import WaitEstimator
+from quadriga.scheduling.prefixes.affinity import PrefixAffinity
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Scheduler(BatchedCalls):
         self._models: frozenset[str] | None = None
         self._snapshots: dict[str, ReplicaSnapshot] = {}
         self._inflight = InflightTracker()
+        self._prefixes = PrefixAffinity()
         self._calls = RpcBatcher(call)
         self._waiting = WaitEstimator()
         self._auto = AutoRouter()
@@ -97,6 +99,7 @@ class Scheduler(BatchedCalls):
             prefill=self._config.prefill,
             any_depth=self._config.helios.enabled,
             checks_queue=request.is_rebuild,
+            cached_tokens=self._prefixes.cached_tokens(request.prefix_marks),
         )
         self._check_room(request, admission, snapshots)
         self._note_admitted(request, admission)
@@ -136,6 +139,7 @@ class Scheduler(BatchedCalls):
             prefill=self._config.prefill,
             any_depth=True,
             checks_queue=request.is_rebuild,
+            cached_tokens=self._prefixes.cached_tokens(request.prefix_marks),
         )
         self._check_room(chosen, admission, snapshots)
         self._note_admitted(request, admission)
@@ -158,8 +162,11 @@ class Scheduler(BatchedCalls):
 
     def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
         self._waiting.admitted(request, admission.depth_class.model, now_s=self._clock.now_s())
-        sent = SentRequest(self._heard_s, request.num_prompt_tokens, request.num_prompt_tokens)
+        cached = self._prefixes.cached_tokens(request.prefix_marks)
+        num_tokens = request.num_prompt_tokens - cached.get(admission.prefill_replica, 0)
+        sent = SentRequest(self._heard_s, num_tokens, request.num_prompt_tokens)
         self._inflight.sent(admission.prefill_replica, request.sequence_id, sent)
+        self._prefixes.sent(request.prefix_marks, admission.prefill_replica)
 
     async def place(self, request: PlaceRequest) -> str:
         """Choose the decode replica of a sequence; waits a moment for room where there is none.
@@ -334,6 +341,7 @@ class Scheduler(BatchedCalls):
         if any(s.info.depth_class.model == model for s in self._snapshots.values()):
             return
         if self._models is None or model in self._models:
+            self._auto.require_loaded(model, [])
             raise Unavailable(f"model {model!r} is starting; retry shortly", retry_after_s=1.0)
         if model == AUTO_MODEL and self._config.helios.enabled:  # the route comes soon
             raise Unavailable("no model is chosen yet; retry shortly", retry_after_s=1.0)
@@ -354,8 +362,12 @@ class Scheduler(BatchedCalls):
 
     def _adjusted(self) -> list[ReplicaSnapshot]:
         """The snapshots with what is on its way to each replica added."""
-        now_s = self._clock.now_s()
-        return [self._inflight.adjust(s, now_s=now_s) for s in self._snapshots.values()]
+        now_s, route = self._clock.now_s(), self._auto.route
+        scouts = route.scouts if route is not None else ()
+        found = [self._inflight.adjust(s, now_s=now_s) for s in self._snapshots.values()]
+        for snapshot in found:
+            snapshot.is_scout = snapshot.info.name in scouts
+        return found
 
     async def _watch(self) -> None:
         """Forget replicas that fell silent; end when no ingress was heard of for long."""

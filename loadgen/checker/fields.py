@@ -73,6 +73,13 @@ def read_usage(usage: Any, where: str, verdict: Verdict) -> tuple[int, int] | No
         verdict.add(
             FaultKind.USAGE, f"{where}: {prompt} + {completion} is not total_tokens {total}"
         )
+    details = usage.get("prompt_tokens_details")
+    if details is not None:
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        if is_count(cached) and cached <= prompt:
+            verdict.cached_tokens = cached
+        else:
+            verdict.add(FaultKind.USAGE, f"{where}: {cached!r:.50} of {prompt} tokens cached")
     return prompt, completion
 
 

@@ -186,6 +186,9 @@ def _read_usage(usage: pb.Usage, where: str, verdict: Verdict) -> None:
             f"{where}: {usage.prompt_tokens} + {usage.completion_tokens} is not total_tokens "
             f"{usage.total_tokens}",
         )
+    verdict.cached_tokens = usage.cached_tokens
+    if usage.cached_tokens > usage.prompt_tokens:
+        verdict.add(FaultKind.USAGE, f"{where}: more cached tokens than prompt tokens")
     verdict.extension = {
         "exits": {str(k): usage.exits[k] for k in sorted(usage.exits)},
         "rebuilds": usage.rebuilds,

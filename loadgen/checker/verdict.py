@@ -126,6 +126,7 @@ class Verdict:
     Attributes:
         status: HTTP status, or gRPC status name.
         retry_after_s: From a refusal.
+        cached_tokens: Of the prompts, that were not computed, as the service says.
         counted_by: What the output tokens were counted by; None when nothing allowed it.
         extension: The service's own `quadriga` object of the final usage.
     """
@@ -139,6 +140,7 @@ class Verdict:
     model: str | None = None
     choices: list[AnswerChoice] = field(default_factory=list)
     prompt_tokens: int | None = None
+    cached_tokens: int = 0
     completion_tokens: int | None = None
     counted_by: Literal["token_ids", "usage"] | None = None
     extension: dict[str, Any] | None = None

@@ -54,7 +54,7 @@ class TurnSummary:
 
     Attributes:
         first, last: Which turns, from 0; both included.
-        prompt_tokens: Median.
+        prompt_tokens, cached_tokens: Medians.
         shortened: Prompts that left out the oldest turns, to fit the context.
     """
 
@@ -63,6 +63,7 @@ class TurnSummary:
     requests: int
     ok: int
     prompt_tokens: float | None
+    cached_tokens: float | None
     shortened: int
     ttft: Distribution
     tpot: Distribution
@@ -260,6 +261,9 @@ def _turns(records: Sequence[Record]) -> list[TurnSummary]:
                 requests=len(found),
                 ok=len(good),
                 prompt_tokens=float(np.median(prompts)) if prompts else None,
+                cached_tokens=(
+                    float(np.median([r.verdict.cached_tokens for r in good])) if good else None
+                ),
                 shortened=sum(record.spec.dropped_turns > 0 for record in found),
                 ttft=Distribution.of(v for r in good if (v := ttft_s(r)) is not None),
                 tpot=Distribution.of(v for r in good if (v := tpot_s(r)) is not None),

@@ -57,6 +57,7 @@ class _RequestLine(_Line):
     attempts: int = Field(ge=1)
     outcome: Outcome
     prompt_tokens: NonNegativeInt | None = None
+    cached_tokens: NonNegativeInt = 0
     completion_tokens: NonNegativeInt | None = None
     writes: list[list[tuple[FiniteFloat, NonNegativeInt]]]
     answers: list[str] = Field(default_factory=list)
@@ -89,6 +90,7 @@ class _RequestLine(_Line):
             outcome=self.outcome,
             choices=choices,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             completion_tokens=self.completion_tokens,
         )
         return Record(

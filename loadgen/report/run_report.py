@@ -71,6 +71,7 @@ def request_line(record: Record, start_s: float) -> dict[str, Any]:
         "retry_after_s": verdict.retry_after_s,
         "model": verdict.model,
         "prompt_tokens": verdict.prompt_tokens,
+        "cached_tokens": verdict.cached_tokens,
         "completion_tokens": verdict.completion_tokens,
         "counted_by": verdict.counted_by,
         # Per choice: [time, tokens] of every write.
@@ -191,16 +192,19 @@ def _totals_table(summary: LoadSummary) -> Table:
 
 def _turn_table(summary: LoadSummary) -> Table:
     table = Table(title=f"turns of {summary.sessions:,} conversations")
-    for column in ("turn", "passed", "prompt tokens", "shortened", "TTFT P50", "P99", "TPOT P50"):
+    columns = ("turn", "passed", "prompt tokens", "cached", "shortened")
+    for column in (*columns, "TTFT P50", "P99", "TPOT P50"):
         table.add_column(column, justify="left" if column == "turn" else "right")
     for turn in summary.turns:
         first, last = turn.first + 1, turn.last + 1
         name = str(first) if first == last else f"{first} to {last}"
-        prompt = "–" if turn.prompt_tokens is None else f"{turn.prompt_tokens:,.0f}"
+        counts = (
+            "–" if v is None else f"{v:,.0f}" for v in (turn.prompt_tokens, turn.cached_tokens)
+        )
         times = (turn.ttft.p50, turn.ttft.p99, turn.tpot.p50)
         shown = ("–" if v is None else f"{v * 1e3:,.2f} ms" for v in times)
         table.add_row(
-            name, f"{turn.ok:,} of {turn.requests:,}", prompt, f"{turn.shortened:,}", *shown
+            name, f"{turn.ok:,} of {turn.requests:,}", *counts, f"{turn.shortened:,}", *shown
         )
     return table
 

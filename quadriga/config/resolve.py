@@ -413,19 +413,20 @@ def _skipped_kv(pool: PoolConfig, index: int, checkpoint: Checkpoint) -> Skipped
 def _replay_newest(config: QuadrigaConfig, index: int, checkpoint: Checkpoint) -> int:
     """How many skipped positions are run again.
 
-    Which ones depends on when a sequence went deep, so that a request which is rebuilt would not
-    find the KV it had.
+    Which ones follows from the depths of a sequence's tokens, so a rebuild runs the same again.
+    Where depths change under it, it could not.
 
     Raises:
-        ConfigError: Some, in a deterministic deployment.
+        ConfigError: Some, in a deterministic deployment whose depths change.
     """
     wanted = config.pools[index].exits.replay_newest
+    may_change = config.deterministic and config.helios.enabled is True
     if wanted == "auto":
-        return 0 if config.deterministic else checkpoint.exits.replay_newest
-    if wanted and config.deterministic:
+        return 0 if may_change else checkpoint.exits.replay_newest
+    if wanted and may_change:
         raise ConfigError(
             f"pools.{index}.exits.replay_newest: {wanted} is not possible with deterministic: "
-            "true; use 0, or skipped_kv: replay",
+            "true and helios.enabled: true; use 0, or skipped_kv: replay",
             param=f"pools.{index}.exits.replay_newest",
         )
     return wanted

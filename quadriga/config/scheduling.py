@@ -122,6 +122,15 @@ class SchedulerConfig(Section):
         "full), each in turn.",
     )
     ares: AresConfig = AresConfig()
+    prefix_weight: float = Field(
+        2.0,
+        ge=0,
+        le=100,
+        description="A prompt goes to the prefill replica with the least tokens waiting - "
+        "prefix_weight x tokens of the prompt's beginning that went there before. 2: once for the "
+        "first token, which is there sooner, and once for those behind it; 0: prompts are spread "
+        "whatever they begin with.",
+    )
     snapshot_interval_s: Seconds = Field(1.0, description="Between two load reports of a replica.")
     snapshot_max_age_s: Seconds = Field(
         5.0, description="A replica not heard of for this long gets nothing new."

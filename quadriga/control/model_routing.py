@@ -123,8 +123,7 @@ class AutoRouter:
         Args:
             serving: Replicas that may take the request; see `choose`.
         """
-        route = self.route
-        assert route is not None
+        route = self.route or Route()
         is_gone = all(s.info.depth_class.model != model for s in serving)
         if is_gone and route.serve and all(c.model != model for c in route.serve):
             raise Unavailable(

@@ -152,6 +152,10 @@ class ReplicaSnapshot(RelativeTimeMixin):
             newcomer; else None.
         upper_tokens: What a newcomer's answer is taken to be where memory is promised as it is
             used; see `quadriga.policies.slot_reservation`.
+        cached_share: Prefill only: of the prompt tokens so far, those that were not computed, as
+            their KV was there; None where nothing is shared, or nothing came yet.
+        is_scout: It profiles for HELIOS, and takes nothing but what is sent there for that, or for
+            its layers; the scheduler marks it.
         taken_unix_s: When it was sent.
         sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's
             own monotonic clock: only to be compared with what the same replica says.
@@ -176,3 +180,5 @@ class ReplicaSnapshot(RelativeTimeMixin):
     loaded_s: float = 0.0
     prompt_tokens: int = 0
     upper_tokens: int = 1
+    cached_share: float | None = None
+    is_scout: bool = False

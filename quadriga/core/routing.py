@@ -28,6 +28,7 @@ class AdmitRequest(RelativeTimeMixin):
     Attributes:
         needs_depth: Layers that a strict sequence may need, of those its model has; 0: any will do.
         is_rebuild: It was let in before, and lost the replica that had it.
+        prefix_marks: Names of the prompt's beginnings; see `quadriga.scheduling.prefixes.affinity`.
         visitor: Who asks and for what, in one word that is the same when a refused caller comes
             back; empty: nobody would know it again.
     """
@@ -43,6 +44,7 @@ class AdmitRequest(RelativeTimeMixin):
     needs_depth: int = 0
     is_rebuild: bool = False
     visitor: str = ""
+    prefix_marks: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,14 +222,31 @@ class RowKVCache:
         """See `KVCache.share_tokens`."""
         return SHARE_TOKENS
 
-    def keep(self, row: int, start: int) -> torch.Tensor:
-        """See `KVCache.keep`: a copy, as rows are dense."""
-        return self.read(row, 0, self.num_layers, start, start + SHARE_TOKENS)
+    def keep(self, row: int, start: int) -> npt.NDArray[np.uint8]:
+        """See `KVCache.keep`: a copy, as rows are dense; [layers · 2, bytes of a block]."""
+        kept = np.empty((2 * self.num_layers, self._share_bytes), dtype=np.uint8)
+        for ours, theirs in zip(self._block_bytes(row, start), kept, strict=True):
+            theirs[:] = ours
+        return kept
 
     def share(self, row: int, start: int, kept: object) -> None:
         """See `KVCache.share`."""
-        assert isinstance(kept, torch.Tensor)
-        self.write(row, 0, start, kept)
+        assert isinstance(kept, np.ndarray)
+        for ours, theirs in zip(self._block_bytes(row, start), kept, strict=True):
+            ours[:] = theirs
+
+    @property
+    def _share_bytes(self) -> int:
+        return self._row_bytes // self.num_blocks * (SHARE_TOKENS // KV_BLOCK)
+
+    def _block_bytes(self, row: int, start: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """Where a row's block that begins at `start` lies: of each layer keys, then values."""
+        check_range(self, row, 0, self.num_layers, start, start + SHARE_TOKENS)
+        begin = row * self._row_bytes + start // SHARE_TOKENS * self._share_bytes
+        stop = begin + self._share_bytes
+        for layer in zip(self.keys, self.values, strict=True):
+            for buffer in layer:
+                yield buffer.view(-1).view(torch.uint8).numpy()[begin:stop]
 
     def forget(self, kept: object) -> None:
         """See `KVCache.forget`: it goes with its last name."""

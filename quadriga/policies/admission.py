@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
@@ -29,12 +30,17 @@ def admit(
     prefill: PrefillConfig,
     any_depth: bool = False,
     checks_queue: bool = True,
+    cached_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> Admission:
-    """Choose the prefill replica with the least work ahead of the sequence.
+    """Choose the prefill replica with the least work ahead, and the most of the prompt at hand.
+
+    That is the least `waiting_tokens − scheduler.prefix_weight · cached_tokens`, among those whose
+    queues are not full.
 
     Args:
         any_depth: Prefill and decode replicas of one model may differ in depth.
         checks_queue: False where `check_room` comes next.
+        cached_tokens: Of the prompt, that a replica has computed before, by its name.
 
     Raises:
         Unavailable: None of the model's replicas is known, alive and taking work, on either side.
@@ -66,12 +72,19 @@ def admit(
             f"prompt plus max_tokens is {needed} tokens; the largest replica holds {largest}",
             param="max_tokens",
         )
-    best = min(prefills, key=lambda s: (s.waiting_tokens, s.num_waiting, s.info.name))
-    is_full = (
-        best.num_waiting >= prefill.max_queued_sequences
-        or best.waiting_tokens + request.num_prompt_tokens > prefill.max_queued_tokens
-    )
-    if checks_queue and is_full and best.num_waiting > 0:
+
+    def is_full(snapshot: ReplicaSnapshot) -> bool:
+        queued = snapshot.waiting_tokens + request.num_prompt_tokens
+        is_long = snapshot.num_waiting >= prefill.max_queued_sequences
+        return is_long or queued > prefill.max_queued_tokens
+
+    def rank(snapshot: ReplicaSnapshot) -> tuple[bool, float, int, str]:
+        name = snapshot.info.name
+        saved = scheduler.prefix_weight * cached_tokens.get(name, 0)
+        return is_full(snapshot), snapshot.waiting_tokens - saved, snapshot.num_waiting, name
+
+    best = min(prefills, key=rank)
+    if checks_queue and is_full(best) and best.num_waiting > 0:
         raise Overloaded(
             f"every queue of {request.model!r} is full: {best.num_waiting} sequences and "
             f"{best.waiting_tokens} prompt tokens wait at the shortest",

@@ -82,6 +82,11 @@ class PrefixTotals:
     evicted: int = 0
     kept: int = 0
 
+    @property
+    def hit_share(self) -> float | None:
+        """Share of the tokens that were there; None before the first prompt."""
+        return self.hits / self.queries if self.queries else None
+
 
 class RateMeter:
     """Units per second over a sliding window, idle time included.

@@ -27,7 +27,12 @@ from quadriga.scheduling.sequence import (
     finish_reason,
 )
 from quadriga.scheduling.slots import Slot, SlotTable
-from quadriga.scheduling.transfer.rebuild import check_record, chunk_of, num_prefill_tokens
+from quadriga.scheduling.transfer.rebuild import (
+    Replays,
+    check_record,
+    chunk_of,
+    num_prefill_tokens,
+)
 
 RATE_WINDOW_S = 10.0
 PrefillOutput = tuple[RunningSequence, EngineOutput | None]
@@ -49,6 +54,7 @@ class PrefillLoop:
 
     Args:
         full_depth: Layers of the whole model; 0: those that are loaded are all.
+        replays: Which skipped positions of a sequence that is rebuilt run the layers after all.
         may_deepen: More of them may be loaded while it serves: strict sequences wait for them.
         max_unplaced: No prompt is begun while so many sequences that hold a row have none at a
             decode replica, so that a full decode class is not met by ever more first tokens.
@@ -80,6 +86,7 @@ class PrefillLoop:
         clock: Clock,
         full_depth: int = 0,
         may_deepen: bool = True,
+        replays: Replays | None = None,
         max_unplaced: int = sys.maxsize,
         reserve: Callable[[SequenceState], Slot] | None = None,
         prefixes: PrefixCache | None = None,
@@ -95,6 +102,7 @@ class PrefillLoop:
         self._max_unplaced = max_unplaced
         self._full_depth = full_depth
         self._may_deepen = may_deepen
+        self._replays = replays
         self._runner = runner
         self._queue = queue
         queue.num_layers = runner.num_layers
@@ -118,6 +126,8 @@ class PrefillLoop:
             InvariantViolation: Its exit record does not cover its output.
         """
         check_record(sequence.state)
+        if self._replays is not None:
+            sequence.state = self._replays.rewound(sequence.state)
         sequence.min_layers = self._min_layers(sequence.state)
         here = self._runner.num_layers
         if sequence.min_layers > here and not self._may_deepen:
@@ -322,6 +332,7 @@ class PrefillLoop:
                 start=sequence.num_computed,
                 stop=sequence.num_computed + num_tokens,
                 num_layers=self._runner.num_layers,
+                replays=self._replays,
             )
             batch.append((sequence, chunk))
             budget -= num_tokens

@@ -176,7 +176,8 @@ class GenerationFields(RequestBody):
         None,
         ge=INT64_MIN,
         le=INT64_MAX,
-        description="The same seed and request give the same answer; drawn where absent.",
+        description="The same seed gives the same random numbers: with `deterministic`, or without "
+        "early exits, the same answer; drawn where absent.",
     )
     n: int | None = Field(None, ge=1, le=INT32_MAX, description="Choices; bounded by the server.")
     stop: str | Stops | None = Field(None, description="Matched across token borders.")

@@ -23,6 +23,7 @@ from quadriga.errors import (
     ReplicaError,
     Unavailable,
 )
+from quadriga.scheduling.prefixes.affinity import prefix_marks
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
 from quadriga.text import Detokenizer, StopMatcher
 
@@ -208,6 +209,7 @@ class SequenceRequest:
             needs_depth=needs_depth,
             is_rebuild=self.num_rebuilds > 0,
             visitor=self.caller_fingerprint,
+            prefix_marks=prefix_marks(state.prompt_ids, state.cache_salt),
         )
 
     def fail(self, error: QuadrigaError) -> None:

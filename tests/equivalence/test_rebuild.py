@@ -18,7 +18,7 @@ from quadriga.errors import InvariantViolation
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
-from quadriga.scheduling.transfer.rebuild import chunk_of, num_prefill_tokens
+from quadriga.scheduling.transfer.rebuild import Replays, chunk_of, num_prefill_tokens
 from quadriga.text import load_tokenizer
 from tests.equivalence.models import make_spec, make_state, whole_prompt
 from tests.equivalence.paged import load_on_pages
@@ -31,11 +31,14 @@ PROMPTS = ("Sort: 7 3 9 1 4 8 2 6\n", "Once upon a time")
 
 
 @cache
-def runner(model: str, mode: SkippedKV, compiled: str = "wait") -> NativeRunner:
+def runner(
+    model: str, mode: SkippedKV, compiled: str = "wait", replay_newest: int = 0
+) -> NativeRunner:
     spec = make_spec(
         ASSETS / model,
         compile=compiled,
         skipped_kv=mode,
+        replay_newest=replay_newest,
         num_rows=5,
         row_capacity_tokens=CAPACITY,
     )
@@ -114,14 +117,20 @@ def filled_kv(of: NativeRunner, row: int, num_tokens: int) -> torch.Tensor:
 
 
 def rebuild(
-    of: NativeRunner, row: int, state: SequenceState, chunk_tokens: int, beside: int | None = None
+    of: NativeRunner,
+    row: int,
+    state: SequenceState,
+    chunk_tokens: int,
+    beside: int | None = None,
+    replays: Replays | None = None,
 ) -> torch.Tensor:
     """Compute a sequence anew, chunk by chunk; with `beside`, in one pass with another's prompt."""
     total = num_prefill_tokens(state)
     of.attach(row, state)
     for begin in range(0, total, chunk_tokens):
         stop = min(total, begin + chunk_tokens)
-        chunks = [chunk_of(state, row=row, start=begin, stop=stop, num_layers=of.num_layers)]
+        where = {"row": row, "start": begin, "stop": stop, "num_layers": of.num_layers}
+        chunks = [chunk_of(state, **where, replays=replays)]
         if beside is not None:
             other = make_state([5 + k for k in range(9)])
             of.attach(beside, other)
@@ -184,6 +193,32 @@ def test_a_rebuilt_sequence_is_the_one_that_was_lost(
             again = go_on(of, lost, kv)
             assert again.output_ids == state.output_ids
             assert again.exit_layers == state.exit_layers
+
+
+@pytest.mark.parametrize("newest", [2, 8])
+@pytest.mark.parametrize("mode", ["linear", "project"])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_was_replayed_is_replayed_again(model: str, mode: SkippedKV, newest: int) -> None:
+    """The tokens after the last deep one are said again; all others have the KV that was lost."""
+    of = runner(model, mode, replay_newest=newest)
+    replays = Replays(tuple(of.segment_ends), newest, is_exact=True)
+    whole = [run_alone(of, s) for s in states(model, 0.9)]
+    num_cut = 0
+    for i, state in enumerate(whole):
+        for num_tokens in (1, 13 + 5 * i, MAX_TOKENS - 1):
+            lost = copy_of(state, num_tokens)
+            cut = replays.rewound(lost)
+            num_cut += num_tokens - len(cut.output_ids)
+            assert cut.exit_layers[-1] == of.num_layers
+            was = lost_at(of, states(model, 0.9)[i], len(cut.output_ids))
+            kv = rebuild(of, 4, cut, chunk_tokens=(7, 256)[i % 2], replays=replays)
+            assert torch.equal(kv, was), f"{num_tokens} tokens of {state.sequence_id}"
+            if len(cut.output_ids) > 20:
+                assert not torch.equal(rebuild(of, 4, cut, 256), was), "replays make a difference"
+            again = go_on(of, cut, kv)
+            assert again.output_ids == state.output_ids
+            assert again.exit_layers == state.exit_layers
+    assert num_cut > 0
 
 
 def test_beside_a_prompt_and_without_kernels() -> None:

@@ -42,7 +42,7 @@ class App:
         """Start an application and wait until its replicas are ready."""
         base = {
             "name": name,
-            "model": "quadriga-s",
+            **({} if "pools" in config else {"model": "quadriga-s"}),
             "engine.compile": "off",
             "engine.resources_cpus": 0.1,
             "lifecycle.heartbeat_interval_s": 0.5,

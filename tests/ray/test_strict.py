@@ -30,7 +30,8 @@ NUM_TOKENS = 24
 @pytest.fixture(scope="module")
 def two_depths(ray_cluster: None) -> Iterator[App]:
     """Two pools of quadriga-s: one with four of its eight layers, one with all."""
-    pool = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
+    pool: dict[str, Any] = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
+    pool |= {"exits": {"replay_newest": 4}}
     app = App(
         "two-depths",
         {
@@ -69,14 +70,15 @@ def breaches(app: App) -> int:
     return sum(counted)
 
 
-async def complete(ingress: OwnIngress, policy: str) -> dict[str, Any]:
+async def complete(ingress: OwnIngress, policy: str, **fields: Any) -> dict[str, Any]:
     """What a request of so many unsure tokens is answered."""
     body = {"model": "quadriga-s", "prompt": EASY, "max_tokens": NUM_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "exit_threshold": UNSURE, "exit_policy": policy}
+    body |= fields
     answer = await ingress.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
-    assert found["usage"]["completion_tokens"] == NUM_TOKENS
+    assert found["usage"]["completion_tokens"] == body["max_tokens"]
     return found
 
 
@@ -146,14 +148,31 @@ def test_a_strict_sequence_moves_up_from_a_shallow_replica(two_depths: App) -> N
 
 
 @pytest.mark.timeout(200)
-async def test_while_no_replica_has_the_layers_a_strict_request_waits(two_depths: App) -> None:
-    """It is not served by fewer, and goes on when they are back."""
+async def test_seeded_answers_under_load_and_after_a_death_are_those_of_a_request_alone(
+    two_depths: App,
+) -> None:
+    """With exits in use and skipped positions replayed. While no replica has all layers a strict
+    request waits, and is not served by fewer."""
     deep = at(two_depths, "decode", DEEP)
     two_depths.until_idle()
     before = breaches(two_depths)
-    os.kill(pids(two_depths.name)[deep], signal.SIGKILL)
+    fields = [
+        {"seed": 7 + i, "temperature": 0.9, "exit_threshold": 0.9, "max_tokens": 120}
+        for i in range(NUM_REQUESTS)
+    ]
     async with OwnIngress(two_depths) as ingress:
-        answers = await asyncio.gather(*(complete(ingress, "strict") for _ in range(NUM_REQUESTS)))
-    assert all(max(exits(a)) == DEEP for a in answers)
-    wait_until(lambda: bool(call(controller_name(two_depths.name), "status")["is_ready"]), 60.0)
+        alone = [await complete(ingress, "strict", **one) for one in fields]
+        assert any(len(exits(a)) > 2 for a in alone), "tokens leave early"
+        for dies in (False, True):
+            tasks = [asyncio.create_task(complete(ingress, "strict", **one)) for one in fields]
+            await asyncio.sleep(0.7)  # in their middle, at 15 ms a token; else the death tells less
+            if dies:
+                os.kill(pids(two_depths.name)[deep], signal.SIGKILL)
+            answers = await asyncio.gather(*tasks)
+            for answer, wanted in zip(answers, alone, strict=True):
+                assert answer["choices"][0]["text"] == wanted["choices"][0]["text"]
+                assert exits(answer) == exits(wanted)
+    await asyncio.to_thread(
+        wait_until, lambda: bool(call(controller_name(two_depths.name), "status")["is_ready"]), 60.0
+    )
     assert breaches(two_depths) == before

@@ -16,8 +16,6 @@ differs: there is one block size a runner, and no block is counted as used betwe
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +23,7 @@ from dataclasses import replace
 from quadriga.core.request import SequenceState
 from quadriga.interfaces import ModelRunner, SharingRunner
 from quadriga.scheduling.meters import PrefixTotals
+from quadriga.scheduling.prefixes.keys import block_keys
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
@@ -66,15 +65,8 @@ class PrefixCache:
 
     def keys(self, state: SequenceState) -> list[bytes]:
         """The key of every whole block of a prompt."""
-        size, tokens = self.block_tokens, state.prompt_ids
         root = f"{self._model}\0{self._runner.num_layers}\0{state.cache_salt}"
-        key = hashlib.blake2b(root.encode(), digest_size=32).digest()
-        keys = []
-        for stop in range(size, len(tokens) + 1, size):
-            block = array("q", tokens[stop - size : stop]).tobytes()
-            key = hashlib.blake2b(key + block, digest_size=32).digest()
-            keys.append(key)
-        return keys
+        return list(block_keys(state.prompt_ids, self.block_tokens, root))
 
     def count(self) -> PrefixTotals:
         """The totals as they are now, apart from what comes."""

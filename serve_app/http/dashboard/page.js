@@ -39,6 +39,7 @@
     const until = r.forecast.length ? View.seconds(r.forecast[r.forecast.length - 1].ahead_s) : "";
     const top = 1.05 * Math.max(capacity, ...ahead);
     const paused = r.num_paused ? `, ${r.num_paused} paused` : "";
+    const cached = r.cached_share ? `; ${View.percent(r.cached_share)} of prompts shared` : "";
     const waiting = r.num_waiting - r.num_paused;
     const range = (values, form) => `${form(values[0])} now, ${form(Math.max(...values))} at most`;
     const future = !hasForecast
@@ -59,7 +60,7 @@
       ]),
       cell("KV memory", [
         bar(r.used_tokens / capacity, r.reserved_tokens / capacity),
-        `${View.percent(r.used_tokens / capacity)} of ${View.count(capacity)}`,
+        `${View.percent(r.used_tokens / capacity)} of ${View.count(capacity)}${cached}`,
       ]),
       ...future,
       cell("step", [View.seconds(r.step_s || null)], { class: "n" }),

@@ -18,10 +18,12 @@ from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.control.model_routing import Route
+from quadriga.core.migration import MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
 from quadriga.errors import Unavailable, UnknownModel
+from quadriga.scheduling.prefixes.affinity import prefix_marks
 
 
 def plain(**settings: Any) -> dict[str, Any]:
@@ -131,6 +133,27 @@ async def test_a_request_that_no_scout_can_take_is_served(
     assert (profiled.prefill_replica, profiled.profile) == ("p1", "d1"), "the place is still there"
 
 
+async def test_scouts_are_marked_and_no_part_of_rescheduling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = Scheduler(CHOOSES)
+    seen: list[str] = []
+
+    def tick(snapshots: list[ReplicaSnapshot], **_: float) -> list[MigrationOrder]:
+        seen.extend(s.info.name for s in snapshots)
+        return []
+
+    monkeypatch.setattr(scheduler._rescheduling.governor, "tick", tick)
+    await told(scheduler, snapshot("p1", Role.PREFILL, FULL), snapshot("d1", Role.DECODE, FULL))
+    assert {s.info.name: s.is_scout for s in await scheduler.loads()} == {
+        "p0": False, "d0": False, "p1": True, "d1": True,
+    }  # fmt: skip
+    scheduler._rescheduling.tick()
+    assert sorted(seen) == ["d0", "p0"]
+    await scheduler.set_route(None)
+    assert not any(s.is_scout for s in await scheduler.loads())
+
+
 async def test_layers_at_silent_replicas_serve_no_strict_request() -> None:
     scheduler = Scheduler(CHOOSES)
     strict = replace(request(), needs_depth=8)
@@ -198,3 +221,21 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     )
     assert [await placement.find(PREFILLED) for _ in range(2)] == ["d1", "d1"]
     assert await placement.find(replace(PREFILLED, exclude=("d1",))) == second
+
+
+async def test_copies_of_a_prompt_go_to_one_prefill_replica_and_other_prompts_to_others() -> None:
+    scheduler = Scheduler(plain())
+    await scheduler.configure(plain(), ["quadriga-s"], 0.0)
+    for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)):
+        await scheduler.report(snapshot(name, role, FULL))
+
+    async def replica(name: str, prompt: list[int], salt: str = "") -> str:
+        asked = replace(request(name, "quadriga-s"), num_prompt_tokens=len(prompt))
+        marks = prefix_marks(prompt, salt)
+        return (await scheduler.admit(replace(asked, prefix_marks=marks))).prefill_replica
+
+    prompt = list(range(300))
+    first = await replica("a", prompt)
+    assert [await replica(name, prompt) for name in "bcd"] == [first] * 3
+    assert await replica("e", prompt, "another") != first
+    assert await replica("f", prompt[:256] + [7] * 50) == first

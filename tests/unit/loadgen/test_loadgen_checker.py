@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from loadgen.bench.fake_service.faults import FAULTS
 from loadgen.checker import FaultKind, Outcome
+from loadgen.checker.fields import read_usage
+from loadgen.checker.verdict import Verdict
 from loadgen.wire.capture import Capture, Transport
 from tests.unit.loadgen.conftest import Exchange, make_spec
 
@@ -179,3 +183,15 @@ def _without_ids(capture: Capture) -> Capture:
     payload = payload.replace(b'"token_ids"', b'"ignored"')
     head = head.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(payload))
     return Capture(Transport.HTTP, sent_s=0.0, reads=[(1.0, head + b"\r\n\r\n" + payload)])
+
+
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [(None, 0), ({"cached_tokens": 7}, 7), ({"cached_tokens": 9}, None), ({}, None), (7, None)],
+)
+def test_no_more_prompt_tokens_are_cached_than_there_are(details: Any, cached: int | None) -> None:
+    verdict = Verdict()
+    counts = {"prompt_tokens": 8, "completion_tokens": 1, "total_tokens": 9}
+    assert read_usage(counts | {"prompt_tokens_details": details}, "a test", verdict) == (8, 1)
+    assert [fault.kind for fault in verdict.faults] == [FaultKind.USAGE] * (cached is None)
+    assert verdict.cached_tokens == (cached or 0)

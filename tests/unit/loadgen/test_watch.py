@@ -78,6 +78,15 @@ def test_the_newest_moves_come_first_and_no_more_than_asked_for() -> None:
     assert text.index("under way") < text.index("refused (no_room")
 
 
+def test_prefill_replicas_show_what_their_prompts_share() -> None:
+    seen = view()
+    prefill = seen["replicas"][0] | {"role": "prefill", "cached_share": None}
+    assert "shared" not in shown(seen | {"replicas": [prefill, *seen["replicas"]]})
+    some = prefill | {"cached_share": 0.624}
+    text = shown(seen | {"replicas": [prefill, some, *seen["replicas"]]})
+    assert "shared" in text and "62%" in text
+
+
 def test_an_empty_cluster_is_shown_too() -> None:
     assert "no decode replica" in shown({"at_unix_s": 1.0, "replicas": []})
 

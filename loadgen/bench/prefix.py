@@ -1,0 +1,194 @@
+"""`python -m loadgen bench prefix`: what shared prompts save, and what looking for them costs.
+
+Each round has a long prompt of its own (2,000 tokens, as a system prompt is), and two questions
+behind it, which are asked with the cache and without it, in turns:
+
+1. cold: the prompt is new; it is computed and kept. Its time against the same request without the
+   cache is what the cache costs where nothing is found. That difference is far below what a shared
+   machine's times differ by, so the cache's own calls are timed as well: `overhead_no_hits` is
+   their share of the time to the first token.
+2. hit: another question behind the same prompt. `ttft_ratio_shared_2000` is its time to the first
+   token over the cold one's.
+3. The same prompt several times at once, as `n` choices are: how many tokens were computed.
+
+Every answer must be that of the engine without the cache, token for token, with log-probabilities
+that are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from loadgen.options import whole
+from loadgen.report.experiment import print_line, show
+from quadriga.core.output import RequestOutput
+from quadriga.core.request import SamplingParams
+from quadriga.errors import ConfigError
+from quadriga.interfaces import SharingRunner
+from quadriga.scheduling.prefixes.cache import PrefixCache
+from quadriga.scheduling.sequence import RunningSequence
+
+if TYPE_CHECKING:
+    from quadriga.llm import LLM
+
+QUESTION_TOKENS = 32
+ANSWER = SamplingParams(8, temperature=0.0, num_logprobs=0, ignore_eos=True)
+
+
+class TimedPrefixCache(PrefixCache):
+    """A cache that adds up the seconds which its own calls take.
+
+    Attributes:
+        seconds: Since the start.
+    """
+
+    seconds = 0.0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began_s
+
+    def look(self, sequence: RunningSequence) -> None:
+        """See `PrefixCache.look`."""
+        with self._timed():
+            super().look(sequence)
+
+    def load(self, sequence: RunningSequence) -> int:
+        """See `PrefixCache.load`."""
+        with self._timed():
+            return super().load(sequence)
+
+    def store(self, sequence: RunningSequence, start: int, stop: int) -> None:
+        """See `PrefixCache.store`."""
+        with self._timed():
+            super().store(sequence, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Times to the first token of one round, in seconds.
+
+    Attributes:
+        off_s: Without the cache.
+        cold_s: With it, and nothing found.
+        cache_s: Of these, in the cache's own calls.
+        hit_s: With the prompt shared.
+        cached_tokens: Of the hit.
+        is_identical: All answers are those without the cache.
+    """
+
+    off_s: float
+    cold_s: float
+    cache_s: float
+    hit_s: float
+    cached_tokens: int
+    is_identical: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--tokens", type=whole(64), default=2000, help="that prompts share")
+    parser.add_argument("--rounds", type=whole(1), default=5)
+    parser.add_argument("--choices", type=whole(2), default=4, help="equal prompts at once")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; prints a table and one JSON line. Returns 1 where an answer differs."""
+    from quadriga.llm import LLM
+
+    llm = LLM(args.model, engine={"compile": "wait"})
+    if not isinstance(llm.runner, SharingRunner):
+        raise ConfigError(f"model: {args.model} runs in the relay batch, which shares no KV")
+    cache = TimedPrefixCache(llm.runner, llm.loop.prefill.slots, llm.runner.spec.checkpoint.id)
+    rounds = [measure(llm, cache, args.tokens, seed) for seed in range(args.rounds + 1)][1:]
+    computed = tokens_of_equal_prompts(llm, cache, args.tokens, args.choices)
+    llm.close()
+    show(
+        rounds,
+        {
+            "off s": lambda r: f"{r.off_s:.3f}",
+            "cold s": lambda r: f"{r.cold_s:.3f}",
+            "cache's calls ms": lambda r: f"{r.cache_s * 1e3:.1f}",
+            "hit s": lambda r: f"{r.hit_s:.3f}",
+            "cached tokens": lambda r: r.cached_tokens,
+            "identical": lambda r: r.is_identical,
+        },
+    )
+    is_identical = all(r.is_identical for r in rounds)
+    print_line(
+        "prefix",
+        headline={
+            f"ttft_ratio_shared_{args.tokens}": round(
+                median(r.hit_s for r in rounds) / median(r.cold_s for r in rounds), 4
+            ),
+            "overhead_no_hits": round(
+                median(r.cache_s / (r.cold_s - r.cache_s) for r in rounds), 5
+            ),
+            "identical": is_identical,
+        },
+        model=args.model,
+        rounds=args.rounds,
+        cold_over_off=round(median(r.cold_s / r.off_s for r in rounds), 4),
+        off_s=median(r.off_s for r in rounds),
+        cold_s=median(r.cold_s for r in rounds),
+        hit_s=median(r.hit_s for r in rounds),
+        choices=args.choices,
+        computed_tokens_of_choices=computed,
+        prompt_tokens_of_choices=args.choices * args.tokens,
+    )
+    return 0 if is_identical else 1
+
+
+def measure(llm: LLM, cache: PrefixCache, num_tokens: int, seed: int) -> Round:
+    """One round with a prompt of its own; cold and off take turns in going first."""
+    assert isinstance(cache, TimedPrefixCache)
+    rng = random.Random(seed)
+    vocab = llm.runner.spec.checkpoint.vocab_size
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(10, vocab) for _ in range(count)]
+
+    shared, first, second = tokens(num_tokens), tokens(QUESTION_TOKENS), tokens(QUESTION_TOKENS)
+
+    def ask(question: list[int], *, cached: bool) -> RequestOutput:
+        llm.loop.prefill.prefixes = cache if cached else None
+        return llm.generate([shared + question], ANSWER, progress=False)[0]
+
+    before_s, answers = cache.seconds, dict[bool, RequestOutput]()
+    for is_cached in (True, False) if seed % 2 else (False, True):
+        answers[is_cached] = ask(first, cached=is_cached)
+    cache_s = cache.seconds - before_s
+    hit, whole_prompt = ask(second, cached=True), ask(second, cached=False)
+    return Round(
+        off_s=answers[False].ttft_s,
+        cold_s=answers[True].ttft_s,
+        cache_s=cache_s,
+        hit_s=hit.ttft_s,
+        cached_tokens=hit.cached_tokens,
+        is_identical=is_same(answers[True], answers[False]) and is_same(hit, whole_prompt),
+    )
+
+
+def is_same(one: RequestOutput, other: RequestOutput) -> bool:
+    """Whether two answers have the same tokens with the same log-probabilities."""
+    return (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+
+def tokens_of_equal_prompts(llm: LLM, cache: PrefixCache, num_tokens: int, count: int) -> int:
+    """Prompt tokens that the engine computes for equal prompts which come together."""
+    rng = random.Random(count)
+    prompt = [rng.randrange(10, 300) for _ in range(num_tokens)]
+    llm.loop.prefill.prefixes = cache
+    before = llm.loop.prefill.meter.totals.tokens
+    llm.generate([prompt] * count, ANSWER, progress=False)
+    return llm.loop.prefill.meter.totals.tokens - before
