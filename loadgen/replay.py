@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from loadgen.options import whole
 from loadgen.report.plain_table import plain_table
 from loadgen.wire.admin import add_admin_arguments, admin_client, fetch_text
 from quadriga.core.migration import MigrationOrder
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exact", action="store_true", help="decide by the lengths that the sequences came to have"
     )
     parser.add_argument("--save", type=Path, help="write the service's ticks to this file as well")
-    parser.add_argument("--shown", type=int, default=20, help="differing ticks shown")
+    parser.add_argument("--shown", type=whole(0), default=20, help="differing ticks shown")
     add_admin_arguments(parser)
 
 

@@ -190,6 +190,12 @@ class FakeCluster:
     async def push_metrics(self, source: str, families: bytes) -> None:
         self.hub.push(source, families, now_s=time.monotonic())
 
+    async def moves(self, request_id: str) -> list[dict[str, Any]]:
+        return []
+
+    async def ticks(self) -> str:
+        return ""
+
     async def operators_view(self) -> dict[str, Any]:
         return {"at_unix_s": time.time(), "replicas": []}
 

@@ -96,9 +96,9 @@ class Round:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="bundled id or folder")
     parser.add_argument("--tokens", type=whole(64), default=2000, help="that prompts share")
-    parser.add_argument("--rounds", type=whole(1), default=5)
+    parser.add_argument("--rounds", type=whole(1), default=5, help="of all measurements")
     parser.add_argument("--choices", type=whole(2), default=4, help="equal prompts at once")
 
 

@@ -75,7 +75,7 @@ LOAD = (
     counter("quadriga_flushes_total", "Passes over tokens that waited at an exit.",
             "exits.flushes"),
     counter("quadriga_exit_surveys_total",
-            "Groups tested at every exit, for HELIOS: where could their tokens leave?",
+            "Groups tested at every exit, for HELIOS to see where their tokens could leave.",
             "exits.surveys"),
     counter("quadriga_explored_total",
             "Decisions taken against the forecast, to keep its times fresh.", "exits.explored"),

@@ -164,13 +164,15 @@ class HandoffReceiver:
     async def _join(self, lease: Lease, state: SequenceState, resume: ResumePoint | None) -> None:
         try:
             await self._host.join(state, resume, lease.offer.depth_class.depth)
-        except QuadrigaError as exc:
+        except Exception as exc:  # whatever it was, the row must not stay taken
             # A source that learns of a cancellation does not try elsewhere.
-            end = LeaseState.CANCELLED if exc.code == "cancelled" else LeaseState.ABORTED
+            is_cancelled = isinstance(exc, QuadrigaError) and exc.code == "cancelled"
+            end = LeaseState.CANCELLED if is_cancelled else LeaseState.ABORTED
             self.leases.revoke(lease, end)
             await self._host.release_row(state.sequence_id)
+            message = exc.message if isinstance(exc, QuadrigaError) else repr(exc)
             raise MigrationFailed(
-                f"{state.sequence_id} could not join: {exc.message}", code=end
+                f"{state.sequence_id} could not join: {message}", code=end
             ) from exc
 
     async def abort(

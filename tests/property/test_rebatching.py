@@ -84,6 +84,10 @@ class Audit:
         self._since_front = 0
         self.longest_gap_s = 0.0
 
+    @property
+    def is_surveying(self) -> bool:
+        return self._policy.is_surveying
+
     def choose(self, front: Waiting, waiting: Sequence[Waiting], now_s: float) -> Range:
         ran = self._policy.choose(front, waiting, now_s)
         for exit_index, rows in enumerate(waiting):

@@ -62,7 +62,7 @@ class Decode(DecodeReplica):
     def __init__(self, *running: SequenceState) -> None:
         self.name = "app:decode:1"
         self.loop = Loop(*running)
-        self.engine: Any = Engine(SimpleNamespace(loop=self.loop))
+        self.engine: Any = Engine(SimpleNamespace(loop=self.loop, loaded_depth=8))
         self.clock: Any = ManualClock()
         self.migrations = Migrations(self)
         self.closed_leases: list[str] = []

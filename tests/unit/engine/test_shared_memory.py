@@ -30,8 +30,9 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="needs memfd and /pro
 HOLDER = """
 import sys
 from pathlib import Path
-from tests.unit.engine.test_shared_memory import load
+from tests.unit.engine.test_shared_memory import equal, load
 weights = load(Path(sys.argv[1]), Path(sys.argv[2]))
+assert equal(weights, weights), "every page is read"
 print("loaded", flush=True)
 sys.stdin.readline()
 """

@@ -24,7 +24,6 @@ from quadriga.errors import (
     KVTransportError,
     MigrationFailed,
     Overloaded,
-    QuadrigaError,
     ReplicaError,
 )
 from quadriga.kv_transport.payload import checksum, pack
@@ -39,7 +38,7 @@ KV = torch.ones(2, 2, 1, NUM_TOKENS, 4)
 class RefusingHost:
     """An engine that promises rows and lets nobody in."""
 
-    def __init__(self, refusal: QuadrigaError) -> None:
+    def __init__(self, refusal: Exception) -> None:
         self.held: set[str] = set()
         self._refusal = refusal
 
@@ -62,10 +61,11 @@ class RefusingHost:
     [
         (MigrationFailed("s was cancelled", code="cancelled"), LeaseState.CANCELLED),
         (ReplicaError("the engine is over"), LeaseState.ABORTED),
+        (KeyError("a fault of the engine"), LeaseState.ABORTED),
     ],
 )
 async def test_a_source_does_not_try_elsewhere_what_was_cancelled(
-    refusal: QuadrigaError, end: LeaseState
+    refusal: Exception, end: LeaseState
 ) -> None:
     host = RefusingHost(refusal)
     receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
