@@ -66,6 +66,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
+    gc.collect()  # what tests of other files left in this process is not counted here
     yield
     gc.collect()
     assert shared_maps() == []
