@@ -43,6 +43,7 @@ def resizing(ray_cluster: None) -> Iterator[App]:
         "resizing",
         **{
             "decode_replicas": 2,
+            "scheduler.ares.mode": "off",  # moves for balance would be counted with the others
             "decode.max_slots": 16,
             "decode.rebatching": "drex",
             "deterministic": True,
