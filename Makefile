@@ -39,7 +39,7 @@ demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop i
 test: test-fast test-ray test-e2e test-deploy ## Run every test (under 15 minutes on two cores)
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/architecture tests/docs tests/gpu
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray
 	$(call LIVE_TESTS,tests/contract tests/ray)
