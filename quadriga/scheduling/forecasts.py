@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from quadriga.policies.ares.forecast import (
     forecast_rows,
     pack,
 )
+from quadriga.policies.expected_depth import ExpectedDepth
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class SequenceLengths:
     Attributes:
         moved_unix_s: Of the last move; 0 where there was none.
         movable: Of FIXED, RUNS, PAUSED.
+        share: Of the layers, that a token of each is expected to run; empty: all of them.
         is_known: Some remaining length is known or predicted, or nothing is held: by it the others
             are estimated.
     """
@@ -47,6 +49,7 @@ class SequenceLengths:
     moves: list[float]
     moved_unix_s: list[float]
     movable: list[float]
+    share: list[float] = field(default_factory=list)
     is_known: bool = True
 
 
@@ -57,6 +60,7 @@ def hold(
     num_running: int = 0,
     num_paused: int = 0,
     leaving: Collection[str] = (),
+    depths: ExpectedDepth | None = None,
 ) -> SequenceLengths:
     """Write down what a replica holds.
 
@@ -69,6 +73,7 @@ def hold(
         offers: Sequences on their way here.
         num_running, num_paused: So many of `states`.
         leaving: Those on their way elsewhere.
+        depths: What is known of the layers that tokens run here; None: they run all.
     """
     held = SequenceLengths([], [], [], [], [], [], [], [])
     predictions = [remaining_of(state) for state in states]
@@ -93,6 +98,9 @@ def hold(
         else:
             held.movable.append(RUNS if index < num_running else PAUSED)
     known = set(held.sequence_ids)
+    if depths is not None:
+        held.share = [n / depths.depth for n in depths.look(states, held.mean)]
+    usual = sum(held.share) / len(held.share) if held.share else 1.0
     for offer in offers:
         if offer.sequence_id in known:
             continue  # it has just joined
@@ -106,6 +114,7 @@ def hold(
         held.moves.append(0.0)
         held.moved_unix_s.append(0.0)
         held.movable.append(FIXED)
+    held.share += [usual] * (len(held.sequence_ids) - len(held.share))
     return held
 
 
@@ -156,8 +165,13 @@ class StepTimes:
         self._shape = shape
         self._factor = 1.0
 
-    def observe(self, step_s: float, num_sequences: int, num_tokens: int) -> None:
-        """Compare a recent step time with the shape's."""
+    def observe(self, step_s: float, num_sequences: float, num_tokens: float) -> None:
+        """Compare a recent step time with the shape's.
+
+        Args:
+            num_sequences, num_tokens: Each sequence counted by the share of the layers that its
+                tokens run.
+        """
         if not num_sequences or step_s <= 0.0:
             return
         ratio = step_s / self._shape.seconds(num_sequences, num_tokens)
@@ -192,6 +206,7 @@ def forecast(
         moves=held.moves,
         since_move_s=np.where(moved_s > 0.0, np.maximum(0.0, now_unix_s - moved_s), np.inf),
         movable=held.movable,
+        share=held.share,
     )
     return pack(
         rows,

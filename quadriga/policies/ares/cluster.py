@@ -22,6 +22,7 @@ from quadriga.policies.ares.forecast import (
     StepCosts,
     check_forecast,
     load_rows,
+    shares,
     sizes,
 )
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
@@ -123,7 +124,9 @@ def unpack(
     wanted = np.arange(len(able)) if whose_rows is None else whose_rows(cluster)
     mine = [forecasts[i] for i in wanted.tolist()]
     cluster.rows = _stacked([f.rows for f in mine], NUM_COLUMNS)
-    cluster.row_load_s = load_rows(*sizes(cluster.rows), costs).astype(np.float32)
+    cluster.row_load_s = load_rows(*sizes(cluster.rows), costs, share=shares(cluster.rows)).astype(
+        np.float32
+    )
     cluster.owner = np.repeat(wanted, [len(f.sequence_ids) for f in mine])
     cluster.sequence_ids = list(chain.from_iterable(f.sequence_ids for f in mine))
     return cluster

@@ -17,6 +17,7 @@ from quadriga.policies.ares.forecast import (
     REMAINING,
     REMAINING_LOWER,
     REMAINING_UPPER,
+    SHARE,
     TOKENS,
     memory_rows,
     tokens_ahead,
@@ -34,7 +35,8 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
 
     Returns:
         `by`: "forecast" or "present load". `sequence`: its KV tokens, the predicted remaining
-        tokens (mean, 10 % and 90 %) and its moves so far. `transfer_s`: what the move was taken to
+        tokens (mean, 10 % and 90 %), its moves so far, and the share of the layers that its tokens
+        are expected to run. `transfer_s`: what the move was taken to
         cost. `destinations`: the chosen one first, then the best others, each with the share of
         the variance that moving there removes (`gain`), the work of source and destination after
         it over the mean, and the destination's greatest forecast share of KV memory. `text`: the
@@ -58,6 +60,7 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
             "remaining_lower": float(facts[REMAINING_LOWER]),
             "remaining_upper": float(facts[REMAINING_UPPER]),
             "moves": int(facts[MOVES]),
+            "share_of_layers": float(facts[SHARE]),
         },
         "transfer_s": float(tick.costs.seconds(float(facts[TOKENS]))),
         "destinations": destinations[: 1 + MAX_ALTERNATIVES],

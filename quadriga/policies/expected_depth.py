@@ -1,0 +1,166 @@
+"""How many layers the tokens of a sequence will run, on average: learned while a replica decodes.
+
+A token that leaves early costs a step only the layers that it ran. What a sequence still costs is
+therefore its remaining tokens times the layers that each will take. Three things tell how many
+that are, and they add up:
+
+- its *position*: beginnings and ends of answers are surer than their middles, or the other way
+  round;
+- its *prompt*: what is asked makes answers easy or hard. Every token id of a prompt has a weight,
+  and a prompt's share is the mean of its tokens' weights;
+- its own *past exits*: by how much it has run deeper, or shallower, than these two said. It counts
+  for more the more tokens there are, and recent ones more than old ones.
+
+All three are running means over the tokens that left here, so nothing is trained beforehand, and
+nothing is kept in the checkpoint. A sequence whose tokens may not leave early runs all its layers;
+it is not looked at.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quadriga.checkpoint.exits import NEVER
+from quadriga.core.request import SequenceState
+
+NUM_POSITIONS = 12
+"""Positions are told apart by the power of two they lie under; all from 2048 on are one."""
+PROMPT_TOKENS = 64
+"""Of a prompt's end: the question stands there."""
+NUM_WEIGHTS = 4096
+PRIOR_TOKENS = 12.0
+"""A sequence's own past counts as much as what is known of others once it has so many tokens."""
+KEPT_TOKENS = 64.0
+"""Of a sequence's past, at most; older tokens are forgotten."""
+POSITION_TOKENS = 8192.0
+"""Of all sequences, in what is known of one position."""
+PROMPT_RATE = 0.15
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One sequence as it was last looked at.
+
+    Attributes:
+        features: Places of its prompt's tokens among the weights.
+        num_tokens: Output tokens that were counted.
+        excess: Layers by which its tokens ran deeper than position and prompt said, on average.
+        weight: Tokens that this is the mean of.
+        total, expected: Layers of all its tokens, and what their positions alone had said.
+    """
+
+    features: tuple[int, ...]
+    num_tokens: int = 1
+    excess: float = 0.0
+    weight: float = 0.0
+    total: float = 0.0
+    expected: float = 0.0
+
+
+class ExpectedDepth:
+    """The layers that tokens of the sequences on one replica will run.
+
+    Attributes:
+        depth: Layers that are loaded; changes with them.
+
+    Not thread-safe: the engine's thread calls everything.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._position = [float(depth)] * NUM_POSITIONS
+        self._num_at = [0.0] * NUM_POSITIONS
+        self._weights = [0.0] * NUM_WEIGHTS
+        self._seen: dict[str, _Seen] = {}
+
+    def look(self, states: Sequence[SequenceState], remaining: Sequence[float]) -> list[float]:
+        """Return the layers that each sequence's coming tokens are expected to run, on average.
+
+        What the sequences generated since the last look is learned from; so is what became of
+        those that are not among `states` any more.
+
+        Args:
+            remaining: Tokens that each is expected to generate still.
+        """
+        gone, self._seen = self._seen, {}
+        expected = []
+        for state, tokens in zip(states, remaining, strict=True):
+            exits = state.exits
+            limit = min(self.depth, exits.max_depth or self.depth)
+            if exits.threshold >= NEVER:
+                expected.append(float(limit))
+                continue
+            seen = gone.pop(state.sequence_id, None) or _Seen(_features(state.prompt_ids))
+            self._learn(state, seen)
+            self._seen[state.sequence_id] = seen
+            layers = self._layers_of(seen, len(state.output_ids), tokens)
+            expected.append(min(max(layers, 1.0), float(limit)))
+        for seen in gone.values():
+            self._end(seen)
+        return expected
+
+    def _layers_of(self, seen: _Seen, position: int, tokens: float) -> float:
+        own = seen.excess * seen.weight / (seen.weight + PRIOR_TOKENS)
+        return self._ahead(position, tokens) + self._prompt(seen.features) + own
+
+    def _prompt(self, features: tuple[int, ...]) -> float:
+        weights = self._weights
+        return sum([weights[i] for i in features]) / len(features)
+
+    def _ahead(self, position: int, tokens: float) -> float:
+        """What positions say of the next `tokens` tokens, on average."""
+        end = position + max(tokens, 1.0)
+        total, start = 0.0, float(position)
+        for at in range(_place(position), NUM_POSITIONS):
+            stop = end if at == NUM_POSITIONS - 1 else min(end, float((2 << at) - 1))
+            total += (stop - start) * self._position[at]
+            start = stop
+            if stop >= end:
+                break
+        return total / (end - position)
+
+    def _learn(self, state: SequenceState, seen: _Seen) -> None:
+        """Count the tokens that came since the last look; the first of all came with the prompt."""
+        start, end = seen.num_tokens, len(state.exit_layers)
+        prompt = self._prompt(seen.features)
+        while start < end:
+            place = _place(start)
+            stop = end if place == NUM_POSITIONS - 1 else min(end, (2 << place) - 1)
+            self._count(seen, place, prompt, sum(state.exit_layers[start:stop]), stop - start)
+            start = stop
+        seen.num_tokens = max(seen.num_tokens, end)
+
+    def _count(self, seen: _Seen, place: int, prompt: float, total: int, count: int) -> None:
+        """Learn from `count` tokens at one place that ran so many layers in all."""
+        at, layers = self._position[place], total / count
+        self._num_at[place] = min(self._num_at[place] + count, POSITION_TOKENS)
+        self._position[place] += count / self._num_at[place] * (layers - prompt - at)
+        seen.total += total
+        seen.expected += self._position[place] * count
+        seen.weight = min(seen.weight, max(0.0, KEPT_TOKENS - count)) + count
+        seen.excess += count / seen.weight * (layers - at - prompt - seen.excess)
+
+    def _end(self, seen: _Seen) -> None:
+        """A sequence is not here any more: its prompt's tokens take a part of what it taught."""
+        count = seen.num_tokens - 1
+        if count <= 0:
+            return
+        wrong = (seen.total - seen.expected) / count - self._prompt(seen.features)
+        step = PROMPT_RATE * count / (count + PRIOR_TOKENS) * wrong
+        for place in seen.features:
+            self._weights[place] += step
+
+
+def _place(position: int) -> int:
+    """Which of the powers of two an output index lies under: 0, 1..2, 3..6, …"""
+    return min((position + 1).bit_length() - 1, NUM_POSITIONS - 1)
+
+
+def _features(prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """Places of a prompt's tokens among the weights; tokens that share a place share its weight."""
+    distinct = dict.fromkeys(prompt_ids[-PROMPT_TOKENS:])
+    return tuple(zlib.crc32(t.to_bytes(8, "little")) % NUM_WEIGHTS for t in distinct)
