@@ -200,7 +200,9 @@ def tenths(
 
 def worst(parts: Sequence[tuple[float, float]]) -> float:
     """The ratio of what came to what was forecast that is furthest from 1."""
-    return round(max((b / a for a, b in parts), key=lambda r: abs(math.log(max(r, 1e-9)))), 3)
+    ratios = [b / a for a, b in parts]
+    far = [max(ratio, 1.0 / max(ratio, 1e-9)) for ratio in ratios]
+    return round(ratios[far.index(max(far))], 3)
 
 
 def mean_error(said: Sequence[Said], forecast: Callable[[Said], float]) -> float:

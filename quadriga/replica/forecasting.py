@@ -99,6 +99,7 @@ class Forecasting:
         self._offers, self._leaving = offers, leaving
         self._grid_s = horizon_s(ares.reference_step_s)
         self._depths = ExpectedDepth(spec.depth)
+        self._deterministic = config.deterministic
         self.resized(spec)
         if spec.runner == "baton":
             shape = assumed_shape(spec.kv_capacity_tokens)
@@ -145,6 +146,7 @@ class Forecasting:
             num_paused=loop.num_paused,
             leaving=self._leaving(),
             depths=self._depths,
+            deterministic=self._deterministic,
         )
         shares = held.share[: loop.num_running]
         context = sum([n * share for n, share in zip(held.tokens, shares, strict=False)])

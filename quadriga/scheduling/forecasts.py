@@ -27,6 +27,7 @@ from quadriga.policies.ares.forecast import (
     pack,
 )
 from quadriga.policies.expected_depth import ExpectedDepth
+from quadriga.scheduling.transfer.sequence_export import depth_bounds
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class SequenceLengths:
     Attributes:
         moved_unix_s: Of the last move; 0 where there was none.
         movable: Of FIXED, RUNS, PAUSED.
-        share: Of the layers, that a token of each is expected to run; empty: all of them.
+        share: Of the layers, that a token of each is expected to run.
+        least_layers, most_layers: That a replica must have for each to go there; 0: no bound.
         is_known: Some remaining length is known or predicted, or nothing is held: by it the others
             are estimated.
     """
@@ -50,6 +52,8 @@ class SequenceLengths:
     moved_unix_s: list[float]
     movable: list[float]
     share: list[float] = field(default_factory=list)
+    least_layers: list[int] = field(default_factory=list)
+    most_layers: list[int] = field(default_factory=list)
     is_known: bool = True
 
 
@@ -61,6 +65,7 @@ def hold(
     num_paused: int = 0,
     leaving: Collection[str] = (),
     depths: ExpectedDepth | None = None,
+    deterministic: bool = False,
 ) -> SequenceLengths:
     """Write down what a replica holds.
 
@@ -73,7 +78,9 @@ def hold(
         offers: Sequences on their way here.
         num_running, num_paused: So many of `states`.
         leaving: Those on their way elsewhere.
-        depths: What is known of the layers that tokens run here; None: they run all.
+        depths: What is known of the layers that tokens run here; None: they run all, and the
+            sequences may go to any depth.
+        deterministic: Answers may not depend on the load.
     """
     held = SequenceLengths([], [], [], [], [], [], [], [])
     predictions = [remaining_of(state) for state in states]
@@ -100,6 +107,10 @@ def hold(
     known = set(held.sequence_ids)
     if depths is not None:
         held.share = [n / depths.depth for n in depths.look(states, held.mean)]
+        for state in states:
+            bounds = depth_bounds(state.exits, depths.depth, deterministic=deterministic)
+            held.least_layers.append(bounds[0])
+            held.most_layers.append(bounds[1])
     usual = sum(held.share) / len(held.share) if held.share else 1.0
     for offer in offers:
         if offer.sequence_id in known:
@@ -114,7 +125,8 @@ def hold(
         held.moves.append(0.0)
         held.moved_unix_s.append(0.0)
         held.movable.append(FIXED)
-    held.share += [usual] * (len(held.sequence_ids) - len(held.share))
+    for column, value in ((held.share, usual), (held.least_layers, 0), (held.most_layers, 0)):
+        column += [value] * (len(held.sequence_ids) - len(column))
     return held
 
 
@@ -207,6 +219,8 @@ def forecast(
         since_move_s=np.where(moved_s > 0.0, np.maximum(0.0, now_unix_s - moved_s), np.inf),
         movable=held.movable,
         share=held.share,
+        least_layers=held.least_layers,
+        most_layers=held.most_layers,
     )
     return pack(
         rows,

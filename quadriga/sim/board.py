@@ -203,6 +203,7 @@ class Board:
         return ClusterForecast(
             names=[self.names[i] for i in alive],
             costs=costs,
+            depth=np.ones(n, dtype=np.int64),
             load_s=class_loads(costs, all_running, all_context),
             grid_s=grid_s,
             tokens=np.ascontiguousarray(all_held),

@@ -42,7 +42,10 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
         it over the mean, and the destination's greatest forecast share of KV memory. `text`: the
         same in a sentence. Empty where the tick does not show the sequence.
     """
-    cluster = unpack([s for s in tick.snapshots if s.info.depth_class == order.depth_class])
+    of_model = [s for s in tick.snapshots if s.info.depth_class.model == order.depth_class.model]
+    taker = next((s for s in of_model if s.info.name == order.destination), None)
+    is_across = taker is not None and taker.info.depth_class != order.depth_class
+    cluster = unpack([s for s in of_model if is_across or s.info.depth_class == order.depth_class])
     if cluster is None or order.sequence_id not in cluster.sequence_ids:
         return {}
     row = list(cluster.sequence_ids).index(order.sequence_id)

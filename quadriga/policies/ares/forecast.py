@@ -40,12 +40,16 @@ NUM_LOADS = NUM_POINTS + 1
     SINCE_MOVE_S,
     MOVABLE,
     SHARE,
-) = range(8)
+    LEAST_LAYERS,
+    MOST_LAYERS,
+) = range(10)
 """Columns of a row. SINCE_MOVE_S is infinite for a sequence that never moved; MOVABLE is one of the
-next three; SHARE is the part of the replica's layers that a token is expected to run, in 0..1."""
+next three; SHARE is the part of the replica's layers that a token is expected to run, in 0..1; a
+replica needs LEAST_LAYERS for the sequence to go there, and may have no more than MOST_LAYERS; 0 is
+no bound."""
 FIXED, RUNS, PAUSED = 0.0, 1.0, 2.0
 """On its way, or promised: not to be moved; runs here; stands in host memory here."""
-NUM_COLUMNS = 8
+NUM_COLUMNS = 10
 ROW_BYTES = 4 * NUM_COLUMNS
 MAX_ROWS = 65_536
 """More sequences than that no replica holds; a forecast with more is refused."""
@@ -145,13 +149,19 @@ def forecast_rows(
     moves: ArrayLike,
     since_move_s: ArrayLike,
     movable: ArrayLike,
-    share: ArrayLike | None = None,
+    share: ArrayLike = 1.0,
+    least_layers: ArrayLike = 0.0,
+    most_layers: ArrayLike = 0.0,
 ) -> NDArray[np.float32]:
-    """Return the rows of a forecast: [num_rows, NUM_COLUMNS]. Arguments as in the columns; without
-    `share` every token runs all layers."""
-    share = np.ones(len(np.asarray(tokens))) if share is None else share
-    columns = (tokens, remaining, lower, upper, moves, since_move_s, movable, share)
-    return np.stack([np.asarray(c, dtype=np.float32) for c in columns], axis=1)
+    """Return the rows of a forecast: [num_rows, NUM_COLUMNS]. Arguments as in the columns."""
+    columns = (
+        tokens, remaining, lower, upper, moves, since_move_s, movable,
+        share, least_layers, most_layers,
+    )  # fmt: skip
+    return np.stack(
+        [np.broadcast_to(np.asarray(c, dtype=np.float32), np.shape(tokens)) for c in columns],
+        axis=1,
+    )
 
 
 def sizes(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +39,8 @@ class Held:
     since_move_s: float = float("inf")
     movable: float = RUNS
     share: float = 1.0
+    least_layers: int = 0
+    most_layers: int = 0
 
 
 def snapshot(
@@ -51,6 +53,7 @@ def snapshot(
     draining: bool = False,
     has_predictions: bool = True,
     slower: float = 1.0,
+    depth: int = CLASS.depth,
 ) -> ReplicaSnapshot:
     """A replica's packed snapshot, as its worker would make it.
 
@@ -66,11 +69,15 @@ def snapshot(
         since_move_s=[h.since_move_s for h in held],
         movable=[h.movable for h in held],
         share=[h.share for h in held],
+        least_layers=[h.least_layers for h in held],
+        most_layers=[h.most_layers for h in held],
     )
     tokens = int(sum(h.tokens for h in held))
     num_paused = sum(h.movable == PAUSED for h in held)
     return ReplicaSnapshot(
-        info=ReplicaInfo(name, Role.DECODE, CLASS, "n", name, slots, capacity),
+        info=ReplicaInfo(
+            name, Role.DECODE, replace(CLASS, depth=depth), "n", name, slots, capacity
+        ),
         taken_unix_s=0.0,
         num_running=len(held) - num_paused,
         num_waiting=num_paused,
@@ -236,7 +243,7 @@ def brute_force(
         before = float(np.var([r.load for r in replicas], axis=0) @ points)
         for s in over:
             for k, row in enumerate(replicas[s].rows):
-                tokens, remaining, lower, upper, num_moves, since_s, movable, _ = row
+                tokens, remaining, lower, upper, num_moves, since_s, movable, *_ = row
                 cost_s = costs.seconds(tokens)
                 if movable == FIXED or num_moves >= settings.max_moves:
                     continue
