@@ -124,7 +124,15 @@ def run(args: argparse.Namespace) -> int:
     of_work = tenths(
         predicted, lambda s: s.layers * (s.tokens or 0.0), lambda s: s.came_layers * s.came_tokens
     )
-    for title, parts in (("layers a token", of_layers), ("work: tokens times layers", of_work)):
+    of_depth = tenths(
+        said, lambda s: s.layers * s.came_tokens, lambda s: s.came_layers * s.came_tokens
+    )
+    tables = {
+        "layers a token": of_layers,
+        "work, by the tokens that came": of_depth,
+        "work, by the tokens that were forecast": of_work,
+    }
+    for title, parts in tables.items():
         show(
             parts,
             {
@@ -138,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
         "depth-forecast",
         headline={
             "worst_tenth_of_layers": worst(of_layers),
+            "worst_tenth_of_work_by_tokens_that_came": worst(of_depth),
             "worst_tenth_of_work": worst(of_work) if of_work else None,
             "error_layers": mean_error(said, lambda s: s.layers),
             "error_layers_by_mean_of_all": mean_error(said, lambda s: s.of_all),

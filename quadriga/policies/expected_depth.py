@@ -38,6 +38,8 @@ KEPT_TOKENS = 64.0
 """Of a sequence's past, at most; older tokens are forgotten."""
 POSITION_TOKENS = 8192.0
 """Of all sequences, in what is known of one position."""
+POSITION_PRIOR = 16.0
+"""Tokens at a position from which on more counts what they did than what those before it did."""
 PROMPT_RATE = 0.15
 
 
@@ -72,8 +74,11 @@ class ExpectedDepth:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._position = [float(depth)] * NUM_POSITIONS
+        self._mean = float(depth)  # of all tokens, wherever they stand
+        self._num = 0.0
+        self._position = [0.0] * NUM_POSITIONS  # by how much tokens there differ from that
         self._num_at = [0.0] * NUM_POSITIONS
+        self._at = [float(depth)] * NUM_POSITIONS  # what follows of these for each position
         self._weights = [0.0] * NUM_WEIGHTS
         self._seen: dict[str, _Seen] = {}
 
@@ -87,6 +92,7 @@ class ExpectedDepth:
             remaining: Tokens that each is expected to generate still.
         """
         gone, self._seen = self._seen, {}
+        self._note_positions()
         expected = []
         for state, tokens in zip(states, remaining, strict=True):
             exits = state.exits
@@ -107,6 +113,14 @@ class ExpectedDepth:
         own = seen.excess * seen.weight / (seen.weight + PRIOR_TOKENS)
         return self._ahead(position, tokens) + self._prompt(seen.features) + own
 
+    def _note_positions(self) -> None:
+        """Where few tokens stood so far, a position is taken to be like the one before it."""
+        differs = 0.0
+        for place, count in enumerate(self._num_at):
+            mine = count * self._position[place] + POSITION_PRIOR * differs
+            differs = mine / (count + POSITION_PRIOR)
+            self._at[place] = self._mean + differs
+
     def _prompt(self, features: tuple[int, ...]) -> float:
         weights = self._weights
         return sum([weights[i] for i in features]) / len(features)
@@ -117,7 +131,7 @@ class ExpectedDepth:
         total, start = 0.0, float(position)
         for at in range(_place(position), NUM_POSITIONS):
             stop = end if at == NUM_POSITIONS - 1 else min(end, float((2 << at) - 1))
-            total += (stop - start) * self._position[at]
+            total += (stop - start) * self._at[at]
             start = stop
             if stop >= end:
                 break
@@ -136,11 +150,14 @@ class ExpectedDepth:
 
     def _count(self, seen: _Seen, place: int, prompt: float, total: int, count: int) -> None:
         """Learn from `count` tokens at one place that ran so many layers in all."""
-        at, layers = self._position[place], total / count
+        at, layers = self._at[place], total / count
+        self._num = min(self._num + count, POSITION_TOKENS)
+        self._mean += count / self._num * (layers - prompt - self._mean)
         self._num_at[place] = min(self._num_at[place] + count, POSITION_TOKENS)
-        self._position[place] += count / self._num_at[place] * (layers - prompt - at)
+        excess = layers - prompt - self._mean
+        self._position[place] += count / self._num_at[place] * (excess - self._position[place])
         seen.total += total
-        seen.expected += self._position[place] * count
+        seen.expected += at * count
         seen.weight = min(seen.weight, max(0.0, KEPT_TOKENS - count)) + count
         seen.excess += count / seen.weight * (layers - at - prompt - seen.excess)
 

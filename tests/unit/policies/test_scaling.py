@@ -35,7 +35,7 @@ def forecast(
     remaining: list[int],
     *,
     predicted: bool = True,
-    share: list[float] | None = None,
+    share: list[float] | float = 1.0,
 ) -> LoadForecast:
     n = len(tokens)
     rows = forecast_rows(
