@@ -23,7 +23,7 @@ from loadgen.report.experiment import print_line, show
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import ConfigError
-from quadriga.policies.expected_depth import ExpectedDepth
+from quadriga.policies.ares.expected_depth import ExpectedDepth
 from quadriga.scheduling.forecasts import Asking, hold
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.forecast import LengthOutcome, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
+from quadriga.policies.ares.expected_depth import ExpectedDepth
 from quadriga.policies.ares.settings import horizon_s
-from quadriga.policies.expected_depth import ExpectedDepth
 from quadriga.scheduling.calibration import assumed_shape, measure_shape
 from quadriga.scheduling.forecasts import (
     Asking,

@@ -18,6 +18,7 @@ from quadriga.core.forecast import LengthOutcome, LengthPrediction, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SequenceState, remaining_of
+from quadriga.policies.ares.expected_depth import ExpectedDepth
 from quadriga.policies.ares.forecast import (
     FIXED,
     PAUSED,
@@ -26,7 +27,6 @@ from quadriga.policies.ares.forecast import (
     forecast_rows,
     pack,
 )
-from quadriga.policies.expected_depth import ExpectedDepth
 from quadriga.scheduling.transfer.sequence_export import depth_bounds
 
 

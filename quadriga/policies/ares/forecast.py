@@ -9,7 +9,7 @@ stay) is added to the packed forecast.
 
 A token that leaves early costs a step the layers that it ran alone. So a sequence weighs in loads
 and in work as many tokens as it will generate, times the share of the layers that each is expected
-to run (`policies.expected_depth`). In memory it weighs its tokens whole: KV is promised at all
+to run (`policies.ares.expected_depth`). In memory it weighs its tokens whole: KV is promised at all
 layers, whatever a token runs.
 
 All of it is vector arithmetic: a replica forecasts its own sequences, the simulator those of a

@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.policies.expected_depth import KEPT_TOKENS, ExpectedDepth
+from quadriga.policies.ares.expected_depth import KEPT_TOKENS, ExpectedDepth
 
 EXITS = ExitParams(0.9, "bounded")
 DEPTH = 8
