@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.request import SequenceState
+from quadriga.core.request import SequenceState, remaining_of
 from quadriga.errors import InvariantViolation, KVCacheExhausted
 from quadriga.policies.slot_reservation import ADMIT_SHARE, RETURN_SHARE, admitted_tokens
 from quadriga.scheduling.decode_batch import AT_EXIT, PAUSED, RUNNING, DecodeBatch
@@ -51,19 +51,23 @@ def is_overdue(paused: Pausable, now_s: float) -> bool:
     return now_s - paused.since_s >= PATIENCE_S
 
 
-def remaining_tokens(state: SequenceState) -> int:
-    """Longest that a sequence may still run."""
-    return state.sampling.max_tokens - len(state.output_ids)
+def expected_total(state: SequenceState) -> float:
+    """Tokens that a sequence is expected to come to; the most it may, where nothing is predicted.
+
+    It hardly changes while the sequence runs, so who is the longest stays so.
+    """
+    remaining = remaining_of(state)
+    return state.max_total_tokens if remaining is None else state.num_tokens + remaining.mean
 
 
 def choose_victim(running: Iterable[Candidate]) -> Candidate | None:
-    """Least important first, then the least often paused, the longest remaining, the newest."""
+    """Least important first, then the least often paused, the longest in all, the newest."""
     return max(running, key=_expendability, default=None)
 
 
-def _expendability(one: Pausable) -> tuple[int, int, int, float]:
+def _expendability(one: Pausable) -> tuple[int, int, float, float]:
     state = one.state
-    return (state.priority, -one.num_pauses, remaining_tokens(state), state.arrival_unix_s)
+    return (state.priority, -one.num_pauses, expected_total(state), state.arrival_unix_s)
 
 
 def choose_return(paused: Iterable[Candidate], now_s: float) -> Candidate | None:

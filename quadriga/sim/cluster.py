@@ -101,6 +101,9 @@ class Simulation:
         if delays.step_factor != NO_DELAYS.step_factor:
             for replica in self._decode:
                 replica.draw_factor = partial(_draw_one, delays.step_factor, rng)
+        if self._placing.predictor is not None:
+            for replica in self._decode:
+                replica.predict = self._placing.predict
         self._roomless: dict[int, Waiting] = {}  # in the order in which they came
         self.scaler = self._make_scaler(config)
         self._rebuilt: dict[int, int] = {}  # KV tokens of the sequences that prefill makes anew
@@ -361,6 +364,8 @@ class Simulation:
         self._sample(now_s)
         if self._policy.rescheduler is not None and self._board.is_alive.sum() > 1:
             self._reschedule(now_s)
+        else:
+            self._placing.overload = None
         if self.scaler is not None:
             self.scaler.tick(now_s)
         self._place_roomless(now_s)

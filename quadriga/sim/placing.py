@@ -105,7 +105,7 @@ class Placing:
         new_steps = self._board.new_steps(now_s)
         used = self._board.used_tokens(new_steps)
         reserved = self._board.reserved_tokens(new_steps)
-        prediction = self._predict(index, tokens)
+        prediction = self.predict(index, tokens)
         # A place is chosen while the prompt is computed; lengths are predicted after it. Under
         # overload it is chosen then.
         is_first = tokens == self._board.input_tokens[index] + 1
@@ -157,7 +157,7 @@ class Placing:
 
     def waiting(self, now_s: float, index: int, tokens: int) -> Waiting:
         """A prefilled sequence found no room. Arguments as in `choose`."""
-        return Waiting(now_s, tokens, self._predict(index, tokens))
+        return Waiting(now_s, tokens, self.predict(index, tokens))
 
     def is_overdue(self, now_s: float, waiting: Waiting) -> bool:
         """Whether a sequence has waited for too long; never where lengths are not predicted."""
@@ -196,7 +196,8 @@ class Placing:
         board = self._board
         return float(board.step_s(board.new_steps(now_s))[board.is_alive].mean())
 
-    def _predict(self, index: int, tokens: int) -> LengthPrediction | None:
+    def predict(self, index: int, tokens: int) -> LengthPrediction | None:
+        """What is predicted of a sequence with so many KV tokens; None where nothing is."""
         if self.predictor is None:
             return None
         board = self._board
