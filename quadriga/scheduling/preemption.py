@@ -51,23 +51,24 @@ def is_overdue(paused: Pausable, now_s: float) -> bool:
     return now_s - paused.since_s >= PATIENCE_S
 
 
-def expected_total(state: SequenceState) -> float:
-    """Tokens that a sequence is expected to come to; the most it may, where nothing is predicted.
+def answer_tokens(state: SequenceState) -> float:
+    """Tokens that the whole answer is predicted to have; the most it may, where nothing is.
 
     It hardly changes while the sequence runs, so who is the longest stays so.
     """
     remaining = remaining_of(state)
-    return state.max_total_tokens if remaining is None else state.num_tokens + remaining.mean
+    most = float(state.sampling.max_tokens)
+    return most if remaining is None else len(state.output_ids) + remaining.mean
 
 
 def choose_victim(running: Iterable[Candidate]) -> Candidate | None:
-    """Least important first, then the least often paused, the longest in all, the newest."""
+    """Least important first, then the least often paused, the longest answer, the newest."""
     return max(running, key=_expendability, default=None)
 
 
 def _expendability(one: Pausable) -> tuple[int, int, float, float]:
     state = one.state
-    return (state.priority, -one.num_pauses, expected_total(state), state.arrival_unix_s)
+    return (state.priority, -one.num_pauses, answer_tokens(state), state.arrival_unix_s)
 
 
 def choose_return(paused: Iterable[Candidate], now_s: float) -> Candidate | None:

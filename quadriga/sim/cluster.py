@@ -53,8 +53,8 @@ class Simulation:
         predictor: In place of the policy's own; policies that do not foresee ask none.
         on_tick: Called at each tick with the time and the number of open requests.
         stop: Asked at each tick, with the time; True ends the run there.
-        on_decision: Called with (now, cluster, costs, busy, load_only, orders) of each decision,
-            for recordings.
+        on_decision: Called with (now, cluster, costs, busy, load_only, orders, overload) of each
+            decision, for recordings.
         make_replica: Makes the decode replicas; tests put a plain one here.
 
     Attributes:
@@ -415,7 +415,7 @@ class Simulation:
             cluster, DEPTH_CLASS, costs, busy=busy, load_only=load_only, overload=overload
         )
         if self._on_decision is not None:
-            self._on_decision(now_s, cluster, costs, busy, load_only, orders)
+            self._on_decision(now_s, cluster, costs, busy, load_only, orders, overload)
         placing.forecast = cluster if self._policy.places_ahead else None
         for order in orders:
             self._moving.start(now_s, order)

@@ -121,7 +121,7 @@ class Placing:
             ]
         )
         takes = self._takes(reserved, wanted)
-        if self.overload is not None and prediction is not None:
+        if self.overload is not None and prediction is not None and takes.any():
             takes = self.overload.open_to(
                 self._board.names,
                 takes,
@@ -161,7 +161,7 @@ class Placing:
 
     def is_overdue(self, now_s: float, waiting: Waiting) -> bool:
         """Whether a sequence has waited for too long; never where lengths are not predicted."""
-        if waiting.prediction is None:
+        if waiting.prediction is None or not self._board.is_alive.any():
             return False
         return is_overdue(now_s - waiting.since_s, waiting.prediction, self._step_s(now_s))
 

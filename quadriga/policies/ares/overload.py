@@ -7,12 +7,12 @@ memory on, promised to those that run, the objective changes:
 - Some replicas are *protected*: they take the sequences whose predicted total is short, and give
   away those that turn out to be long. What counts as short follows the load: the shortest of all
   the sequences there are, up to a share of the protected memory.
-- Long ones are confined to the other replicas, and are held after prefill while those have no room.
-  Of the sequences that wait, the shortest asks first.
-- Nobody is held for ever: a sequence that has waited for `HOLD_SHARE` of the time it is predicted to
-  run is overdue. It asks first, and any replica with room takes it. As many are held as prefill
-  replicas have rows; beyond that prompts wait in their queues, and admission refuses what would
-  wait too long.
+- Long ones are confined to the other replicas, and are held after prefill while those have no
+  room. Of the sequences that wait, the shortest asks first.
+- Nobody is held for ever: a sequence that has waited for `HOLD_SHARE` of the time it is predicted
+  to run is overdue. The oldest of these asks first, and any replica with room takes it. As many
+  are held as prefill replicas have rows; beyond that prompts wait in their queues, and admission
+  refuses what would wait too long.
 
 The objective ends below `LEAVE_SHARE`, when nobody is held.
 
@@ -114,11 +114,12 @@ def plan_overload(
     if n < 2 or not cluster.has_predictions or not is_over:
         return None
     num_protected = min(n - 1, max(1, round(PROTECTED_SHARE * n)))
-    before = frozenset() if last is None else last.protected
+    before = last.protected if last is not None else frozenset[str]()
     order = sorted(range(n), key=lambda i: (cluster.names[i] not in before, cluster.tokens[i, 0]))
-    protected = order[:num_protected]
-    room = SHORT_SHARE * float(cluster.capacity_tokens[protected].sum())
-    return OverloadPlan(frozenset(cluster.names[i] for i in protected), _short_tokens(cluster, room))
+    chosen = order[:num_protected]
+    room = SHORT_SHARE * float(cluster.capacity_tokens[chosen].sum())
+    protected = frozenset(cluster.names[i] for i in chosen)
+    return OverloadPlan(protected, _short_tokens(cluster, room))
 
 
 def _short_tokens(cluster: ClusterForecast, room: float) -> float:
@@ -127,8 +128,9 @@ def _short_tokens(cluster: ClusterForecast, room: float) -> float:
     totals = rows[:, TOKENS] + rows[:, REMAINING]
     order = np.argsort(totals, kind="stable")
     filled = np.cumsum((rows[:, TOKENS] + rows[:, REMAINING_UPPER])[order])
-    num_short = int(np.searchsorted(filled, room, side="right"))
-    return float(totals[order[num_short - 1]]) if num_short else 0.0
+    totals = totals[order]
+    is_last_of_equals = np.append(totals[1:] > totals[:-1], True)[: len(totals)]
+    return float(totals[(filled <= room) & is_last_of_equals].max(initial=0.0))
 
 
 def evictions(
