@@ -28,7 +28,7 @@ from quadriga.sim.board import NOWHERE, Board
 from quadriga.sim.config import DEPTH_CLASS, MODEL, Failure, SimConfig
 from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.moving import Moving
-from quadriga.sim.placing import Placing, Waiting
+from quadriga.sim.placing import Placing, RoomlessSequence
 from quadriga.sim.policies import PolicySet
 from quadriga.sim.prediction import RemainingPredictor
 from quadriga.sim.prefill import SimulatedPrefillReplica
@@ -104,7 +104,7 @@ class Simulation:
         if self._placing.predictor is not None:
             for replica in self._decode:
                 replica.predict = self._placing.predict
-        self._roomless: dict[int, Waiting] = {}  # in the order in which they came
+        self._roomless: dict[int, RoomlessSequence] = {}  # in the order in which they came
         self.scaler = self._make_scaler(config)
         self._rebuilt: dict[int, int] = {}  # KV tokens of the sequences that prefill makes anew
         self._halted_s: dict[int, float] = {}
@@ -290,7 +290,7 @@ class Simulation:
 
     def _tokens_of(self, index: int) -> int:
         """KV tokens of a sequence after prefill."""
-        return self._rebuilt.get(index, self._input[index] + 1)
+        return self._rebuilt.get(index) or int(self._input[index]) + 1
 
     # Decoding
 

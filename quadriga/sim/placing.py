@@ -26,7 +26,7 @@ from quadriga.sim.prediction import NoisyPredictor, OraclePredictor, Predictions
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class RoomlessSequence:
     """A prefilled sequence for which no decode replica had room.
 
     Attributes:
@@ -155,17 +155,19 @@ class Placing:
             self._said.setdefault(index, prediction)
         return chosen, promised
 
-    def waiting(self, now_s: float, index: int, tokens: int) -> Waiting:
+    def waiting(self, now_s: float, index: int, tokens: int) -> RoomlessSequence:
         """A prefilled sequence found no room. Arguments as in `choose`."""
-        return Waiting(now_s, tokens, self.predict(index, tokens))
+        return RoomlessSequence(now_s, tokens, self.predict(index, tokens))
 
-    def is_overdue(self, now_s: float, waiting: Waiting) -> bool:
+    def is_overdue(self, now_s: float, waiting: RoomlessSequence) -> bool:
         """Whether a sequence has waited for too long; never where lengths are not predicted."""
         if waiting.prediction is None or not self._board.is_alive.any():
             return False
         return is_overdue(now_s - waiting.since_s, waiting.prediction, self._step_s(now_s))
 
-    def look_for_overload(self, cluster: ClusterForecast, waiting: Iterable[Waiting]) -> None:
+    def look_for_overload(
+        self, cluster: ClusterForecast, waiting: Iterable[RoomlessSequence]
+    ) -> None:
         """Look at a tick's forecast, and at the sequences without a decode replica."""
         may = self._policy.places_ahead and self._policy.settings.overload
         if not may or self.drift.is_drifting:
