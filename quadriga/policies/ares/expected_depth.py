@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quadriga.checkpoint.exits import NEVER
 from quadriga.core.request import SequenceState
@@ -32,7 +32,7 @@ NUM_POSITIONS = 12
 PROMPT_TOKENS = 64
 """Of a prompt's end: the question stands there."""
 NUM_WEIGHTS = 4096
-PRIOR_TOKENS = 12.0
+PRIOR_TOKENS = 4.0
 """A sequence's own past counts as much as what is known of others once it has so many tokens."""
 KEPT_TOKENS = 64.0
 """Of a sequence's past, at most; older tokens are forgotten."""
@@ -50,17 +50,14 @@ class _Seen:
     Attributes:
         features: Places of its prompt's tokens among the weights.
         num_tokens: Output tokens that were counted.
-        excess: Layers by which its tokens ran deeper than position and prompt said, on average.
-        weight: Tokens that this is the mean of.
-        total, expected: Layers of all its tokens, and what their positions alone had said.
+        recent: Layers of its recent tokens, on average.
+        num_at: By position, the recent tokens that this is the mean of; older ones are forgotten.
     """
 
     features: tuple[int, ...]
     num_tokens: int = 1
-    excess: float = 0.0
-    weight: float = 0.0
-    total: float = 0.0
-    expected: float = 0.0
+    recent: float = 0.0
+    num_at: dict[int, float] = field(default_factory=dict)
 
 
 class ExpectedDepth:
@@ -110,8 +107,16 @@ class ExpectedDepth:
         return expected
 
     def _layers_of(self, seen: _Seen, position: int, tokens: float) -> float:
-        own = seen.excess * seen.weight / (seen.weight + PRIOR_TOKENS)
-        return self._ahead(position, tokens) + self._prompt(seen.features) + own
+        prompt, own = self._prompt(seen.features), 0.0
+        if seen.num_at:
+            weight = sum(seen.num_at.values())
+            own = (seen.recent - self._said(seen) - prompt) * weight / (weight + PRIOR_TOKENS)
+        return self._ahead(position, tokens) + prompt + own
+
+    def _said(self, seen: _Seen) -> float:
+        """What the positions of a sequence's recent tokens say of them, as it is known now."""
+        said = sum([count * self._at[place] for place, count in seen.num_at.items()])
+        return said / sum(seen.num_at.values())
 
     def _note_positions(self) -> None:
         """Where few tokens stood so far, a position is taken to be like the one before it."""
@@ -150,23 +155,24 @@ class ExpectedDepth:
 
     def _count(self, seen: _Seen, place: int, prompt: float, total: int, count: int) -> None:
         """Learn from `count` tokens at one place that ran so many layers in all."""
-        at, layers = self._at[place], total / count
+        layers = total / count
         self._num = min(self._num + count, POSITION_TOKENS)
         self._mean += count / self._num * (layers - prompt - self._mean)
         self._num_at[place] = min(self._num_at[place] + count, POSITION_TOKENS)
         excess = layers - prompt - self._mean
         self._position[place] += count / self._num_at[place] * (excess - self._position[place])
-        seen.total += total
-        seen.expected += at * count
-        seen.weight = min(seen.weight, max(0.0, KEPT_TOKENS - count)) + count
-        seen.excess += count / seen.weight * (layers - at - prompt - seen.excess)
+        weight = sum(seen.num_at.values())
+        kept = min(1.0, max(0.0, KEPT_TOKENS - count) / weight) if weight else 0.0
+        seen.num_at = {at: kept * number for at, number in seen.num_at.items() if kept * number}
+        seen.num_at[place] = seen.num_at.get(place, 0.0) + count
+        seen.recent += count / (kept * weight + count) * (layers - seen.recent)
 
     def _end(self, seen: _Seen) -> None:
         """A sequence is not here any more: its prompt's tokens take a part of what it taught."""
         count = seen.num_tokens - 1
         if count <= 0:
             return
-        wrong = (seen.total - seen.expected) / count - self._prompt(seen.features)
+        wrong = seen.recent - self._said(seen) - self._prompt(seen.features)
         step = PROMPT_RATE * count / (count + PRIOR_TOKENS) * wrong
         for place in seen.features:
             self._weights[place] += step

@@ -57,6 +57,7 @@ from quadriga.policies.ares.forecast import (
     SINCE_MOVE_S,
     TOKENS,
 )
+from quadriga.policies.ares.overload import OverloadPlan, evictions
 from quadriga.policies.ares.search import Search
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 
@@ -155,6 +156,7 @@ class Rescheduler:
         *,
         busy: Set[str] = frozenset(),
         load_only: bool = False,
+        overload: OverloadPlan | None = None,
     ) -> list[MigrationOrder]:
         """Decide the moves of this tick: class by class, then between the classes of a model.
 
@@ -162,6 +164,7 @@ class Rescheduler:
             snapshots: Decode replicas that were heard of lately.
             busy: Replicas with a migration under way.
             load_only: Predictions are not to be believed now; see `DriftMonitor`.
+            overload: What the overload of the one class there is calls for, instead of balance.
 
         Raises:
             ConfigError: A forecast is malformed.
@@ -170,12 +173,22 @@ class Rescheduler:
         for _, of_model in sorted(by_model(snapshots).items()):
             classes = by_class(of_model)
             parts = [members for _, members in sorted(classes.items(), key=lambda i: str(i[0]))]
-            for members in [*parts, of_model] if len(parts) > 1 else parts:
+            # An overload is relieved by what its plan names, inside each class.
+            if len(parts) > 1 and overload is None:
+                parts.append(of_model)
+            for members in parts:
                 used = {name for o in orders for name in (o.source, o.destination)} | busy
-                cluster = unpack(members, partial(self._sources, busy=used, load_only=load_only))
+                sources = partial(self._sources, busy=used, load_only=load_only)
+                cluster = unpack(members, sources if overload is None else None)
                 if cluster is not None:
-                    where = members[0].info.depth_class
-                    orders += self.decide(cluster, where, costs, busy=used, load_only=load_only)
+                    orders += self.decide(
+                        cluster,
+                        members[0].info.depth_class,
+                        costs,
+                        busy=used,
+                        load_only=load_only,
+                        overload=overload,
+                    )
         return orders
 
     def decide(
@@ -186,6 +199,7 @@ class Rescheduler:
         *,
         busy: Set[str] = frozenset(),
         load_only: bool = False,
+        overload: OverloadPlan | None = None,
     ) -> list[MigrationOrder]:
         """Decide the moves of this tick inside one class, or between those of one model.
 
@@ -193,8 +207,13 @@ class Rescheduler:
             depth_class: Of the replicas; where their depths differ, of any of them. The others are
                 as in `tick`.
         """
-        weigh = self._weights(cluster, load_only)
-        trusts = weigh is self._ahead
+        if overload is None:
+            choices = select(
+                cluster, self.settings, costs, self._weights(cluster, load_only), busy=busy
+            )
+        else:
+            choices = evictions(cluster, overload, self.settings, busy=busy)
+        trusts = self._weights(cluster, load_only) is self._ahead
         return [
             MigrationOrder(
                 sequence_id=cluster.sequence_ids[choice.row],
@@ -210,7 +229,7 @@ class Rescheduler:
                 num_tokens=int(cluster.rows[choice.row, TOKENS]),
                 remaining_tokens=float(cluster.rows[choice.row, REMAINING]) if trusts else 0.0,
             )
-            for choice in select(cluster, self.settings, costs, weigh, busy=busy)
+            for choice in choices
         ]
 
     def work(
