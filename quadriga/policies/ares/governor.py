@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
-from quadriga.policies.ares.cluster import by_class
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.policies.ares.cluster import by_class, by_model
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
 from quadriga.policies.ares.settings import (
@@ -188,8 +188,8 @@ class Governor:
         ]
         ticks: list[RecordedTick] = []
         self.last = TickSummary(now_unix_s)
-        for depth_class, members in by_class(fresh).items():
-            tick = self._decide(depth_class, members, busy, now_unix_s)
+        for model, members in by_model(fresh).items():
+            tick = self._decide(model, members, busy, now_unix_s)
             if tick is not None:
                 ticks.append(tick)
         decided = [(tick, order) for tick in ticks for order in tick.orders]
@@ -203,14 +203,16 @@ class Governor:
 
     def _decide(
         self,
-        depth_class: DepthClass,
+        model: str,
         members: list[ReplicaSnapshot],
         busy: frozenset[str],
         now_unix_s: float,
     ) -> RecordedTick | None:
         able = [s for s in members if s.forecast is not None]
         if len(able) < 2:
-            self.last.why[str(depth_class)] = f"{len(able)} of {len(members)} replicas can forecast"
+            for depth_class, some in by_class(members).items():
+                num_able = sum(s.forecast is not None for s in some)
+                self.last.why[str(depth_class)] = f"{num_able} of {len(some)} replicas can forecast"
             return None
         # Loaded where rescheduling is on.
         from quadriga.policies.ares.recording import RecordedTick
@@ -219,7 +221,7 @@ class Governor:
         costs = self.costs(able)
         settings = self._settings_for(able)
         predicts = self.config.ares.mode == "ares"
-        load_only = self.is_distrusted(depth_class.model)
+        load_only = self.is_distrusted(model)
         rescheduler = Rescheduler(settings, predicts=predicts)
         orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only)
         tick = RecordedTick(
@@ -233,8 +235,10 @@ class Governor:
             orders=orders,
         )
         self._record(tick)
-        self.last.work |= rescheduler.work(able, load_only=load_only)
-        self.last.why[str(depth_class)] = _why(orders, able, busy, load_only)
+        for depth_class, some in by_class(able).items():
+            self.last.work |= rescheduler.work(some, load_only=load_only)
+            of_class = [o for o in orders if o.depth_class == depth_class]
+            self.last.why[str(depth_class)] = _why(of_class, some, busy, load_only)
         return tick
 
     def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:
