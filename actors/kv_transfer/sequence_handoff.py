@@ -276,6 +276,7 @@ class PrefillHandoff:
                 waited_s=self._replica.clock.now_s() - self._placed_from_s,
                 source=self._replica.name,
                 started_s=self._started_s,
+                is_prompt_done=self._prompt_done_s > 0.0,
             )
         )
 

@@ -407,7 +407,7 @@ class Simulation:
         cluster = self._board.forecast(
             now_s, placing.grid_s, self._config.profile.kv_capacity_tokens, placing.predictor
         )
-        placing.look_for_overload(cluster, self._roomless.values())
+        placing.look_for_overload(cluster, len(self._roomless))
         overload, load_only = placing.overload, placing.drift.is_drifting
         busy = frozenset(self._moving.busy)
         costs = self._moving.costs
