@@ -76,18 +76,19 @@ class DecodePlacement:
         """
         sequence.since_s, sequence.order = self._now_s(), next(self._orders)
         sequence.turn = asyncio.Event()
-        self._call_heads()
+        self.call_heads()
         # A starving sequence becomes a head though none comes or goes.
-        starving = asyncio.get_running_loop().call_later(STARVING_S, self._call_heads)
+        starving = asyncio.get_running_loop().call_later(STARVING_S, self.call_heads)
         try:
             await sequence.turn.wait()
             yield
         finally:
             starving.cancel()
             sequence.turn = None
-            self._call_heads()
+            self.call_heads()
 
-    def _call_heads(self) -> None:
+    def call_heads(self) -> None:
+        """Give their turns to those who are first now; call it when a length becomes known."""
         for head in self._heads():
             if head.turn is not None:
                 head.turn.set()

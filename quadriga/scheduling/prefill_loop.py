@@ -312,7 +312,8 @@ class PrefillLoop:
     @property
     def num_unplaced(self) -> int:
         """Sequences whose prompts are done and that have no decode replica."""
-        return sum(s.status is SequenceStatus.WAITING_FOR_PLACEMENT for s in self.running)
+        waiting = SequenceStatus.WAITING_FOR_PLACEMENT
+        return sum(s.status is waiting and not s.is_placed for s in self.running)
 
     def _reserve_prompt(self, state: SequenceState) -> Slot:
         return self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
