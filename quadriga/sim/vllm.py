@@ -77,6 +77,7 @@ class VllmDecodeReplica(SimulatedDecodeReplica):
         elif self.running:
             self._advance(self._event_steps())
         self.anchor_s = max(self.anchor_s, now_s)
+        self._note_freed()  # who grew took blocks before those that end give theirs back
         self._finish(happened)
         self._let_leave(now_s, happened)
         while self._joining and self._joining[0][0] <= self.anchor_s:
