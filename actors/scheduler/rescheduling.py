@@ -188,12 +188,12 @@ class Rescheduling:
                 for model, monitor in governor.drift.items()
             },
             "overload": {
-                str(depth_class): {
+                model: {
                     "protected": sorted(plan.protected),
                     "short_tokens": plan.short_tokens,
-                    "num_held": governor.num_held.get(depth_class.model, 0),
+                    "num_held": governor.num_held.get(model, 0),
                 }
-                for depth_class, plan in governor.overload.items()
+                for model, plan in governor.overload.items()
             },
             "outcomes": dict(governor.moves.outcomes),
             "under_way": [_order(o) for o in governor.moves.under_way],

@@ -222,10 +222,10 @@ class Scheduler(BatchedCalls):
 
     def _choose(self, request: PlaceRequest, group: Sequence[ReplicaSnapshot]) -> str | None:
         """Place a sequence on one of the replicas of one class; None where none has room."""
-        if isinstance(self._placement, AresPlacement) and group:
-            governor = self._rescheduling.governor
-            self._placement.load_only = governor.is_distrusted(request.depth_class.model)
-            self._placement.overload = governor.overload.get(group[0].info.depth_class)
+        if isinstance(self._placement, AresPlacement):
+            governor, model = self._rescheduling.governor, request.depth_class.model
+            self._placement.load_only = governor.is_distrusted(model)
+            self._placement.overload = governor.overload.get(model)
         return self._placement.choose(request, group)
 
     async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
-from quadriga.policies.ares.cluster import ClusterForecast, by_class, unpack
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.policies.ares.cluster import ClusterForecast, by_class, by_model, unpack
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
 from quadriga.policies.ares.overload import OverloadPlan, is_overloaded, plan_overload
@@ -124,13 +124,13 @@ class Governor:
         record: Called with every decision and all it saw.
 
     Attributes:
-        overload: What overload calls for, by depth class; only of classes that are overloaded.
-        num_held: Sequences of these classes' models that wait for a decode replica.
+        overload: What overload calls for, by model; only of models that are overloaded.
+        num_held: Sequences of these that wait for a decode replica.
     """
 
     def __init__(self, config: SchedulerConfig, record: Callable[[RecordedTick], None]) -> None:
         self._record = record
-        self.overload: dict[DepthClass, OverloadPlan] = {}
+        self.overload: dict[str, OverloadPlan] = {}
         self.num_held: dict[str, int] = {}
         self._link = LinkMeter()
         self._drift: dict[str, DriftMonitor] = {}
@@ -204,13 +204,11 @@ class Governor:
             unplaced[snapshot.info.depth_class.model] += snapshot.num_unplaced
         last, self.overload, self.num_held = self.overload, {}, {}
         self.last = TickSummary(now_unix_s)
-        for depth_class, members in by_class(fresh).items():
-            num_held = unplaced[depth_class.model]
-            plan = self._overload_of(depth_class, members, last.get(depth_class), num_held)
+        for model, members in by_model(fresh).items():
+            plan = self._overload_of(model, members, last.get(model), unplaced[model])
             if plan is not None:
-                self.overload[depth_class] = plan
-                self.num_held[depth_class.model] = num_held
-            tick = self._decide(depth_class, members, busy, now_unix_s)
+                self.overload[model], self.num_held[model] = plan, unplaced[model]
+            tick = self._decide(model, members, busy, now_unix_s)
             if tick is not None:
                 ticks.append(tick)
         decided = [(tick, order) for tick in ticks for order in tick.orders]
@@ -224,15 +222,18 @@ class Governor:
 
     def _overload_of(
         self,
-        depth_class: DepthClass,
+        model: str,
         members: Sequence[ReplicaSnapshot],
         last: OverloadPlan | None,
         num_held: int,
     ) -> OverloadPlan | None:
-        """What overload of a class calls for; None without one, or where nothing is predicted."""
+        """What overload of a model calls for; None without one, or where nothing is predicted.
+
+        Where a model is served at several depths each may be full by itself, and none is planned.
+        """
         config = self.config
         is_used = config.ares.mode == "ares" and config.placement == "ares" and config.ares.overload
-        if not is_used or self.is_distrusted(depth_class.model):
+        if not is_used or self.is_distrusted(model) or len(by_class(members)) > 1:
             return None
 
         def rows_of(cluster: ClusterForecast) -> NDArray[np.int64]:
@@ -244,14 +245,16 @@ class Governor:
 
     def _decide(
         self,
-        depth_class: DepthClass,
+        model: str,
         members: list[ReplicaSnapshot],
         busy: frozenset[str],
         now_unix_s: float,
     ) -> RecordedTick | None:
         able = [s for s in members if s.forecast is not None]
         if len(able) < 2:
-            self.last.why[str(depth_class)] = f"{len(able)} of {len(members)} replicas can forecast"
+            for depth_class, some in by_class(members).items():
+                num_able = sum(s.forecast is not None for s in some)
+                self.last.why[str(depth_class)] = f"{num_able} of {len(some)} replicas can forecast"
             return None
         # Loaded where rescheduling is on.
         from quadriga.policies.ares.recording import RecordedTick
@@ -260,9 +263,9 @@ class Governor:
         costs = self.costs(able)
         settings = self._settings_for(able)
         predicts = self.config.ares.mode == "ares"
-        load_only = self.is_distrusted(depth_class.model)
+        load_only = self.is_distrusted(model)
         rescheduler = Rescheduler(settings, predicts=predicts)
-        overload = self.overload.get(depth_class)
+        overload = self.overload.get(model)
         orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only, overload=overload)
         tick = RecordedTick(
             at_s=now_unix_s,
@@ -276,11 +279,13 @@ class Governor:
             overload=overload,
         )
         self._record(tick)
-        self.last.work |= rescheduler.work(able, load_only=load_only)
-        why = _why(orders, able, busy, load_only)
-        if overload is not None:
-            why = overload.described(len(able), self.num_held[depth_class.model])
-        self.last.why[str(depth_class)] = why
+        for depth_class, some in by_class(able).items():
+            self.last.work |= rescheduler.work(some, load_only=load_only)
+            of_class = [o for o in orders if o.depth_class == depth_class]
+            why = _why(of_class, some, busy, load_only)
+            if overload is not None:
+                why = overload.described(len(some), self.num_held[model])
+            self.last.why[str(depth_class)] = why
         return tick
 
     def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:

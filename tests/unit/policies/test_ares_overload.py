@@ -75,7 +75,7 @@ def evictions_by_trying(
             continue
         leaving = []
         for row, owner in enumerate(cluster.owner.tolist()):
-            tokens, remaining, _, _, num_moves, since_s, movable = cluster.rows[row].tolist()
+            tokens, remaining, _, _, num_moves, since_s, movable, *_ = cluster.rows[row].tolist()
             total = tokens + remaining
             if owner != source or movable == FIXED or total <= plan.short_tokens:
                 continue
