@@ -42,6 +42,11 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), f"{document.name}: {target} is missing"
 
 
+def test_every_test_that_is_named_exists(document: Path) -> None:
+    for name in re.findall(r"\btests/[a-z_/]+\.py", document.read_text()):
+        assert (ROOT / name).exists(), f"{document.name}: {name} is missing"
+
+
 def test_every_python_snippet_compiles(document: Path) -> None:
     for snippet in texts(document, "python"):
         ast.parse(snippet)
