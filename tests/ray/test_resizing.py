@@ -314,8 +314,8 @@ def test_sequences_move_between_depths(resizing: App) -> None:
     moves: set[tuple[str, str]] = set()
     until = time.monotonic() + 100.0
     while len(moves) < 2 and time.monotonic() < until:
-        # Several at once are spread over both replicas, so either direction is some stream's first.
-        streams = [submit(ingress, LIMITED, 3, 470) for _ in range(6)]
+        # Two at once are spread over both replicas, so either direction is one stream's first.
+        streams = [submit(ingress, LIMITED, 3, 470) for _ in range(2)]
         for stream in streams:
             ingress.until(lambda s=stream: len(s.tokens) > 0)  # type: ignore[misc]
             source = stream.replica
@@ -324,7 +324,8 @@ def test_sequences_move_between_depths(resizing: App) -> None:
             if report.outcome == "moved":
                 moves.add((source, destination))
             else:
-                assert report.reason.split(":")[0] in ("ended", "not_running"), report
+                why = report.reason.split(":")[0]
+                assert why in ("ended", "not_running", "kv_cache_exhausted"), report
         ingress.finish(*streams)
         for stream in streams:
             assert stream.error is None and stream.token_ids == alone.token_ids

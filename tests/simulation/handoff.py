@@ -9,7 +9,6 @@ what becomes of it.
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -25,16 +24,13 @@ from actors.replica.prefill import PrefillReplica
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.config.loader import load_config
-from quadriga.core.kv import KVPart
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import (
     InvariantViolation,
-    KVTransportError,
     QuadrigaError,
-    ReplicaDied,
     ReplicaError,
 )
 from quadriga.replica.handoff_receiver import HandoffReceiver
@@ -42,6 +38,7 @@ from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
 from tests.simulation.choices import Choices
+from tests.simulation.network import WIRE_S, Network
 from tests.simulation.virtual_time import VirtualClock, run_virtually
 
 Result = TypeVar("Result")
@@ -58,31 +55,6 @@ DEADLINE_S = 60.0
 SETTLED_S = 45.0
 """By then nobody runs what nobody wants, though the deadline would end it later."""
 END_S = 70.0
-WIRE_S = 0.001
-LATE_S = 4.5
-"""A late call arrives when its caller has given it up."""
-
-CALL_FATES = (
-    "arrives",
-    "is lost",
-    "its answer is lost",
-    "arrives late",
-    "the callee dies before it",
-    "the callee dies after it",
-    "the callee cannot be reached",
-    "is cancelled by the client meanwhile",
-    "the caller dies meanwhile",
-)
-"""Of a call to a decode replica; the first is what ought to happen."""
-PART_FATES = (
-    "arrives",
-    "is lost",
-    "its answer is lost",
-    "arrives late",
-    "the callee dies before it",
-    "is cancelled by the client meanwhile",
-    "the caller dies meanwhile",
-)
 
 
 def some_kv(span: KVRange) -> torch.Tensor:
@@ -210,7 +182,7 @@ class Prefill(PrefillReplica):
         )
         self.engine = Engine(core)  # type: ignore[assignment]
         calls = RpcBatcher(world.call_of(PREFILL))
-        transport: Any = SimpleNamespace(name="local", send=world.send, abort=world.abort)
+        transport = world.transport_of(PREFILL)
         self.sender = HandoffSender(PREFILL, transport, calls, CONFIG.transport)
         self.placement = DecodePlacement(
             CONFIG, calls, self.sequences, asyncio.get_running_loop().time
@@ -227,27 +199,23 @@ class Prefill(PrefillReplica):
         pass
 
 
-class World:
+class World(Network):
     """The replicas, the wires between them, and a client.
 
     Attributes:
-        dead: Replicas that have died. Whatever a dead one still tries has no effect.
-        is_cancelled: The client has gone, and the ingress has said so.
         error: What the ingress was told the sequence ended in.
         most_owners: The most decode replicas that ran the sequence at one moment.
     """
 
     def __init__(self, choices: Choices) -> None:
-        self.choices = choices
-        self.dead: set[str] = set()
-        self.is_cancelled = False
+        super().__init__(choices)
         self.error: QuadrigaError | None = None
         self.most_owners = 0
         self._heard_of: list[str] = []
 
     async def run(self) -> None:
         """Hand one sequence over, wait until all deadlines have passed, and look at the rest."""
-        self.decodes = {name: Decode(self, name) for name in DECODES}
+        self.replicas = {name: Decode(self, name) for name in DECODES}
         self.prefill = Prefill(self)
         clock = self.prefill.clock
         state = SequenceState(
@@ -273,94 +241,6 @@ class World:
         if PREFILL not in self.dead:
             self.check_prefill()
 
-    # What the replicas see of the rest
-
-    def call_of(self, caller: str) -> Any:
-        async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
-            return await self.call(caller, name, method, *args, timeout_s=timeout_s)
-
-        return call
-
-    async def call(self, caller: str, name: str, method: str, *args: Any, timeout_s: float) -> Any:
-        """As `actors.rpc.ray_rpc.call`."""
-        if caller in self.dead:
-            await asyncio.Event().wait()
-        if name not in self.decodes:
-            return await self._scheduler(method, *args)
-        args = pickle.loads(pickle.dumps(args))
-        what = args[0] if method == "call_many" else method
-        if name in self.dead:
-            raise ReplicaDied(f"{name} died")
-        fate = self.choices.pick(f"{what} at {name}", self._open(CALL_FATES), self._state())
-        # What was sent takes effect, whatever becomes of the caller.
-        made = background(self._carry(name, method, what, args, fate))
-        made.add_done_callback(lambda task: task.cancelled() or task.exception())
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await asyncio.shield(made)
-        except TimeoutError as exc:
-            raise ReplicaError(f"{name} did not answer {what}", code="timeout") from exc
-        if caller in self.dead:
-            await asyncio.Event().wait()
-        return pickle.loads(pickle.dumps(answer))
-
-    async def _carry(self, name: str, method: str, what: str, args: Any, fate: str) -> Any:
-        """Bring a call to its callee, and the answer back."""
-        await asyncio.sleep(WIRE_S)
-        self._meanwhile(fate, name)
-        if fate == "is lost":
-            await asyncio.Event().wait()
-        if fate == "arrives late":
-            await asyncio.sleep(LATE_S)
-        if fate == "the callee cannot be reached":
-            raise ReplicaDied(f"{name} is not reachable", code="unreachable")
-        if name in self.dead:
-            raise ReplicaDied(f"{name} died")
-        answer = await getattr(self.decodes[name], method)(*args)
-        self._look()
-        if fate == "the callee dies after it":
-            self.dead.add(name)
-            raise ReplicaDied(f"{name} died")
-        if fate == "its answer is lost":
-            await asyncio.Event().wait()
-        await asyncio.sleep(WIRE_S)
-        return answer
-
-    async def send(self, peer: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
-        """As `KVTransport.send`."""
-        if PREFILL in self.dead:
-            await asyncio.Event().wait()
-        if peer in self.dead:
-            raise KVTransportError(f"{peer} is gone")
-        asked = f"part {part.index} to {peer}"
-        fate = self.choices.pick(asked, self._open(PART_FATES), self._state())
-        made = background(self._carry_part(peer, part, kv.clone(), fate))
-        made.add_done_callback(lambda task: task.cancelled() or task.exception())
-        try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.shield(made)
-        except TimeoutError as exc:
-            raise KVTransportError(f"part {part.index} was not acknowledged") from exc
-        if PREFILL in self.dead:
-            await asyncio.Event().wait()
-
-    async def _carry_part(self, peer: str, part: KVPart, kv: torch.Tensor, fate: str) -> None:
-        await asyncio.sleep(WIRE_S)
-        self._meanwhile(fate, peer)
-        if fate == "is lost":
-            await asyncio.Event().wait()
-        if fate == "arrives late":
-            await asyncio.sleep(LATE_S)
-        if peer in self.dead:
-            raise KVTransportError(f"{peer} is gone")
-        self.decodes[peer].receiver.accept(PREFILL, part)
-        self.decodes[peer].receiver.store(PREFILL, part, kv)
-        if fate == "its answer is lost":
-            await asyncio.Event().wait()
-
-    async def abort(self, peer: str, transfer_id: str) -> None:
-        """As `KVTransport.abort`: nothing is under way any more that could be stopped."""
-
     def hear(self, output: EngineOutput) -> None:
         """What the ingress hears from the prefill replica."""
         if PREFILL in self.dead:
@@ -371,29 +251,21 @@ class World:
             self.error = output.error
             background(self._give_up())
 
-    # What goes wrong
-
-    def _open(self, fates: tuple[str, ...]) -> tuple[str, ...]:
-        """The fates that are still to be had: the client goes once."""
-        return tuple(f for f in fates if not (self.is_cancelled and "client" in f))
-
-    def _meanwhile(self, fate: str, callee: str) -> None:
-        if fate == "the callee dies before it":
-            self.dead.add(callee)
-        elif fate == "the caller dies meanwhile":
-            self.dead.add(PREFILL)
+    def died(self, name: str) -> None:
+        if name == PREFILL:
             background(self._give_up())
-        elif fate == "is cancelled by the client meanwhile":
-            self.is_cancelled = True
-            background(self.prefill.cancel([SEQUENCE], "i"))
+
+    def cancel(self) -> None:
+        background(self.prefill.cancel([SEQUENCE], "i"))
 
     async def _give_up(self) -> None:
         """The ingress: it begins the sequence anew under another name, and ends it under this."""
         await asyncio.sleep(0.1)
         for name in set(self._heard_of) - self.dead:
-            await self.decodes[name].cancel([SEQUENCE], "i")
+            await self.replicas[name].cancel([SEQUENCE], "i")
 
-    async def _scheduler(self, method: str, *args: Any) -> Any:
+    async def other_call(self, name: str, method: str, *args: Any) -> Any:
+        """The scheduler."""
         await asyncio.sleep(WIRE_S)
         if method != "call_many":
             return None
@@ -407,13 +279,12 @@ class World:
 
     # What must hold
 
-    def _look(self) -> None:
+    def look(self) -> None:
         self.most_owners = max(self.most_owners, len(self._owners()))
 
-    def _state(self) -> Hashable:
-        self._look()
+    def state(self) -> Hashable:
         sides = []
-        for name, decode in self.decodes.items():
+        for name, decode in self.replicas.items():
             leases = decode.receiver.leases
             ends = tuple(leases._ended.values())
             sides.append((name in self.dead, decode.runs, leases.num_open, ends))
@@ -423,9 +294,9 @@ class World:
 
     def check_replicas(self) -> None:
         """Raises: AssertionError: A decode replica broke a promise."""
-        self._look()
+        self.look()
         assert self.most_owners <= 1, "two replicas ran the sequence at once"
-        for name, decode in self._alive().items():
+        for name, decode in self.alive().items():
             assert not decode.engine.violations, f"{name}: {decode.engine.violations}"  # type: ignore[attr-defined]
             assert not decode.rows.promised, f"{name} keeps a row that nobody will fill"
             assert not decode.receiver.leases.sequences(), f"{name} keeps a lease"
@@ -439,18 +310,15 @@ class World:
         assert not prefill.sequences and not prefill._tasks, "the prefill replica keeps a sequence"
         assert prefill.released, "the prefill replica keeps a row"
         handed = prefill._handed_off.get(SEQUENCE)
-        if handed in self._alive() and not self.is_cancelled:
+        if handed in self.alive() and not self.is_cancelled:
             assert self._owners() == [handed], f"it went to {handed}, {self._owners()} run it"
         if not self.choices.faults:
             assert handed == DECODES[0], self.error
         ended = handed is not None or self.error is not None or self.is_cancelled
         assert ended, "the ingress was never told how it ended"
 
-    def _alive(self) -> dict[str, Decode]:
-        return {name: d for name, d in self.decodes.items() if name not in self.dead}
-
     def _owners(self) -> list[str]:
-        return [name for name, decode in self._alive().items() if decode.runs]
+        return [name for name, decode in self.alive().items() if decode.runs]
 
 
 def run(choices: Choices) -> None:

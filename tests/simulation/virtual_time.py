@@ -11,6 +11,10 @@ UNIX_EPOCH_S = 1_000_000.0
 """What `VirtualClock.unix_s` is when a run begins."""
 
 
+MAX_S = 3600.0
+"""A run that takes longer waits for something that will not come."""
+
+
 class _Selector(selectors.SelectSelector):
     """Waits by moving the loop's time forward."""
 
@@ -20,6 +24,8 @@ class _Selector(selectors.SelectSelector):
         if timeout is None:
             raise RuntimeError("the run waits for something that no timer will bring")
         self.loop.now_s += timeout
+        if self.loop.now_s > MAX_S:
+            raise RuntimeError(f"the run is not over after {MAX_S:.0f} virtual seconds")
         return []
 
 
