@@ -181,7 +181,7 @@ def _own(args: argparse.Namespace) -> list[SimPoint]:
 
 def _overload(args: argparse.Namespace) -> list[SimPoint]:
     """More than the cluster carries, with the paper's lengths and with two that differ."""
-    policies = [p for p in args.policy if p in (*STATIC, "ares")]
+    policies = [p for p in args.policy if p in (*STATIC, "shedding", "ares")]
     base = replace(_base(args), memory=PAUSE)
     points = []
     for workload in ("sharegpt", "reasoning", "translation"):

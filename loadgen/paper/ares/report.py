@@ -25,6 +25,7 @@ _COLOURS = {
     "current_load": "tab:orange",
     "least_requests": "tab:brown",
     "least_work": "tab:purple",
+    "shedding": "tab:olive",
     "reschedule": "tab:green",
     "ares": "tab:blue",
     "oracle": "black",
@@ -154,7 +155,7 @@ def _print_ratios(figures: FigureData, console: Console) -> None:
         "best static": lambda row: figures.best_static(*row, _good_per_s)[0],
         "over it": cell(""),
     }
-    columns |= {f"over {policy}": cell(policy) for policy in STATIC}
+    columns |= {f"over {policy}": cell(policy) for policy in (*STATIC, "shedding")}
     title = "ares: good requests/s over those of placements that move nothing (simulated)"
     caption = (
         "in the time of arrivals / until the last of them ended; x: requests/s or decode replicas. "
@@ -284,7 +285,11 @@ def baselines(figures: FigureData) -> dict[str, float]:
     for part in parts:
         if part.split(",")[0] == "overload":
             name = part.replace(", ", "_")
-            found |= {f"{name}_{x}": ratios(part, [x]) for x in figures.xs(part)}  # type: ignore[list-item]
+            for x in figures.xs(part):
+                found[f"{name}_{x}"] = [figures.ratio(part, x, _good_per_s)]
+                if "shedding" in figures.policies(part):
+                    over = figures.ratio(part, x, _good_per_s, "shedding")
+                    found[f"{name}_{x}_vs_shedding"] = [over]
     return {name: float(np.mean(values)) for name, values in found.items() if values}
 
 
