@@ -147,14 +147,18 @@ def plan_overload(
 
 
 def _short_tokens(cluster: ClusterForecast, room: float) -> float:
-    """Largest total of the shortest sequences that together fit a room; 0 where none does."""
+    """A token less than the shortest total that no longer fits a room behind all shorter ones.
+
+    The longest there is, where all fit.
+    """
     rows = cluster.rows.astype(np.float64)
     totals = rows[:, TOKENS] + rows[:, REMAINING]
     order = np.argsort(totals, kind="stable")
     filled = np.cumsum((rows[:, TOKENS] + rows[:, REMAINING_UPPER])[order])
-    totals = totals[order]
-    is_last_of_equals = np.append(totals[1:] > totals[:-1], True)[: len(totals)]
-    return float(totals[(filled <= room) & is_last_of_equals].max(initial=0.0))
+    num_short = int(np.searchsorted(filled, room, side="right"))
+    if num_short == len(totals):
+        return float(totals.max(initial=0.0))
+    return float(totals[order[num_short]]) - 1.0
 
 
 def evictions(
