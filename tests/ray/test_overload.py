@@ -46,10 +46,10 @@ def overload(app: App) -> dict[str, Any]:
 
 
 def hold_steps(replica: str) -> None:
-    """Let each step take two seconds: what runs outlasts whatever a busy machine does meanwhile."""
+    """Let each step take a second: what runs outlasts whatever a busy machine does meanwhile."""
 
     def change(actor: Any) -> None:
-        actor.engine.core.runner.profile = replace(find_profile("steady-60ms"), base_s=2.0)
+        actor.engine.core.runner.profile = replace(find_profile("steady-60ms"), base_s=1.0)
 
     ray.get(get_actor(replica).__ray_call__.remote(change), timeout=10.0)
 

@@ -59,6 +59,14 @@ def test_vllm_preempts_the_newest_and_lets_nobody_in_at_that_step(rules: MemoryR
     assert num_preempted > 20
 
 
+@pytest.mark.filterwarnings("error")
+def test_nobody_is_thought_to_be_longer_than_it_becomes() -> None:
+    """Also while a chunk is computed: a step takes longer then than the profile says."""
+    for rules in (VLLM, VLLM_CACHED):
+        run = simulate("ares", load(3, 100, 30.0), memory=rules, tick_s=0.01)
+        assert run.num_full > 10
+
+
 def test_cached_prefixes_save_some_of_what_vllm_computes_again() -> None:
     computed = {}
     for rules in (VLLM, VLLM_CACHED):
