@@ -9,10 +9,8 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 from actors.rpc.lifecycle import scheduler_name
-from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.config.loader import QuadrigaConfig
@@ -28,7 +26,6 @@ from quadriga.scheduling.sequence import RunningSequence
 
 logger = logging.getLogger(__name__)
 
-NOTIFY_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
 
 
@@ -117,7 +114,9 @@ class DecodePlacement:
                 if request.exclude:
                     return None
                 # Now waiting pays, and must not hold up the other calls of a batch.
-                name = await call(self._scheduler, "place", request, timeout_s=PLACE_TIMEOUT_S)
+                name = await self._calls.call_alone(
+                    self._scheduler, "place", request, timeout_s=PLACE_TIMEOUT_S
+                )
             return name
         except (Overloaded, Unavailable):
             return None
@@ -156,7 +155,7 @@ class DecodePlacement:
         while True:
             await asyncio.sleep(interval_s)
             try:
-                self._view = await call(
+                self._view = await self._calls.call_alone(
                     self._scheduler, "directory", timeout_s=max(interval_s, 1.0)
                 )
                 self._fallback.renewed()
@@ -167,11 +166,11 @@ class DecodePlacement:
 
     def report_death(self, peer: str) -> None:
         """Tell the scheduler of a decode replica that is gone."""
-        background(_notify(self._scheduler, "replica_died", peer))
+        background(self._calls.tell(self._scheduler, "replica_died", peer))
 
     def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
         """Cancel a sequence that a decode replica owns by now; see `Replica.cancel`."""
-        background(_notify(peer, "cancel", [sequence_id], ingress_id))
+        background(self._calls.tell(peer, "cancel", [sequence_id], ingress_id))
 
 
 def _rank(sequence: RunningSequence) -> tuple[int, float, int]:
@@ -180,11 +179,3 @@ def _rank(sequence: RunningSequence) -> tuple[int, float, int]:
     remaining = remaining_of(state)
     total = math.inf if remaining is None else state.num_tokens + remaining.mean
     return state.priority, total, sequence.order
-
-
-async def _notify(peer: str, method: str, *args: Any) -> None:
-    """Call an actor that may be gone, where no answer is needed."""
-    try:
-        await call(peer, method, *args, timeout_s=NOTIFY_TIMEOUT_S)
-    except QuadrigaError as exc:
-        logger.info("%s of %s: %s", method, peer, exc)
