@@ -82,8 +82,14 @@ class Simulation:
         self.result = self._run = run = SimulatedRun(len(arrivals_s), config.num_prefill)
         profile = config.profile
         names = [f"decode-{i:04}" for i in range(config.num_decode)]
-        self._decode = [make_replica(n, profile, config.memory, run.gaps.append) for n in names]
-        self._board = Board(names, profile, input_tokens, output_tokens)
+        self._decode = [
+            make_replica(n, config.profile_of(i), config.memory, run.gaps.append)
+            for i, n in enumerate(names)
+        ]
+        self._board = Board(names, profile, input_tokens, output_tokens, depths=config.depths)
+        if config.strict_share:
+            draws = np.random.default_rng([config.seed, 0x57C1]).random(len(arrivals_s))
+            self._board.is_strict = draws < config.strict_share
         self._placing = Placing(config, policy, self._board, output_tokens, predictor)
         self._moving = Moving(
             config, self._board, self._decode, run, changed=self._changed, at=self._at
@@ -411,7 +417,7 @@ class Simulation:
         overload, load_only = placing.overload, placing.drift.is_drifting
         busy = frozenset(self._moving.busy)
         costs = self._moving.costs
-        orders = rescheduler.decide(
+        orders = rescheduler.decide_all(
             cluster, DEPTH_CLASS, costs, busy=busy, load_only=load_only, overload=overload
         )
         if self._on_decision is not None:

@@ -24,9 +24,13 @@ from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.control import ClusterControl
 
 EXACT_MODEL, FREE_MODEL = "quadriga-l", AUTO_MODEL
+POOLS = """\
+pools:
+  - {model: quadriga-s, prefill_replicas: 1, decode_replicas: 1}
+  - {model: quadriga-l, prefill_replicas: 1, decode_replicas: 2}
+"""
+"""The first is HELIOS's, and changes its model and depth; the second keeps them."""
 SETTINGS = (
-    "pools=[{model: quadriga-s, prefill_replicas: 1, decode_replicas: 1},"
-    " {model: quadriga-l, prefill_replicas: 1, decode_replicas: 2}]",
     "helios.enabled=true",
     "decode.max_slots=8",
     "engine.compile=wait",
@@ -41,7 +45,7 @@ FREE_SHARE = 0.4
 PREFIX = "Count from 3 to 40.\nSort: 7 3 9 1 4 8 2 6\n" * 3
 QUESTIONS = ("Sort: 7 3 9 1 4 8 2 6\n", "Count from 3 to 40.\n", "Reverse: 5 6 7\n")
 POLICIES = ("lossless", "off")
-FORM = {"json": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}}}
+FORM = {"regex": "[a-z]{3,8}( [a-z]{3,8})*"}
 BUDGET: dict[str, Any] = {
     "exit_policy": "bounded",
     "exit_threshold": 0.999,

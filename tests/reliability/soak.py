@@ -91,12 +91,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 when every answer was right and everything is back at its base line."""
-    own = all_on.SETTINGS if args.all_on else (f"model={args.model}", *SETTINGS)
     check_service(args.model, args.set)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-soak-") as folder:
-        settings = [*own, *args.set]
+        if args.all_on:
+            pools = Path(folder) / "pools.yaml"
+            pools.write_text(all_on.POOLS, encoding="utf-8")
+            settings = ["--config", str(pools), *all_on.SETTINGS, *args.set]
+        else:
+            settings = [f"model={args.model}", *SETTINGS, *args.set]
         with started_service(settings, log=Path(folder) / "service.log") as service:
             soak = Soak(args, service, console)
             asyncio.run(soak.run())
