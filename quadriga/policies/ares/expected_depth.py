@@ -11,9 +11,9 @@ that are, and they add up:
 - its own *past exits*: by how much it has run deeper, or shallower, than these two said. It counts
   for more the more tokens there are, and recent ones more than old ones.
 
-All three are running means over the tokens that left here, and what comes until the next look corrects
-what is said of all; so nothing is trained beforehand, and nothing is kept in the checkpoint. A sequence whose tokens may not leave early runs all its layers;
-it is not looked at.
+All three are running means over the tokens that left here, and what comes until the next look
+corrects what is said of all; so nothing is trained beforehand, and nothing is kept in the
+checkpoint. A sequence whose tokens may not leave early runs all its layers; it is not looked at.
 
 Source: ours.
 """
