@@ -129,7 +129,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layers of each decode replica; a step takes its share of the deepest's",
     )
     cluster.add_argument(
-        "--strict-share", type=number_from(0.0, 1.0), default=0.0, help="requests that need the deepest"
+        "--strict-share",
+        type=number_from(0.0, 1.0),
+        default=0.0,
+        help="requests that need the deepest",
     )
     cluster.add_argument(
         "--fail",

@@ -199,6 +199,12 @@ SCHEDULER = (
     gauge("quadriga_length_predictions_distrusted",
           "1 while a model's predictions do not hold and the present load decides.",
           lambda governor: {k: m.is_drifting for k, m in governor.drift.items()}, ("model_name",)),
+    gauge("quadriga_overload_protected_replicas",
+          "Decode replicas kept for short sequences while their class is overloaded.",
+          lambda governor: sum(len(p.protected) for p in governor.overload.values())),
+    gauge("quadriga_overload_held_sequences",
+          "Sequences without a decode replica, of models that are overloaded.",
+          lambda governor: sum(governor.num_held.values())),
     gauge("quadriga_migration_bandwidth_bytes_per_second", "As decisions reckon with it.",
           "bandwidth_bytes_per_s"),
 )

@@ -20,7 +20,7 @@ BOUNDS = {
     "service_lines": Bound(42_600, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(92_700, 58_000),
-    "test_lines": Bound(65_700, 38_000),
+    "test_lines": Bound(67_500, 38_000),
     "reliability_lines": Bound(4_950, 4_000),
     "circles": Bound(0, 0),
     "largest_folder": Bound(15, 15),

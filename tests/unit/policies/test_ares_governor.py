@@ -155,9 +155,9 @@ def test_where_memory_is_promised_as_used_takers_keep_the_low_mark() -> None:
     snapshots = [snapshot("busy", crowded, capacity=10_000), snapshot("near", near, capacity=8_200)]
     snapshots = [replace(s, taken_unix_s=0.0) for s in snapshots]
     used = [replace(s, info=replace(s.info, reservation="used")) for s in snapshots]
-    made, ticks = governor(memory_horizon_s=0.0)
+    made, ticks = governor(memory_horizon_s=0.0, overload=False)
     assert tick(made, snapshots, 0.0) != []
-    assert tick(governor(memory_horizon_s=0.0)[0], used, 0.0) == []
+    assert tick(governor(memory_horizon_s=0.0, overload=False)[0], used, 0.0) == []
     assert replay(ticks) == []
 
 
