@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +153,11 @@ class Soak:
                     self._service, clients, target, specs, reference, places=places, seed=seed
                 )
 
+            warming = [load(args.seed)]
             if num_free:
+                warming.append(await self._free_load(free_clients, num_free))
                 self._free = await self._free_load(free_clients, num_free)
-            await self._warm_up(control, load(args.seed))
+            await self._warm_up(control, warming)
             trouble = await control.until_ready(READY_TIMEOUT_S)
             await asyncio.sleep(CALM_S)
             before = await take(control, clients.http)
@@ -218,14 +220,14 @@ class Soak:
             turns.cancel()
             await asyncio.gather(turns, return_exceptions=True)
 
-    async def _warm_up(self, control: ClusterControl, load: MixedLoad) -> None:
+    async def _warm_up(self, control: ClusterControl, loads: Sequence[MixedLoad]) -> None:
         """Load and moves, so that what is made once is there: kernels, buffers, channels."""
         rng = random.Random(self._args.seed)
         moving = asyncio.create_task(
-            RandomFaults(control, load, rng, every_s=WARM_UP_EVERY_S, weights=MOVES).run()
+            RandomFaults(control, loads[0], rng, every_s=WARM_UP_EVERY_S, weights=MOVES).run()
         )
         try:
-            await self._drive(load, self._args.warm_up_s)
+            await asyncio.gather(*(self._drive(load, self._args.warm_up_s) for load in loads))
         finally:
             moving.cancel()
             await asyncio.gather(moving, return_exceptions=True)
