@@ -119,7 +119,7 @@ class Placing:
                 for upper in self._board.upper_tokens.tolist()
             ]
         )
-        takes = self._takes(index, reserved, wanted)
+        takes = self._takes(reserved, wanted) & self._board.has_layers(index)
         if self.overload is not None and prediction is not None and takes.any():
             takes = self.overload.open_to(
                 self._board.names,
@@ -232,9 +232,7 @@ class Placing:
         mean = expected_of(float(board.num_held.sum()), float((used - board.prompt_tokens).sum()))
         return LengthPrediction(mean, 0.0, max(mean, float(board.upper_tokens.max())))
 
-    def _takes(
-        self, index: int, reserved: NDArray[np.float64], wanted: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def _takes(self, reserved: NDArray[np.float64], wanted: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once.
 
         Args:
@@ -245,7 +243,6 @@ class Placing:
         if self._config.memory.reservation == "used":
             fits = (fits | (board.num_held == 0)) & (board.num_paused == 0)
         fits &= board.num_held < self._config.profile.num_slots
-        fits &= board.has_layers(index)
         return np.asarray(fits & board.is_alive & ~board.is_draining)
 
     def _by_present(
