@@ -207,7 +207,8 @@ def _compute(matchers: Sequence[GrammarMatcher], num_threads: int) -> None:
     else:
         for i, matcher in alive:
             matcher._core.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
-    for matcher, row, has_any in zip(matchers, bits, bits.any(axis=1).tolist(), strict=True):
+    some: list[bool] = np.any(bits, axis=1).tolist()
+    for matcher, row, has_any in zip(matchers, bits, some, strict=True):
         if not matcher.failure:
             matcher.failure = _reason(matcher._core) or ("" if has_any else STUCK)
         if matcher.failure:
