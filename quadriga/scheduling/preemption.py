@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.request import SequenceState
+from quadriga.core.request import SequenceState, remaining_of
 from quadriga.errors import InvariantViolation, KVCacheExhausted
 from quadriga.policies.slot_reservation import ADMIT_SHARE, RETURN_SHARE, admitted_tokens
 from quadriga.scheduling.decode_batch import AT_EXIT, PAUSED, RUNNING, DecodeBatch
@@ -51,19 +51,24 @@ def is_overdue(paused: Pausable, now_s: float) -> bool:
     return now_s - paused.since_s >= PATIENCE_S
 
 
-def remaining_tokens(state: SequenceState) -> int:
-    """Longest that a sequence may still run."""
-    return state.sampling.max_tokens - len(state.output_ids)
+def answer_tokens(state: SequenceState) -> float:
+    """Tokens that the whole answer is predicted to have; the most it may, where nothing is.
+
+    It hardly changes while the sequence runs, so who is the longest stays so.
+    """
+    remaining = remaining_of(state)
+    most = float(state.sampling.max_tokens)
+    return most if remaining is None else len(state.output_ids) + remaining.mean
 
 
 def choose_victim(running: Iterable[Candidate]) -> Candidate | None:
-    """Least important first, then the least often paused, the longest remaining, the newest."""
+    """Least important first, then the least often paused, the longest answer, the newest."""
     return max(running, key=_expendability, default=None)
 
 
-def _expendability(one: Pausable) -> tuple[int, int, int, float]:
+def _expendability(one: Pausable) -> tuple[int, int, float, float]:
     state = one.state
-    return (state.priority, -one.num_pauses, remaining_tokens(state), state.arrival_unix_s)
+    return (state.priority, -one.num_pauses, answer_tokens(state), state.arrival_unix_s)
 
 
 def choose_return(paused: Iterable[Candidate], now_s: float) -> Candidate | None:

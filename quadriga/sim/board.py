@@ -207,6 +207,7 @@ class Board:
             tokens=np.ascontiguousarray(all_held),
             step_s=np.maximum(step_s[alive], 1e-9),
             capacity_tokens=np.full(n, capacity_tokens),
+            promised_tokens=self.reserved_tokens(new_steps)[alive],
             free_slots=np.where(
                 self.is_draining[alive], 0, self.profile.num_slots - self._num_held[alive]
             ),

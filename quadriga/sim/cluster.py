@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from quadriga.sim.board import NOWHERE, Board
 from quadriga.sim.config import DEPTH_CLASS, MODEL, Failure, SimConfig
 from quadriga.sim.decode import SimulatedDecodeReplica
 from quadriga.sim.moving import Moving
-from quadriga.sim.placing import Placing
+from quadriga.sim.placing import Placing, RoomlessSequence
 from quadriga.sim.policies import PolicySet
 from quadriga.sim.prediction import RemainingPredictor
 from quadriga.sim.prefill import SimulatedPrefillReplica
@@ -54,8 +53,8 @@ class Simulation:
         predictor: In place of the policy's own; policies that do not foresee ask none.
         on_tick: Called at each tick with the time and the number of open requests.
         stop: Asked at each tick, with the time; True ends the run there.
-        on_decision: Called with (now, cluster, costs, busy, load_only, orders) of each decision,
-            for recordings.
+        on_decision: Called with (now, cluster, costs, busy, load_only, orders, overload) of each
+            decision, for recordings.
         make_replica: Makes the decode replicas; tests put a plain one here.
 
     Attributes:
@@ -102,10 +101,11 @@ class Simulation:
         if delays.step_factor != NO_DELAYS.step_factor:
             for replica in self._decode:
                 replica.draw_factor = partial(_draw_one, delays.step_factor, rng)
-        self._roomless: deque[int] = deque()
-        self._roomless_s: dict[int, float] = {}  # since when
+        if self._placing.predictor is not None:
+            for replica in self._decode:
+                replica.predict = self._placing.predict
+        self._roomless: dict[int, RoomlessSequence] = {}  # in the order in which they came
         self.scaler = self._make_scaler(config)
-        self._still_roomless: list[int] = []
         self._rebuilt: dict[int, int] = {}  # KV tokens of the sequences that prefill makes anew
         self._halted_s: dict[int, float] = {}
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -201,8 +201,10 @@ class Simulation:
             self._next_pass(now_s, replica)
 
     def _next_pass(self, now_s: float, replica: SimulatedPrefillReplica) -> None:
-        rows = self._config.prefill.max_rows * len(self._prefill)
-        if len(self._roomless) >= rows:  # all of them hold sequences that wait for a decode replica
+        prefill = self._config.prefill
+        rows = prefill.max_rows if self._placing.overload is None else prefill.num_rows
+        # All of them hold sequences that wait for a decode replica.
+        if len(self._roomless) >= rows * len(self._prefill):
             if replica.num_waiting and replica.blocked_since_s is None:
                 replica.blocked_since_s = now_s
             return
@@ -228,8 +230,8 @@ class Simulation:
                     self._close(now_s, index)
                     continue
             if not self._place(now_s, index):
-                self._roomless.append(index)
-                self._roomless_s[index] = now_s
+                tokens = self._tokens_of(index)
+                self._roomless[index] = self._placing.waiting(now_s, index, tokens)
         replica.end_pass()
         self._next_pass(now_s, replica)
 
@@ -240,7 +242,7 @@ class Simulation:
 
     def _place(self, now_s: float, index: int) -> bool:
         """Send a prefilled sequence to a decode replica; False where none has room."""
-        tokens = self._rebuilt.get(index, self._input[index] + 1)
+        tokens = self._tokens_of(index)
         prefilled_s = self._halted_s.setdefault(index, now_s)
         placed = self._placing.choose(now_s, index, tokens, now_s - prefilled_s)
         if placed is None:
@@ -268,16 +270,27 @@ class Simulation:
         return True
 
     def _place_roomless(self, now_s: float) -> None:
-        """Ask again for the waiting sequences, the first ones first."""
-        for _ in range(min(len(self._roomless), _MOST_ASKED)):
-            index = self._roomless.popleft()
+        """Ask again for the waiting sequences, in the order of prefill replicas' turns."""
+        for index in self._in_turn(now_s):
             if self._place(now_s, index):
-                self._run.room_wait_s[index] += now_s - self._roomless_s.pop(index)
-            else:
-                self._still_roomless.append(index)
-        self._roomless.extendleft(reversed(self._still_roomless))
-        self._still_roomless.clear()
+                self._run.room_wait_s[index] += now_s - self._roomless.pop(index).since_s
         self._wake_prefill(now_s)
+
+    def _in_turn(self, now_s: float) -> list[int]:
+        """The oldest where it is overdue, then the shortest; the oldest without predictions."""
+        waiting = self._roomless
+        if self._placing.predictor is None or not waiting:
+            return list(waiting)[:_MOST_ASKED]
+        oldest = next(iter(waiting))
+        is_overdue = self._placing.is_overdue(now_s, waiting[oldest])
+        ordered = sorted(
+            waiting, key=lambda i: (i != oldest or not is_overdue, waiting[i].total_tokens)
+        )
+        return ordered[:_MOST_ASKED]
+
+    def _tokens_of(self, index: int) -> int:
+        """KV tokens of a sequence after prefill."""
+        return self._rebuilt.get(index) or int(self._input[index]) + 1
 
     # Decoding
 
@@ -351,6 +364,8 @@ class Simulation:
         self._sample(now_s)
         if self._policy.rescheduler is not None and self._board.is_alive.sum() > 1:
             self._reschedule(now_s)
+        else:
+            self._placing.overload = None
         if self.scaler is not None:
             self.scaler.tick(now_s)
         self._place_roomless(now_s)
@@ -392,12 +407,15 @@ class Simulation:
         cluster = self._board.forecast(
             now_s, placing.grid_s, self._config.profile.kv_capacity_tokens, placing.predictor
         )
-        load_only = placing.drift.is_drifting
+        placing.look_for_overload(cluster, self._roomless.values())
+        overload, load_only = placing.overload, placing.drift.is_drifting
         busy = frozenset(self._moving.busy)
         costs = self._moving.costs
-        orders = rescheduler.decide(cluster, DEPTH_CLASS, costs, busy=busy, load_only=load_only)
+        orders = rescheduler.decide(
+            cluster, DEPTH_CLASS, costs, busy=busy, load_only=load_only, overload=overload
+        )
         if self._on_decision is not None:
-            self._on_decision(now_s, cluster, costs, busy, load_only, orders)
+            self._on_decision(now_s, cluster, costs, busy, load_only, orders, overload)
         placing.forecast = cluster if self._policy.places_ahead else None
         for order in orders:
             self._moving.start(now_s, order)
@@ -424,7 +442,7 @@ class Simulation:
         """Sequences without a decode replica, and the tokens of their KV."""
         queued = sum(p.num_waiting for p in self._prefill.values())
         tokens = sum(p.waiting_tokens for p in self._prefill.values())
-        kv = sum(self._rebuilt.get(i, self._input[i] + 1) for i in self._roomless)
+        kv = sum(w.tokens for w in self._roomless.values())
         return queued + len(self._roomless), tokens + kv
 
     # Failures

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Callable
 
+from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import InvariantViolation
 from quadriga.policies.slot_reservation import AnswerLengths
@@ -44,6 +45,7 @@ class SimulatedDecodeReplica:
         self.answers = AnswerLengths()
         self.factor = 1.0  # of the profile's step times, until the next draw
         self.draw_factor: Callable[[], float] | None = None
+        self.predict: Callable[[int, int], LengthPrediction | None] | None = None
         self._drawn_s = -math.inf
         self._halted: dict[int, Sequence] = {}  # the paused, as sequences
         self._joining: list[tuple[float, int, Sequence]] = []
@@ -308,16 +310,20 @@ class SimulatedDecodeReplica:
 
     def _state(self, sequence: Sequence) -> SequenceState:
         """The sequence as the batching code knows it: its ids do not matter, their number does."""
-        produced = sequence.base + self.steps - sequence.prompt_tokens
+        tokens = sequence.base + self.steps
+        produced = tokens - sequence.prompt_tokens
+        said = None if self.predict is None else self.predict(sequence.index, tokens)
         return SequenceState(
             sequence_id=str(sequence.index),
             request_id=str(sequence.index),
             model="",
-            prompt_ids=[0],
+            prompt_ids=[0] * sequence.prompt_tokens,
             sampling=SamplingParams(max_tokens=self.profile.max_tokens),
             ingress_id="",
             arrival_unix_s=sequence.arrival_s,
             deadline_unix_s=math.inf,
             priority=sequence.priority,
             output_ids=[0] * produced,
+            prediction=said,
+            predicted_at=produced,
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +14,7 @@ from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.governor import DriftMonitor
+from quadriga.policies.ares.overload import OverloadPlan, is_overdue, plan_overload
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.least_work import expected_of
@@ -21,6 +25,25 @@ from quadriga.sim.policies import PolicySet
 from quadriga.sim.prediction import NoisyPredictor, OraclePredictor, Predictions, RemainingPredictor
 
 
+@dataclass(frozen=True, slots=True)
+class RoomlessSequence:
+    """A prefilled sequence for which no decode replica had room.
+
+    Attributes:
+        tokens: Of its KV cache.
+        prediction: None where the policy does not foresee.
+    """
+
+    since_s: float
+    tokens: int
+    prediction: LengthPrediction | None
+
+    @property
+    def total_tokens(self) -> float:
+        """What it is predicted to come to."""
+        return self.tokens + (0.0 if self.prediction is None else self.prediction.mean)
+
+
 class Placing:
     """Predictions, the last tick's forecast with what was placed since, and the choice by it.
 
@@ -29,6 +52,7 @@ class Placing:
     Attributes:
         predictor: None for policies that do not foresee.
         forecast: Of the last tick; None where the policy does not look ahead, or replicas changed.
+        overload: What the overload that the last tick saw calls for; None without one.
     """
 
     def __init__(
@@ -47,6 +71,7 @@ class Placing:
                 own() if own else NoisyPredictor(output_tokens, seed=config.seed)
             )
         self.forecast: ClusterForecast | None = None
+        self.overload: OverloadPlan | None = None
         self.drift = DriftMonitor()
         reference_s = config.reference_step_s or config.profile.half_memory_step_s
         self.grid_s = np.array(horizon_s(reference_s))
@@ -80,10 +105,12 @@ class Placing:
         new_steps = self._board.new_steps(now_s)
         used = self._board.used_tokens(new_steps)
         reserved = self._board.reserved_tokens(new_steps)
-        prediction = self._predict(index, tokens)
-        # A place is chosen while the prompt is computed; lengths are predicted after it.
+        prediction = self.predict(index, tokens)
+        # A place is chosen while the prompt is computed; lengths are predicted after it. Under
+        # overload it is chosen then.
         is_first = tokens == self._board.input_tokens[index] + 1
-        known = None if is_first and not self._policy.knows else prediction
+        is_unknown = is_first and self.overload is None and not self._policy.knows
+        known = None if is_unknown else prediction
         longest = tokens + 1
         if self._config.memory.reservation == "used":
             longest = int(self._board.input_tokens[index]) + self._config.profile.max_tokens
@@ -94,7 +121,15 @@ class Placing:
             ]
         )
         takes = self._takes(reserved, wanted)
-        if self._config.report_every_s == 0.0 and not takes.any():
+        if self.overload is not None and prediction is not None and takes.any():
+            takes = self.overload.open_to(
+                self._board.names,
+                takes,
+                tokens + prediction.mean,
+                is_overdue=is_overdue(waited_s, prediction, self._step_s(now_s)),
+            )
+        is_shown = self._config.report_every_s == 0.0 or self.overload is not None
+        if is_shown and not takes.any():
             return None  # what no policy places
         request = PlaceRequest(
             sequence_id=str(index),
@@ -120,6 +155,28 @@ class Placing:
             self._said.setdefault(index, prediction)
         return chosen, promised
 
+    def waiting(self, now_s: float, index: int, tokens: int) -> RoomlessSequence:
+        """A prefilled sequence found no room. Arguments as in `choose`."""
+        return RoomlessSequence(now_s, tokens, self.predict(index, tokens))
+
+    def is_overdue(self, now_s: float, waiting: RoomlessSequence) -> bool:
+        """Whether a sequence has waited for too long; never where lengths are not predicted."""
+        if waiting.prediction is None or not self._board.is_alive.any():
+            return False
+        return is_overdue(now_s - waiting.since_s, waiting.prediction, self._step_s(now_s))
+
+    def look_for_overload(
+        self, cluster: ClusterForecast, waiting: Iterable[RoomlessSequence]
+    ) -> None:
+        """Look at a tick's forecast, and at the sequences without a decode replica."""
+        may = self._policy.places_ahead and self._policy.settings.overload
+        if not may or self.drift.is_drifting:
+            self.overload = None
+            return
+        last = self.overload
+        num_held = 0 if last is None else sum(w.total_tokens > last.short_tokens for w in waiting)
+        self.overload = plan_overload(cluster, last, num_held=num_held)
+
     def reported(self, now_s: float, replica: int) -> None:
         """A replica reports what it holds, what is on its way to it included."""
         board = self._board
@@ -136,7 +193,13 @@ class Placing:
         if prediction is not None:
             self.drift.ended(prediction, output_tokens - 1)
 
-    def _predict(self, index: int, tokens: int) -> LengthPrediction | None:
+    def _step_s(self, now_s: float) -> float:
+        """Of the replicas that serve, on average."""
+        board = self._board
+        return float(board.step_s(board.new_steps(now_s))[board.is_alive].mean())
+
+    def predict(self, index: int, tokens: int) -> LengthPrediction | None:
+        """What is predicted of a sequence with so many KV tokens; None where nothing is."""
         if self.predictor is None:
             return None
         board = self._board

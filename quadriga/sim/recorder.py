@@ -10,6 +10,7 @@ from quadriga.core.migration import MigrationOrder
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Reservation, Role
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import pack
+from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.recording import RecordedTick, write_tick
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
@@ -35,6 +36,7 @@ class Recorder:
         busy: frozenset[str],
         load_only: bool,
         orders: list[MigrationOrder],
+        overload: OverloadPlan | None,
     ) -> None:
         """Write one decision."""
         profile = self._config.profile
@@ -55,6 +57,7 @@ class Recorder:
                 load_only=load_only,
                 busy=busy,
                 orders=orders,
+                overload=overload,
             ),
         )
 
@@ -102,7 +105,7 @@ def snapshots_of(
                 num_waiting=int(cluster.num_paused[i]),
                 num_paused=int(cluster.num_paused[i]),
                 used_tokens=tokens,
-                reserved_tokens=tokens,
+                reserved_tokens=int(cluster.promised_tokens[i]),
                 step_time_s=float(cluster.step_s[i]),
                 forecast=forecast,
             )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quadriga.core.migration import MigrationOrder
 from quadriga.policies.ares.cluster import ClusterForecast, relative_work, weights
+from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
@@ -100,8 +101,10 @@ def decisions(outputs: list[int], slower: list[float]) -> list[Decision]:
 
     def decided(
         now_s: float, cluster: ClusterForecast, costs: object, busy: object, blind: object,
-        orders: list[MigrationOrder],
+        orders: list[MigrationOrder], overload: OverloadPlan | None,
     ) -> None:  # fmt: skip
+        if overload is not None:  # balance is not what it is about then
+            return
         work = relative_work(cluster, points)
         for order in orders:
             assert work[order.source] > work[order.destination]

@@ -41,6 +41,7 @@ class ClusterForecast:
         tokens: [n, 17], KV tokens held, at `grid_s`.
         step_s: [n], a step as lately measured.
         capacity_tokens: [n].
+        promised_tokens: [n], KV tokens promised to the sequences held.
         free_slots: [n], sequences that still fit; 0 for a replica that drains.
         num_paused: [n], sequences that stand in host memory.
         rows: [R, NUM_COLUMNS], see `forecast`.
@@ -57,6 +58,7 @@ class ClusterForecast:
     tokens: NDArray[np.float64]
     step_s: NDArray[np.float64]
     capacity_tokens: NDArray[np.float64]
+    promised_tokens: NDArray[np.float64]
     free_slots: NDArray[np.int64]
     num_paused: NDArray[np.int64]
     rows: NDArray[np.float32]
@@ -112,6 +114,7 @@ def unpack(
         tokens=_stacked([f.tokens for f in forecasts], NUM_LOADS).astype(np.float64),
         step_s=np.array([max(s.step_time_s, 1e-9) for s in able]),
         capacity_tokens=np.array([s.info.kv_capacity_tokens for s in able], dtype=np.float64),
+        promised_tokens=np.array([s.reserved_tokens for s in able], dtype=np.float64),
         free_slots=np.array(free, dtype=np.int64),
         num_paused=np.array([s.num_paused for s in able], dtype=np.int64),
         rows=np.empty((0, NUM_COLUMNS), dtype=np.float32),

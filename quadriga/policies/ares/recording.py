@@ -31,6 +31,7 @@ from quadriga.policies.ares.forecast import (
     StepCosts,
     pack,
 )
+from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 
@@ -56,6 +57,7 @@ class RecordedTick:
     load_only: bool
     busy: frozenset[str]
     orders: list[MigrationOrder]
+    overload: OverloadPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def write_tick(stream: IO[str], tick: RecordedTick) -> None:
         "predicts": tick.predicts,
         "load_only": tick.load_only,
         "busy": sorted(tick.busy),
+        "overload": None if tick.overload is None else _plan_line(tick.overload),
         "snapshots": [_packed(s) for s in tick.snapshots],
         "orders": [asdict(o) for o in tick.orders],
     }
@@ -180,7 +183,11 @@ def replay(
     for tick in ticks:
         settings = replace(tick.settings, **dict(changes or {}))  # type: ignore[arg-type]
         orders = Rescheduler(settings, predicts=tick.predicts).tick(
-            tick.snapshots, tick.costs, busy=tick.busy, load_only=tick.load_only
+            tick.snapshots,
+            tick.costs,
+            busy=tick.busy,
+            load_only=tick.load_only,
+            overload=tick.overload,
         )
         if orders != tick.orders:
             differences.append(Difference(tick.at_s, tick.orders, orders))
@@ -260,6 +267,16 @@ def _snapshot(line: dict[str, Any]) -> ReplicaSnapshot:
     return ReplicaSnapshot(**fields)
 
 
+def _plan_line(plan: OverloadPlan) -> dict[str, Any]:
+    return {"protected": sorted(plan.protected), "short_tokens": plan.short_tokens}
+
+
+def _plan(line: dict[str, Any] | None) -> OverloadPlan | None:
+    if line is None:
+        return None
+    return OverloadPlan(frozenset(line["protected"]), line["short_tokens"])
+
+
 def _order(line: dict[str, Any]) -> MigrationOrder:
     return MigrationOrder(
         **{
@@ -280,4 +297,5 @@ def _tick(line: dict[str, Any]) -> RecordedTick:
         load_only=line["load_only"],
         busy=frozenset(line["busy"]),
         orders=[_order(o) for o in line["orders"]],
+        overload=_plan(line.get("overload")),
     )

@@ -49,6 +49,7 @@ from quadriga.policies.ares.forecast import (
     SINCE_MOVE_S,
     TOKENS,
 )
+from quadriga.policies.ares.overload import OverloadPlan, evictions
 from quadriga.policies.ares.search import Search
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 
@@ -147,6 +148,7 @@ class Rescheduler:
         *,
         busy: Set[str] = frozenset(),
         load_only: bool = False,
+        overload: OverloadPlan | None = None,
     ) -> list[MigrationOrder]:
         """Decide the moves of this tick, class by class.
 
@@ -154,15 +156,19 @@ class Rescheduler:
             snapshots: Decode replicas that were heard of lately.
             busy: Replicas with a migration under way.
             load_only: Predictions are not to be believed now; see `DriftMonitor`.
+            overload: What the overload of the one class there is calls for, instead of balance.
 
         Raises:
             ConfigError: A forecast is malformed.
         """
         orders = []
         for depth_class, members in sorted(by_class(snapshots).items(), key=lambda i: str(i[0])):
-            cluster = unpack(members, partial(self._sources, busy=busy, load_only=load_only))
+            sources = partial(self._sources, busy=busy, load_only=load_only)
+            cluster = unpack(members, sources if overload is None else None)
             if cluster is not None:
-                orders += self.decide(cluster, depth_class, costs, busy=busy, load_only=load_only)
+                orders += self.decide(
+                    cluster, depth_class, costs, busy=busy, load_only=load_only, overload=overload
+                )
         return orders
 
     def decide(
@@ -173,10 +179,16 @@ class Rescheduler:
         *,
         busy: Set[str] = frozenset(),
         load_only: bool = False,
+        overload: OverloadPlan | None = None,
     ) -> list[MigrationOrder]:
         """Decide the moves of this tick inside one class; arguments as in `tick`."""
-        weigh = self._weights(cluster, load_only)
-        trusts = weigh is self._ahead
+        if overload is None:
+            choices = select(
+                cluster, self.settings, costs, self._weights(cluster, load_only), busy=busy
+            )
+        else:
+            choices = evictions(cluster, overload, self.settings, busy=busy)
+        trusts = self._weights(cluster, load_only) is self._ahead
         return [
             MigrationOrder(
                 sequence_id=cluster.sequence_ids[choice.row],
@@ -188,7 +200,7 @@ class Rescheduler:
                 num_tokens=int(cluster.rows[choice.row, TOKENS]),
                 remaining_tokens=float(cluster.rows[choice.row, REMAINING]) if trusts else 0.0,
             )
-            for choice in select(cluster, self.settings, costs, weigh, busy=busy)
+            for choice in choices
         ]
 
     def work(

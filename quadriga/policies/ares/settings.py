@@ -66,6 +66,7 @@ class AresSettings:
         hold_share: A prefilled sequence whose forecast fits no replica waits for room, at most for
             this share of the time it is predicted to decode.
         remaining_factor: Remaining time must exceed this many times the cost of the move.
+        overload: A class that is nearly full serves short sequences first; see `overload`.
     """
 
     theta: float = 0.05
@@ -80,6 +81,7 @@ class AresSettings:
     cost_factor: float = 1.0
     remaining_factor: float = 2.0
     hold_share: float = 0.0
+    overload: bool = True
 
     def __post_init__(self) -> None:
         _in_range("theta", self.theta, 0.0, 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.slot_reservation import AnswerLengths
 from quadriga.scheduling.preemption import choose_return, choose_victim
@@ -30,6 +31,7 @@ class StepwiseReplica:
         self.size: dict[int, int] = {}  # KV tokens of the running, counted one by one
         self.num_preempted = 0
         self.answers = AnswerLengths()
+        self.predict: Callable[[int, int], LengthPrediction | None] = lambda index, tokens: None
 
     @property
     def tokens(self) -> int:
@@ -186,10 +188,12 @@ class StepwiseReplica:
             sequence_id=str(sequence.index),
             request_id="",
             model="",
-            prompt_ids=[0],
+            prompt_ids=[0] * sequence.prompt_tokens,
             sampling=SamplingParams(max_tokens=self.profile.max_tokens),
             ingress_id="",
             arrival_unix_s=sequence.arrival_s,
             deadline_unix_s=math.inf,
             output_ids=[0] * (tokens - sequence.prompt_tokens),
+            prediction=self.predict(sequence.index, tokens),
+            predicted_at=tokens - sequence.prompt_tokens,
         )

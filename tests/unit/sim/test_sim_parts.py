@@ -68,7 +68,7 @@ def test_predictions_that_stop_holding_are_not_followed() -> None:
         make_policy("ares", SETTINGS),
         *requests,
         predictor=NoisyPredictor(requests[2], seed=0, bias=0.01),
-        on_decision=lambda now, cluster, costs, busy, load_only, orders: seen.append(load_only),
+        on_decision=lambda now, cluster, costs, busy, load_only, *_: seen.append(load_only),
     ).run()
     assert not seen[0]
     assert seen[-1]

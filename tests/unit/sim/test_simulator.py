@@ -241,7 +241,7 @@ def test_paused_sequences_go_where_there_is_room_and_recomputed_ones_stay(precop
 
         def decided(
             now_s: float, cluster: ClusterForecast, costs: object, busy: object, blind: object,
-            orders: list[MigrationOrder],
+            orders: list[MigrationOrder], overload: object,
         ) -> None:  # fmt: skip
             paused = cluster.rows[:, MOVABLE] == PAUSED
             assert paused.sum() <= cluster.num_paused.sum()
