@@ -153,9 +153,10 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
                       (("sum by (layer) (rate(quadriga_exit_tokens_total[5m])) / on () "
                         "group_left () sum(rate(quadriga_exit_tokens_total[5m]))",
                         "{{layer}} layers"),), "percentunit", True),
-                Panel("Below their threshold", "Breaches at the deepest loaded exit; involuntary "
-                      "exits are 0 by promise.",
+                Panel("Below their threshold", "Breaches at the deepest loaded exit; lowered under "
+                      "pressure, within quality budgets; involuntary exits are 0 by promise.",
                       (*rate("quadriga_breaches_total", "replica"),
+                       *rate("quadriga_lowered_tokens_total", "replica"),
                        *rate("quadriga_involuntary_exits_total", "replica"))),
             ],
             [

@@ -78,6 +78,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
          "what a live migration is felt like, in steps"),
         ("bench scheduler", f"{_BENCH}.scheduler", "time of a rescheduling decision"),
         ("bench depth", f"{_BENCH}.depth", "memory, speed and changes of depth"),
+        ("bench depth-forecast", f"{_BENCH}.depth_forecast",
+         "layers and work that were forecast, against what came"),
         ("bench profile", f"{_BENCH}.profile", "a cost profile for the simulator"),
         ("bench generator", f"{_BENCH}.generator", "the load generator's own limit"),
         ("bench grammar", f"{_BENCH}.grammar", "answers of a given form: validity and cost"),

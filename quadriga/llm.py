@@ -89,7 +89,8 @@ class LLM:
             is_partial=spec.depth < spec.checkpoint.num_layers,
             prefix_caching=config.prefill.prefix_caching,
         )
-        self._open(runner, loop, load_tokenizer(spec.checkpoint.path, spec.checkpoint.id))
+        text = load_tokenizer(spec.checkpoint.path, spec.checkpoint.id)
+        self._open(runner, loop, text, deterministic=config.deterministic)
 
     @classmethod
     def over(cls, runner: AnyRunner, *, max_slots: int | None = None) -> LLM:
@@ -99,8 +100,16 @@ class LLM:
         made._open(runner, loop, None)
         return made
 
-    def _open(self, runner: AnyRunner, loop: ColocatedLoop, text: TextTokenizer | None) -> None:
+    def _open(
+        self,
+        runner: AnyRunner,
+        loop: ColocatedLoop,
+        text: TextTokenizer | None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         self.runner, self.loop, self.tokenizer = runner, loop, text
+        self._is_deterministic = deterministic
         self._clock, self._names = SystemClock(), itertools.count()
 
     def close(self) -> None:
@@ -213,7 +222,12 @@ class LLM:
             )
         spec = self.runner.spec
         wanted = read_exit_params(
-            exits, spec.exits, spec.checkpoint.id, depth=spec.depth, full=spec.checkpoint.num_layers
+            exits,
+            spec.exits,
+            spec.checkpoint.id,
+            depth=spec.depth,
+            full=spec.checkpoint.num_layers,
+            deterministic=self._is_deterministic,
         )
         return [
             self._state(prompt, params, wanted, f"prompts.{index}")

@@ -13,7 +13,6 @@ import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.config.engine import TransportConfig
@@ -140,7 +139,7 @@ class OutgoingTransfer:
         checksums = tuple(self._checksums)
         transfer_id = self.offer.transfer_id
         # Commits after a prefill are batched; a decoding sequence stands still until its commit.
-        make = self._calls.call if resume is None else call
+        make = self._calls.call if resume is None else self._calls.call_alone
         while True:
             try:
                 await make(
@@ -193,7 +192,7 @@ class OutgoingTransfer:
 
     async def _call(self, method: str, *args: Any) -> Any:
         timeout_s = call_timeout_s(self._deadline_s)
-        return await call(self.peer.name, method, *args, timeout_s=timeout_s)
+        return await self._calls.call_alone(self.peer.name, method, *args, timeout_s=timeout_s)
 
     def _stop_renewing(self) -> None:
         """Let the lease lapse; may be repeated.
@@ -273,13 +272,6 @@ class HandoffSender:
             info: ReplicaInfo = await self._calls.call(peer, "reserve", offer, timeout_s=timeout_s)
         except (asyncio.CancelledError, ReplicaError):
             # The reservation may have been made: give it back without waiting for it to lapse.
-            background(_abort_quietly(peer, offer.transfer_id, timeout_s))
+            background(self._calls.tell(peer, "abort", offer.transfer_id))
             raise
         return OutgoingTransfer(offer, info, self._transport, self._calls, self._config.deadline_s)
-
-
-async def _abort_quietly(peer: str, transfer_id: str, timeout_s: float) -> None:
-    try:
-        await call(peer, "abort", transfer_id, timeout_s=timeout_s)
-    except QuadrigaError as exc:
-        logger.info("abort of %s at %s: %s", transfer_id, peer, exc)

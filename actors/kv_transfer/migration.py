@@ -26,7 +26,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.core.migration import (
@@ -59,7 +58,6 @@ MAX_SETTLE_PAUSE_S = 1.0
 MAX_OUTGOING = 2
 """Sequences a replica hands over at once: each costs its steps a little."""
 MAX_REMEMBERED = 4096
-CANCEL_TIMEOUT_S = 5.0
 
 
 class Migration:
@@ -313,8 +311,9 @@ def _reason(error: QuadrigaError) -> str:
 class Migrations:
     """All live migrations out of one replica; on its event loop."""
 
-    def __init__(self, replica: Replica[DecodeEngine]) -> None:
+    def __init__(self, replica: Replica[DecodeEngine], calls: RpcBatcher) -> None:
         self._replica = replica
+        self._calls = calls
         self._sender: HandoffSender | None = None
         self._under_way: frozenset[str] = frozenset()  # replaced, never changed
         self._moved: OrderedDict[str, str] = OrderedDict()  # sequence → where it went
@@ -344,7 +343,7 @@ class Migrations:
         if self._sender is None:
             replica = self._replica
             self._sender = HandoffSender(
-                replica.name, replica.transport, RpcBatcher(call), replica.config.transport
+                replica.name, replica.transport, self._calls, replica.config.transport
             )
         return self._sender
 
@@ -416,11 +415,4 @@ class Migrations:
         for sequence_id in sequence_ids:
             peer = self._moved.pop(sequence_id, None)
             if peer is not None:
-                background(_cancel(peer, sequence_id, ingress_id))
-
-
-async def _cancel(peer: str, sequence_id: str, ingress_id: str | None) -> None:
-    try:
-        await call(peer, "cancel", [sequence_id], ingress_id, timeout_s=CANCEL_TIMEOUT_S)
-    except QuadrigaError:
-        return  # a replica that does not answer is replaced, and the deadline ends the sequence
+                background(self._calls.tell(peer, "cancel", [sequence_id], ingress_id))

@@ -5,28 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 from actors.rpc.lifecycle import scheduler_name
-from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter
 from quadriga.core.replica import Role
+from quadriga.core.request import remaining_of
 from quadriga.core.routing import ClusterView, PlaceRequest
 from quadriga.errors import Overloaded, QuadrigaError, ReplicaError, Unavailable
 from quadriga.policies.least_work import LeastWorkWithoutReports
 from quadriga.policies.load import candidates
-from quadriga.scheduling.prefill_queue import STARVING_S, is_starving, next_in_line
+from quadriga.scheduling.prefill_queue import STARVING_S, is_starving
 from quadriga.scheduling.sequence import RunningSequence
 
 logger = logging.getLogger(__name__)
 
-NOTIFY_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 2.0
 
 
@@ -59,39 +58,46 @@ class DecodePlacement:
 
     def is_free_for(self, priority: int) -> bool:
         """Whether no sequence waits that would be served before a new one of this priority."""
-        head = self._head()
-        return head is None or (
+        return all(
             head.state.priority > priority and not is_starving(head, self._now_s())
+            for head in self._heads()
         )
 
     @asynccontextmanager
     async def turn(self, sequence: RunningSequence) -> AsyncIterator[None]:
         """Wait for a sequence's turn; it lasts as long as the context.
 
-        The order is that of `next_in_line`. A sequence that comes to the head while a less
-        important one has its turn gets its own beside it.
+        The most important first, of these the shortest by its predicted total, and the oldest
+        beside it where it is starving. A sequence that comes to the head while another one has its
+        turn gets its own beside it.
         """
         sequence.since_s, sequence.order = self._now_s(), next(self._orders)
         sequence.turn = asyncio.Event()
-        self._call_head()
-        # A starving sequence becomes the head though none comes or goes.
-        starving = asyncio.get_running_loop().call_later(STARVING_S, self._call_head)
+        self.call_heads()
+        # A starving sequence becomes a head though none comes or goes.
+        starving = asyncio.get_running_loop().call_later(STARVING_S, self.call_heads)
         try:
             await sequence.turn.wait()
             yield
         finally:
             starving.cancel()
             sequence.turn = None
-            self._call_head()
+            self.call_heads()
 
-    def _call_head(self) -> None:
-        head = self._head()
-        if head is not None and head.turn is not None:
-            head.turn.set()
+    def call_heads(self) -> None:
+        """Give their turns to those who are first now; call it when a length becomes known."""
+        for head in self._heads():
+            if head.turn is not None:
+                head.turn.set()
 
-    def _head(self) -> RunningSequence | None:
+    def _heads(self) -> list[RunningSequence]:
+        """Those whose turn it is: the first by rank, and the oldest where it is starving."""
         waiting = [s for s in self._sequences.values() if s.turn is not None]
-        return next_in_line(waiting, self._now_s())
+        if not waiting:
+            return []
+        oldest, first = min(waiting, key=lambda s: s.order), min(waiting, key=_rank)
+        is_apart = oldest is not first and is_starving(oldest, self._now_s())
+        return [oldest, first] if is_apart else [first]
 
     # Places
 
@@ -108,7 +114,9 @@ class DecodePlacement:
                 if request.exclude:
                     return None
                 # Now waiting pays, and must not hold up the other calls of a batch.
-                name = await call(self._scheduler, "place", request, timeout_s=PLACE_TIMEOUT_S)
+                name = await self._calls.call_alone(
+                    self._scheduler, "place", request, timeout_s=PLACE_TIMEOUT_S
+                )
             return name
         except (Overloaded, Unavailable):
             return None
@@ -147,7 +155,7 @@ class DecodePlacement:
         while True:
             await asyncio.sleep(interval_s)
             try:
-                self._view = await call(
+                self._view = await self._calls.call_alone(
                     self._scheduler, "directory", timeout_s=max(interval_s, 1.0)
                 )
                 self._fallback.renewed()
@@ -158,16 +166,16 @@ class DecodePlacement:
 
     def report_death(self, peer: str) -> None:
         """Tell the scheduler of a decode replica that is gone."""
-        background(_notify(self._scheduler, "replica_died", peer))
+        background(self._calls.tell(self._scheduler, "replica_died", peer))
 
     def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
         """Cancel a sequence that a decode replica owns by now; see `Replica.cancel`."""
-        background(_notify(peer, "cancel", [sequence_id], ingress_id))
+        background(self._calls.tell(peer, "cancel", [sequence_id], ingress_id))
 
 
-async def _notify(peer: str, method: str, *args: Any) -> None:
-    """Call an actor that may be gone, where no answer is needed."""
-    try:
-        await call(peer, method, *args, timeout_s=NOTIFY_TIMEOUT_S)
-    except QuadrigaError as exc:
-        logger.info("%s of %s: %s", method, peer, exc)
+def _rank(sequence: RunningSequence) -> tuple[int, float, int]:
+    """Importance, predicted total (unknown ones last), order of coming."""
+    state = sequence.state
+    remaining = remaining_of(state)
+    total = math.inf if remaining is None else state.num_tokens + remaining.mean
+    return state.priority, total, sequence.order

@@ -76,6 +76,7 @@ class PrefillHandoff:
         """The first token is out and is not the last; all KV there will be has been fed."""
         self._prompt_done_s = self._replica.clock.now_s()
         self._set_placed(self._sequence.is_placed)
+        self._placement.call_heads()  # its length is predicted now
         self._start_limit()
         self._feed.complete()
 
@@ -276,6 +277,7 @@ class PrefillHandoff:
                 waited_s=self._replica.clock.now_s() - self._placed_from_s,
                 source=self._replica.name,
                 started_s=self._started_s,
+                is_prompt_done=self._prompt_done_s > 0.0,
             )
         )
 

@@ -8,6 +8,8 @@ from typing import Any
 from actors.kv_transfer.migration import Migrations
 from actors.replica.decode_engine import DecodeEngine
 from actors.replica.replica import Replica
+from actors.rpc.ray_rpc import call
+from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background, overslept_s
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.pacing import find_profile
@@ -35,7 +37,9 @@ class DecodeReplica(Replica[DecodeEngine]):
     reply_spacing_s = 0.0005
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
-        self.migrations = Migrations(self)  # the engine's thread reads which sequences leave
+        self.migrations = Migrations(
+            self, RpcBatcher(call)
+        )  # the engine's thread reads which sequences leave
         super().__init__(name, spec, config)
         background(self._never_ending(self._sweep()))
 

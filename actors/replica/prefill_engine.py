@@ -63,6 +63,7 @@ class PrefillEngine:
             row_capacity_tokens=spec.row_capacity_tokens,
             kv_capacity_tokens=spec.kv_capacity_tokens,
         )
+        self._max_unplaced, self._max_held = settings.max_rows, spec.num_rows
         self.loop = PrefillLoop(
             runner=runner,
             slots=slots,
@@ -97,6 +98,8 @@ class PrefillEngine:
         return False
 
     def step(self) -> None:
+        is_overloaded = self._replica.report_options.is_overloaded
+        self.loop.max_unplaced = self._max_held if is_overloaded else self._max_unplaced
         outputs = self.loop.step()
         self._idle_check.step(is_idle=not self.loop.has_work)
         if any(o is None or (o.finish is None and o.error is None) for _, o in outputs):
@@ -144,6 +147,7 @@ class PrefillEngine:
                 tokens_per_s=loop.tokens_per_s,
                 step_time_s=loop.step_time_s,
                 steps=replace(loop.meter.totals),
+                num_unplaced=loop.num_unplaced,
                 strict_depth=loop.needs_depth,
                 prefixes=None if loop.prefixes is None else loop.prefixes.count(),
             )

@@ -406,6 +406,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             step_time_s=load.step_time_s,
             draining=self._is_draining,
             num_paused=load.num_paused,
+            num_unplaced=load.num_unplaced,
             least_priority=load.least_priority,
             upper_tokens=load.upper_tokens,
             cached_share=None if load.prefixes is None else load.prefixes.hit_share,

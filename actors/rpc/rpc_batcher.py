@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 GATHER_S = 0.002
 """A call that follows a batch sooner than this waits for the rest of it, so that others join."""
 MAX_BATCH = 64
+TELL_TIMEOUT_S = 5.0
+TELL_TRIES = 3
 
 Outcome = tuple[bool, Any]
 """(whether the call returned, its result or its error)."""
@@ -76,6 +78,27 @@ class RpcBatcher:
             pause_s = batch.sent_s + GATHER_S - loop.time()
             background(self._send(name, method, batch, pause_s, timeout_s))
         return await future
+
+    async def call_alone(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
+        """As `actors.rpc.ray_rpc.call`: at once, and in no batch."""
+        return await self._call(name, method, *args, timeout_s=timeout_s)
+
+    async def tell(self, name: str, method: str, *args: Any) -> None:
+        """Call an actor that may be gone, where no answer is needed.
+
+        The call is made again where no answer came, as it may not have arrived either: it must be
+        one that may be repeated.
+        """
+        for _ in range(TELL_TRIES):
+            try:
+                await self._call(name, method, *args, timeout_s=TELL_TIMEOUT_S)
+                return
+            except QuadrigaError as exc:
+                logger.info("%s of %s: %s", method, name, exc)
+                if exc.code not in ("timeout", "unreachable"):
+                    return
+                if exc.code == "unreachable":
+                    await asyncio.sleep(TELL_TIMEOUT_S)
 
     async def _send(
         self, name: str, method: str, batch: _Batch, pause_s: float, timeout_s: float

@@ -84,7 +84,10 @@ class Rescheduling:
         # Scaling counts what sequences will still want.
         helios = self._config.helios
         scales = helios.enabled and helios.scaling.enabled
-        return ReportOptions(forecast=scales or self.governor.wants_forecasts)
+        return ReportOptions(
+            forecast=scales or self.governor.wants_forecasts,
+            is_overloaded=info.depth_class.model in self.governor.num_held,
+        )
 
     def replica_died(self, name: str) -> None:
         self.governor.moves.replica_died(name)
@@ -183,6 +186,14 @@ class Rescheduling:
                     "is_distrusted": monitor.is_drifting,
                 }
                 for model, monitor in governor.drift.items()
+            },
+            "overload": {
+                model: {
+                    "protected": sorted(plan.protected),
+                    "short_tokens": plan.short_tokens,
+                    "num_held": governor.num_held.get(model, 0),
+                }
+                for model, plan in governor.overload.items()
             },
             "outcomes": dict(governor.moves.outcomes),
             "under_way": [_order(o) for o in governor.moves.under_way],

@@ -158,6 +158,7 @@ class Scheduler(BatchedCalls):
             now_unix_s=self._clock.unix_s(),
             scheduler=self._config.scheduler,
             prefill=self._config.prefill,
+            num_held=self._rescheduling.governor.num_held.get(admission.depth_class.model, 0),
         )
 
     def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
@@ -207,11 +208,8 @@ class Scheduler(BatchedCalls):
             raise Unavailable(
                 f"no decode replica of {request.depth_class} is taking work", retry_after_s=1.0
             )
-        if isinstance(self._placement, AresPlacement):
-            model = request.depth_class.model
-            self._placement.load_only = self._rescheduling.governor.is_distrusted(model)
         groups = self._auto.groups(request, alive) if any_depth else [alive]
-        chosen = (self._placement.choose(request, group) for group in groups)
+        chosen = (self._choose(request, group) for group in groups)
         name = next((name for name in chosen if name is not None), None)
         if name is None:
             raise Overloaded(
@@ -221,6 +219,14 @@ class Scheduler(BatchedCalls):
             )
         self._note_placed(name, request, expected_length(request, alive))
         return name
+
+    def _choose(self, request: PlaceRequest, group: Sequence[ReplicaSnapshot]) -> str | None:
+        """Place a sequence on one of the replicas of one class; None where none has room."""
+        if isinstance(self._placement, AresPlacement):
+            governor, model = self._rescheduling.governor, request.depth_class.model
+            self._placement.load_only = governor.is_distrusted(model)
+            self._placement.overload = governor.overload.get(model)
+        return self._placement.choose(request, group)
 
     async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
         """Where the sequences run whose clients came back through another ingress.

@@ -195,4 +195,5 @@ def _read_usage(usage: pb.Usage, where: str, verdict: Verdict) -> None:
         "migrations": usage.migrations,
         "pauses": usage.pauses,
         "breaches": usage.breaches,
+        "lowered": usage.lowered,
     }

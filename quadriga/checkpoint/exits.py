@@ -132,12 +132,15 @@ class ExitParams:
         max_depth: Run no token deeper than this many layers; 0 is no limit.
         sla_tbt_s: Longest time between two tokens that rebatching may plan for; 0 is the
             replica's default.
+        quality_budget: In [0, 1]: share of the tokens that may leave below the threshold while the
+            replica is under pressure; 0 is none.
     """
 
     threshold: float = NEVER
     policy: ExitPolicy = "strict"
     max_depth: int = 0
     sla_tbt_s: float = 0.0
+    quality_budget: float = 0.0
 
     @property
     def is_strict(self) -> bool:
@@ -153,6 +156,8 @@ def read_exit_params(
     depth: int,
     full: int,
     sla_tbt_s: float = 0.0,
+    quality_budget: float = 0.0,
+    deterministic: bool = False,
 ) -> ExitParams:
     """Return what a request asks of a model's exits, if it can be had.
 
@@ -161,18 +166,28 @@ def read_exit_params(
         exits: Those in use.
         depth: Layers that are loaded, of `full`.
         sla_tbt_s: Of a request that asks for nothing else.
+        quality_budget: Where `asked` has none.
+        deterministic: No answer may depend on the load.
 
     Raises:
-        InvalidRequest: There are no exits, no token can leave at `max_depth`, or `strict` or
-            `lossless` cannot be kept.
+        InvalidRequest: There are no exits, no token can leave at `max_depth`, `strict` or
+            `lossless` cannot be kept, or nothing can be spent of a quality budget.
     """
+    if asked is not None:
+        quality_budget = quality_budget or asked.quality_budget
     if not exits.layers:
+        if quality_budget:
+            raise InvalidRequest(
+                f"quality_budget: {model} has no early exits here; leave it out",
+                param="quality_budget",
+            )
         if asked is not None and (asked.threshold < NEVER or asked.max_depth):
             raise InvalidRequest(
                 f"exits: {model} has no early exits here; leave it out", param="exits"
             )
         return FULL_DEPTH if depth == full else ExitParams(NEVER, "bounded")
     params = asked or _default_params(exits, depth, full, sla_tbt_s)
+    params = replace(params, quality_budget=quality_budget)
     if params.max_depth and not exits.layers[0] <= params.max_depth <= full:
         raise InvalidRequest(
             f"max_depth: {params.max_depth} must be in {exits.layers[0]}..{full}; {model} can be "
@@ -199,7 +214,32 @@ def read_exit_params(
             f"at {limit} of {full} layers; use 'bounded'",
             param="exit_policy",
         )
+    _check_quality_budget(params, deterministic=deterministic)
     return params
+
+
+def _check_quality_budget(params: ExitParams, *, deterministic: bool) -> None:
+    """Raises: InvalidRequest: It is outside [0, 1], or nothing could ever be spent of it."""
+    budget = params.quality_budget
+    if not 0.0 <= budget <= 1.0:
+        raise InvalidRequest(
+            f"quality_budget: {budget} must be in 0..1, the share of the tokens that may leave "
+            "below the threshold",
+            param="quality_budget",
+        )
+    if budget and (params.policy != "bounded" or params.threshold >= NEVER):
+        what = f"'{params.policy}'" if params.policy != "bounded" else "exit_threshold 1"
+        raise InvalidRequest(
+            f"quality_budget: {budget} lets tokens leave below the threshold, which {what} "
+            "forbids; use exit_policy 'bounded' with an exit_threshold below 1, or leave it out",
+            param="quality_budget",
+        )
+    if budget and deterministic:
+        raise InvalidRequest(
+            f"quality_budget: {budget} is spent by the load, and this deployment is deterministic: "
+            "its answers do not depend on the load; leave it out",
+            param="quality_budget",
+        )
 
 
 def _default_params(exits: ExitSpec, depth: int, full: int, sla_tbt_s: float) -> ExitParams:
@@ -226,6 +266,8 @@ class ExitCounters:
         breaches: Tokens that left the deepest exit open to them below their threshold, because
             deeper layers are not loaded or `max_depth` forbids them.
         limited: Those of the breaches that the request's own `max_depth` asks for.
+        lowered: Tokens that left a non-final exit below their threshold while the replica was
+            under pressure, within the quality budgets of their requests.
         involuntary_stays: Tokens that could have left and were carried on with their batch.
         splits, stays, flushes: Decisions taken.
         surveys: Groups that were tested at every exit, for HELIOS: where could their tokens leave?
@@ -244,6 +286,7 @@ class ExitCounters:
     involuntary_exits: int = 0
     breaches: int = 0
     limited: int = 0
+    lowered: int = 0
     involuntary_stays: int = 0
     splits: int = 0
     stays: int = 0

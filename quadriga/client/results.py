@@ -115,6 +115,7 @@ class Usage:
         breaches: Tokens below their threshold at the deepest exit that was open to them.
         predicted: Of each choice whose length was predicted.
         cached_tokens: Prompt tokens whose KV was there already.
+        lowered: Tokens that left below their threshold within `quality_budget`.
     """
 
     prompt_tokens: int
@@ -127,6 +128,7 @@ class Usage:
     breaches: int = 0
     predicted: tuple[PredictedTokens, ...] = ()
     cached_tokens: int = 0
+    lowered: int = 0
 
     @property
     def total_tokens(self) -> int:

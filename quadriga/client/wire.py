@@ -76,6 +76,7 @@ class CallOptions(TypedDict, total=False):
     exit_policy: Literal["lossless", "bounded", "strict", "off"]
     max_depth: int
     sla_tbt_ms: float
+    quality_budget: float
     structured_outputs: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
@@ -373,6 +374,7 @@ def _usage(message: Any) -> Usage:
         message.breaches,
         tuple(PredictedTokens(p.choice, p.tokens, p.lower, p.upper) for p in message.predicted),
         message.cached_tokens,
+        message.lowered,
     )
 
 

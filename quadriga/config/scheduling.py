@@ -76,6 +76,11 @@ class AresConfig(Section):
         description="With placement ares: a sequence whose forecast fits no replica waits for "
         "room for this share of its predicted run.",
     )
+    overload: bool = Field(
+        True,
+        description="Above 80 % of a class's KV memory, serve what is predicted to be short first: "
+        "some replicas are kept for it, the rest waits. With placement ares.",
+    )
     max_concurrent_moves: Count = Field(4, description="Moves under way at once.")
     backoff_s: Seconds = Field(
         5.0,

@@ -47,6 +47,7 @@ class ReplicaLoad:
     exits: ExitCounters | None = None
     num_at_exits: tuple[int, ...] = ()
     exit_uses: dict[int, ExitUse] = field(default_factory=dict)
+    num_unplaced: int = 0
     num_paused: int = 0
     paused_bytes: int = 0
     num_pauses: int = 0

@@ -36,7 +36,7 @@ class LoadForecast:
     """What a decode replica expects of its sequences, packed; part of its snapshot.
 
     Little-endian float32 throughout. The columns of `rows` and the points are those of
-    `quadriga.policies.ares.forecast`; one row is 28 bytes, and there are never more rows than the
+    `quadriga.policies.ares.forecast`; one row is 40 bytes, and there are never more rows than the
     replica has slots plus sequences reserved or paused.
 
     Attributes:
@@ -44,8 +44,9 @@ class LoadForecast:
         sequence_ids: [num_rows]; the sequences the replica holds, is promised, or has paused.
         rows: [num_rows, forecast.NUM_COLUMNS].
         running, context: [num_points] each; sequences that still run when each has gained
-            `forecast.TOKENS_AHEAD` tokens, and their KV tokens then. Loads are made of these, and
-            do not depend on how fast the replica is.
+            `forecast.TOKENS_AHEAD` tokens, and their KV tokens then, each counted by the share of
+            the layers that its tokens run. Loads are made of these, and do not depend on how fast
+            the replica is.
         load_s: [num_points]; what the sequences add to a step here, at each point of the grid.
         tokens: [num_points]; KV tokens they hold, at each point of the grid.
         base_s: What a step costs without sequences.

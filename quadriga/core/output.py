@@ -18,6 +18,7 @@ class SequenceProgress:
 
     Attributes:
         num_moves, num_pauses, num_breaches: See `SequenceState`; since it was begun last.
+        num_lowered: The same, of its whole life.
         expected: Tokens of the whole answer, as first predicted; None while nothing is.
         remaining: Tokens still to come when there were `predicted_at`, as last predicted.
     """
@@ -28,6 +29,7 @@ class SequenceProgress:
     expected: LengthPrediction | None = None
     remaining: LengthPrediction | None = None
     predicted_at: int = 0
+    num_lowered: int = 0
 
 
 def progress_of(state: SequenceState) -> SequenceProgress:
@@ -43,6 +45,7 @@ def progress_of(state: SequenceState) -> SequenceProgress:
         state.expected,
         said,
         state.predicted_at,
+        state.num_lowered,
     )
 
 
@@ -67,7 +70,8 @@ class EngineOutput:
             destination takes over. "done": it has, and the emitter has let go. "failed": it never
             will, and the emitter has the sequence. None in a hand-off after prefill, where the
             emitter has nothing to go on with.
-        progress: With the last token, and whenever there is a new prediction.
+        progress: With the last token, whenever there is a new prediction, and with a token that is
+            counted against the quality budget.
     """
 
     sequence_id: str

@@ -140,6 +140,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
     Attributes:
         num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode).
         waiting_tokens: Prompt tokens in the prefill queue.
+        num_unplaced: Sequences whose prompts are done and that have no decode replica (prefill).
         used_tokens: Tokens whose KV is held.
         prompt_tokens: Prompt tokens of all sequences held (decode).
         reserved_tokens: Tokens promised to the sequences held; see `Reservation`.
@@ -182,3 +183,4 @@ class ReplicaSnapshot(RelativeTimeMixin):
     upper_tokens: int = 1
     cached_share: float | None = None
     is_scout: bool = False
+    num_unplaced: int = 0

@@ -154,6 +154,7 @@ class SequenceState(RelativeTimeMixin):
         expected: Tokens of the whole answer, as a length head first said.
         num_pauses: How often it was moved to host memory so far.
         num_breaches: Output tokens that left the deepest exit open to them below their threshold.
+        num_lowered: Output tokens that left below their threshold within the quality budget.
         traceparent: Context of the request's trace; None where it is not traced.
         claim: Who asks with this may take the sequence over from an ingress that is gone; empty
             where nobody may.
@@ -185,6 +186,7 @@ class SequenceState(RelativeTimeMixin):
     expected: LengthPrediction | None = None
     num_pauses: int = 0
     num_breaches: int = 0
+    num_lowered: int = 0
     traceparent: str | None = None
     claim: str = ""
     cache_salt: str = ""

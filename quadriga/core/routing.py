@@ -16,9 +16,12 @@ class ReportOptions:
 
     Attributes:
         forecast: Predict lengths and forecast loads: the scheduler looks at them.
+        is_overloaded: Sequences wait for decode replicas by their lengths: of a prefill replica as
+            many as it has rows for, so that short ones are still computed.
     """
 
     forecast: bool = False
+    is_overloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class PlaceRequest:
         waited_s: How long it has looked for a replica already.
         source: The prefill replica.
         started_s: When it left that replica's queue, by that replica's own monotonic clock.
+        is_prompt_done: Its length is predicted by now, where it can be.
     """
 
     sequence_id: str
@@ -116,6 +120,7 @@ class PlaceRequest:
     waited_s: float = 0.0
     source: str = ""
     started_s: float = 0.0
+    is_prompt_done: bool = True
 
 
 @dataclass(slots=True)

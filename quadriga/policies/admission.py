@@ -103,6 +103,7 @@ def check_room(
     now_unix_s: float,
     scheduler: SchedulerConfig,
     prefill: PrefillConfig,
+    num_held: int = 0,
 ) -> None:
     """Refuse a sequence for which the queues have no room, or that would wait for too long.
 
@@ -113,6 +114,7 @@ def check_room(
     Args:
         admission: What `admit` said.
         now_s: On the estimator's clock.
+        num_held: Sequences that wait for a place and let shorter ones pass; see `ares.overload`.
 
     Raises:
         Overloaded: With a time to come back, at which a place is kept for such a caller.
@@ -133,7 +135,7 @@ def check_room(
             request,
             decodes,
             estimator,
-            num_pending=min(estimator.num_pending(model), num_computed),
+            num_pending=max(0, min(estimator.num_pending(model), num_computed) - num_held),
             model=model,
             now_s=now_s,
         )

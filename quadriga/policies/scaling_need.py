@@ -13,7 +13,13 @@ import numpy as np
 
 from quadriga.config.scheduling import ScalingConfig
 from quadriga.core.replica import DepthClass, ReplicaSnapshot
-from quadriga.policies.ares.forecast import NUM_COLUMNS, REMAINING, TOKENS, check_forecast
+from quadriga.policies.ares.forecast import (
+    NUM_COLUMNS,
+    REMAINING,
+    SHARE,
+    TOKENS,
+    check_forecast,
+)
 
 _WIRE = np.dtype("<f4")
 
@@ -113,7 +119,8 @@ def _step_need(
 
 
 def remaining_work(snapshot: ReplicaSnapshot) -> float:
-    """Tokens that a replica's sequences are predicted to generate still.
+    """Tokens that a replica's sequences are predicted to generate still, each counted by the share
+    of the layers that it is expected to run.
 
     Without predictions a sequence is taken to have as much before it as it has behind it.
     """
@@ -122,7 +129,7 @@ def remaining_work(snapshot: ReplicaSnapshot) -> float:
         return float(snapshot.used_tokens)
     rows = np.frombuffer(forecast.rows, dtype=_WIRE).reshape(-1, NUM_COLUMNS)
     column = REMAINING if forecast.has_predictions else TOKENS
-    return float(rows[:, column].sum())
+    return float((rows[:, column] * rows[:, SHARE]).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,14 @@
 """How much KV memory a new sequence is promised where memory is promised as it is used.
 
 A decode replica promises what a sequence has and what it will probably still generate: the upper
-quantile that its length head names, or, without one, that quantile of the answers which ended on
-this replica lately. Never more than the sequence may become. A longer answer grows block by block,
+quantile of the answers which ended on this replica lately, or that which its length head names,
+where that is less. Never more than the sequence may become. A longer answer grows block by block,
 and where it cannot, a sequence is paused (`quadriga.scheduling.preemption`), so a wrong guess costs
 a pause and never an answer.
+
+One that is predicted to be long is promised no more than others: who needs room for all of it at
+once waits until a replica is nearly empty, and everybody behind it waits too
+(docs/experiments/ares.md, "What a long prediction is promised").
 
 The replica, placement, admission and the simulator all ask here.
 """
@@ -79,7 +83,9 @@ def promised_tokens(
         num_tokens: What it comes with.
         max_total_tokens: Most it may become.
         upper_tokens: `AnswerLengths.upper_tokens` of the replica.
-        prediction: Of its tokens still to come, where that is known.
+        prediction: Of its tokens still to come, where that is known; only a shorter one counts.
     """
-    ahead = upper_tokens if prediction is None else math.ceil(prediction.upper)
+    ahead = upper_tokens
+    if prediction is not None:
+        ahead = min(ahead, math.ceil(prediction.upper))
     return min(num_tokens + max(1, ahead), max(max_total_tokens, num_tokens + 1))

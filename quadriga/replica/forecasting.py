@@ -12,6 +12,7 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.forecast import LengthOutcome, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
+from quadriga.policies.ares.expected_depth import ExpectedDepth
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.scheduling.calibration import assumed_shape, measure_shape
 from quadriga.scheduling.forecasts import (
@@ -97,6 +98,8 @@ class Forecasting:
         self._clock = clock
         self._offers, self._leaving = offers, leaving
         self._grid_s = horizon_s(ares.reference_step_s)
+        self._depths = ExpectedDepth(spec.depth)
+        self._deterministic = config.deterministic
         self.resized(spec)
         if spec.runner == "baton":
             shape = assumed_shape(spec.kv_capacity_tokens)
@@ -115,6 +118,7 @@ class Forecasting:
         self._bytes_per_token = float(
             spec.checkpoint.kv_bytes_per_token(spec.depth, DTYPE_BYTES[spec.dtype])
         )
+        self._depths.depth = spec.depth
 
     def stepped(self, loop: DecodeLoop, emissions: list[tuple[str, EngineOutput]]) -> None:
         """After a step, once its tokens are on their way."""
@@ -135,14 +139,18 @@ class Forecasting:
         self._looked_s, self._num_held = now_s, num_held
         states = loop.running
         step_s = loop.step_time_s
-        self._times.observe(step_s, loop.num_running, loop.used_tokens)
         held = hold(
             states,
             self._offers(),
             num_running=loop.num_running,
             num_paused=loop.num_paused,
             leaving=self._leaving(),
+            depths=self._depths,
+            deterministic=self._deterministic,
         )
+        shares = held.share[: loop.num_running]
+        context = sum([n * share for n, share in zip(held.tokens, shares, strict=False)])
+        self._times.observe(step_s, sum(shares), context)
         self._outcomes.look(states)
         self._seen = _SequenceSeen(held, self._times.shape, step_s)
         self.seconds += self._clock.now_s() - now_s

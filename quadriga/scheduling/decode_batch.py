@@ -50,8 +50,8 @@ class DecodeBatch:
         drafter: Whether it does.
         first_deadline_unix_s: No sequence here expires before.
         num_decoding, num_paused: Sequences with these statuses.
-        num_parked, num_limited, num_drafting: Decoding sequences that no pass can run; that leave
-            before the last exit; that may draft.
+        num_parked, num_limited, num_drafting, num_budgeted: Decoding sequences that no pass can
+            run; that leave before the last exit; that may draft; that have a quality budget.
         num_depth_changes: Changes of the depth that is loaded, since the start.
     """
 
@@ -80,7 +80,7 @@ class DecodeBatch:
         self.ends = tuple(runner.segment_ends)
         self.first_deadline_unix_s = math.inf
         self.num_decoding = self.num_paused = self.num_parked = self.num_limited = 0
-        self.num_drafting = 0
+        self.num_drafting = self.num_budgeted = 0
         self.num_depth_changes = 0
         self._eos_token_ids = eos_token_ids
         self._criterion = criterion
@@ -183,7 +183,7 @@ class DecodeBatch:
             row_capacity_tokens=self.runner.row_capacity_tokens,
         )
         sequence.threshold = exits.threshold
-        sequence.min_confidence = self._min_confidence(exits)
+        sequence.min_confidence = sequence.leaves_from = self._min_confidence(exits)
         sequence.is_strict = exits.is_strict
         sequence.is_surveyed, sequence.sure_after = False, 0
         sequence.num_tokens = state.num_tokens
@@ -206,6 +206,7 @@ class DecodeBatch:
         self.num_parked += sequence.is_parked
         self.num_limited += sequence.last_segment < len(self.ends) - 1
         self.num_drafting += sequence.drafts
+        self.num_budgeted += exits.quality_budget > 0.0
         self.first_deadline_unix_s = min(self.first_deadline_unix_s, state.deadline_unix_s)
         gap_s = sequence.gap_s or self.rebatcher.target_gap_s(self.num_decoding)
         sequence.deadline_s = now_s + gap_s
@@ -233,6 +234,7 @@ class DecodeBatch:
         self.num_decoding -= 1
         self.num_parked -= sequence.is_parked
         self.num_limited -= sequence.last_segment < len(self.ends) - 1
+        self.num_budgeted -= sequence.state.exits.quality_budget > 0.0
         sequence.since_s = self.clock.now_s()
         sequence.room_tokens = math.inf
         self.change(sequence, status)
@@ -348,6 +350,7 @@ class DecodeBatch:
             sum(s.is_parked for s in decoding),
             sum(s.last_segment < last for s in decoding),
             sum(s.drafts for s in decoding),
+            sum(s.state.exits.quality_budget > 0.0 for s in decoding),
         )
         noted = (
             self.num_decoding,
@@ -355,11 +358,12 @@ class DecodeBatch:
             self.num_parked,
             self.num_limited,
             self.num_drafting,
+            self.num_budgeted,
         )
         if counted != noted:
             raise InvariantViolation(
-                f"(decoding, paused, parked, limited, drafting) sequences are {counted}, noted are "
-                f"{noted}"
+                f"(decoding, paused, parked, limited, drafting, budgeted) sequences are {counted}, "
+                f"noted are {noted}"
             )
         for sequence_id, sequence in self.sequences.items():
             slot = self.slots.get(sequence_id)

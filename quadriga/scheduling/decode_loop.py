@@ -36,6 +36,7 @@ from quadriga.scheduling.decode_batch import (
 from quadriga.scheduling.depth import DepthChanges, Emissions, Shrunk
 from quadriga.scheduling.exits.draft_rounds import DraftRounds
 from quadriga.scheduling.exits.judging import Group, judge
+from quadriga.scheduling.exits.pressure import lower_thresholds
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
 from quadriga.scheduling.sequence import RunningSequence
@@ -255,6 +256,8 @@ class DecodeLoop:
         emissions = self._expire()
         self.preemption.balance()
         self.depth.repay()
+        if self.batch.num_budgeted:
+            lower_thresholds(self.batch, self._token_time.value)
         if self.batch.num_decoding > self.batch.num_parked:
             groups = self.batch.groups()
             ran, group = self._choose(groups)
@@ -412,8 +415,10 @@ class DecodeLoop:
                     finish,
                 )
                 has_news = state.prediction is not None and state.predicted_at != sequence.told_at
+                has_news = has_news or state.num_lowered != sequence.told_lowered
                 if has_news or finish is not None:
                     sequence.told_at = state.predicted_at
+                    sequence.told_lowered = state.num_lowered
                     emission.progress = progress_of(state)
                 if sequence.is_surveyed:
                     emission.sure_layers = [sequence.sure_after or depth]

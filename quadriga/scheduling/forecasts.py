@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from quadriga.core.forecast import LengthOutcome, LengthPrediction, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SequenceState, remaining_of
+from quadriga.policies.ares.expected_depth import ExpectedDepth
 from quadriga.policies.ares.forecast import (
     FIXED,
     PAUSED,
@@ -26,6 +27,7 @@ from quadriga.policies.ares.forecast import (
     forecast_rows,
     pack,
 )
+from quadriga.scheduling.transfer.sequence_export import depth_bounds
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class SequenceLengths:
     Attributes:
         moved_unix_s: Of the last move; 0 where there was none.
         movable: Of FIXED, RUNS, PAUSED.
+        share: Of the layers, that a token of each is expected to run.
+        least_layers, most_layers: That a replica must have for each to go there; 0: no bound.
         is_known: Some remaining length is known or predicted, or nothing is held: by it the others
             are estimated.
     """
@@ -47,6 +51,9 @@ class SequenceLengths:
     moves: list[float]
     moved_unix_s: list[float]
     movable: list[float]
+    share: list[float] = field(default_factory=list)
+    least_layers: list[int] = field(default_factory=list)
+    most_layers: list[int] = field(default_factory=list)
     is_known: bool = True
 
 
@@ -57,6 +64,8 @@ def hold(
     num_running: int = 0,
     num_paused: int = 0,
     leaving: Collection[str] = (),
+    depths: ExpectedDepth | None = None,
+    deterministic: bool = False,
 ) -> SequenceLengths:
     """Write down what a replica holds.
 
@@ -69,6 +78,9 @@ def hold(
         offers: Sequences on their way here.
         num_running, num_paused: So many of `states`.
         leaving: Those on their way elsewhere.
+        depths: What is known of the layers that tokens run here; None: they run all, and the
+            sequences may go to any depth.
+        deterministic: Answers may not depend on the load.
     """
     held = SequenceLengths([], [], [], [], [], [], [], [])
     predictions = [remaining_of(state) for state in states]
@@ -93,6 +105,13 @@ def hold(
         else:
             held.movable.append(RUNS if index < num_running else PAUSED)
     known = set(held.sequence_ids)
+    if depths is not None:
+        held.share = [n / depths.depth for n in depths.look(states, held.mean)]
+        for state in states:
+            bounds = depth_bounds(state.exits, depths.depth, deterministic=deterministic)
+            held.least_layers.append(bounds[0])
+            held.most_layers.append(bounds[1])
+    usual = sum(held.share) / len(held.share) if held.share else 1.0
     for offer in offers:
         if offer.sequence_id in known:
             continue  # it has just joined
@@ -106,6 +125,8 @@ def hold(
         held.moves.append(0.0)
         held.moved_unix_s.append(0.0)
         held.movable.append(FIXED)
+    for column, value in ((held.share, usual), (held.least_layers, 0), (held.most_layers, 0)):
+        column += [value] * (len(held.sequence_ids) - len(column))
     return held
 
 
@@ -156,8 +177,13 @@ class StepTimes:
         self._shape = shape
         self._factor = 1.0
 
-    def observe(self, step_s: float, num_sequences: int, num_tokens: int) -> None:
-        """Compare a recent step time with the shape's."""
+    def observe(self, step_s: float, num_sequences: float, num_tokens: float) -> None:
+        """Compare a recent step time with the shape's.
+
+        Args:
+            num_sequences, num_tokens: Each sequence counted by the share of the layers that its
+                tokens run.
+        """
         if not num_sequences or step_s <= 0.0:
             return
         ratio = step_s / self._shape.seconds(num_sequences, num_tokens)
@@ -192,6 +218,9 @@ def forecast(
         moves=held.moves,
         since_move_s=np.where(moved_s > 0.0, np.maximum(0.0, now_unix_s - moved_s), np.inf),
         movable=held.movable,
+        share=held.share,
+        least_layers=held.least_layers,
+        most_layers=held.most_layers,
     )
     return pack(
         rows,

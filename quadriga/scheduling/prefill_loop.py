@@ -67,6 +67,7 @@ class PrefillLoop:
             these layers is complete at the chunk's positions; deeper layers follow.
 
     Attributes:
+        max_unplaced: As given; may be changed at any time.
         running: Sequences that hold a row: being computed, or computed.
         meter: What its steps cost.
         is_stalled: The sequence that is next found no room, and waits until some is given back.
@@ -99,7 +100,7 @@ class PrefillLoop:
         self._reserve = reserve or self._reserve_prompt
         self._on_start = on_start
         self._on_kv = on_kv
-        self._max_unplaced = max_unplaced
+        self.max_unplaced = max_unplaced
         self._full_depth = full_depth
         self._may_deepen = may_deepen
         self._replays = replays
@@ -306,7 +307,13 @@ class PrefillLoop:
     @property
     def _is_ahead(self) -> bool:
         """Whether enough sequences wait for a place at a decode replica."""
-        return sum(not s.is_placed for s in self.running) >= self._max_unplaced
+        return sum(not s.is_placed for s in self.running) >= self.max_unplaced
+
+    @property
+    def num_unplaced(self) -> int:
+        """Sequences whose prompts are done and that have no decode replica."""
+        waiting = SequenceStatus.WAITING_FOR_PLACEMENT
+        return sum(s.status is waiting and not s.is_placed for s in self.running)
 
     def _reserve_prompt(self, state: SequenceState) -> Slot:
         return self.slots.reserve(state.sequence_id, num_prefill_tokens(state))

@@ -93,6 +93,8 @@ class RunningSequence:
         finish: When it is over.
         threshold: What its request asks of a token that leaves early.
         min_confidence: Confidence from which its token may leave early; infinite for never.
+        leaves_from: The same for the token that comes next: less, while the replica is under
+            pressure and the request has some of its quality budget left.
         last_segment: The segment behind which its token leaves whatever its confidence.
         is_surveyed: Its token is tested at every exit that it reaches.
         sure_after: Layers after which its token could first have left, and did not; else 0.
@@ -111,6 +113,7 @@ class RunningSequence:
             may become is reserved.
         num_pauses: How often it was moved to host memory here.
         told_at: Output tokens at the last prediction that its ingress knows; -1 before the first.
+        told_lowered: `SequenceState.num_lowered` that its ingress knows.
         stays_until: Tokens that it may become before a more important newcomer may displace it.
         suspended: What the runner gave when it was moved to host memory: a `Suspended`.
     """
@@ -134,6 +137,7 @@ class RunningSequence:
     finish: FinishRule = FinishRule()
     threshold: float = 0.0
     min_confidence: float = 0.0
+    leaves_from: float = 0.0
     last_segment: int = 0
     is_surveyed: bool = False
     sure_after: int = 0
@@ -150,6 +154,7 @@ class RunningSequence:
     room_tokens: float = math.inf
     num_pauses: int = 0
     told_at: int = -1
+    told_lowered: int = 0
     stays_until: int = 0
     suspended: Any = None
 

@@ -21,6 +21,7 @@ from quadriga.policies.ares.forecast import (
     forecast_rows,
     load_sums,
     memory_rows,
+    shares,
     sizes,
     tokens_ahead,
 )
@@ -193,7 +194,7 @@ class Board:
         )
         # From the rows as packed, in single precision, as a worker's own sums are.
         size, remaining = sizes(rows)
-        running, context = load_sums(size, remaining)
+        running, context = load_sums(size, remaining, shares(rows))
         held = memory_rows(size, remaining, tokens_ahead(grid_s, step_s)[owner])
         costs = StepCosts(self.profile.step.per_sequence_s, self.profile.step.per_token_s)
         n = len(alive)
@@ -202,6 +203,7 @@ class Board:
         return ClusterForecast(
             names=[self.names[i] for i in alive],
             costs=costs,
+            depth=np.ones(n, dtype=np.int64),
             load_s=class_loads(costs, all_running, all_context),
             grid_s=grid_s,
             tokens=np.ascontiguousarray(all_held),

@@ -36,6 +36,7 @@ from quadriga.sim.profiles import NO_DELAYS, drawn
 from quadriga.sim.records import Gaps, Happened, Sequence
 from quadriga.sim.results import Sample, SimulatedRun
 from quadriga.sim.scaling import Autoscaler
+from quadriga.sim.vllm import VllmDecodeReplica
 
 _SCHEDULER = SchedulerConfig()
 _MOST_ASKED = 16
@@ -55,7 +56,8 @@ class Simulation:
         stop: Asked at each tick, with the time; True ends the run there.
         on_decision: Called with (now, cluster, costs, busy, load_only, orders, overload) of each
             decision, for recordings.
-        make_replica: Makes the decode replicas; tests put a plain one here.
+        make_replica: Makes the decode replicas; by default as `config.memory` says. Tests put a
+            plain one here.
 
     Attributes:
         result: What came of the run; whole once `run` returned, and as far as it came if it raised.
@@ -73,7 +75,7 @@ class Simulation:
         on_tick: Callable[[float, int], None] | None = None,
         stop: Callable[[float, SimulatedRun], bool] | None = None,
         on_decision: Callable[..., None] | None = None,
-        make_replica: Callable[..., SimulatedDecodeReplica] = SimulatedDecodeReplica,
+        make_replica: Callable[..., SimulatedDecodeReplica] | None = None,
     ) -> None:
         self._config, self._policy = config, policy
         self._arrivals_s = arrivals_s
@@ -82,7 +84,9 @@ class Simulation:
         self.result = self._run = run = SimulatedRun(len(arrivals_s), config.num_prefill)
         profile = config.profile
         names = [f"decode-{i:04}" for i in range(config.num_decode)]
-        self._decode = [make_replica(n, profile, config.memory, run.gaps.append) for n in names]
+        is_vllm = config.memory.on_full == "vllm"
+        made = make_replica or (VllmDecodeReplica if is_vllm else SimulatedDecodeReplica)
+        self._decode = [made(n, profile, config.memory, run.gaps.append) for n in names]
         self._board = Board(names, profile, input_tokens, output_tokens)
         self._placing = Placing(config, policy, self._board, output_tokens, predictor)
         self._moving = Moving(
@@ -407,7 +411,7 @@ class Simulation:
         cluster = self._board.forecast(
             now_s, placing.grid_s, self._config.profile.kv_capacity_tokens, placing.predictor
         )
-        placing.look_for_overload(cluster, self._roomless.values())
+        placing.look_for_overload(cluster, len(self._roomless))
         overload, load_only = placing.overload, placing.drift.is_drifting
         busy = frozenset(self._moving.busy)
         costs = self._moving.costs

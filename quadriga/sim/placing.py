@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,17 +164,13 @@ class Placing:
             return False
         return is_overdue(now_s - waiting.since_s, waiting.prediction, self._step_s(now_s))
 
-    def look_for_overload(
-        self, cluster: ClusterForecast, waiting: Iterable[RoomlessSequence]
-    ) -> None:
-        """Look at a tick's forecast, and at the sequences without a decode replica."""
+    def look_for_overload(self, cluster: ClusterForecast, num_held: int) -> None:
+        """Look at a tick's forecast, and at how many sequences have no decode replica."""
         may = self._policy.places_ahead and self._policy.settings.overload
         if not may or self.drift.is_drifting:
             self.overload = None
             return
-        last = self.overload
-        num_held = 0 if last is None else sum(w.total_tokens > last.short_tokens for w in waiting)
-        self.overload = plan_overload(cluster, last, num_held=num_held)
+        self.overload = plan_overload(cluster, self.overload, num_held=num_held)
 
     def reported(self, now_s: float, replica: int) -> None:
         """A replica reports what it holds, what is on its way to it included."""

@@ -8,7 +8,7 @@ from typing import Literal
 from quadriga.core.replica import Reservation
 from quadriga.policies.slot_reservation import ADMIT_SHARE, RETURN_SHARE
 
-OnFull = Literal["recompute", "pause"]
+OnFull = Literal["recompute", "pause", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,19 @@ class MemoryRules:
     Attributes:
         on_full: `recompute`: the victim's KV is dropped and computed again on this replica, while
             the batch stands still. `pause`: it goes to host memory and comes back over the link.
+            `vllm`: as vLLM's V1 scheduler does; see `quadriga.sim.vllm`. Marks mean nothing there.
         high: Share of the memory down to which sequences are preempted once it is full.
         low: Share of the memory up to which they come back.
         admits: Share of the memory up to which new sequences are let in; with `pause` by what they
             are promised, see `quadriga.policies.slot_reservation`, else by what they have.
+        caches_prefixes: With `vllm`: what a victim had may still be there when it comes back.
     """
 
     on_full: OnFull = "recompute"
     high: float = 1.0
     low: float = 0.9
     admits: float = 1.0
+    caches_prefixes: bool = False
 
     @property
     def reservation(self) -> Reservation:
@@ -37,7 +40,14 @@ class MemoryRules:
 
 RECOMPUTE = MemoryRules()
 PAUSE = MemoryRules("pause", ADMIT_SHARE, RETURN_SHARE, ADMIT_SHARE)
-MEMORY_RULES = {"recompute": RECOMPUTE, "pause": PAUSE}
+VLLM = MemoryRules("vllm")
+VLLM_CACHED = MemoryRules("vllm", caches_prefixes=True)
+MEMORY_RULES = {
+    "recompute": RECOMPUTE,
+    "pause": PAUSE,
+    "vllm": VLLM,
+    "vllm-cached": VLLM_CACHED,
+}
 
 
 @dataclass(slots=True)

@@ -56,6 +56,7 @@ _SCALARS = (
     "exit_policy",
     "max_depth",
     "sla_tbt_ms",
+    "quality_budget",
 )
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -264,6 +265,7 @@ def usage_message(request: Request) -> Any:
         message.migrations += sequence.progress.num_moves
         message.pauses += sequence.progress.num_pauses
         message.breaches += sequence.progress.num_breaches
+        message.lowered += sequence.progress.num_lowered
         if (said := sequence.progress.expected) is not None:
             message.predicted.add(
                 choice=sequence.index, tokens=said.mean, lower=said.lower, upper=said.upper

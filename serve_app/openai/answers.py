@@ -116,6 +116,9 @@ class QuadrigaUsage(BaseModel):
     breaches: int = Field(
         description="Tokens below their threshold at the deepest exit that was open to them."
     )
+    lowered: int = Field(
+        description="Tokens that left below their threshold within `quality_budget`."
+    )
     predicted: list[PredictedTokensAnswer] | None = Field(
         None, description="Of each choice whose length was predicted."
     )

@@ -37,6 +37,7 @@ class ServedModel:
         exits: Where tokens may leave early; no layers where the deployment has none.
         depth: Layers of the deepest replicas.
         is_auto: It stands for the model that the cluster chooses; all have one tokenizer.
+        is_deterministic: No answer may depend on the load.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +46,7 @@ class ServedModel:
     exits: ExitSpec = NO_EXITS
     depth: int = 0
     is_auto: bool = False
+    is_deterministic: bool = False
 
     @property
     def id(self) -> str:
@@ -94,7 +96,14 @@ class ModelDirectory:
             exits = configured_exits(config, index, checkpoint)
             if config.decode.rebatching == "off":
                 exits = replace(exits, layers=())
-            models[checkpoint.id] = ServedModel(checkpoint, tokenizer, length, exits, depth)
+            models[checkpoint.id] = ServedModel(
+                checkpoint,
+                tokenizer,
+                length,
+                exits,
+                depth,
+                is_deterministic=config.deterministic,
+            )
         return cls(list(models.values()), chooses=config.helios.enabled)
 
     def follow(self, snapshots: Iterable[ReplicaSnapshot]) -> None:

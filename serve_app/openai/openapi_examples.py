@@ -29,6 +29,7 @@ _CAME_ABOUT = {
     "migrations": 0,
     "pauses": 0,
     "breaches": 0,
+    "lowered": 0,
     "predicted": [{"choice": 0, "tokens": 9.4, "lower": 4.0, "upper": 21.0}],
 }
 USAGE = {

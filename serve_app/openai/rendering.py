@@ -49,6 +49,7 @@ def usage(request: Request, *, final: bool = True) -> dict[str, Any]:
             "migrations": sum(s.progress.num_moves for s in sequences),
             "pauses": sum(s.progress.num_pauses for s in sequences),
             "breaches": sum(s.progress.num_breaches for s in sequences),
+            "lowered": sum(s.progress.num_lowered for s in sequences),
         }
         predicted = [
             {

@@ -225,6 +225,13 @@ class GenerationFields(RequestBody):
     sla_tbt_ms: float | None = Field(
         None, gt=0, le=3_600_000, description="Time between two tokens that batching may plan for."
     )
+    quality_budget: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of the tokens that may leave below the threshold while memory is nearly "
+        "full, or tokens come later than `sla_tbt_ms`; 0: none. With bounded exits.",
+    )
 
 
 class CompletionBody(GenerationFields):

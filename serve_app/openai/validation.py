@@ -38,7 +38,12 @@ SLICE_TOKENS = 65_536
 PROMPTS_AT_ONCE = 8
 """Short prompts of one request that are read between two turns of the event loop."""
 OPENAI_DEFAULTS = SamplingDefaults()
-EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms")
+EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms", "quality_budget")
+ASK_FOR_NOTHING: dict[str, tuple[object, ...]] = {
+    "exit_policy": ("lossless", "off"),
+    "quality_budget": (0.0,),
+}
+"""Values of exit fields that every model can give."""
 
 
 async def completion_request(
@@ -461,18 +466,17 @@ def read_exit_fields(body: GenerationFields, model: ServedModel) -> ExitParams:
 
     Raises: InvalidRequest.
     """
-    whole = ("lossless", "off")  # what every model can give
     if not model.exits.layers:
         for field in EXIT_FIELDS:
             value = getattr(body, field)
-            if value is not None and not (field == "exit_policy" and value in whole):
+            if value is not None and value not in ASK_FOR_NOTHING.get(field, ()):
                 raise InvalidRequest(
                     f"{field}: {model.id} has no early exits here; leave it out", param=field
                 )
     threshold, policy, exits = body.exit_threshold, body.exit_policy, model.exits
     depth, full, gap_s = model.depth, model.checkpoint.num_layers, (body.sla_tbt_ms or 0.0) / 1000
     asked = None
-    if policy in whole:
+    if policy in ("lossless", "off"):
         threshold = NEVER if threshold is None else threshold
         asked = ExitParams(threshold, policy, body.max_depth or 0, gap_s)
     elif policy or body.max_depth or (threshold is not None and threshold < NEVER):
@@ -480,4 +484,13 @@ def read_exit_fields(body: GenerationFields, model: ServedModel) -> ExitParams:
         asked = ExitParams(threshold, policy or "bounded", body.max_depth or 0, gap_s)
     elif threshold is not None and (exits.mode == "bounded" or depth < full):
         asked = ExitParams(NEVER, "bounded", 0, gap_s)
-    return read_exit_params(asked, exits, model.id, depth=depth, full=full, sla_tbt_s=gap_s)
+    return read_exit_params(
+        asked,
+        exits,
+        model.id,
+        depth=depth,
+        full=full,
+        sla_tbt_s=gap_s,
+        quality_budget=body.quality_budget or 0.0,
+        deterministic=model.is_deterministic,
+    )

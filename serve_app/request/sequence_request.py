@@ -349,8 +349,9 @@ class SequenceRequest:
             num_breaches=before.num_breaches + said.num_breaches,
             expected=before.expected or said.expected,
         )
-        # What is begun anew is placed by what is known of it.
+        # What is begun anew is placed by what is known of it, and has spent what it has spent.
         self.state.prediction, self.state.predicted_at = said.remaining, said.predicted_at
+        self.state.num_lowered = said.num_lowered
 
     @property
     def eta(self) -> SequenceEta | None:

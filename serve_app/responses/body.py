@@ -105,11 +105,13 @@ class ResponsesBody(RequestBody):
     exit_policy: ExitPolicy | None = Field(None, description="As for chats.")
     max_depth: int | None = Field(None, ge=1, le=INT32_MAX, description="As for chats.")
     sla_tbt_ms: float | None = Field(None, gt=0, le=3_600_000, description="As for chats.")
+    quality_budget: float | None = Field(None, ge=0, le=1, description="As for chats.")
 
 
 SAME = (
     "model", "temperature", "top_p", "parallel_tool_calls", "stream", "user", "seed", "priority",
     "cache_salt", "deadline_ms", "exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms",
+    "quality_budget",
 )  # fmt: skip
 """Fields that a chat has as well."""
 

@@ -160,6 +160,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"max_depth": 1}, "max_depth"),
     ({"max_depth": 9}, "max_depth"),
     ({"sla_tbt_ms": -1}, "sla_tbt_ms"),
+    ({"quality_budget": 1.5}, "quality_budget"),
+    ({"quality_budget": -0.1}, "quality_budget"),
+    ({"quality_budget": 0.1, "exit_policy": "strict"}, "quality_budget"),
+    ({"quality_budget": 0.1, "exit_policy": "lossless"}, "quality_budget"),
+    ({"quality_budget": 0.1, "exit_policy": "off"}, "quality_budget"),
     ({"model": 5}, "model"),
     ({"user": 5}, "user"),
 ]

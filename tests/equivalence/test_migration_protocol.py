@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from actors.kv_transfer import handoff_sender
 from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.migration import Migrations
 from actors.replica.decode import DecodeReplica
@@ -83,9 +82,10 @@ class Side(DecodeReplica):
             bench.runner.spec.depth_class, self, self.clock, ["local"], any_depth=True
         )
         self.transport = network  # type: ignore[assignment]
-        self.migrations = Migrations(self)
+        calls = RpcBatcher(network.call)
+        self.migrations = Migrations(self, calls)
         self.migrations._sender = HandoffSender(
-            name, network.line(name), RpcBatcher(network.call), self.config.transport
+            name, network.line(name), calls, self.config.transport
         )
         self.told: list[EngineOutput] = []
 
@@ -144,9 +144,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+def network() -> Iterator[Network]:
     network = Network()
-    monkeypatch.setattr(handoff_sender, "call", network.call)
     yield network
     for side in network.sides.values():
         assert side.receiver.leases.num_open == side.bench.loop.slots.num_held == 0

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from quadriga.clock import ManualClock
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.scheduling.colocated import ColocatedLoop
+from quadriga.scheduling.prefixes.cache import PrefixCache
 from tests.equivalence.models import GATED, make_spec, make_state, randomise, save
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, load_on_pages
 
@@ -174,6 +177,20 @@ def test_other_salts_and_scored_prompts_share_nothing(folder: Path) -> None:
         answers(loop, [state])
         hits.append(loop.prefill.prefixes.totals.hits)
     assert hits == [0, 0, 0, 192]
+
+
+def test_keys_differ_by_model_layers_and_salt() -> None:
+    """KV of one must never be taken for that of another."""
+    state = make_state(list(range(3, 203)))
+    keys = set()
+    for model, layers, salt in (
+        ("m", 8, ""), ("n", 8, ""), ("m", 4, ""), ("m", 8, "s"), ("m", 8, "t"),
+    ):  # fmt: skip
+        runner: Any = SimpleNamespace(share_tokens=64, num_layers=layers)
+        slots: Any = SimpleNamespace()
+        cache = PrefixCache(runner, slots, model)
+        keys.add(tuple(cache.keys(replace(state, cache_salt=salt))))
+    assert len(keys) == 5 and len({key[0] for key in keys}) == 5
 
 
 def test_blocks_go_for_promises_the_end_of_a_prefix_first(folder: Path) -> None:

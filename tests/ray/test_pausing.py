@@ -10,7 +10,9 @@ import pytest
 import ray
 
 from actors.rpc.lookup import get_actor
+from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import FinishReason
+from quadriga.policies.baselines.exits import LazyExits
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Stream
 
@@ -74,6 +76,34 @@ def test_paused_sequences_say_what_they_say_alone(crowded: App) -> None:
     assert_whole(alone)
     assert [s.token_ids for s in crowd] == [s.token_ids for s in alone]
     wait_until(lambda: crowded.metric("quadriga_pauses_total") == num_pauses, 10.0)
+
+
+@pytest.mark.timeout(300)
+def test_a_quality_budget_is_spent_where_tokens_come_late(crowded: App) -> None:
+    """No replica gives a token every microsecond; nobody is sure enough of 0.9999 by itself."""
+
+    def test_every_exit(replica: Any) -> None:
+        def change(core: Any) -> None:
+            batch = core.loop.batch
+            batch.rebatcher = LazyExits(batch.rebatcher.costs)
+
+        replica.engine._inbox.put(change)
+
+    (decode,) = crowded.replicas("decode")
+    ray.get(get_actor(decode).__ray_call__.remote(test_every_exit), timeout=10.0)
+    ingress, lowered = crowded.ingress(), []
+    for budget in (0.0, 0.3):
+        late = ExitParams(0.9999, "bounded", 0, 1e-6, budget)
+        stream = ingress.submit([7] * 20, NUM_OUTPUT, exits=late)
+        ingress.finish(stream)
+        assert_whole([stream])
+        counted = get_actor(decode).__ray_call__.remote(
+            lambda replica: replica.engine.core.loop.counters.lowered
+        )
+        lowered.append(ray.get(counted, timeout=10.0))
+    assert lowered[0] == 0 < lowered[1] <= 0.3 * NUM_OUTPUT
+    wait_until(lambda: crowded.metric("quadriga_lowered_tokens_total") == lowered[1], 10.0)
+    crowded.until_idle()
 
 
 @pytest.mark.timeout(300)

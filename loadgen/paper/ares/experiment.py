@@ -3,8 +3,10 @@
 The figures of ARES §6 under all policies: goodput, throughput and P99 TPOT over request rates
 (Figure 10), variance of step times over time (Figures 3 and 13), over bandwidth, with the share
 of a migration's transfer in its token's time (Figure 11), over cluster sizes (Figure 12), and a
-grid of SLOs. All figures are figures of a model. The SLO was fixed beforehand: TTFT ≤ 5 s, TPOT
-≤ 1.5 steps at 50 % of the KV memory. Admission, memory and preemption are the same for all.
+grid of SLOs; and, because the paper compares with one baseline on one engine: the same loads on
+vLLM's behaviour with a full memory and on our own, and overload, each against the best placement
+that moves nothing. All figures are figures of a model. The SLO was fixed beforehand: TTFT ≤ 5 s,
+TPOT ≤ 1.5 steps at 50 % of the KV memory. Admission, memory and preemption are the same for all.
 """
 
 from __future__ import annotations

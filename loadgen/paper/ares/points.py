@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from loadgen.load.lengths import find_workload
 from loadgen.load.traces import read_trace
 from loadgen.simulation.loads import (
     SimLoad,
@@ -24,10 +25,10 @@ from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import find_profile
-from quadriga.sim.records import RECOMPUTE
+from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, VLLM_CACHED
 from quadriga.sim.results import RunSummary, Slo
 
-PARTS = ("rates", "bandwidth", "sizes", "hardware", "settings", "traces")
+PARTS = ("vllm", "own", "overload", "rates", "bandwidth", "sizes", "hardware", "settings", "traces")
 SHAREGPT_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23, 0.26)
 ALPACA_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23)
 PAPER_RATE = 0.17
@@ -37,6 +38,15 @@ SIZE_RATE = 0.3 / 8
 """Requests/s for each simulated replica, of which 3 in 4 decode (§6.4)."""
 SIZES = (8, 16, 32, 64, 128, 256)
 BANDWIDTHS_GBIT = (1.0, 5.0, 10.0, 25.0, 100.0)
+SATURATED_RATES = (0.19, 0.20)
+"""ShareGPT: where three such devices are nearly full."""
+OWN_RATES = (0.10, 0.15, *SATURATED_RATES)
+OVERLOAD = 1.4
+"""Times what a cluster carries: the rate that fills its KV memory, see `fitting_rate`."""
+OVERLOAD_SIZES = (3, 12, 64)
+"""Decode replicas."""
+STATIC = ("round_robin", "current_load", "least_requests", "least_work")
+"""Placements that move nothing: what ARES is measured against."""
 TTFT_GRID_S = (1.0, 5.0, 10.0)
 TPOT_GRID = (1.1, 1.2, 1.35, 1.5, 2.0)
 _GBIT = 1e9 / 8
@@ -141,6 +151,58 @@ def _point(args: argparse.Namespace, part: str, x: float | str, **fields: Any) -
     return SimPoint(part, x, **{**values, **fields})
 
 
+def _vllm(args: argparse.Namespace) -> list[SimPoint]:
+    """The paper's set-up near saturation: what its engine does with a full memory."""
+    kinds = {"vllm": VLLM} if args.quick else {"vllm": VLLM, "vllm, prefix caching": VLLM_CACHED}
+    return [
+        _point(
+            args, part, rate, rate=rate, policy=policy,
+            config=replace(_base(args), seed=seed, memory=memory),
+        )
+        for part, memory in kinds.items()
+        for rate in SATURATED_RATES
+        for seed in range(_seeds(args))
+        for policy in args.policy
+    ]  # fmt: skip
+
+
+def _own(args: argparse.Namespace) -> list[SimPoint]:
+    """The same loads, and lighter ones, on replicas that pause, as a service's do."""
+    return [
+        _point(
+            args, "own", rate, rate=rate, policy=policy,
+            config=replace(_base(args), seed=seed, memory=PAUSE),
+        )
+        for rate in OWN_RATES
+        for seed in range(_seeds(args))
+        for policy in args.policy
+    ]  # fmt: skip
+
+
+def _overload(args: argparse.Namespace) -> list[SimPoint]:
+    """More than the cluster carries, with the paper's lengths and with two that differ."""
+    policies = [p for p in args.policy if p in (*STATIC, "ares")]
+    base = replace(_base(args), memory=PAUSE)
+    points = []
+    for workload in ("sharegpt", "reasoning", "translation"):
+        lengths = find_workload(workload).draw(20_000, seed=0)
+        part = "overload" if workload == "sharegpt" else f"overload, {workload}"
+        sizes = OVERLOAD_SIZES[: 2 if args.quick else 3] if workload == "sharegpt" else (3,)
+        for size in sizes:
+            config = replace(base, num_decode=size, num_prefill=max(1, size // 3))
+            rate = OVERLOAD * fitting_rate(config, *lengths, share=1.0)
+            points += [
+                _point(
+                    args, part, size, workload=workload, rate=rate, policy=policy,
+                    config=replace(config, seed=seed),
+                    duration_s=_duration_s(args) if size < 64 else 2000.0,
+                )
+                for seed in range(_seeds(args) if size < 64 else 1)
+                for policy in policies
+            ]  # fmt: skip
+    return points
+
+
 def _rates(args: argparse.Namespace) -> list[SimPoint]:
     base = _base(args)
     step_s = base.profile.half_memory_step_s
@@ -242,6 +304,9 @@ def _hardware(args: argparse.Namespace) -> list[SimPoint]:
 
 
 POINTS: dict[str, Callable[[argparse.Namespace], list[SimPoint]]] = {
+    "vllm": _vllm,
+    "own": _own,
+    "overload": _overload,
     "rates": _rates,
     "bandwidth": _bandwidth,
     "sizes": _sizes,

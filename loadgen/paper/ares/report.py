@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from loadgen.paper.ares.points import PAPER_RATE, PointResult
+from loadgen.paper.ares.points import OWN_RATES, PAPER_RATE, SATURATED_RATES, STATIC, PointResult
 from loadgen.report.experiment import drawn, table_of
 from loadgen.report.figures import shown
 from quadriga.sim.profiles import PROFILES
@@ -80,12 +80,24 @@ class FigureData:
         values = [o.grid_goodput[index] for o in self.outcomes(part, x, policy)]
         return float(np.mean(values)) if values else float("nan")
 
+    def best_static(self, part: str, x: float | str, of: Figure) -> tuple[str, float]:
+        """The placement that moves nothing with the greatest figure, and that; ("", NaN): none."""
+        found = {p: self.mean(part, x, p, of) for p in STATIC if self.outcomes(part, x, p)}
+        best = max(found, key=lambda p: found[p], default="")
+        return best, found.get(best, float("nan"))
+
+    def ratio(self, part: str, x: float | str, of: Figure, against: str = "") -> float:
+        """ARES's figure over a baseline's, or over the best static one's; NaN where one lacks."""
+        base = self.mean(part, x, against, of) if against else self.best_static(part, x, of)[1]
+        return self.mean(part, x, "ares", of) / base if base > 0.0 else float("nan")
+
 
 def print_tables(outcomes: Sequence[PointResult], console: Console) -> None:
     """Print a table a figure."""
     figures = FigureData(outcomes)
     for part in figures.parts():
         _print_part(figures, part, console)
+    _print_ratios(figures, console)
     for part in ("sharegpt", "alpaca"):
         _print_grid(figures, part, console)
     _print_hardware(console)
@@ -114,6 +126,41 @@ def _print_part(figures: FigureData, part: str, console: Console) -> None:
     )
     title = f"{part} (simulated)"
     console.print(table_of(rows, columns, title=title, caption=caption, left=("policy",)))
+
+
+_PAPER_RATIO = "1.93, 2.63 in its second version (0.17/s, over current load)"
+
+
+def _print_ratios(figures: FigureData, console: Console) -> None:
+    """ARES over each baseline, by both goodputs, and what the paper states."""
+    kinds = ("sharegpt", "alpaca", "vllm", "own", "overload")
+    rows = [
+        (part, x)
+        for part in figures.parts()
+        if part.split(",")[0] in kinds and "ares" in figures.policies(part)
+        for x in figures.xs(part)
+    ]
+    if not rows:
+        return
+
+    def cell(against: str) -> Callable[[tuple[str, float | str]], str]:
+        return lambda row: " / ".join(
+            shown(figures.ratio(*row, of, against), ".2f") for of in (_good_per_s, _good_in_all)
+        )
+
+    columns: dict[str, Callable[[tuple[str, float | str]], object]] = {
+        "part": lambda row: row[0],
+        "x": lambda row: row[1] if isinstance(row[1], str) else f"{row[1]:g}",
+        "best static": lambda row: figures.best_static(*row, _good_per_s)[0],
+        "over it": cell(""),
+    }
+    columns |= {f"over {policy}": cell(policy) for policy in STATIC}
+    title = "ares: good requests/s over those of placements that move nothing (simulated)"
+    caption = (
+        "in the time of arrivals / until the last of them ended; x: requests/s or decode replicas. "
+        f"The paper: {_PAPER_RATIO}"
+    )
+    console.print(table_of(rows, columns, title=title, caption=caption, left=("part",)))
 
 
 def _print_grid(figures: FigureData, part: str, console: Console) -> None:
@@ -176,8 +223,9 @@ def headline(outcomes: Sequence[PointResult]) -> dict[str, Any]:
     """Return the figures that the experiment stands for, on ShareGPT-like lengths."""
     figures, part = FigureData(outcomes), "sharegpt"
     rates = [x for x in figures.xs(part) if isinstance(x, float)]
+    honest = {k: None if np.isnan(v) else round(v, 4) for k, v in baselines(figures).items()}
     if not rates or not {_BASELINE, "ares"} <= set(figures.policies(part)):
-        return {}
+        return honest
 
     def mean(rate: float, policy: str, of: Figure) -> float:
         return figures.mean(part, rate, policy, of)
@@ -215,7 +263,34 @@ def headline(outcomes: Sequence[PointResult]) -> dict[str, Any]:
         "light_load_ratio": goodput_ratio(light),
         "light_load_rate": light,
     }
-    return {k: None if np.isnan(v) else round(v, 4) for k, v in found.items()}
+    return {k: None if np.isnan(v) else round(v, 4) for k, v in found.items()} | honest
+
+
+def baselines(figures: FigureData) -> dict[str, float]:
+    """The headline's ratios against honest baselines, of the parts that were run."""
+    parts = figures.parts()
+
+    def ratios(part: str, xs: Sequence[float], against: str = "") -> list[float]:
+        there = [x for x in figures.xs(part) if x in xs]
+        return [figures.ratio(part, x, _good_per_s, against) for x in there]
+
+    found: dict[str, list[float]] = {}
+    if "vllm" in parts:
+        found["vllm_vs_current_load"] = ratios("vllm", SATURATED_RATES, _BASELINE)
+        found["vllm_vs_best_static"] = ratios("vllm", SATURATED_RATES)
+    if "own" in parts:
+        found["own_vs_best_static"] = ratios("own", SATURATED_RATES)
+        found["light_load_ratio"] = [min(ratios("own", OWN_RATES[:2]), default=float("nan"))]
+    for part in parts:
+        if part.split(",")[0] == "overload":
+            name = part.replace(", ", "_")
+            found |= {f"{name}_{x}": ratios(part, [x]) for x in figures.xs(part)}  # type: ignore[list-item]
+    return {name: float(np.mean(values)) for name, values in found.items() if values}
+
+
+def _good_in_all(summary: RunSummary) -> float:
+    """Goodput by makespan: what ended at all, until the last ended."""
+    return summary.makespan.good
 
 
 def _good_per_s(summary: RunSummary) -> float:

@@ -1,4 +1,8 @@
-"""The replicas of one depth class and their sequences as arrays, and which replicas are overloaded.
+"""Replicas of one model and their sequences as arrays, and which replicas are overloaded.
+
+Sequences move freely inside a depth class. Between classes the layers count: loads are then taken
+by the layer, so that those of a shallow and of a deep replica can be compared, and each sequence
+says how many layers a replica needs for it.
 
 A replica that has paused sequences is out of memory now: it is a source, and never a destination.
 
@@ -22,6 +26,7 @@ from quadriga.policies.ares.forecast import (
     StepCosts,
     check_forecast,
     load_rows,
+    shares,
     sizes,
 )
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
@@ -35,7 +40,9 @@ class ClusterForecast:
 
     Attributes:
         names: [n], ascending.
-        costs: What a sequence and a token add to a step, the same on all replicas.
+        costs: What a sequence and a token add to a step, the same on all replicas; by the layer
+            where their depths differ.
+        depth: [n], layers that each has loaded.
         load_s: [n, 17], what the sequences add to a step, at `forecast.TOKENS_AHEAD`.
         grid_s: [17], seconds; the first is now.
         tokens: [n, 17], KV tokens held, at `grid_s`.
@@ -53,6 +60,7 @@ class ClusterForecast:
 
     names: list[str]
     costs: StepCosts
+    depth: NDArray[np.int64]
     load_s: NDArray[np.float64]
     grid_s: NDArray[np.float64]
     tokens: NDArray[np.float64]
@@ -70,6 +78,11 @@ class ClusterForecast:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def is_one_class(self) -> bool:
+        """Whether all replicas have the same layers."""
+        return bool((self.depth == self.depth[0]).all())
+
 
 WhoseRows = Callable[[ClusterForecast], NDArray[np.int64]]
 """Asked with the replicas' own figures: the indices of the replicas whose rows are wanted."""
@@ -78,7 +91,7 @@ WhoseRows = Callable[[ClusterForecast], NDArray[np.int64]]
 def unpack(
     snapshots: Sequence[ReplicaSnapshot], whose_rows: WhoseRows | None = None
 ) -> ClusterForecast | None:
-    """Put the packed snapshots of one depth class together.
+    """Put the packed snapshots of one model together, of one depth class or of several.
 
     Replicas without a forecast, and those whose grid is not the grid of the most, are left out:
     they can neither give nor take.
@@ -101,14 +114,17 @@ def unpack(
     for forecast in forecasts:
         check_forecast(forecast)
     free = [0 if s.draining else s.info.num_slots - s.num_running - s.num_waiting for s in able]
-    costs = common_costs(forecasts)
+    depth = np.array([s.info.depth_class.depth for s in able], dtype=np.int64)
+    layers = np.ones(len(able)) if (depth == depth[0]).all() else depth.astype(np.float64)
+    costs = common_costs(forecasts, layers)
     cluster = ClusterForecast(
         names=[s.info.name for s in able],
         costs=costs,
+        depth=depth,
         load_s=class_loads(
             costs,
-            _stacked([f.running for f in forecasts], NUM_LOADS),
-            _stacked([f.context for f in forecasts], NUM_LOADS),
+            _stacked([f.running for f in forecasts], NUM_LOADS) * layers[:, None],
+            _stacked([f.context for f in forecasts], NUM_LOADS) * layers[:, None],
         ),
         grid_s=np.array(grid),
         tokens=_stacked([f.tokens for f in forecasts], NUM_LOADS).astype(np.float64),
@@ -126,21 +142,27 @@ def unpack(
     wanted = np.arange(len(able)) if whose_rows is None else whose_rows(cluster)
     mine = [forecasts[i] for i in wanted.tolist()]
     cluster.rows = _stacked([f.rows for f in mine], NUM_COLUMNS)
-    cluster.row_load_s = load_rows(*sizes(cluster.rows), costs).astype(np.float32)
     cluster.owner = np.repeat(wanted, [len(f.sequence_ids) for f in mine])
+    share = shares(cluster.rows) * layers[cluster.owner]
+    cluster.row_load_s = load_rows(*sizes(cluster.rows), costs, share=share).astype(np.float32)
     cluster.sequence_ids = list(chain.from_iterable(f.sequence_ids for f in mine))
     return cluster
 
 
-def common_costs(forecasts: Sequence[LoadForecast]) -> StepCosts:
+def common_costs(
+    forecasts: Sequence[LoadForecast], layers: NDArray[np.float64] | float = 1.0
+) -> StepCosts:
     """The costs of a class: the medians of what its replicas measured, each for itself.
+
+    Args:
+        layers: [n], by which each replica's are divided.
 
     Equal replicas measure unequal costs, by what else their machines did at that moment. Loads
     that are compared must be counted by the same ones.
     """
     return StepCosts(
-        float(np.median([f.per_sequence_s for f in forecasts])),
-        float(np.median([f.per_token_s for f in forecasts])),
+        float(np.median(np.array([f.per_sequence_s for f in forecasts]) / layers)),
+        float(np.median(np.array([f.per_token_s for f in forecasts]) / layers)),
     )
 
 
@@ -183,6 +205,14 @@ def by_class(snapshots: Sequence[ReplicaSnapshot]) -> dict[DepthClass, list[Repl
             last, members = depth_class, classes.setdefault(depth_class, [])
         members.append(snapshot)
     return classes
+
+
+def by_model(snapshots: Sequence[ReplicaSnapshot]) -> dict[str, list[ReplicaSnapshot]]:
+    """Snapshots by model, whatever their depth."""
+    models: dict[str, list[ReplicaSnapshot]] = {}
+    for depth_class, members in by_class(snapshots).items():
+        models.setdefault(depth_class.model, []).extend(members)
+    return models
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +279,9 @@ def classify(
 ) -> Roles:
     """Tell overloaded and underloaded replicas by their weighted load.
 
+    Where depths differ, a replica gives because it has more work only if no other has its depth:
+    those with others of their class are balanced among themselves.
+
     Args:
         busy: Replicas with a move under way; they neither give nor take.
     """
@@ -262,7 +295,10 @@ def classify(
     is_rescue = (tokens > settings.rescue_limit * cluster.capacity_tokens) | (
         cluster.num_paused > 0
     )
-    over = (w > (1.0 + settings.theta) * mean_w) | is_rescue
+    over = w > (1.0 + settings.theta) * mean_w
+    if not cluster.is_one_class:
+        over &= (cluster.depth[:, None] == cluster.depth).sum(axis=1) == 1
+    over |= is_rescue
     able = free & (cluster.free_slots > 0) & (cluster.num_paused == 0)
     under = able & (w < (1.0 - settings.theta) * mean_w)
     if not under.any() and able.any():

@@ -17,6 +17,7 @@ from quadriga.policies.ares.forecast import (
     REMAINING,
     REMAINING_LOWER,
     REMAINING_UPPER,
+    SHARE,
     TOKENS,
     memory_rows,
     tokens_ahead,
@@ -34,13 +35,17 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
 
     Returns:
         `by`: "forecast" or "present load". `sequence`: its KV tokens, the predicted remaining
-        tokens (mean, 10 % and 90 %) and its moves so far. `transfer_s`: what the move was taken to
+        tokens (mean, 10 % and 90 %), its moves so far, and the share of the layers that its tokens
+        are expected to run. `transfer_s`: what the move was taken to
         cost. `destinations`: the chosen one first, then the best others, each with the share of
         the variance that moving there removes (`gain`), the work of source and destination after
         it over the mean, and the destination's greatest forecast share of KV memory. `text`: the
         same in a sentence. Empty where the tick does not show the sequence.
     """
-    cluster = unpack([s for s in tick.snapshots if s.info.depth_class == order.depth_class])
+    of_model = [s for s in tick.snapshots if s.info.depth_class.model == order.depth_class.model]
+    taker = next((s for s in of_model if s.info.name == order.destination), None)
+    is_across = taker is not None and taker.info.depth_class != order.depth_class
+    cluster = unpack([s for s in of_model if is_across or s.info.depth_class == order.depth_class])
     if cluster is None or order.sequence_id not in cluster.sequence_ids:
         return {}
     row = list(cluster.sequence_ids).index(order.sequence_id)
@@ -58,6 +63,7 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
             "remaining_lower": float(facts[REMAINING_LOWER]),
             "remaining_upper": float(facts[REMAINING_UPPER]),
             "moves": int(facts[MOVES]),
+            "share_of_layers": float(facts[SHARE]),
         },
         "transfer_s": float(tick.costs.seconds(float(facts[TOKENS]))),
         "destinations": destinations[: 1 + MAX_ALTERNATIVES],

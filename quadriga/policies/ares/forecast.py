@@ -7,6 +7,11 @@ does, and by them a fast replica, or one that was measured at a bad moment, woul
 the scheduler knows beyond a replica's last report (sequences on their way, sequences that must
 stay) is added to the packed forecast.
 
+A token that leaves early costs a step the layers that it ran alone. So a sequence weighs in loads
+and in work as many tokens as it will generate, times the share of the layers that each is expected
+to run (`policies.ares.expected_depth`). In memory it weighs its tokens whole: KV is promised at all
+layers, whatever a token runs.
+
 All of it is vector arithmetic: a replica forecasts its own sequences, the simulator those of a
 whole cluster, with the same functions.
 
@@ -26,12 +31,25 @@ from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import NUM_POINTS, TOKENS_AHEAD
 
 NUM_LOADS = NUM_POINTS + 1
-TOKENS, REMAINING, REMAINING_LOWER, REMAINING_UPPER, MOVES, SINCE_MOVE_S, MOVABLE = range(7)
+(
+    TOKENS,
+    REMAINING,
+    REMAINING_LOWER,
+    REMAINING_UPPER,
+    MOVES,
+    SINCE_MOVE_S,
+    MOVABLE,
+    SHARE,
+    LEAST_LAYERS,
+    MOST_LAYERS,
+) = range(10)
 """Columns of a row. SINCE_MOVE_S is infinite for a sequence that never moved; MOVABLE is one of the
-next three."""
+next three; SHARE is the part of the replica's layers that a token is expected to run, in 0..1; a
+replica needs LEAST_LAYERS for the sequence to go there, and may have no more than MOST_LAYERS; 0 is
+no bound."""
 FIXED, RUNS, PAUSED = 0.0, 1.0, 2.0
 """On its way, or promised: not to be moved; runs here; stands in host memory here."""
-NUM_COLUMNS = 7
+NUM_COLUMNS = 10
 ROW_BYTES = 4 * NUM_COLUMNS
 MAX_ROWS = 65_536
 """More sequences than that no replica holds; a forecast with more is refused."""
@@ -74,29 +92,34 @@ def load_rows(
     remaining: NDArray[np.float64],
     costs: StepCosts,
     ahead: NDArray[np.float64] = TOKENS_AHEAD,
+    share: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
     """Seconds each sequence adds to a step while it lasts: of n_r(t) = N(r) + t tokens.
 
     Args:
         tokens: N(r), [num_rows].
         remaining, ahead: See `running_rows`.
+        share: Of the layers that a token of each runs, [num_rows]; None: all.
 
     Returns: [num_rows, num_points].
     """
     load = costs.per_token_s * (tokens[:, None] + ahead)
     load += costs.per_sequence_s
     load *= running_rows(remaining, ahead)
+    if share is not None:
+        load *= share[:, None]
     return load
 
 
 def load_sums(
-    tokens: NDArray[np.float64], remaining: NDArray[np.float64]
+    tokens: NDArray[np.float64], remaining: NDArray[np.float64], share: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What loads are made of: sequences that run at each point, and their KV tokens then.
+    """What loads are made of: sequences that run at each point, and their KV tokens then, each
+    counted by the share of the layers that its tokens run.
 
     Returns: twice [num_rows, num_points].
     """
-    runs = running_rows(remaining).astype(np.float64)
+    runs = running_rows(remaining) * share[:, None]
     return runs, (tokens[:, None] + TOKENS_AHEAD) * runs
 
 
@@ -126,15 +149,37 @@ def forecast_rows(
     moves: ArrayLike,
     since_move_s: ArrayLike,
     movable: ArrayLike,
+    share: ArrayLike = 1.0,
+    least_layers: ArrayLike = 0.0,
+    most_layers: ArrayLike = 0.0,
 ) -> NDArray[np.float32]:
     """Return the rows of a forecast: [num_rows, NUM_COLUMNS]. Arguments as in the columns."""
-    columns = (tokens, remaining, lower, upper, moves, since_move_s, movable)
-    return np.stack([np.asarray(c, dtype=np.float32) for c in columns], axis=1)
+    columns = (
+        tokens, remaining, lower, upper, moves, since_move_s, movable,
+        share, least_layers, most_layers,
+    )  # fmt: skip
+    return np.stack(
+        [np.broadcast_to(np.asarray(c, dtype=np.float32), np.shape(tokens)) for c in columns],
+        axis=1,
+    )
 
 
 def sizes(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens and remaining tokens of rows as packed, in single precision: twice [num_rows]."""
     return rows[:, TOKENS].astype(np.float64), rows[:, REMAINING].astype(np.float64)
+
+
+def shares(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The share of the layers that a token of each row runs, as packed: [num_rows]."""
+    return rows[:, SHARE].astype(np.float64)
+
+
+def mean_share(forecast: LoadForecast) -> float:
+    """What a token of the sequences there runs of the layers, on average; 1 without any."""
+    if not forecast.sequence_ids:
+        return 1.0
+    rows = np.frombuffer(forecast.rows, dtype=_WIRE).reshape(-1, NUM_COLUMNS)
+    return float(rows[:, SHARE].mean())
 
 
 def pack(
@@ -156,15 +201,15 @@ def pack(
         base_s, costs: A step without sequences, and what they add, as measured here.
     """
     tokens, remaining = sizes(rows)
-    ahead = tokens_ahead(grid_s, step_s)
-    running, context = load_sums(tokens, remaining)
+    ahead, share = tokens_ahead(grid_s, step_s), shares(rows)
+    running, context = load_sums(tokens, remaining, share)
     return LoadForecast(
         grid_s=tuple(grid_s),
         sequence_ids=tuple(sequence_ids),
         rows=rows.astype(_WIRE, copy=False).tobytes(),
         running=_summed(running),
         context=_summed(context),
-        load_s=_summed(load_rows(tokens, remaining, costs, ahead)),
+        load_s=_summed(load_rows(tokens, remaining, costs, ahead, share)),
         tokens=_summed(memory_rows(tokens, remaining, ahead)),
         base_s=base_s,
         has_predictions=has_predictions,
@@ -211,7 +256,10 @@ class Promised:
 def with_promised(
     forecast: LoadForecast, promised: Sequence[Promised], step_s: float
 ) -> LoadForecast:
-    """Add sequences on their way, which cannot be moved, to rows and sums."""
+    """Add sequences on their way, which cannot be moved, to rows and sums.
+
+    Their tokens are taken to run as many layers as those of the sequences there do.
+    """
     known = set(forecast.sequence_ids)
     new = [p for p in promised if p.sequence_id not in known]
     if not new:
@@ -224,18 +272,19 @@ def with_promised(
         moves=np.zeros(len(new)),
         since_move_s=np.full(len(new), np.inf),
         movable=np.full(len(new), FIXED),
+        share=np.full(len(new), mean_share(forecast)),
     )
-    tokens, remaining = sizes(rows)
+    (tokens, remaining), share = sizes(rows), shares(rows)
     ahead = tokens_ahead(forecast.grid_s, step_s or forecast.base_s)
     costs = StepCosts(forecast.per_sequence_s, forecast.per_token_s)
-    running, context = load_sums(tokens, remaining)
+    running, context = load_sums(tokens, remaining, share)
     return replace(
         forecast,
         sequence_ids=(*forecast.sequence_ids, *(p.sequence_id for p in new)),
         rows=forecast.rows + rows.astype(_WIRE, copy=False).tobytes(),
         running=_plus(forecast.running, running),
         context=_plus(forecast.context, context),
-        load_s=_plus(forecast.load_s, load_rows(tokens, remaining, costs, ahead)),
+        load_s=_plus(forecast.load_s, load_rows(tokens, remaining, costs, ahead, share)),
         tokens=_plus(forecast.tokens, memory_rows(tokens, remaining, ahead)),
     )
 

@@ -7,17 +7,22 @@ only sends the orders and brings back the reports."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
-from quadriga.policies.ares.cluster import by_class
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.policies.ares.cluster import ClusterForecast, by_class, by_model, unpack
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
+from quadriga.policies.ares.overload import OverloadPlan, is_overloaded, plan_overload
 from quadriga.policies.ares.settings import (
     ROUND_TRIP_S,
     AresSettings,
@@ -93,6 +98,7 @@ def settings_of(config: SchedulerConfig) -> AresSettings:
         cost_factor=ares.cost_factor,
         remaining_factor=ares.remaining_factor,
         hold_share=ares.hold_share,
+        overload=ares.overload,
     )
 
 
@@ -116,10 +122,16 @@ class Governor:
 
     Args:
         record: Called with every decision and all it saw.
+
+    Attributes:
+        overload: What overload calls for, by model; only of models that are overloaded.
+        num_held: Sequences of these that wait for a decode replica.
     """
 
     def __init__(self, config: SchedulerConfig, record: Callable[[RecordedTick], None]) -> None:
         self._record = record
+        self.overload: dict[str, OverloadPlan] = {}
+        self.num_held: dict[str, int] = {}
         self._link = LinkMeter()
         self._drift: dict[str, DriftMonitor] = {}
         self.last = TickSummary()
@@ -187,9 +199,16 @@ class Governor:
             and now_unix_s - s.taken_unix_s <= self.config.snapshot_max_age_s
         ]
         ticks: list[RecordedTick] = []
+        unplaced: Counter[str] = Counter()
+        for snapshot in snapshots:
+            unplaced[snapshot.info.depth_class.model] += snapshot.num_unplaced
+        last, self.overload, self.num_held = self.overload, {}, {}
         self.last = TickSummary(now_unix_s)
-        for depth_class, members in by_class(fresh).items():
-            tick = self._decide(depth_class, members, busy, now_unix_s)
+        for model, members in by_model(fresh).items():
+            plan = self._overload_of(model, members, last.get(model), unplaced[model])
+            if plan is not None:
+                self.overload[model], self.num_held[model] = plan, unplaced[model]
+            tick = self._decide(model, members, busy, now_unix_s)
             if tick is not None:
                 ticks.append(tick)
         decided = [(tick, order) for tick in ticks for order in tick.orders]
@@ -201,16 +220,41 @@ class Governor:
         self.last.took_s = time.perf_counter() - started_s
         return [order for _, order in decided]
 
+    def _overload_of(
+        self,
+        model: str,
+        members: Sequence[ReplicaSnapshot],
+        last: OverloadPlan | None,
+        num_held: int,
+    ) -> OverloadPlan | None:
+        """What overload of a model calls for; None without one, or where nothing is predicted.
+
+        Where a model is served at several depths each may be full by itself, and none is planned.
+        """
+        config = self.config
+        is_used = config.ares.mode == "ares" and config.placement == "ares" and config.ares.overload
+        if not is_used or self.is_distrusted(model) or len(by_class(members)) > 1:
+            return None
+
+        def rows_of(cluster: ClusterForecast) -> NDArray[np.int64]:
+            is_over = is_overloaded(cluster, last, num_held=num_held)
+            return np.arange(len(cluster) if is_over else 0)
+
+        cluster = unpack(members, rows_of)
+        return None if cluster is None else plan_overload(cluster, last, num_held=num_held)
+
     def _decide(
         self,
-        depth_class: DepthClass,
+        model: str,
         members: list[ReplicaSnapshot],
         busy: frozenset[str],
         now_unix_s: float,
     ) -> RecordedTick | None:
         able = [s for s in members if s.forecast is not None]
         if len(able) < 2:
-            self.last.why[str(depth_class)] = f"{len(able)} of {len(members)} replicas can forecast"
+            for depth_class, some in by_class(members).items():
+                num_able = sum(s.forecast is not None for s in some)
+                self.last.why[str(depth_class)] = f"{num_able} of {len(some)} replicas can forecast"
             return None
         # Loaded where rescheduling is on.
         from quadriga.policies.ares.recording import RecordedTick
@@ -219,9 +263,10 @@ class Governor:
         costs = self.costs(able)
         settings = self._settings_for(able)
         predicts = self.config.ares.mode == "ares"
-        load_only = self.is_distrusted(depth_class.model)
+        load_only = self.is_distrusted(model)
         rescheduler = Rescheduler(settings, predicts=predicts)
-        orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only)
+        overload = self.overload.get(model)
+        orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only, overload=overload)
         tick = RecordedTick(
             at_s=now_unix_s,
             snapshots=able,
@@ -231,10 +276,16 @@ class Governor:
             load_only=load_only,
             busy=busy,
             orders=orders,
+            overload=overload,
         )
         self._record(tick)
-        self.last.work |= rescheduler.work(able, load_only=load_only)
-        self.last.why[str(depth_class)] = _why(orders, able, busy, load_only)
+        for depth_class, some in by_class(able).items():
+            self.last.work |= rescheduler.work(some, load_only=load_only)
+            of_class = [o for o in orders if o.depth_class == depth_class]
+            why = _why(of_class, some, busy, load_only)
+            if overload is not None:
+                why = overload.described(len(some), self.num_held[model])
+            self.last.why[str(depth_class)] = why
         return tick
 
     def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:

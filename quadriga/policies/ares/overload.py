@@ -89,6 +89,13 @@ class OverloadPlan:
             return np.asarray(able & ~protected)
         return protected if protected.any() else able
 
+    def described(self, num_replicas: int, num_held: int) -> str:
+        """In a line, for operators."""
+        return (
+            f"overload: protecting {len(self.protected)} of {num_replicas} replicas for sequences "
+            f"of up to {self.short_tokens:,.0f} tokens, {num_held} held"
+        )
+
 
 def is_overdue(waited_s: float, prediction: LengthPrediction, step_s: float) -> bool:
     """Whether a sequence has waited for `HOLD_SHARE` of its predicted run, or longer.
@@ -99,6 +106,14 @@ def is_overdue(waited_s: float, prediction: LengthPrediction, step_s: float) -> 
     return waited_s > HOLD_SHARE * prediction.mean * step_s
 
 
+def is_overloaded(cluster: ClusterForecast, last: OverloadPlan | None, *, num_held: int) -> bool:
+    """Whether there is overload, and something to be done. Arguments as in `plan_overload`."""
+    if len(cluster) < 2 or not cluster.has_predictions:
+        return False
+    share = cluster.promised_tokens.sum() / cluster.capacity_tokens.sum()
+    return bool(share > ENTER_SHARE if last is None else share > LEAVE_SHARE or num_held > 0)
+
+
 def plan_overload(
     cluster: ClusterForecast, last: OverloadPlan | None, *, num_held: int
 ) -> OverloadPlan | None:
@@ -106,12 +121,10 @@ def plan_overload(
 
     Args:
         last: The plan of the tick before; protected replicas stay protected.
-        num_held: Sequences that wait for room after prefill, by the last plan.
+        num_held: Sequences that wait for room after prefill.
     """
     n = len(cluster)
-    share = cluster.promised_tokens.sum() / cluster.capacity_tokens.sum()
-    is_over = share > ENTER_SHARE if last is None else share > LEAVE_SHARE or num_held > 0
-    if n < 2 or not cluster.has_predictions or not is_over:
+    if not is_overloaded(cluster, last, num_held=num_held):
         return None
     num_protected = min(n - 1, max(1, round(PROTECTED_SHARE * n)))
     before = last.protected if last is not None else frozenset[str]()

@@ -22,6 +22,7 @@ from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.cluster import ClusterForecast, no_rows, unpack
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
+from quadriga.policies.ares.overload import OverloadPlan, is_overdue
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
 from quadriga.policies.least_work import LeastWork, expected_length
 from quadriga.policies.load import has_room
@@ -70,12 +71,14 @@ class AresPlacement:
 
     Attributes:
         load_only: Predictions are not to be believed now.
+        overload: What overload of the class calls for; None without one.
     """
 
     def __init__(self, settings: AresSettings | None = None) -> None:
         self._settings = settings or AresSettings()
         self._without = LeastWork()
         self.load_only = False
+        self.overload: OverloadPlan | None = None
 
     def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
         """See `Placement.choose`; the snapshots are of one depth class."""
@@ -85,5 +88,14 @@ class AresPlacement:
         by_name = {s.info.name: s for s in snapshots}
         able = np.array([has_room(by_name[n], request) for n in cluster.names])
         prediction = expected_length(request, snapshots)
+        if self.overload is not None:
+            if not request.is_prompt_done:
+                return None  # it has its place once its length is predicted
+            able = self.overload.open_to(
+                cluster.names,
+                able,
+                request.num_tokens + prediction.mean,
+                is_overdue=is_overdue(request.waited_s, prediction, float(cluster.step_s.mean())),
+            )
         index = best_replica(cluster, request, prediction, able, self._settings)
         return None if index is None else cluster.names[index]

@@ -37,7 +37,7 @@ from quadriga.policies.ares.settings import AresSettings, TransferCosts
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 PACKED = ("rows", "running", "context", "load_s", "tokens")
 """Fields of a forecast that are bytes."""
 RECENT_BYTES = 8_000_000

@@ -11,6 +11,12 @@ Paused sequences come first: they stand still until their replica has room again
 delays no other sequence and lets it run at once. They go wherever there is room, whatever that does
 to the balance; of several moves, too, the one that removes the most variance, or adds the least.
 
+Between depth classes of one model (pools of different depths, or a model that is being resized) a
+second look follows, at all its replicas: who runs out of memory is relieved there where its own
+class has no room, and who is alone in its class is balanced with the others. Strict sequences go
+only where they can do at least what they can where they are; for balance alone no sequence loses
+layers (`Search`).
+
 Against ping-pong: a move may reverse the difference of a pair's work, but not to more than half of
 what it was. (It need not shrink otherwise: among many small sequences no single move could.)
 
@@ -21,6 +27,7 @@ paused sequences."""
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -34,6 +41,7 @@ from quadriga.policies.ares.cluster import (
     Roles,
     RoleWeights,
     by_class,
+    by_model,
     classify,
     no_rows,
     relative_work,
@@ -150,7 +158,7 @@ class Rescheduler:
         load_only: bool = False,
         overload: OverloadPlan | None = None,
     ) -> list[MigrationOrder]:
-        """Decide the moves of this tick, class by class.
+        """Decide the moves of this tick: class by class, then between the classes of a model.
 
         Args:
             snapshots: Decode replicas that were heard of lately.
@@ -161,14 +169,26 @@ class Rescheduler:
         Raises:
             ConfigError: A forecast is malformed.
         """
-        orders = []
-        for depth_class, members in sorted(by_class(snapshots).items(), key=lambda i: str(i[0])):
-            sources = partial(self._sources, busy=busy, load_only=load_only)
-            cluster = unpack(members, sources if overload is None else None)
-            if cluster is not None:
-                orders += self.decide(
-                    cluster, depth_class, costs, busy=busy, load_only=load_only, overload=overload
-                )
+        orders: list[MigrationOrder] = []
+        for _, of_model in sorted(by_model(snapshots).items()):
+            classes = by_class(of_model)
+            parts = [members for _, members in sorted(classes.items(), key=lambda i: str(i[0]))]
+            # An overload is relieved by what its plan names, inside each class.
+            if len(parts) > 1 and overload is None:
+                parts.append(of_model)
+            for members in parts:
+                used = {name for o in orders for name in (o.source, o.destination)} | busy
+                sources = partial(self._sources, busy=used, load_only=load_only)
+                cluster = unpack(members, sources if overload is None else None)
+                if cluster is not None:
+                    orders += self.decide(
+                        cluster,
+                        members[0].info.depth_class,
+                        costs,
+                        busy=used,
+                        load_only=load_only,
+                        overload=overload,
+                    )
         return orders
 
     def decide(
@@ -181,7 +201,12 @@ class Rescheduler:
         load_only: bool = False,
         overload: OverloadPlan | None = None,
     ) -> list[MigrationOrder]:
-        """Decide the moves of this tick inside one class; arguments as in `tick`."""
+        """Decide the moves of this tick inside one class, or between those of one model.
+
+        Args:
+            depth_class: Of the replicas; where their depths differ, of any of them. The others are
+                as in `tick`.
+        """
         if overload is None:
             choices = select(
                 cluster, self.settings, costs, self._weights(cluster, load_only), busy=busy
@@ -192,7 +217,11 @@ class Rescheduler:
         return [
             MigrationOrder(
                 sequence_id=cluster.sequence_ids[choice.row],
-                depth_class=depth_class,
+                depth_class=(
+                    depth_class
+                    if cluster.is_one_class
+                    else replace(depth_class, depth=int(cluster.depth[choice.source]))
+                ),
                 source=cluster.names[choice.source],
                 destination=cluster.names[choice.destination],
                 cause=MigrationCause.MEMORY if choice.is_rescue else MigrationCause.BALANCE,

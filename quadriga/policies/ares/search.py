@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from quadriga.policies.ares.cluster import ClusterForecast, RoleAssignment, Roles, RoleWeights
 from quadriga.policies.ares.forecast import (
+    LEAST_LAYERS,
+    MOST_LAYERS,
     REMAINING,
     REMAINING_LOWER,
     REMAINING_UPPER,
@@ -71,6 +73,7 @@ class Search:
         n = len(cluster)
         self._cluster, self._settings, self._costs, self._weigh = cluster, settings, costs, weigh
         self._of_paused = of_paused
+        self._is_one_class = cluster.is_one_class
         self._destinations = roles.takers if of_paused else roles.destinations
         self._is_rescue = roles.is_rescue | of_paused
         self._scale = 2.0 / (n * variance)
@@ -79,6 +82,7 @@ class Search:
         self._load = cluster.load_s - cluster.load_s[self._destinations].min(axis=0)
         self._w = cluster.load_s @ weigh.points
         self._target_load = self._load[self._destinations]
+        self._target_depth = cluster.depth[self._destinations]
         self._target_w = self._w[self._destinations]
         is_free = np.ones(n, dtype=bool)
         is_free[np.array(used, dtype=np.int64)] = False
@@ -138,7 +142,9 @@ class Search:
         """The least gain a row must promise."""
         if self._of_paused:
             return np.full(len(rows), -np.inf)
-        return np.where(self._is_rescue[self._cluster.owner[rows]], 0.0, self._least)
+        least_of_rescue = 0.0 if self._is_one_class else -np.inf
+        is_rescue = self._is_rescue[self._cluster.owner[rows]]
+        return np.where(is_rescue, least_of_rescue, self._least)
 
     def _first_bounds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Upper bounds of the gains over any destination; -1 for a row too large to pass
@@ -186,6 +192,8 @@ class Search:
         x = cluster.row_load_s[rows].astype(np.float64)
         gains = self._gains(x, sources)
         ok = self._permitted(x, sources, gains)
+        if not self._is_one_class:
+            ok &= self._has_the_layers(rows, sources)
         # The greatest gain first, then the smallest name; nearly always it is good.
         best = np.where(ok, gains, -np.inf).argmax(axis=1)
         each = np.arange(len(rows))
@@ -231,8 +239,26 @@ class Search:
         before = self._w[sources][:, None] - self._target_w
         balances = 2.0 * wx[:, None] - before <= OVERSHOOT * before
         balances &= gains >= self._least
-        balances |= self._is_rescue[sources][:, None]
-        return np.asarray(balances & (gains > 0.0) & self._target_free)
+        is_rescue = self._is_rescue[sources][:, None]
+        balances = (balances | is_rescue) & (gains > 0.0)
+        if not self._is_one_class:
+            balances |= is_rescue  # loads of different depths need not be made alike
+        return np.asarray(balances & self._target_free & (self._destinations != sources[:, None]))
+
+    def _has_the_layers(
+        self, rows: NDArray[np.int64], sources: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Which destinations each row may go to by its layers, [num_rows, num_destinations].
+
+        No strict sequence goes where it could do less than it can here, and for the sake of balance
+        alone none does; one that is rescued may, if its request allows it.
+        """
+        needs = self._cluster.rows[rows][:, [LEAST_LAYERS, MOST_LAYERS]]
+        here = np.where(self._is_rescue[sources], 0, self._cluster.depth[sources])
+        most = np.where(needs[:, 1] > 0, needs[:, 1], np.inf)
+        depth = self._target_depth
+        is_enough = depth >= np.maximum(needs[:, 0], here)[:, None]
+        return np.asarray(is_enough & (depth <= most[:, None]))
 
     def _is_good(
         self, rows: NDArray[np.int64], x: Floats, sources: NDArray[np.int64], targets: Targets

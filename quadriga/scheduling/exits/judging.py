@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 
 from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range
@@ -34,7 +34,7 @@ def judge(
     """
     if ran.stop == len(batch.ends):
         return _leave_last(batch, group, confidences, now_s), None
-    passed = [c >= s.min_confidence for c, s in zip(confidences, group, strict=True)]
+    passed = [c >= s.leaves_from for c, s in zip(confidences, group, strict=True)]
     stays = [s for s, p in zip(group, passed, strict=True) if not p]
     at_exit = ExitGroup(
         ran=ran,
@@ -48,11 +48,14 @@ def judge(
     decision = batch.rebatcher.judge(at_exit, now_s)
     count = len(group) - len(stays)
     if batch.rebatcher.is_surveying:
-        _note_sure(batch.ends[ran.stop - 1], group, passed)
+        sure = [c >= s.min_confidence for c, s in zip(confidences, group, strict=True)]
+        _note_sure(batch.ends[ran.stop - 1], group, sure)
     if batch.num_limited or decision is BatchDecision.LEAVE:
         return _leave_some(batch, decision, at_exit, group, now_s), count
     if decision is BatchDecision.SPLIT:
         leavers = list(compress(group, passed))
+        if batch.num_budgeted:
+            _count_lowered(batch, leavers, compress(confidences, passed))
     else:
         leavers, stays = [], group
         batch.counters.involuntary_stays += count
@@ -103,12 +106,21 @@ def _leave_some(
             decision is BatchDecision.LEAVE and (passed or not sequence.is_strict)
         ):
             batch.counters.involuntary_exits += not passed
+            if passed:
+                _count_lowered(batch, [sequence], [confidence])
             leavers.append(sequence)
         else:
             batch.counters.involuntary_stays += passed
             batch.wait(sequence, at.ran.stop, now_s)
     batch.counters.buffered += len(group) - len(leavers)
     return leavers
+
+
+def _count_lowered(batch: DecodeBatch, leavers: Group, confidences: Iterable[float]) -> None:
+    for confidence, sequence in zip(confidences, leavers, strict=True):
+        if confidence < sequence.min_confidence:
+            sequence.state.num_lowered += 1
+            batch.counters.lowered += 1
 
 
 def _count_breaches(batch: DecodeBatch, group: Group, confidences: Sequence[float]) -> None:

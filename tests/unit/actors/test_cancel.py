@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer import migration
 from actors.kv_transfer.migration import Migrations
 from actors.replica.decode import DecodeReplica
+from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.clock import ManualClock
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.errors import MigrationFailed, TakenOver
+from quadriga.errors import MigrationFailed, ReplicaDied, TakenOver
 
 GONE, HEIR = "ingress-0", "ingress-1"
 
@@ -25,6 +25,10 @@ def a_state(sequence_id: str, ingress_id: str = GONE) -> SequenceState:
     return SequenceState(
         sequence_id, "r", "m", [1], SamplingParams(max_tokens=4), ingress_id, 0.0, 1e12
     )
+
+
+async def unanswered(*_: Any, timeout_s: float) -> None:
+    raise ReplicaDied("nobody is there")
 
 
 class Engine:
@@ -64,7 +68,7 @@ class Decode(DecodeReplica):
         self.loop = Loop(*running)
         self.engine: Any = Engine(SimpleNamespace(loop=self.loop, loaded_depth=8))
         self.clock: Any = ManualClock()
-        self.migrations = Migrations(self)
+        self.migrations = Migrations(self, RpcBatcher(unanswered))
         self.closed_leases: list[str] = []
         self.receiver: Any = SimpleNamespace(cancel=self._close_lease)
         self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
@@ -137,16 +141,14 @@ async def test_a_sequence_cancelled_while_it_joins_does_not_run() -> None:
     assert replica.ids == []
 
 
-async def test_a_cancellation_that_follows_a_sequence_names_its_ingress(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cancellation_that_follows_a_sequence_names_its_ingress() -> None:
     calls: list[tuple[Any, ...]] = []
 
     async def call(*args: Any, timeout_s: float) -> None:
         calls.append(args)
 
-    monkeypatch.setattr(migration, "call", call)
     replica = Decode()
+    replica.migrations = Migrations(replica, RpcBatcher(call))
     replica.migrations.moved_away("a", "app:decode:2")
     await replica.cancel(["a"], GONE)
     await asyncio.sleep(0)

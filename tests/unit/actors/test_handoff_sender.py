@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from actors.kv_transfer import handoff_sender
 from actors.kv_transfer.handoff_sender import OutgoingTransfer
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.kv import TransferOffer
@@ -31,8 +30,11 @@ def no_collector() -> Iterator[None]:
 class Peer:
     """The destination: takes every commit, and every abort."""
 
-    async def call(self, *_: Any, **__: Any) -> None:
+    async def call(self, *_: Any, **__: Any) -> LeaseState:
         await asyncio.sleep(0)
+        return LeaseState.ABORTED
+
+    call_alone = call
 
     async def abort(self, *_: Any) -> None:
         await asyncio.sleep(0)
@@ -71,15 +73,8 @@ def state() -> SequenceState:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("is_aborted", [False, True])
-async def test_a_transfer_is_freed_without_the_collector(
-    is_aborted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_transfer_is_freed_without_the_collector(is_aborted: bool) -> None:
     """It may hold KV, and a process that serves collects seldom."""
-
-    async def answer(*_: Any, **__: Any) -> LeaseState:
-        return LeaseState.ABORTED
-
-    monkeypatch.setattr(handoff_sender, "call", answer)
     made = transfer()
     await asyncio.sleep(0)  # the lease is being renewed
     if is_aborted:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from actors.kv_transfer import migration as migrations_module
 from actors.kv_transfer.migration import MAX_OUTGOING, Migration, Migrations
+from actors.rpc.ray_rpc import call
+from actors.rpc.rpc_batcher import Caller, RpcBatcher
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import ManualClock
 from quadriga.core.kv import ResumePoint, TransferOffer
@@ -148,7 +149,7 @@ class Replica:
 
     name = "source"
 
-    def __init__(self, **fails: list[QuadrigaError]) -> None:
+    def __init__(self, calls: Caller = call, **fails: list[QuadrigaError]) -> None:
         self.clock = ManualClock()
         self.runner = TensorRunner(4)
         self.loop = DecodeLoop(
@@ -177,7 +178,7 @@ class Replica:
                 depth_class = CLASS
 
         self.config, self.spec = Config, Spec
-        self.migrations = Migrations(self)  # type: ignore[arg-type]
+        self.migrations = Migrations(self, RpcBatcher(calls))  # type: ignore[arg-type]
         self.migrations._sender = self  # type: ignore[assignment]
 
     async def reserve(
@@ -539,16 +540,13 @@ async def test_a_cancellation_while_the_owner_is_unknown() -> None:
     assert [r.outcome for r in replica.metrics.counted] == ["finished"]
 
 
-async def test_a_cancellation_during_the_commit_is_passed_to_the_destination(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cancellation_during_the_commit_is_passed_to_the_destination() -> None:
     calls: list[tuple[Any, ...]] = []
 
     async def call(*args: Any, timeout_s: float) -> None:
         calls.append(args)
 
-    monkeypatch.setattr(migrations_module, "call", call)
-    replica = Replica()
+    replica = Replica(call)
     replica.take()
 
     def cancel(name: str) -> None:
@@ -562,16 +560,13 @@ async def test_a_cancellation_during_the_commit_is_passed_to_the_destination(
     assert calls == [("destination", "cancel", ["s"], None)]
 
 
-async def test_a_later_cancellation_follows_the_sequence_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_later_cancellation_follows_the_sequence_once() -> None:
     calls: list[tuple[Any, ...]] = []
 
     async def call(*args: Any, timeout_s: float) -> None:
         calls.append(args)
 
-    monkeypatch.setattr(migrations_module, "call", call)
-    replica = Replica()
+    replica = Replica(call)
     replica.take()
     await replica.migrate()
     replica.migrations.forward(["s", "unknown"], "ingress")

@@ -11,6 +11,7 @@ import pytest
 
 from actors.kv_transfer.placement import DecodePlacement
 from quadriga.config.loader import load_config
+from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.prefill_queue import STARVING_S
 from quadriga.scheduling.sequence import RunningSequence
@@ -67,6 +68,25 @@ async def test_important_sequences_first_and_equals_in_order_of_arrival() -> Non
             await settle()
         assert served == ["a", "urgent", "c", "b"]
     assert line.is_free_for(10**9)
+
+
+async def test_of_equal_importance_the_shortest_by_its_prediction_is_first() -> None:
+    turns = Turns()
+    served, gates = turns.served, turns.gates
+    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+        for name in ("first", "long", "short", "unknown"):
+            tasks.create_task(turns.wait(name, 0))
+            await settle()
+        for name, tokens in (("long", 3.0), ("short", 1.0)):
+            turns.sequences[name].state.prediction = LengthPrediction(tokens, 0.0, 4.0)
+        assert served == ["first"]
+        turns.placement.call_heads()
+        await settle()
+        assert served == ["first", "short"], "its prompt is done: beside the one before it"
+        for name in ("first", "short", "long", "unknown"):
+            gates[name].set()
+            await settle()
+        assert served == ["first", "short", "long", "unknown"]
 
 
 async def test_a_sequence_that_gives_up_lets_the_next_have_its_turn() -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from actors.kv_transfer import handoff_sender, placement
 from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.placement import DecodePlacement
 from actors.kv_transfer.sequence_handoff import PrefillHandoff
@@ -58,9 +57,8 @@ def replica() -> Any:
 
 
 def a_handoff(
-    host: Any, sequence: RunningSequence, sender: Any, place: Any
+    host: Any, sequence: RunningSequence, sender: Any, calls: Any
 ) -> tuple[PrefillHandoff, KVFeed]:
-    calls: Any = SimpleNamespace(call=place)
     places = DecodePlacement(host.config, calls, {sequence.state.sequence_id: sequence})
     feed = KVFeed(StagingBudget(), 2, 1)
     return PrefillHandoff(host, sequence, feed, places, sender), feed
@@ -82,7 +80,7 @@ def a_state(*, deadline_s: float) -> SequenceState:
     ],
 )
 async def test_a_failure_ends_the_hand_off_in_its_error(
-    failure: Exception, code: str, deadline_s: float, monkeypatch: pytest.MonkeyPatch
+    failure: Exception, code: str, deadline_s: float
 ) -> None:
     async def place(*_: Any, **__: Any) -> str:
         return "d0"
@@ -90,10 +88,10 @@ async def test_a_failure_ends_the_hand_off_in_its_error(
     async def reserve(*_: Any, **__: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(placement, "call", place)
     sender = SimpleNamespace(reserve=reserve)
+    calls = SimpleNamespace(call=place, tell=place)
     sequence = RunningSequence(a_state(deadline_s=deadline_s))
-    handoff, _ = a_handoff(replica(), sequence, sender, place)
+    handoff, _ = a_handoff(replica(), sequence, sender, calls)
     with pytest.raises(QuadrigaError) as error:
         await handoff.run()
     assert error.value.code == code
@@ -178,11 +176,11 @@ class Prefill:
     async def hand_off(self) -> None:
         """As after the first token of a prompt of two."""
         transport: Any = self
-        sender = HandoffSender(
-            "p0", transport, RpcBatcher(self.call), self.replica.config.transport
-        )
+        calls = RpcBatcher(self.call)
+        sender = HandoffSender("p0", transport, calls, self.replica.config.transport)
         self.sequence.state.output_ids.append(7)
-        handoff, feed = a_handoff(self.replica, self.sequence, sender, self.place)
+        asked = SimpleNamespace(call=self.place, tell=calls.tell)
+        handoff, feed = a_handoff(self.replica, self.sequence, sender, asked)
         feed.add(KVRange(0, 2, 0, 2), KV)
         handoff.prompt_done()
         try:
@@ -230,23 +228,17 @@ class Prefill:
         pass
 
 
-async def handed_off(
-    monkeypatch: pytest.MonkeyPatch, fates: dict[str, Fate]
-) -> tuple[Prefill, tuple[list[int], ...]]:
+async def handed_off(fates: dict[str, Fate]) -> tuple[Prefill, tuple[list[int], ...]]:
     """Hand a sequence off where calls to "a" fail so. Also: what runs at "a" and at "b"."""
     prefill = Prefill(fates)
-    monkeypatch.setattr(handoff_sender, "call", prefill.call)
-    monkeypatch.setattr(placement, "call", prefill.call)
     await prefill.hand_off()
     return prefill, tuple(peer.joined for peer in prefill.peers.values())
 
 
 @pytest.mark.parametrize("commit", ["is_answer_lost", "is_lost"])
-async def test_a_sequence_that_may_run_at_one_replica_is_tried_at_no_other(
-    commit: Fate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sequence_that_may_run_at_one_replica_is_tried_at_no_other(commit: Fate) -> None:
     """Neither commit nor abort was answered: under this name it must not run twice."""
-    prefill, (at_a, at_b) = await handed_off(monkeypatch, {"commit": commit, "abort": "is_lost"})
+    prefill, (at_a, at_b) = await handed_off({"commit": commit, "abort": "is_lost"})
     assert at_a == ([1] if commit == "is_answer_lost" else [])
     assert at_b == []
     (error,) = prefill.ends
@@ -264,37 +256,27 @@ async def test_a_sequence_that_may_run_at_one_replica_is_tried_at_no_other(
     ],
     ids=["aborted", "refused", "dead", "never_asked"],
 )
-async def test_a_sequence_that_runs_nowhere_is_tried_elsewhere(
-    fates: dict[str, Fate], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, at_peers = await handed_off(monkeypatch, fates)
+async def test_a_sequence_that_runs_nowhere_is_tried_elsewhere(fates: dict[str, Fate]) -> None:
+    prefill, at_peers = await handed_off(fates)
     assert at_peers == ([], [1])
     assert (prefill.owners, prefill.ends) == (["b"], [])
 
 
-async def test_a_sequence_has_a_place_from_its_reservation_until_it_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prefill, _ = await handed_off(monkeypatch, {"send": "is_refused"})
+async def test_a_sequence_has_a_place_from_its_reservation_until_it_fails() -> None:
+    prefill, _ = await handed_off({"send": "is_refused"})
     assert prefill.placed == [False, True, False, True], "place, send, place again, send"
 
 
-async def test_a_commit_that_only_the_abort_tells_of_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prefill, at_peers = await handed_off(monkeypatch, {"commit": "is_answer_lost"})
+async def test_a_commit_that_only_the_abort_tells_of_counts() -> None:
+    prefill, at_peers = await handed_off({"commit": "is_answer_lost"})
     assert at_peers == ([1], [])
     assert (prefill.owners, prefill.ends) == (["a"], [])
 
 
 @pytest.mark.parametrize("abort", [None, "is_lost"])
-async def test_a_cancellation_is_passed_to_the_replica_that_may_run_it(
-    abort: Fate | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancellation_is_passed_to_the_replica_that_may_run_it(abort: Fate | None) -> None:
     fates: dict[str, Fate] = {"commit": "is_answer_lost"}
     prefill = Prefill(fates if abort is None else fates | {"abort": abort}, deadline_s=20.0)
-    monkeypatch.setattr(handoff_sender, "call", prefill.call)
-    monkeypatch.setattr(placement, "call", prefill.call)
     task = asyncio.create_task(prefill.hand_off())
     await prefill.asked.wait()
     task.cancel()
@@ -306,13 +288,9 @@ async def test_a_cancellation_is_passed_to_the_replica_that_may_run_it(
     assert prefill.cancelled == ["a"]
 
 
-async def test_a_replica_that_ends_leaves_committed_sequences_to_their_new_owner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_replica_that_ends_leaves_committed_sequences_to_their_new_owner() -> None:
     """The client still wants it: only this process goes."""
     prefill = Prefill({"commit": "is_answer_lost"}, deadline_s=20.0)
-    monkeypatch.setattr(handoff_sender, "call", prefill.call)
-    monkeypatch.setattr(placement, "call", prefill.call)
     task = asyncio.create_task(prefill.hand_off())
     await prefill.asked.wait()
     prefill.replica.is_ending = True

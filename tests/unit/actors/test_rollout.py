@@ -226,3 +226,17 @@ def test_a_vacant_place_is_filled_by_one_that_is_too_many() -> None:
 def test_a_replica_of_another_configuration_takes_no_place() -> None:
     replicas = [placed("a", 0), placed("b", 1), placed("c", 2, fingerprint="old")]
     assert places_of_fewer(replicas, FEWER, {"c": 9.0}) == {}
+
+
+def test_of_two_that_are_too_many_the_busier_takes_the_only_vacant_place() -> None:
+    replicas = [placed("a", 0), placed("c", 2), placed("d", 3)]
+    changed = places_of_fewer(replicas, FEWER, {"a": 9.0, "c": 1.0, "d": 2.0})
+    assert changed == {"d": (Role.DECODE, 1)}
+
+
+def test_no_two_take_the_same_vacant_place() -> None:
+    replicas = [placed("c", 2), placed("d", 3)]
+    assert places_of_fewer(replicas, FEWER, {"c": 1.0, "d": 2.0}) == {
+        "d": (Role.DECODE, 0),
+        "c": (Role.DECODE, 1),
+    }

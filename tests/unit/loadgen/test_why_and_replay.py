@@ -40,6 +40,10 @@ def test_every_recorded_order_is_explained_by_its_own_tick(ticks: list[RecordedT
             assert chosen["gain"] == pytest.approx(order.gain, rel=0.02, abs=1e-3)
             assert found["sequence"]["tokens"] == order.num_tokens
             assert order.source not in [place["name"] for place in found["destinations"]]
+            for place in found["destinations"]:
+                moved = place["source_work"] - place["source_work_after"]
+                assert moved > 0.0
+                assert place["work_after"] - place["work"] == pytest.approx(moved)
 
 
 def test_an_order_is_shown_with_its_alternatives(ticks: list[RecordedTick]) -> None:
@@ -104,8 +108,12 @@ def test_the_newest_ticks_are_kept_up_to_a_size(ticks: list[RecordedTick]) -> No
     for _ in range(20):
         for tick in ticks:
             kept.add(tick)
-    assert 1 <= len(kept.all()) < 20 * len(ticks)
+    num_kept = len(kept.all())
+    assert 1 < num_kept < 20 * len(ticks)
     assert kept.all()[-1] is ticks[-1]
+    for tick in ticks:
+        kept.add(tick)
+    assert len(kept.all()) == num_kept, "as many again, after the same ticks"
     again = list(parse_ticks(lines_of(kept.all()).splitlines(), "kept"))
     assert again == kept.all()
 

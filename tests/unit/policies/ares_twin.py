@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -38,6 +38,9 @@ class Held:
     moves: int = 0
     since_move_s: float = float("inf")
     movable: float = RUNS
+    share: float = 1.0
+    least_layers: int = 0
+    most_layers: int = 0
 
 
 def snapshot(
@@ -50,6 +53,7 @@ def snapshot(
     draining: bool = False,
     has_predictions: bool = True,
     slower: float = 1.0,
+    depth: int = CLASS.depth,
 ) -> ReplicaSnapshot:
     """A replica's packed snapshot, as its worker would make it.
 
@@ -64,11 +68,16 @@ def snapshot(
         moves=[h.moves for h in held],
         since_move_s=[h.since_move_s for h in held],
         movable=[h.movable for h in held],
+        share=[h.share for h in held],
+        least_layers=[h.least_layers for h in held],
+        most_layers=[h.most_layers for h in held],
     )
     tokens = int(sum(h.tokens for h in held))
     num_paused = sum(h.movable == PAUSED for h in held)
     return ReplicaSnapshot(
-        info=ReplicaInfo(name, Role.DECODE, CLASS, "n", name, slots, capacity),
+        info=ReplicaInfo(
+            name, Role.DECODE, replace(CLASS, depth=depth), "n", name, slots, capacity
+        ),
         taken_unix_s=0.0,
         num_running=len(held) - num_paused,
         num_waiting=num_paused,
@@ -109,6 +118,7 @@ def random_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:
                     moves=int(rng.integers(0, 4)) if rng.random() < 0.2 else 0,
                     since_move_s=float(rng.integers(0, 10)) if rng.random() < 0.2 else np.inf,
                     movable=_movable(rng, bool(has_paused[index])),
+                    share=float(np.float32(rng.choice([1.0, 1.0, 0.25, 0.5]))),
                 )
             )
         snapshots.append(
@@ -180,7 +190,9 @@ def brute_force(
         rows = np.frombuffer(f.rows, "<f4").reshape(-1, NUM_COLUMNS).astype(float)
         x = [
             [
-                sequence_s + token_s * (row[0] + ahead) if i == 0 or ahead <= row[1] else 0.0
+                row[7] * (sequence_s + token_s * (row[0] + ahead))
+                if i == 0 or ahead <= row[1]
+                else 0.0
                 for i, ahead in enumerate(AHEAD)
             ]
             for row in rows
@@ -231,7 +243,7 @@ def brute_force(
         before = float(np.var([r.load for r in replicas], axis=0) @ points)
         for s in over:
             for k, row in enumerate(replicas[s].rows):
-                tokens, remaining, lower, upper, num_moves, since_s, movable = row
+                tokens, remaining, lower, upper, num_moves, since_s, movable, *_ = row
                 cost_s = costs.seconds(tokens)
                 if movable == FIXED or num_moves >= settings.max_moves:
                     continue

@@ -17,6 +17,7 @@ from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.policies.ares.forecast import (
+    MOVABLE,
     Promised,
     check_forecast,
     seconds_to_full,
@@ -154,9 +155,9 @@ def test_where_memory_is_promised_as_used_takers_keep_the_low_mark() -> None:
     snapshots = [snapshot("busy", crowded, capacity=10_000), snapshot("near", near, capacity=8_200)]
     snapshots = [replace(s, taken_unix_s=0.0) for s in snapshots]
     used = [replace(s, info=replace(s.info, reservation="used")) for s in snapshots]
-    made, ticks = governor(memory_horizon_s=0.0)
+    made, ticks = governor(memory_horizon_s=0.0, overload=False)
     assert tick(made, snapshots, 0.0) != []
-    assert tick(governor(memory_horizon_s=0.0)[0], used, 0.0) == []
+    assert tick(governor(memory_horizon_s=0.0, overload=False)[0], used, 0.0) == []
     assert replay(ticks) == []
 
 
@@ -228,7 +229,7 @@ def test_sequences_on_their_way_are_added_once_and_cannot_move() -> None:
     assert tokens[1][0] - tokens[0][0] == pytest.approx(40)
     assert with_promised(before, promised[:1], 0.02) is before
     rows = np.frombuffer(with_fixed(after, {"x"}).rows, dtype="<f4").reshape(2, -1)
-    assert rows[:, -1].tolist() == [0.0, 0.0]
+    assert rows[:, MOVABLE].tolist() == [0.0, 0.0]
     assert with_fixed(after, {"unknown"}) is after
 
 

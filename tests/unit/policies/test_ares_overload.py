@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
 
+from quadriga.config.loader import load_config
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.cluster import ClusterForecast, unpack
 from quadriga.policies.ares.forecast import FIXED
+from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.overload import (
     ENTER_SHARE,
     HOLD_SHARE,
@@ -22,9 +26,11 @@ from quadriga.policies.ares.overload import (
     is_overdue,
     plan_overload,
 )
+from quadriga.policies.ares.placement import AresPlacement
+from quadriga.policies.ares.recording import RecordedTick, parse_ticks, replay, write_tick
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
-from tests.unit.policies.ares_twin import Held, random_cluster, snapshot
+from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot
 
 COSTS = TransferCosts(bytes_per_token=57_344, bandwidth_bytes_per_s=25e9 / 8)
 
@@ -69,7 +75,7 @@ def evictions_by_trying(
             continue
         leaving = []
         for row, owner in enumerate(cluster.owner.tolist()):
-            tokens, remaining, _, _, num_moves, since_s, movable = cluster.rows[row].tolist()
+            tokens, remaining, _, _, num_moves, since_s, movable, *_ = cluster.rows[row].tolist()
             total = tokens + remaining
             if owner != source or movable == FIXED or total <= plan.short_tokens:
                 continue
@@ -170,6 +176,71 @@ def test_short_sequences_have_the_protected_replicas_and_long_ones_the_others() 
 def test_a_wait_is_bounded_by_the_time_of_the_answer(waited_s: float, overdue: bool) -> None:
     prediction = LengthPrediction(100.0 / 0.02 / HOLD_SHARE, 0.0, 1e5)
     assert is_overdue(waited_s, prediction, 0.02) is overdue
+
+
+def crowded(share: float = 0.9) -> list[ReplicaSnapshot]:
+    """Decode replicas that have promised a share of their memory, and one for prefill."""
+    decode = [replace(s, reserved_tokens=int(share * 100_000)) for s in three()]
+    info = replace(decode[0].info, name="p0", role=Role.PREFILL)
+    return [*decode, ReplicaSnapshot(info, 0.0, num_unplaced=5)]
+
+
+def governor(**ares: object) -> Governor:
+    config = load_config({"scheduler": {"ares": ares}}).scheduler
+    return Governor(config, lambda tick: ticks.append(tick))
+
+
+ticks: list[RecordedTick] = []
+
+
+def test_the_governor_protects_from_eighty_percent_on_and_says_so() -> None:
+    made, below, held_none = governor(), crowded(0.79), crowded(0.6)
+    made.tick(below, now_s=0.0, now_unix_s=0.0)
+    assert (made.overload, made.num_held) == ({}, {})
+    made.tick(crowded(0.85), now_s=1.0, now_unix_s=0.0)
+    [plan] = made.overload.values()
+    assert made.num_held == {"m": 5}
+    text = "overload: protecting 1 of 3 replicas for sequences of up to 2,100 tokens, 5 held"
+    assert made.last.why == {str(CLASS): text}
+    assert ticks[-1].overload == plan
+    stream = StringIO()
+    write_tick(stream, ticks[-1])
+    [again] = parse_ticks(stream.getvalue().splitlines(), "here")
+    assert again.overload == plan
+    assert not replay([again])
+    made.tick(held_none, now_s=2.0, now_unix_s=0.0)
+    assert made.overload, "some are held still"
+    held_none[-1].num_unplaced = 0
+    made.tick(held_none, now_s=3.0, now_unix_s=0.0)
+    assert (made.overload, made.num_held) == ({}, {})
+
+
+@pytest.mark.parametrize("ares", [{"overload": False}, {"mode": "load"}, {"mode": "off"}])
+def test_who_wants_no_overload_objective_has_none(ares: dict[str, object]) -> None:
+    made = governor(**ares)
+    made.tick(crowded(), now_s=0.0, now_unix_s=0.0)
+    assert not made.overload
+
+
+def test_a_sequence_is_placed_under_overload_once_its_length_is_known() -> None:
+    placement, snapshots = AresPlacement(), three((500, 2_000))
+    placement.overload = OverloadPlan(frozenset({"d1"}), short_tokens=1_000.0)
+
+    def where(mean: float, **fields: object) -> str | None:
+        prediction = LengthPrediction(mean, 0.0, mean)
+        asked = PlaceRequest("s", CLASS, 100, 40_000, prediction=prediction)
+        return placement.choose(replace(asked, **fields), snapshots)  # type: ignore[arg-type]
+
+    assert where(900.0) == "d1"
+    assert where(901.0) in ("d0", "d2")
+    assert where(900.0, is_prompt_done=False) is None
+    for name in ("d0", "d2"):
+        full = next(s for s in snapshots if s.info.name == name)
+        full.reserved_tokens = 100_000
+    assert where(30_000.0) is None, "held"
+    assert where(30_000.0, waited_s=HOLD_SHARE * 30_000 * 0.02 + 1.0) == "d1", "overdue"
+    placement.overload = None
+    assert where(30_000.0, is_prompt_done=False) == "d1"
 
 
 def test_under_overload_the_rescheduler_sends_long_sequences_away_and_balances_nothing() -> None:

@@ -17,14 +17,17 @@ from quadriga.policies.ares.cluster import unpack
 from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     ROW_BYTES,
+    SHARE,
     TOKENS_AHEAD,
+    Promised,
     StepCosts,
     load_rows,
     memory_rows,
     tokens_ahead,
+    with_promised,
 )
 from quadriga.policies.ares.governor import DriftMonitor
-from quadriga.policies.ares.placement import AresPlacement
+from quadriga.policies.ares.placement import AresPlacement, best_replica
 from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay, write_tick
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
@@ -82,6 +85,31 @@ def test_load_grows_until_the_sequence_ends() -> None:
     assert rows.tolist() == [[11.0, 12.0, 13.0, 0.0], [11.0, 0.0, 0.0, 0.0]]
 
 
+def test_a_sequence_whose_tokens_leave_early_weighs_less_in_load_and_as_much_in_memory() -> None:
+    whole = [Held("x", 500.0, 300.0, 300.0, 300.0), Held("y", 700.0, 90.0, 90.0, 90.0)]
+    halved = [replace(h, share=0.5) for h in whole]
+    cluster = unpack([snapshot("a", whole), snapshot("b", halved)])
+    assert cluster is not None
+    np.testing.assert_allclose(cluster.load_s[1], cluster.load_s[0] / 2, rtol=1e-6)
+    np.testing.assert_allclose(cluster.row_load_s[2:], cluster.row_load_s[:2] / 2, rtol=1e-6)
+    np.testing.assert_array_equal(cluster.tokens[0], cluster.tokens[1])
+    roomier = best_replica(
+        cluster, request(100, sure(50.0)), sure(50.0), np.array([True, True]), AresSettings()
+    )
+    assert roomier == 1, "placement sees that it has less to do"
+
+
+def test_newcomers_are_taken_to_run_as_many_layers_as_those_there() -> None:
+    snap = snapshot("a", [replace(held("x", 500.0, 300.0), share=0.25)])
+    assert snap.forecast is not None
+    both = with_promised(snap.forecast, [Promised("y", 500, sure(300.0))], 0.02)
+    rows = np.frombuffer(both.rows, dtype="<f4").reshape(-1, NUM_COLUMNS)
+    assert rows[:, SHARE].tolist() == [0.25, 0.25]
+    np.testing.assert_allclose(
+        np.frombuffer(both.context, "<f4"), 2 * np.frombuffer(snap.forecast.context, "<f4")
+    )
+
+
 def test_memory_sees_the_peak_between_two_points() -> None:
     ahead = np.array([[0.0, 10.0, 20.0, 40.0]])
     rows = memory_rows(np.array([100.0, 100.0]), np.array([25.0, 5.0]), ahead)
@@ -91,7 +119,7 @@ def test_memory_sees_the_peak_between_two_points() -> None:
 def test_a_packed_forecast_is_small_and_adds_up() -> None:
     snap = snapshot("a", [held("x", 500.0, 3000.0), held("y", 900.0, 100.0)])
     assert snap.forecast is not None
-    assert len(snap.forecast.rows) == 2 * ROW_BYTES == 56
+    assert len(snap.forecast.rows) == 2 * ROW_BYTES == 80
     cluster = unpack([snap, snapshot("b", [])])
     assert cluster is not None
     np.testing.assert_allclose(cluster.load_s[0], cluster.row_load_s.sum(axis=0), rtol=1e-5)

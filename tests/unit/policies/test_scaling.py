@@ -30,7 +30,13 @@ STEP_S = 0.01
 GRID = horizon_s(STEP_S)
 
 
-def forecast(tokens: list[int], remaining: list[int], *, predicted: bool = True) -> LoadForecast:
+def forecast(
+    tokens: list[int],
+    remaining: list[int],
+    *,
+    predicted: bool = True,
+    share: list[float] | float = 1.0,
+) -> LoadForecast:
     n = len(tokens)
     rows = forecast_rows(
         tokens=tokens,
@@ -40,6 +46,7 @@ def forecast(tokens: list[int], remaining: list[int], *, predicted: bool = True)
         moves=np.zeros(n),
         since_move_s=np.full(n, np.inf),
         movable=np.full(n, RUNS),
+        share=share,
     )
     ids = [f"s{i}" for i in range(n)]
     return pack(
@@ -249,6 +256,8 @@ def test_remaining_work() -> None:
     unsure = replica("a", [10, 20], forecast=forecast([10, 20], [3, 4], predicted=False))
     assert remaining_work(unsure) == pytest.approx(30)
     assert remaining_work(replica("a", [10], forecast=None)) == 10
+    shallow = replica("a", [10, 20], forecast=forecast([10, 20], [3, 4], share=[0.5, 0.25]))
+    assert remaining_work(shallow) == pytest.approx(2.5), "tokens times the layers they run"
 
 
 @settings(max_examples=200)

@@ -191,6 +191,10 @@ def test_no_prompt_is_begun_while_enough_have_no_place() -> None:
     h.step()
     assert h.events.started == ["a", "b", "c"]
     assert not h.loop.has_work
+    assert h.loop.num_unplaced == 2
+    h.loop.max_unplaced = 3
+    assert h.loop.has_work, "under overload more of them wait"
+    h.loop.max_unplaced = 2
     h.loop.release("a")
     assert h.loop.has_work, "cancelled"
     h.step()

@@ -8,7 +8,12 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason
 from quadriga.errors import ContextTooLong, KVCacheExhausted
-from quadriga.policies.slot_reservation import ASSUMED_TOKENS, WINDOW, AnswerLengths
+from quadriga.policies.slot_reservation import (
+    ASSUMED_TOKENS,
+    WINDOW,
+    AnswerLengths,
+    promised_tokens,
+)
 from quadriga.scheduling.preemption import choose_victim
 from tests.crowded_replica import Replica
 
@@ -228,3 +233,13 @@ def test_the_last_token_says_what_became_of_a_sequence() -> None:
     assert (first.predicted_at, second.predicted_at) == (5, 9)
     assert last.remaining == LengthPrediction(30.0, 25.0, 50.0)
     assert all(len(told[f"s{i}"]) == 1 for i in range(1, 10)), "nothing new, nothing said"
+
+
+def test_a_long_prediction_is_promised_no_more_than_answers_usually_add() -> None:
+    """It would wait until a replica is nearly empty, and everybody behind it with it."""
+    promised = [
+        promised_tokens(10, 700, upper_tokens=100, prediction=LengthPrediction(upper, 1.0, upper))
+        for upper in (5.5, 99.0, 100.0, 101.0, 600.0)
+    ]
+    assert promised == [16, 109, 110, 110, 110]
+    assert promised_tokens(10, 700, upper_tokens=100) == 110

@@ -99,6 +99,9 @@ def test_all_fields() -> None:
         {"sla_tbt_ms": 0},
         {"sla_tbt_ms": float("inf")},
         {"sla_tbt_ms": 1e9},
+        {"quality_budget": -0.1},
+        {"quality_budget": 1.01},
+        {"quality_budget": float("nan")},
     ],
 )
 def test_bounds(fields: dict[str, Any]) -> None:
@@ -129,8 +132,9 @@ def test_strict_needs_the_whole_model() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"exit_threshold": 0.9}, {"exit_policy": "strict"}, {"max_depth": 8}, {"sla_tbt_ms": 20.0}],
-)
+    [{"exit_threshold": 0.9}, {"exit_policy": "strict"}, {"max_depth": 8}, {"sla_tbt_ms": 20.0},
+     {"quality_budget": 0.1}],
+)  # fmt: skip
 def test_without_exits_every_field_is_refused(fields: dict[str, Any]) -> None:
     for model in (served(**{"decode.rebatching": "off"}), replace(served(), exits=NO_EXITS)):
         with pytest.raises(InvalidRequest, match="no early exits") as caught:
@@ -140,3 +144,39 @@ def test_without_exits_every_field_is_refused(fields: dict[str, Any]) -> None:
 
 
 NO_EXITS = replace(served().exits, layers=())
+
+
+def test_a_quality_budget_goes_with_bounded_exits() -> None:
+    bounded = ExitParams(0.995, "bounded", quality_budget=0.1)
+    assert read(served(), exit_policy="bounded", quality_budget=0.1) == bounded
+    assert read(served(**{"exits.mode": "bounded"}), quality_budget=0.1) == bounded
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"exit_policy": "lossless"},
+        {"exit_policy": "off"},
+        {"exit_policy": "strict"},
+        {"exit_policy": "bounded", "exit_threshold": 1.0},
+    ],
+)
+def test_a_quality_budget_is_refused_where_nothing_could_be_spent_of_it(
+    fields: dict[str, Any],
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"quality_budget: 0\.1 lets tokens leave") as caught:
+        read(served(), quality_budget=0.1, **fields)
+    assert caught.value.param == "quality_budget"
+    assert read(served(), quality_budget=0.0, **fields) == read(served(), **fields)
+
+
+def test_a_quality_budget_is_refused_where_answers_may_not_depend_on_the_load() -> None:
+    model = served(deterministic=True, **{"exits.mode": "bounded"})
+    with pytest.raises(InvalidRequest, match="this deployment is deterministic"):
+        read(model, quality_budget=0.1)
+    assert read(model, quality_budget=0.0) == ExitParams(0.995, "bounded")
+
+
+def test_no_budget_at_all_is_fine_without_exits() -> None:
+    assert read(served(**{"decode.rebatching": "off"}), quality_budget=0.0).threshold == 1.0

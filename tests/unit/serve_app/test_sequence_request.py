@@ -304,16 +304,18 @@ def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
 def test_what_became_of_a_sequence_is_summed_over_its_beginnings(sequence: SequenceRequest) -> None:
     """It moved and was paused, was begun anew elsewhere, and was paused there again."""
     expected = LengthPrediction(20.0, 10.0, 40.0)
-    before = SequenceProgress(1, 2, 3, expected, LengthPrediction(19.0, 9.0, 39.0), 1)
+    before = SequenceProgress(1, 2, 3, expected, LengthPrediction(19.0, 9.0, 39.0), 1, 2)
     sequence.accept("p", replace(tokens(0, 40, 41), progress=before))
     assert sequence.progress == before
     sequence.rename()
     again = tokens(2, 42, epoch=1, finish=FinishReason.LENGTH)
     again.sequence_id = sequence.state.sequence_id
-    after = SequenceProgress(0, 1, 0, LengthPrediction(9.0, 9.0, 9.0))
+    assert sequence.state.num_lowered == 2, "it is begun anew with what is left of its budget"
+    after = SequenceProgress(0, 1, 0, LengthPrediction(9.0, 9.0, 9.0), num_lowered=3)
     sequence.accept("d", replace(again, progress=after))
     now = sequence.progress
     assert (now.num_moves, now.num_pauses, now.num_breaches) == (1, 3, 3)
+    assert now.num_lowered == 3, "the first two are among them"
     assert now.expected == expected, "as it was said at first"
 
 

@@ -87,7 +87,7 @@ class Tool(_message.Message):
     def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., parameters: _Optional[str] = ..., strict: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "chat", "resume_from", "resume_digest", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs", "echo", "priority", "deadline_ms", "user", "exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms", "structured_outputs", "tools", "tool_choice", "tool_name", "parallel_tool_calls", "include_eta", "cache_salt")
+    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "chat", "resume_from", "resume_digest", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs", "echo", "priority", "deadline_ms", "user", "exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms", "quality_budget", "structured_outputs", "tools", "tool_choice", "tool_name", "parallel_tool_calls", "include_eta", "cache_salt")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class GenerateRequest(_message.Message):
     EXIT_POLICY_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     SLA_TBT_MS_FIELD_NUMBER: _ClassVar[int]
+    QUALITY_BUDGET_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +165,7 @@ class GenerateRequest(_message.Message):
     exit_policy: str
     max_depth: int
     sla_tbt_ms: float
+    quality_budget: float
     structured_outputs: StructuredOutputs
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
     tool_choice: str
@@ -171,7 +173,7 @@ class GenerateRequest(_message.Message):
     parallel_tool_calls: bool
     include_eta: bool
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., resume_from: _Optional[_Iterable[int]] = ..., resume_digest: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., user: _Optional[str] = ..., exit_threshold: _Optional[float] = ..., exit_policy: _Optional[str] = ..., max_depth: _Optional[int] = ..., sla_tbt_ms: _Optional[float] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[str] = ..., tool_name: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ..., include_eta: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., resume_from: _Optional[_Iterable[int]] = ..., resume_digest: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., user: _Optional[str] = ..., exit_threshold: _Optional[float] = ..., exit_policy: _Optional[str] = ..., max_depth: _Optional[int] = ..., sla_tbt_ms: _Optional[float] = ..., quality_budget: _Optional[float] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[str] = ..., tool_name: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ..., include_eta: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Alternative(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -262,7 +264,7 @@ class DepthSpan(_message.Message):
     def __init__(self, model: _Optional[str] = ..., depth: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens", "exits", "rebuilds", "spans", "migrations", "pauses", "breaches", "predicted", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens", "exits", "rebuilds", "spans", "migrations", "pauses", "breaches", "lowered", "predicted", "cached_tokens")
     class ExitsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +281,7 @@ class Usage(_message.Message):
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     PAUSES_FIELD_NUMBER: _ClassVar[int]
     BREACHES_FIELD_NUMBER: _ClassVar[int]
+    LOWERED_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
@@ -290,9 +293,10 @@ class Usage(_message.Message):
     migrations: int
     pauses: int
     breaches: int
+    lowered: int
     predicted: _containers.RepeatedCompositeFieldContainer[PredictedTokens]
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., exits: _Optional[_Mapping[int, int]] = ..., rebuilds: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[DepthSpan, _Mapping]]] = ..., migrations: _Optional[int] = ..., pauses: _Optional[int] = ..., breaches: _Optional[int] = ..., predicted: _Optional[_Iterable[_Union[PredictedTokens, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., exits: _Optional[_Mapping[int, int]] = ..., rebuilds: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[DepthSpan, _Mapping]]] = ..., migrations: _Optional[int] = ..., pauses: _Optional[int] = ..., breaches: _Optional[int] = ..., lowered: _Optional[int] = ..., predicted: _Optional[_Iterable[_Union[PredictedTokens, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "param", "retry_after_s")
