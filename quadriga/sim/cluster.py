@@ -86,8 +86,14 @@ class Simulation:
         names = [f"decode-{i:04}" for i in range(config.num_decode)]
         is_vllm = config.memory.on_full == "vllm"
         made = make_replica or (VllmDecodeReplica if is_vllm else SimulatedDecodeReplica)
-        self._decode = [made(n, profile, config.memory, run.gaps.append) for n in names]
-        self._board = Board(names, profile, input_tokens, output_tokens)
+        self._decode = [
+            made(n, config.profile_of(i), config.memory, run.gaps.append)
+            for i, n in enumerate(names)
+        ]
+        self._board = Board(names, profile, input_tokens, output_tokens, depths=config.depths)
+        if config.strict_share:
+            draws = np.random.default_rng([config.seed, 0x57C1]).random(len(arrivals_s))
+            self._board.is_strict = draws < config.strict_share
         self._placing = Placing(config, policy, self._board, output_tokens, predictor)
         self._moving = Moving(
             config, self._board, self._decode, run, changed=self._changed, at=self._at
@@ -415,7 +421,7 @@ class Simulation:
         overload, load_only = placing.overload, placing.drift.is_drifting
         busy = frozenset(self._moving.busy)
         costs = self._moving.costs
-        orders = rescheduler.decide(
+        orders = rescheduler.decide_all(
             cluster, DEPTH_CLASS, costs, busy=busy, load_only=load_only, overload=overload
         )
         if self._on_decision is not None:

@@ -21,7 +21,7 @@ BOUNDS = {
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(92_700, 58_000),
     "test_lines": Bound(67_500, 38_000),
-    "reliability_lines": Bound(4_700, 4_000),
+    "reliability_lines": Bound(5_000, 4_000),
     "circles": Bound(0, 0),
     "largest_folder": Bound(15, 15),
     "old_names": Bound(0, 0),
