@@ -121,6 +121,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop-and-copy", action="store_true", help="migrate without pre-copy, as ARES does"
     )
     cluster.add_argument(
+        "--depths",
+        type=whole(1),
+        nargs="+",
+        default=[],
+        metavar="LAYERS",
+        help="layers of each decode replica; a step takes its share of the deepest's",
+    )
+    cluster.add_argument(
+        "--strict-share",
+        type=number_from(0.0, 1.0),
+        default=0.0,
+        help="requests that need the deepest",
+    )
+    cluster.add_argument(
         "--fail",
         action="append",
         default=[],
@@ -175,6 +189,8 @@ def run(args: argparse.Namespace) -> int:
         precopy=not args.stop_and_copy,
         report_every_s=args.report_every_s,
         failures=tuple(args.fail),
+        depths=tuple(args.depths),
+        strict_share=args.strict_share,
     )
     if not (load.arrivals_s >= args.warm_up_s).any():
         raise ConfigError(

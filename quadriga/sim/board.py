@@ -45,6 +45,8 @@ class Board:
         is_draining: Replicas that take nothing new.
         num_paused: Sequences preempted and not back.
         upper_tokens: What each replica takes an answer to be; see `policies.promises`.
+        depth: Layers of each replica.
+        is_strict: Requests that need the deepest.
     """
 
     def __init__(
@@ -53,9 +55,12 @@ class Board:
         profile: CostProfile,
         input_tokens: NDArray[np.int64],
         output_tokens: NDArray[np.int64],
+        depths: Sequence[int] = (),
     ) -> None:
         n, num_requests = len(names), len(input_tokens)
         self.names, self.profile = names, profile
+        self.depth = np.array(depths or [1] * n, dtype=np.int64)
+        self.is_strict = np.zeros(num_requests, dtype=bool)
         self.input_tokens = input_tokens.astype(np.float64)
         self.final_tokens = (input_tokens + output_tokens).astype(np.float64)
         self.owner = np.full(num_requests, NOWHERE, dtype=np.int64)
@@ -69,8 +74,9 @@ class Board:
         self._anchor_s, self._steps = np.zeros(n), np.zeros(n)
         self._tokens, self._num = np.zeros(n), np.zeros(n)
         # k steps from the anchor take linear · k + half · k²; the first one, by the profile, first.
-        self._first_s, self._slope_s = np.full(n, profile.step.base_s), np.zeros(n)
-        self._linear_s, self._half_s = np.full(n, profile.step.base_s), np.zeros(n)
+        base_s: NDArray[np.float64] = profile.step.base_s * self.depth / self.depth.max()
+        self._first_s, self._slope_s = base_s, np.zeros(n)
+        self._linear_s, self._half_s = base_s.copy(), np.zeros(n)
         self._aside_tokens, self._num_held = np.zeros(n), np.zeros(n, dtype=np.int64)
         self.num_paused = np.zeros(n, dtype=np.int64)
         self.prompt_tokens = np.zeros(n)
@@ -88,14 +94,18 @@ class Board:
             self.prompt_tokens[replica] += self.input_tokens[request]
         self.owner[request] = replica
 
+    def has_layers(self, request: int) -> NDArray[np.bool_]:
+        """Which replicas have the layers that a request needs, [n]."""
+        return np.asarray((self.depth == self.depth.max()) | ~self.is_strict[request])
+
     def note(self, index: int, replica: SimulatedDecodeReplica) -> None:
         """A replica's state changed."""
         self._now_s = None
-        self._anchor_s[index] = replica.anchor_s
+        self._anchor_s[index] = replica.anchor_s + replica.held_up_s
         self._steps[index] = replica.steps
         self._tokens[index] = replica.tokens
         self._num[index] = num = len(replica.running)
-        cost, factor = self.profile.step, replica.factor
+        cost, factor = replica.profile.step, replica.factor
         self._first_s[index] = first_s = cost.step_s(num, replica.tokens)
         self._slope_s[index] = cost.per_token_s * num
         self._half_s[index] = half_s = factor * cost.per_token_s * num / 2.0
@@ -191,19 +201,22 @@ class Board:
             movable=np.where(
                 self.is_running[requests], RUNS, np.where(self.is_paused[requests], PAUSED, FIXED)
             ),
+            least_layers=np.where(self.is_strict[requests], self.depth[owner], 0),
         )
         # From the rows as packed, in single precision, as a worker's own sums are.
         size, remaining = sizes(rows)
-        running, context = load_sums(size, remaining, shares(rows))
+        layers = self.depth if (self.depth != self.depth[0]).any() else np.ones(len(self.depth))
+        running, context = load_sums(size, remaining, shares(rows) * layers[owner])
         held = memory_rows(size, remaining, tokens_ahead(grid_s, step_s)[owner])
-        costs = StepCosts(self.profile.step.per_sequence_s, self.profile.step.per_token_s)
+        step, most = self.profile.step, layers.max()
+        costs = StepCosts(step.per_sequence_s / most, step.per_token_s / most)
         n = len(alive)
         sums = _summed(np.concatenate((running, context, held), axis=1), at, n)
         all_running, all_context, all_held = np.split(sums, 3, axis=1)
         return ClusterForecast(
             names=[self.names[i] for i in alive],
             costs=costs,
-            depth=np.ones(n, dtype=np.int64),
+            depth=self.depth[alive],
             load_s=class_loads(costs, all_running, all_context),
             grid_s=grid_s,
             tokens=np.ascontiguousarray(all_held),

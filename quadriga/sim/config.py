@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import ScalingConfig
@@ -62,6 +62,9 @@ class SimConfig:
         report_every_s: Between two reports of a replica, by which new sequences are placed where no
             forecast is looked at; 0: by what it holds at that moment.
         scaling: Replicas come and go, `num_decode` at most; None keeps all.
+        depths: Layers that each decode replica has loaded; empty: all have the same. A step takes
+            its share of the profile's, which is the deepest's; KV memory is as many tokens.
+        strict_share: Of the requests, that need the deepest there are; drawn by the seed.
         limit_s: The run is cut at this simulated time; what is unfinished then counts as failed.
     """
 
@@ -80,6 +83,8 @@ class SimConfig:
     learns_link: bool = False
     delays: Delays = NO_DELAYS
     scaling: SimScaling | None = None
+    depths: tuple[int, ...] = ()
+    strict_share: float = 0.0
     prefill: PrefillConfig = field(default_factory=_deep_queue)
 
     def __post_init__(self) -> None:
@@ -89,6 +94,17 @@ class SimConfig:
             )
         if self.num_decode < 1 or self.num_prefill < 1:
             raise ConfigError("at least one prefill and one decode replica are needed")
+        if self.depths and (len(self.depths) != self.num_decode or min(self.depths) < 1):
+            raise ConfigError(
+                f"depths: {self.depths} must name the layers of each of {self.num_decode} replicas",
+                param="depths",
+            )
+        if self.depths and self.scaling is not None:
+            raise ConfigError("depths: not with scaling, whose replicas are alike", param="depths")
+        if not 0.0 <= self.strict_share <= 1.0:
+            raise ConfigError(
+                f"strict_share: {self.strict_share} must be in 0..1", param="strict_share"
+            )
         if any(not 0 <= f.replica < self.num_decode for f in self.failures):
             raise ConfigError(f"failures: replicas are 0..{self.num_decode - 1}", param="failures")
         if self.scaling is not None and not 1 <= self.scaling.start_replicas <= self.num_decode:
@@ -97,6 +113,21 @@ class SimConfig:
                 f"1..{self.num_decode}",
                 param="scaling.start_replicas",
             )
+
+    def profile_of(self, replica: int) -> CostProfile:
+        """What a decode replica costs: its share of the layers."""
+        if not self.depths:
+            return self.profile
+        step, share = self.profile.step, self.depths[replica] / max(self.depths)
+        return replace(
+            self.profile,
+            step=replace(
+                step,
+                base_s=share * step.base_s,
+                per_sequence_s=share * step.per_sequence_s,
+                per_token_s=share * step.per_token_s,
+            ),
+        )
 
     @property
     def admitted_tokens(self) -> int:

@@ -119,7 +119,7 @@ class Placing:
                 for upper in self._board.upper_tokens.tolist()
             ]
         )
-        takes = self._takes(reserved, wanted)
+        takes = self._takes(reserved, wanted) & self._board.has_layers(index)
         if self.overload is not None and prediction is not None and takes.any():
             takes = self.overload.open_to(
                 self._board.names,
@@ -167,7 +167,7 @@ class Placing:
     def look_for_overload(self, cluster: ClusterForecast, num_held: int) -> None:
         """Look at a tick's forecast, and at how many sequences have no decode replica."""
         may = self._policy.places_ahead and self._policy.settings.overload
-        if not may or self.drift.is_drifting:
+        if not may or self.drift.is_drifting or not cluster.is_one_class:
             self.overload = None
             return
         self.overload = plan_overload(cluster, self.overload, num_held=num_held)
@@ -268,7 +268,9 @@ class Placing:
             snapshot.upper_tokens = answer
             snapshot.prompt_tokens = int(prompt)
             snapshot.num_running, snapshot.num_paused = count, halted
-        takes = (self._board.is_alive & ~self._board.is_draining).tolist()
+        board = self._board
+        may = board.is_alive & ~board.is_draining & board.has_layers(int(request.sequence_id))
+        takes = may.tolist()
         snapshots = [s for s, does in zip(self._snapshots, takes, strict=True) if does]
         name = self._policy.placement.choose(request, snapshots)
         return None if name is None else self._index[name]

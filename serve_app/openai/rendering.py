@@ -31,16 +31,22 @@ from serve_app.request.sequence_request import SequenceRequest
 DONE = b"data: [DONE]\n\n"
 
 
-def usage(request: Request, *, final: bool = True) -> dict[str, Any]:
-    """Token counts so far; with the depth at which each token left when `final`."""
-    prompt, output = request.num_prompt_tokens, request.num_output_tokens
+def usage(request: Request, *, num_read: int | None = None) -> dict[str, Any]:
+    """Token counts; at the end with the depth at which each token left.
+
+    Args:
+        num_read: Of a stream that goes on, output tokens that its reader has so far: those that
+            are held back, to be passed on one by one, are not among them. None: it is the end.
+    """
+    prompt = request.num_prompt_tokens
+    output = request.num_output_tokens if num_read is None else num_read
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": request.num_cached_tokens},
     }
-    if final:
+    if num_read is None:
         sequences = request.sequences
         exits = Counter(layer for s in sequences for layer in s.state.exit_layers)
         counts["quadriga"] = {
@@ -107,7 +113,7 @@ class AnswerFormat(StreamFormat):
         request = stream.request
         head, tail = self._head(request), "}\n\n"
         if request.usage_in_chunks:
-            counts = json.dumps(usage(request, final=False), separators=(",", ":"))
+            counts = json.dumps(usage(request, num_read=stream.num_read), separators=(",", ":"))
             tail = f',"usage":{counts}}}\n\n'
         elif request.usage_chunk:
             tail = ',"usage":null}\n\n'

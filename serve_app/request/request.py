@@ -289,6 +289,11 @@ class OutputStream:
         gap_s = request.exits.sla_tbt_s
         self._pacers = [TokenPacer(gap_s) for _ in cursors] if gap_s else []
 
+    @property
+    def num_read(self) -> int:
+        """Output tokens before the cursors, of all sequences."""
+        return sum(self._cursors)
+
     async def read(self) -> list[OutputDelta]:
         """Return all that is new, at least one piece; empty when everything was read.
 

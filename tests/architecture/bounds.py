@@ -17,11 +17,11 @@ BOUNDS = {
     "road_files": Bound(115, 50),
     "road_lines": Bound(26_000, 10_000),
     "request_classes": Bound(13, 10),
-    "service_lines": Bound(42_600, 33_000),
+    "service_lines": Bound(43_000, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(92_700, 58_000),
     "test_lines": Bound(67_500, 38_000),
-    "reliability_lines": Bound(4_700, 4_000),
+    "reliability_lines": Bound(5_000, 4_000),
     "circles": Bound(0, 0),
     "largest_folder": Bound(15, 15),
     "old_names": Bound(0, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -116,3 +117,21 @@ async def test_beside_answers_that_may_be_others(
         await asyncio.sleep(0.2)
     else:
         raise AssertionError("nothing that was drafted has agreed")
+
+
+def test_the_running_usage_counts_what_was_passed_on(http: httpx.Client, drafting: None) -> None:
+    """Tokens that came together and are passed on one by one are not counted before that."""
+    body = ASKED["sampled"] | {
+        "stream": True, "sla_tbt_ms": 40.0, "return_token_ids": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    counted = 0
+    with http.stream("POST", "/v1/completions", json=body) as reply:
+        for line in filter(None, reply.iter_lines()):
+            said = line.removeprefix("data: ")
+            if said == "[DONE]":
+                break
+            chunk = json.loads(said)
+            counted += sum(len(choice["token_ids"]) for choice in chunk["choices"])
+            assert chunk["usage"]["completion_tokens"] == counted
+    assert counted > 20

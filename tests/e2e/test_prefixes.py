@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,7 +11,8 @@ import httpx
 from quadriga.client import Client
 from tests.e2e.observe import series, total
 
-SETTLE_S = 10.0
+SETTLE_S = 60.0
+QUIET_S = 3.0
 PROMPT = [20 + (7 * i) % 300 for i in range(250)]
 BODY = {"model": "quadriga-s", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
 
@@ -43,6 +45,32 @@ def test_choices_share_their_prompt(http: httpx.Client) -> None:
     found = [choice["token_ids"] for choice in many["choices"]]
     assert found[0] == one["choices"][0]["token_ids"]
     assert len({tuple(ids) for ids in found}) > 1
+
+
+def test_the_prompt_of_several_choices_is_computed_once(http: httpx.Client) -> None:
+    """The first choice computes it; each of the others finds its whole blocks."""
+
+    def hits() -> float:
+        return total(series(http), "vllm:prefix_cache_hits_total")
+
+    before, num_choices = settled(hits), 5
+    many = complete(http, cache_salt="n at once", temperature=1, seed=3, n=num_choices)
+    assert len(many["choices"]) == num_choices
+    wanted = before + (num_choices - 1) * 192
+    ends_s = time.monotonic() + SETTLE_S
+    while hits() < wanted and time.monotonic() < ends_s:
+        time.sleep(0.2)
+    assert settled(hits) == wanted, "no more either: nothing else asks here"
+
+
+def settled(count: Callable[[], float]) -> float:
+    """A counter of the service, once it stands still: replicas report every second."""
+    seen, since_s = count(), time.monotonic()
+    while time.monotonic() - since_s < QUIET_S:
+        time.sleep(0.2)
+        if (now := count()) != seen:
+            seen, since_s = now, time.monotonic()
+    return seen
 
 
 def test_conversations_and_responses_report_it(http: httpx.Client) -> None:

@@ -4,17 +4,21 @@ Patient, impatient and slow clients over both doors; running sequences are moved
 processes killed. Every answer passes the strict checker and equals the undisturbed run's. Then
 the load stops, and blocks, slots, leases, actors, processes, file descriptors and memory must be
 back at their base line; a line fitted to each process's memory must not rise.
+
+With `--all-on` it is the service with every feature in use; see `tests.reliability.all_on`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +31,13 @@ from loadgen.report.experiment import drawn, print_line, table_of
 from loadgen.report.output import add_out_argument
 from loadgen.runner import now_s
 from loadgen.target import find_target
+from tests.reliability import all_on
 from tests.reliability.cluster.baseline import ResourceBaseline, take, trouble_with
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 from tests.reliability.cluster.process_resources import Series, Slope, process_resources
 from tests.reliability.load.mixed_load import MixedLoad, Tally
-from tests.reliability.load.random_faults import MOVES, RandomFaults
-from tests.reliability.load.streams import clients_of, make_streams
+from tests.reliability.load.random_faults import MOVES, WEIGHTS, RandomFaults
+from tests.reliability.load.streams import StreamClients, clients_of, make_streams
 
 WIDTH = 120
 SETTINGS = (
@@ -74,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-slope", type=number(0), default=20.0, help="MiB an hour that a process may grow"
     )
+    parser.add_argument(
+        "--all-on", action="store_true", help="quadriga-s and quadriga-l with every feature in use"
+    )
+    parser.add_argument(
+        "--turn-s", type=number(0), default=20.0, help="rescheduling on and off, with --all-on"
+    )
     add_setting_argument(parser)
     add_out_argument(parser, "results/soak")
 
@@ -84,7 +95,12 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-soak-") as folder:
-        settings = [f"model={args.model}", *SETTINGS, *args.set]
+        if args.all_on:
+            pools = Path(folder) / "pools.yaml"
+            pools.write_text(all_on.POOLS, encoding="utf-8")
+            settings = ["--config", str(pools), *all_on.SETTINGS, *args.set]
+        else:
+            settings = [f"model={args.model}", *SETTINGS, *args.set]
         with started_service(settings, log=Path(folder) / "service.log") as service:
             soak = Soak(args, service, console)
             asyncio.run(soak.run())
@@ -111,22 +127,37 @@ class Soak:
         self._slopes: dict[int, Slope] = {}
         self._troubles: list[str] = []
         self._load: MixedLoad | None = None
+        self._free: MixedLoad | None = None
         self._harm: RandomFaults | None = None
+        self._turns = all_on.ReschedulingTurns()
+        self._counted: dict[str, float] = {}
 
     async def run(self) -> None:
         """Warm up, take the base line, soak, compare."""
         args = self._args
-        specs = make_streams(NUM_SPECS, max_tokens=args.max_tokens, seed=args.seed)
-        async with clients_of(self._service) as clients, cluster_control(self._service) as control:
-            target = await find_target(clients.http, None)
+        make = all_on.exact_streams if args.all_on else make_streams
+        specs = make(NUM_SPECS, max_tokens=args.max_tokens, seed=args.seed)
+        model = all_on.EXACT_MODEL if args.all_on else None
+        num_free = round(all_on.FREE_SHARE * args.places) if args.all_on else 0
+        async with (
+            clients_of(self._service, model) as clients,
+            clients_of(self._service, all_on.FREE_MODEL if num_free else None) as free_clients,
+            cluster_control(self._service) as control,
+        ):
+            target = await find_target(clients.http, model)
             reference = await clients.reference(specs)
 
             def load(seed: int) -> MixedLoad:
+                places = args.places - num_free
                 return MixedLoad(
-                    self._service, clients, target, specs, reference, places=args.places, seed=seed
+                    self._service, clients, target, specs, reference, places=places, seed=seed
                 )
 
-            await self._warm_up(control, load(args.seed))
+            warming = [load(args.seed)]
+            if num_free:
+                warming.append(await self._free_load(free_clients, num_free))
+                self._free = await self._free_load(free_clients, num_free)
+            await self._warm_up(control, warming)
             trouble = await control.until_ready(READY_TIMEOUT_S)
             await asyncio.sleep(CALM_S)
             before = await take(control, clients.http)
@@ -136,12 +167,17 @@ class Soak:
             self._say(f"base line: {before}")
             self._load = load(args.seed + 1)
             self._harm = RandomFaults(
-                control, self._load, random.Random(args.seed), every_s=args.every_s, note=self._note
+                control,
+                self._load,
+                random.Random(args.seed),
+                every_s=args.every_s,
+                note=self._note,
+                weights=all_on.WEIGHTS if args.all_on else WEIGHTS,
             )
             sampling = asyncio.create_task(self._sample(control))
             harming = asyncio.create_task(self._harm.run())
             try:
-                await self._drive(self._load, 60.0 * args.minutes)
+                await self._drive_all(control, self._load, 60.0 * args.minutes)
             finally:
                 harming.cancel()
                 (end,) = await asyncio.gather(harming, return_exceptions=True)
@@ -151,15 +187,47 @@ class Soak:
                 sampling.cancel()
                 await asyncio.gather(sampling, return_exceptions=True)
             await self._compare(control, before, clients.http)
+            if args.all_on:
+                self._counted = await all_on.counted(clients.http)
 
-    async def _warm_up(self, control: ClusterControl, load: MixedLoad) -> None:
+    async def _free_load(self, clients: StreamClients, places: int) -> MixedLoad:
+        """The load whose answers need not be those of the undisturbed run."""
+        target = await find_target(clients.http, all_on.FREE_MODEL)
+        specs = all_on.free_streams(
+            NUM_SPECS, max_tokens=self._args.max_tokens, seed=self._args.seed
+        )
+        load = MixedLoad(
+            self._service, clients, target, specs, [[] for _ in specs], places=places,
+            seed=self._args.seed + 2,
+        )  # fmt: skip
+        load.excuse(math.inf)
+        return load
+
+    async def _drive_all(self, control: ClusterControl, load: MixedLoad, seconds: float) -> None:
+        """All loads; with rescheduling on and off in turns where every feature is in use."""
+        if self._free is None:
+            await self._drive(load, seconds)
+            return
+        loads = (load, self._free)
+
+        def num_tokens() -> int:
+            return sum(one.tally.tokens for one in loads)
+
+        turns = asyncio.create_task(self._turns.run(control, num_tokens, self._args.turn_s))
+        try:
+            await asyncio.gather(*(self._drive(one, seconds) for one in loads))
+        finally:
+            turns.cancel()
+            await asyncio.gather(turns, return_exceptions=True)
+
+    async def _warm_up(self, control: ClusterControl, loads: Sequence[MixedLoad]) -> None:
         """Load and moves, so that what is made once is there: kernels, buffers, channels."""
         rng = random.Random(self._args.seed)
         moving = asyncio.create_task(
-            RandomFaults(control, load, rng, every_s=WARM_UP_EVERY_S, weights=MOVES).run()
+            RandomFaults(control, loads[0], rng, every_s=WARM_UP_EVERY_S, weights=MOVES).run()
         )
         try:
-            await self._drive(load, self._args.warm_up_s)
+            await asyncio.gather(*(self._drive(load, self._args.warm_up_s) for load in loads))
         finally:
             moving.cancel()
             await asyncio.gather(moving, return_exceptions=True)
@@ -210,6 +278,8 @@ class Soak:
         found = list(self._troubles)
         if self._load is None or not self._load.tally.is_ok:
             found.append("answers failed" if self._load is not None else "the run did not begin")
+        if self._free is not None and not self._free.tally.is_ok:
+            found.append(f"answers of {all_on.FREE_MODEL} failed")
         if self._harm is not None:
             found += self._harm.failures
             found += [f"no {kind} succeeded" for kind in self._harm.never_done()]
@@ -255,18 +325,16 @@ class Soak:
     def summary(self) -> dict[str, Any]:
         """The last line."""
         tally = self._load.tally if self._load is not None else Tally()
-        return {
+        return self._summary_of_all(tally) | {
             "failures": self.failures(),
             "sent": dict(tally.sent),
             "ok": tally.ok,
             "hung_up": tally.hung_up,
-            "failed": tally.failed,
             "refused": tally.refused,
-            "differing": tally.differing,
             "rebuilt": tally.rebuilt,
             "tokens": tally.tokens,
             "worst_silence_s": round(tally.worst_silence_s, 2),
-            "faults": tally.faults[:5],
+            "faults": tally.faults[:5] + (self._free.tally.faults[:5] if self._free else []),
             "harms": dict(self._harm.done) if self._harm else {},
             "slopes_mib_per_h": {
                 f"{self._series[pid].kind} {pid}": [
@@ -284,6 +352,22 @@ class Soak:
             },
             "minutes": self._args.minutes,
             "seed": self._args.seed,
+        }
+
+    def _summary_of_all(self, exact: Tally) -> dict[str, Any]:
+        """What is asked of every soak first."""
+        tallies = [exact] + ([self._free.tally] if self._free is not None else [])
+        done = self._harm.done if self._harm is not None else Counter[str]()
+        counted = self._counted
+        return {
+            "failed": sum(tally.failed for tally in tallies),
+            "differing": exact.differing,
+            "duplicated": sum(tally.duplicated for tally in tallies),
+            "leaked": len(self._troubles),
+            "moves": int(done["migrate"] + counted.get("moves", 0)),
+            "resizes": int(done["resize"] + counted.get("resizes", 0)),
+            "lowered": int(counted.get("lowered", 0)),
+            "rescheduling_on_over_off": self._turns.ratio,
         }
 
     def _note(self, what: str) -> None:

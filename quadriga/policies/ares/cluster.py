@@ -83,6 +83,28 @@ class ClusterForecast:
         """Whether all replicas have the same layers."""
         return bool((self.depth == self.depth[0]).all())
 
+    def part(self, replicas: NDArray[np.int64]) -> ClusterForecast:
+        """Some of the replicas, ascending, with what they hold."""
+        rows = np.flatnonzero(np.isin(self.owner, replicas))
+        return ClusterForecast(
+            names=[self.names[i] for i in replicas.tolist()],
+            costs=self.costs,
+            depth=self.depth[replicas],
+            load_s=self.load_s[replicas],
+            grid_s=self.grid_s,
+            tokens=self.tokens[replicas],
+            step_s=self.step_s[replicas],
+            capacity_tokens=self.capacity_tokens[replicas],
+            free_slots=self.free_slots[replicas],
+            num_paused=self.num_paused[replicas],
+            promised_tokens=self.promised_tokens[replicas],
+            rows=self.rows[rows],
+            row_load_s=self.row_load_s[rows],
+            owner=np.searchsorted(replicas, self.owner[rows]),
+            sequence_ids=[self.sequence_ids[i] for i in rows.tolist()],
+            has_predictions=self.has_predictions,
+        )
+
 
 WhoseRows = Callable[[ClusterForecast], NDArray[np.int64]]
 """Asked with the replicas' own figures: the indices of the replicas whose rows are wanted."""

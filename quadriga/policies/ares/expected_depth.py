@@ -11,9 +11,9 @@ that are, and they add up:
 - its own *past exits*: by how much it has run deeper, or shallower, than these two said. It counts
   for more the more tokens there are, and recent ones more than old ones.
 
-All three are running means over the tokens that left here, so nothing is trained beforehand, and
-nothing is kept in the checkpoint. A sequence whose tokens may not leave early runs all its layers;
-it is not looked at.
+All three are running means over the tokens that left here, and what comes until the next look
+corrects what is said of all; so nothing is trained beforehand, and nothing is kept in the
+checkpoint. A sequence whose tokens may not leave early runs all its layers; it is not looked at.
 
 Source: ours.
 """
@@ -41,6 +41,8 @@ POSITION_TOKENS = 8192.0
 POSITION_PRIOR = 16.0
 """Tokens at a position from which on more counts what they did than what those before it did."""
 PROMPT_RATE = 0.15
+BIAS_RATE = 0.003
+"""By so much of each error until the next look is everything corrected that is said."""
 
 
 @dataclass(slots=True)
@@ -50,12 +52,14 @@ class _Seen:
     Attributes:
         features: Places of its prompt's tokens among the weights.
         num_tokens: Output tokens that were counted.
+        said: Layers that were last said of its coming tokens; 0 before the first time.
         recent: Layers of its recent tokens, on average.
         num_at: By position, the recent tokens that this is the mean of; older ones are forgotten.
     """
 
     features: tuple[int, ...]
     num_tokens: int = 1
+    said: float = 0.0
     recent: float = 0.0
     num_at: dict[int, float] = field(default_factory=dict)
 
@@ -76,6 +80,7 @@ class ExpectedDepth:
         self._position = [0.0] * NUM_POSITIONS  # by how much tokens there differ from that
         self._num_at = [0.0] * NUM_POSITIONS
         self._at = [float(depth)] * NUM_POSITIONS  # what follows of these for each position
+        self._bias = 0.0  # of all that is said, by what came until the next look
         self._weights = [0.0] * NUM_WEIGHTS
         self._seen: dict[str, _Seen] = {}
 
@@ -100,8 +105,8 @@ class ExpectedDepth:
             seen = gone.pop(state.sequence_id, None) or _Seen(_features(state.prompt_ids))
             self._learn(state, seen)
             self._seen[state.sequence_id] = seen
-            layers = self._layers_of(seen, len(state.output_ids), tokens)
-            expected.append(min(max(layers, 1.0), float(limit)))
+            seen.said = self._layers_of(seen, len(state.output_ids), tokens)
+            expected.append(min(max(seen.said + self._bias, 1.0), float(limit)))
         for seen in gone.values():
             self._end(seen)
         return expected
@@ -145,6 +150,9 @@ class ExpectedDepth:
     def _learn(self, state: SequenceState, seen: _Seen) -> None:
         """Count the tokens that came since the last look; the first of all came with the prompt."""
         start, end = seen.num_tokens, len(state.exit_layers)
+        if seen.said and end > start:
+            came = sum(state.exit_layers[start:end]) / (end - start)
+            self._bias += BIAS_RATE * (came - seen.said - self._bias)
         prompt = self._prompt(seen.features)
         while start < end:
             place = _place(start)

@@ -232,6 +232,32 @@ class Rescheduler:
             for choice in choices
         ]
 
+    def decide_all(
+        self,
+        cluster: ClusterForecast,
+        depth_class: DepthClass,
+        costs: TransferCosts,
+        *,
+        busy: Set[str] = frozenset(),
+        load_only: bool = False,
+        overload: OverloadPlan | None = None,
+    ) -> list[MigrationOrder]:
+        """Decide the moves of one model's replicas as `tick` does, from one cluster forecast."""
+        parts = [cluster]
+        if not cluster.is_one_class:
+            depths = np.unique(cluster.depth)
+            parts = [cluster.part(np.flatnonzero(cluster.depth == depth)) for depth in depths]
+            parts = [part for part in parts if len(part) > 1]
+            if overload is None:
+                parts.append(cluster)
+        orders: list[MigrationOrder] = []
+        for part in parts:
+            used = {name for o in orders for name in (o.source, o.destination)} | busy
+            orders += self.decide(
+                part, depth_class, costs, busy=used, load_only=load_only, overload=overload
+            )
+        return orders
+
     def work(
         self, snapshots: Sequence[ReplicaSnapshot], *, load_only: bool = False
     ) -> dict[str, float]:

@@ -219,3 +219,10 @@ def digest(actor: Any) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     _state.pop("eaten", None)
+
+
+def reschedule(scheduler: Any, is_on: bool) -> None:
+    """Let the scheduler move running sequences, or not, until it is configured anew."""
+    governor = scheduler._rescheduling.governor
+    ares = governor.config.ares.model_copy(update={"mode": "ares" if is_on else "off"})
+    governor.configure(governor.config.model_copy(update={"ares": ares}))

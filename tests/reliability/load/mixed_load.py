@@ -13,6 +13,7 @@ from itertools import pairwise
 from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
+from loadgen.checker.verdict import FaultKind
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target
@@ -96,6 +97,7 @@ class Tally:
     Attributes:
         sent: By manner of the client.
         differing: Said something else than the undisturbed run.
+        duplicated: Answers in which tokens came twice.
         faults: The first few in words.
         silences: Of every stream, the longest.
     """
@@ -106,6 +108,7 @@ class Tally:
     refused: int = 0
     failed: int = 0
     differing: int = 0
+    duplicated: int = 0
     rebuilt: int = 0
     tokens: int = 0
     silences: list[Silence] = field(default_factory=list)
@@ -128,6 +131,7 @@ class Tally:
             return
         if not answer.is_ok:
             self.failed += 1
+            self.duplicated += any(f.kind is FaultKind.DUPLICATE for f in verdict.faults)
             self._keep("; ".join(str(f) for f in verdict.faults[:2]))
             return
         self.ok += 1

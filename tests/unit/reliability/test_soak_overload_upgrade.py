@@ -20,8 +20,10 @@ from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_http import parse_url
+from tests.reliability import all_on
 from tests.reliability import overload_report as overload
 from tests.reliability import upgrade_report as upgrade
+from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.baseline import ResourceBaseline, trouble_with
 from tests.reliability.cluster.process_resources import (
     ProcessResources,
@@ -343,3 +345,41 @@ def test_upgrades_that_were_noticed() -> None:
     run = upgraded()
     run.exit_s = None
     assert upgrade.judge(run, wanted_rounds=2) == ["the service did not end after SIGTERM"]
+
+
+async def test_tokens_are_counted_by_whether_rescheduling_was_on() -> None:
+    """A scheduler that does not answer is asked again; at the end rescheduling is on."""
+    orders: list[bool] = []
+
+    class Agent:
+        async def call(self, verb: str, is_on: bool) -> None:
+            assert verb == "reschedule"
+            orders.append(is_on)
+            if len(orders) == 2:
+                raise AgentError("it died")
+
+    class Control:
+        agent = Agent()
+
+    turns, tokens = all_on.ReschedulingTurns(), iter(range(0, 10_000, 7))
+    assert turns.ratio is None
+    running = asyncio.create_task(
+        turns.run(Control(), lambda: next(tokens), 0.01)  # type: ignore[arg-type]
+    )
+    while turns.ratio is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert orders[:3] == [True, False, False] and orders[-1] is True
+    assert all(seconds > 0.0 for seconds in turns.seconds.values())
+    assert turns.ratio is not None and turns.ratio > 0.0
+
+
+def test_the_loads_of_a_soak_with_everything_on() -> None:
+    exact = all_on.exact_streams(16, max_tokens=60, seed=1)
+    assert {spec.extra["exit_policy"] for spec in exact} == {"lossless", "off"}
+    assert {spec.temperature for spec in exact} == {0.0, 0.9}
+    free = all_on.free_streams(16, max_tokens=60, seed=1)
+    assert all(0.0 < spec.extra["quality_budget"] < 1.0 for spec in free)
+    assert any("structured_outputs" in spec.extra for spec in free)
+    assert all(s.ignore_eos is not ("structured_outputs" in s.extra) for s in free)

@@ -1,0 +1,26 @@
+"""The short form of `python -m loadgen soak --all-on`: everything at once, token for token."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+TIMEOUT_S = 580.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_with_everything_on_no_answer_changes_and_nothing_stays_behind() -> None:
+    """It is shorter than what shows a leak of memory: files, slots, leases and processes count."""
+    words = [sys.executable, "-m", "loadgen", "soak", "--all-on", "--minutes", "0.4"]
+    words += ["--warm-up-s", "6", "--turn-s", "5", "--every-s", "3", "--places", "6"]
+    words += ["--max-tokens", "48", "--max-slope", "1e6", "--set", "engine.compile=off"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    last = json.loads(ran.stdout.strip().splitlines()[-1])
+    wanted = dict.fromkeys(("failed", "differing", "duplicated", "leaked"), 0)
+    assert {name: last[name] for name in wanted} == wanted, last
+    assert last["ok"] > 0 and last["lowered"] > 0
+    assert {"moves", "resizes", "rescheduling_on_over_off"} <= last.keys()
