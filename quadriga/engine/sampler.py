@@ -20,16 +20,13 @@ from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SampledToken, SamplingParams, SequenceState, TokenLogprob
 from quadriga.engine.random import uniforms
 from quadriga.errors import InvalidRequest
-from quadriga.text.grammar import GrammarMatcher, grammars_of
+from quadriga.text.grammar import Bits, GrammarMatcher, allowed, grammars_of
 
 LEAST_DIVISOR = 1e-30
 """Temperatures and penalties below count as this: float32 makes 0 of still smaller ones, and what
 is divided by it stays finite, or is the −inf of what has no probability."""
 WHOLE_SORT = 4096
-"""Vocabularies up to this are sorted, and masked, as a whole on hosts; of larger ones the best
-tokens, and the few that differ, alone."""
-FEW = 8
-"""Of the vocabulary one in so many tokens is few."""
+"""Vocabularies up to this are sorted as a whole on hosts; of larger ones the best tokens alone."""
 FIRST_RANKED = 256
 """So many are ranked at first, then eight times as many, until top-p is reached."""
 
@@ -39,11 +36,13 @@ class RowSampler:
 
     Attributes:
         is_plain: Greedy without any extra: the argmax of the raw logits is the answer.
+        alters: It has a bias, bans or penalties.
         matcher: Where it stands in its grammar; None without one.
+        error: Why it could say nothing more when its logits were last processed; else None.
     """
 
     __slots__ = ("_banned", "_bias", "_biased", "_counted", "_output_counts", "_prompt_seen",
-                 "is_plain", "matcher", "params", "state")  # fmt: skip
+                 "alters", "error", "is_plain", "matcher", "params", "state")  # fmt: skip
 
     def __init__(
         self,
@@ -63,14 +62,9 @@ class RowSampler:
         self._banned = torch.tensor(banned, dtype=torch.int64)
         self._biased = torch.tensor(list(biases), dtype=torch.int64)
         self._bias = torch.tensor(list(biases.values()), dtype=torch.float32)
-        self.is_plain = (
-            p.greedy
-            and not banned
-            and not biases
-            and not self.has_penalties
-            and p.num_logprobs is None
-            and matcher is None
-        )
+        self.error: InvalidRequest | None = None
+        self.alters = bool(banned or biases or self.has_penalties)
+        self.is_plain = p.greedy and not self.alters and p.num_logprobs is None and matcher is None
         self._counted = 0
         self._prompt_seen: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
@@ -95,35 +89,17 @@ class RowSampler:
         """Of the token that is sampled next."""
         return self.state.num_tokens
 
-    def process(self, logits: torch.Tensor, drafted: list[int] | None = None) -> None:
-        """Apply bias, bans, penalties and grammar to this row's logits [vocab], in place.
+    @property
+    def said(self) -> list[int]:
+        """The answer so far."""
+        return self.state.output_ids
+
+    def alter(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> None:
+        """Apply bias, bans and penalties to this row's logits [vocab], in place.
 
         Args:
             drafted: Tokens that are taken to follow those of the state.
         """
-        drafted = drafted or []
-        self._penalise(logits, drafted)
-        if self.matcher is not None:
-            said = self.state.output_ids + drafted if drafted else self.state.output_ids
-            _ban(logits, self.matcher.banned_after(said))
-
-    @property
-    def error(self) -> InvalidRequest | None:
-        """Why the row can say nothing more; None while it can."""
-        return self.error_after(0)
-
-    def error_after(self, num_drafted: int) -> InvalidRequest | None:
-        """The same behind so many drafted tokens, those of the last `process`."""
-        if self.matcher is None or not self.matcher.failure:
-            return None
-        count = len(self.state.output_ids) + num_drafted
-        return InvalidRequest(
-            f"the grammar of the answer fails after {count} tokens: "
-            f"{self.matcher.failure}; make it simpler",
-            code="grammar_failed",
-        )
-
-    def _penalise(self, logits: torch.Tensor, drafted: list[int]) -> None:
         p = self.params
         if self._bias.device != logits.device:  # the first time; they stay there
             self._banned = self._banned.to(logits.device)
@@ -156,29 +132,6 @@ class RowSampler:
         self._counted = len(self.state.output_ids)
 
 
-def _ban(logits: torch.Tensor, banned: npt.NDArray[np.bool_]) -> None:
-    """Give the banned tokens of a row no probability, in place; [vocab] both.
-
-    Mostly a few tokens are banned (in a string) or a few are allowed (everywhere else): by their
-    numbers that takes a tenth of the time that all tokens take.
-    """
-    if banned.size <= WHOLE_SORT:
-        logits.masked_fill_(torch.from_numpy(banned).to(logits.device), float("-inf"))
-        return
-    num_banned = int(np.count_nonzero(banned))
-    if num_banned * FEW < banned.size:
-        ids = torch.from_numpy(np.flatnonzero(banned)).to(logits.device)
-        logits.index_fill_(0, ids, float("-inf"))
-    elif (banned.size - num_banned) * FEW < banned.size:
-        ids = torch.from_numpy(np.flatnonzero(~banned)).to(logits.device)
-        values = logits[ids]
-        logits.fill_(float("-inf"))
-        logits[ids] = values
-    else:
-        at = torch.from_numpy(banned).to(logits.device)
-        torch.where(at, logits.new_tensor(float("-inf")), logits, out=logits)
-
-
 class SamplerAhead:
     """A row's sampler as it will be after some drafted tokens, should all of them come."""
 
@@ -202,6 +155,15 @@ class SamplerAhead:
         return self._row.matcher
 
     @property
+    def alters(self) -> bool:
+        return self._row.alters
+
+    @property
+    def said(self) -> list[int]:
+        """See `RowSampler.said`."""
+        return self._row.state.output_ids + self._drafted
+
+    @property
     def is_plain(self) -> bool:
         return self._row.is_plain
 
@@ -214,10 +176,9 @@ class SamplerAhead:
         """See `RowSampler.position`."""
         return self._row.state.num_tokens + len(self._drafted)
 
-    def process(self, logits: torch.Tensor) -> None:
-        """See `RowSampler.process`."""
-        self._row.process(logits, self._drafted)
-        self.error = self._row.error_after(len(self._drafted))
+    def alter(self, logits: torch.Tensor) -> None:
+        """See `RowSampler.alter`."""
+        self._row.alter(logits, self._drafted)
 
 
 Sampler = RowSampler | SamplerAhead
@@ -247,14 +208,63 @@ def sample(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
     return choose(logits, rows, exit_layer)
 
 
-def process(logits: torch.Tensor, rows: Sequence[Sampler]) -> bool:
-    """Apply every row's bias, bans, penalties and grammar in place; whether any had some."""
-    changed = False
+def process(logits: torch.Tensor, rows: Sequence[Sampler]) -> list[int]:
+    """Apply every row's bias, bans, penalties and grammar in place; which rows that changed."""
+    changed = []
+    formed = []
     for i, row in enumerate(rows):
-        if not row.is_plain:
-            row.process(logits[i])
-            changed = True
+        if row.alters:
+            row.alter(logits[i])
+        if row.matcher is not None:
+            formed.append(i)
+        if row.alters or row.matcher is not None:
+            changed.append(i)
+    if formed:
+        _mask(logits, rows, formed)
     return changed
+
+
+def _mask(logits: torch.Tensor, rows: Sequence[Sampler], formed: list[int]) -> None:
+    """Give no probability to what grammars do not allow, in place; all rows at once."""
+    asked = [(m, rows[i].said) for i in formed if (m := rows[i].matcher) is not None]
+    bits, failures = allowed(asked, torch.get_num_threads())
+    for i, failure in zip(formed, failures, strict=True):
+        rows[i].error = _failed(len(rows[i].said), failure) if failure else None
+    if len(formed) == len(rows):
+        ban(logits, bits)
+        return
+    own = logits[formed]
+    ban(own, bits)
+    logits[formed] = own
+
+
+def ban(logits: torch.Tensor, bits: Bits) -> None:
+    """Give the tokens whose bit is not set no probability, in place.
+
+    Args:
+        logits: float32 [n, vocab].
+        bits: uint8 [n, bytes]; see `Bits`.
+    """
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":
+        kept = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+        torch.where(torch.from_numpy(kept), logits, logits.new_tensor(-math.inf), out=logits)
+    else:
+        on_device = torch.from_numpy(bits).to(logits.device, non_blocking=True)
+        logits.masked_fill_(~unpacked(on_device, vocab_size), -math.inf)
+
+
+def unpacked(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """`numpy.unpackbits` where the bits are: uint8 [n, bytes] → bool [n, vocab_size]."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits[:, :, None] >> places & 1).bool().flatten(1)[:, :vocab_size]
+
+
+def _failed(num_tokens: int, failure: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the grammar of the answer fails after {num_tokens} tokens: {failure}; make it simpler",
+        code="grammar_failed",
+    )
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> list[SampledToken]:

@@ -11,6 +11,7 @@ from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable
+from quadriga.policies.ares.overload import may_hold_more
 from quadriga.policies.load import candidates
 from quadriga.policies.retry_reservations import MIN_WAIT_S
 from quadriga.policies.wait_estimator import (
@@ -115,6 +116,7 @@ def check_room(
         admission: What `admit` said.
         now_s: On the estimator's clock.
         num_held: Sequences that wait for a place and let shorter ones pass; see `ares.overload`.
+            Where prefill replicas have no rows for more of them, newcomers are refused.
 
     Raises:
         Overloaded: With a time to come back, at which a place is kept for such a caller.
@@ -144,6 +146,12 @@ def check_room(
         )
         if turns.wait_s > max(limit_s, slower.wait_s):
             slower = turns
+        if not may_hold_more(num_held, sum(s.info.num_slots for s in prefills)):
+            raise Overloaded(
+                f"{model!r} is overloaded: {num_held} sequences wait for a decode replica, and "
+                "prefill replicas have rows for no more",
+                retry_after_s=min(max(1.0 / slower.per_s, MIN_WAIT_S), scheduler.max_retry_after_s),
+            )
         in_time = replace(slower, free=slower.free + limit_s * slower.per_s)
         if in_time.free < queues.free:
             short, least_free = in_time, 0.0

@@ -101,7 +101,7 @@ class Board:
     def note(self, index: int, replica: SimulatedDecodeReplica) -> None:
         """A replica's state changed."""
         self._now_s = None
-        self._anchor_s[index] = replica.anchor_s
+        self._anchor_s[index] = replica.anchor_s + replica.held_up_s
         self._steps[index] = replica.steps
         self._tokens[index] = replica.tokens
         self._num[index] = num = len(replica.running)

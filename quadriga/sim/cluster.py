@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import AdmitRequest
-from quadriga.errors import QuadrigaError
+from quadriga.errors import Overloaded, QuadrigaError
 from quadriga.policies.admission import admit
+from quadriga.policies.ares.overload import may_hold_more
 from quadriga.sim.board import NOWHERE, Board
 from quadriga.sim.config import DEPTH_CLASS, MODEL, Failure, SimConfig
 from quadriga.sim.decode import SimulatedDecodeReplica
@@ -192,6 +193,7 @@ class Simulation:
             deadline_unix_s=math.inf,
         )
         try:
+            self._check_room()
             admission = admit(
                 request,
                 [*self._prefill_snapshots, self._placing.any_snapshot],
@@ -202,6 +204,16 @@ class Simulation:
             self._to_prefill(now_s, index, self._input[index], admission.prefill_replica)
         except QuadrigaError as exc:
             self._close(now_s, index, exc)
+
+    def _check_room(self) -> None:
+        """Raises: Overloaded: Too many wait for a decode replica to let another one in."""
+        num_held, prefill = len(self._roomless), self._config.prefill
+        if self._placing.overload is not None:
+            is_full = not may_hold_more(num_held, prefill.num_rows * len(self._prefill))
+        else:
+            is_full = self._policy.sheds and num_held >= prefill.max_rows * len(self._prefill)
+        if is_full:
+            raise Overloaded(f"{num_held} sequences wait for a decode replica", retry_after_s=1.0)
 
     def _to_prefill(self, now_s: float, index: int, num_tokens: int, name: str) -> None:
         """Queue a prompt, or a sequence to be rebuilt. Raises: Overloaded."""

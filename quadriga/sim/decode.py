@@ -43,6 +43,7 @@ class SimulatedDecodeReplica:
         self.promised: dict[int, int] = {}  # tokens of the sequences on their way here
         self.num_preempted = 0
         self.answers = AnswerLengths()
+        self.held_up_s = 0.0  # of the step under way, over a plain one
         self.factor = 1.0  # of the profile's step times, until the next draw
         self.draw_factor: Callable[[], float] | None = None
         self.predict: Callable[[int, int], LengthPrediction | None] | None = None

@@ -16,6 +16,7 @@ PLACEMENTS = {
     "current_load": "current_load",
     "least_requests": "least_requests",
     "least_work": "least_work",
+    "shedding": "least_work",
     "reschedule": "current_load",
     "ares": "least_work",
     "oracle": "least_work",
@@ -33,6 +34,7 @@ class PolicySet:
         rescheduler: None moves nothing.
         foresees: Rescheduling looks at predictions.
         places_ahead: So does placement, where there is a forecast.
+        sheds: Newcomers are refused while prefill replicas hold all they may without a place.
         knows: The predictions are the truth.
     """
 
@@ -43,6 +45,7 @@ class PolicySet:
     foresees: bool
     knows: bool
     places_ahead: bool
+    sheds: bool = False
 
 
 def make_policy(
@@ -54,6 +57,7 @@ def make_policy(
     current_load    the least used KV memory; ARES's baseline ("vLLM")
     least_requests  the fewest sequences
     least_work      the least expected work; what a service does without forecasts
+    shedding        the same, and who would wait for a decode replica is refused
     reschedule      current load, and moves by the present load alone ("vLLM + rescheduling")
     ares            what a service does by default: placement, moves by forecast, with predictions
                     as wrong as those of ARES's head
@@ -81,4 +85,5 @@ def make_policy(
         foresees=foresees,
         knows=name == "oracle",
         places_ahead=foresees,
+        sheds=name == "shedding",
     )

@@ -56,7 +56,7 @@ class VllmDecodeReplica(SimulatedDecodeReplica):
         self._newcomers.clear()
         self._freed.clear()
         self._filling, self._filled, self._chunk = None, 0, 0
-        self._is_unsettled = False
+        self._is_unsettled, self.held_up_s = False, 0.0
         return lost
 
     def next_event_s(self) -> float:
@@ -83,6 +83,7 @@ class VllmDecodeReplica(SimulatedDecodeReplica):
         while self._joining and self._joining[0][0] <= self.anchor_s:
             self._newcomers.append(heapq.heappop(self._joining)[2])
         self._schedule(happened)
+        self.held_up_s = self._mixed_step_s() - self.first_step_s if self._chunk else 0.0
         return happened
 
     def _event_steps(self) -> int:

@@ -27,6 +27,13 @@ MAX_KEPT = 16
 """Compiled grammars that a process keeps; the one used longest ago goes first."""
 
 LEFT = "the answer has left its grammar"
+STUCK = "no token of the model can go on with the answer"
+
+LARGE_VOCABULARY = 8192
+"""Masks over fewer tokens are found by one thread, sooner than others are woken."""
+
+Bits = npt.NDArray[np.uint8]
+"""Masks: of each byte the lowest bit is the first token's; a set one may follow."""
 
 _LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=100_000,  # some 7 ms
@@ -87,9 +94,9 @@ class GrammarMatcher:
     """Where one answer stands in its grammar. Not thread-safe.
 
     Attributes:
-        failure: Why no further token can be said; "" while one can. A grammar that needs more work
-            for a token than there may be fails in the midst of an answer, for good; a token that
-            was not allowed can be taken back.
+        failure: Why no further token can be said, as of the last question; "" while one can. A
+            grammar that needs more work for a token than there may be fails in the midst of an
+            answer, for good; a token that was not allowed can be taken back.
     """
 
     def __init__(self, core: Any, grammars: TokenGrammars) -> None:
@@ -98,22 +105,18 @@ class GrammarMatcher:
         self._grammars = grammars
         self._tokens: list[int] = []
         self._num_parsed = 0  # of the tokens; ends and what comes after a wrong one are not
-        self._banned: npt.NDArray[np.bool_] | None = None
+        self._bits: Bits | None = None  # what may follow the tokens, once it was asked
 
     def banned_after(self, token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which tokens may not follow these, the answer's so far: bool [vocab].
-
-        Consecutive calls may go on, or go back (a draft that was refused): only what differs from
-        the call before is parsed. With a `failure` all tokens are allowed.
-        """
-        self._follow(token_ids)
-        if self._banned is None:
-            self._banned = self._compute()
-        return self._banned
+        """Which tokens may not follow these, the answer's so far: bool [vocab]; see `allowed`."""
+        bits, _ = allowed([(self, token_ids)])
+        size = self._grammars.vocab_size
+        banned: npt.NDArray[np.bool_] = np.unpackbits(bits[0], count=size, bitorder="little") == 0
+        return banned
 
     def accept(self, token_id: int) -> None:
         """One more token of the answer."""
-        self._banned = None
+        self._bits = None
         self._tokens.append(token_id)
         if self.failure or token_id in self._grammars.end_ids:
             return
@@ -124,7 +127,7 @@ class GrammarMatcher:
 
     def rollback(self, count: int) -> None:
         """Forget the last tokens of the answer."""
-        self._banned = None
+        self._bits = None
         left = len(self._tokens) - count
         del self._tokens[left:]
         if self._num_parsed > left:
@@ -147,18 +150,76 @@ class GrammarMatcher:
         for token_id in token_ids[len(self._tokens) :]:
             self.accept(token_id)
 
-    def _compute(self) -> npt.NDArray[np.bool_]:
-        size = self._grammars.vocab_size
-        if not self.failure:
-            packed = np.frombuffer(self._core.compute_bitmask(), dtype=np.uint8)
-            self.failure = _reason(self._core)
-            allowed = np.unpackbits(packed, count=size, bitorder="little")
-            if not self.failure and not allowed.any():
-                self.failure = "no token of the model can go on with the answer"
-            if not self.failure:
-                banned: npt.NDArray[np.bool_] = (allowed ^ 1).view(np.bool_)
-                return banned
-        return np.zeros(size, dtype=np.bool_)
+
+def allowed(
+    asked: Sequence[tuple[GrammarMatcher, Sequence[int]]], num_threads: int = 1
+) -> tuple[Bits, list[str]]:
+    """Which tokens may come next in some answers of one model.
+
+    Consecutive questions about an answer may go on, or go back (a draft that was refused): only
+    what differs from the question before is parsed.
+
+    Args:
+        asked: At least one; matchers with the tokens of their answers so far. One matcher may be
+            asked about several beginnings of its answer.
+        num_threads: That may look, where the vocabulary is large.
+
+    Returns:
+        uint8 [len(asked), bytes], of whole words of 32 bits, and for each why no further token can
+        be said, or "". Where none can, all are allowed.
+    """
+    found, failures = list[Bits](), list[str]()
+    together: dict[int, GrammarMatcher] = {}
+    for matcher, token_ids in asked:
+        if id(matcher) in together:
+            _collect(together, num_threads, found, failures)
+        matcher._follow(token_ids)
+        together[id(matcher)] = matcher
+    _collect(together, num_threads, found, failures)
+    return np.stack(found), failures
+
+
+def _collect(
+    together: dict[int, GrammarMatcher], num_threads: int, found: list[Bits], failures: list[str]
+) -> None:
+    """Answer for these matchers, where each of them stands, and forget them."""
+    matchers = list(together.values())
+    unknown = [m for m in matchers if m._bits is None]
+    if unknown:
+        _compute(unknown, num_threads)
+    for matcher in matchers:
+        assert matcher._bits is not None
+        found.append(matcher._bits)
+        failures.append(matcher.failure)
+    together.clear()
+
+
+def _compute(matchers: Sequence[GrammarMatcher], num_threads: int) -> None:
+    """Find what may come next, in parallel where that pays."""
+    vocab_size = matchers[0]._grammars.vocab_size
+    row_bytes = (vocab_size + 31) // 32 * 4
+    bits = np.zeros((len(matchers), row_bytes), dtype=np.uint8)
+    address = bits.ctypes.data
+    alive = [(i, m) for i, m in enumerate(matchers) if not m.failure]
+    if num_threads > 1 and len(alive) > 1 and vocab_size >= LARGE_VOCABULARY:
+        cores = [(m._core, i) for i, m in alive]
+        _executor(num_threads).unsafe_compute_mask_ptr(cores, address, row_bytes, len(bits))
+    else:
+        for i, matcher in alive:
+            matcher._core.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
+    some: list[bool] = np.any(bits, axis=1).tolist()
+    for matcher, row, has_any in zip(matchers, bits, some, strict=True):
+        if not matcher.failure:
+            matcher.failure = _reason(matcher._core) or ("" if has_any else STUCK)
+        if matcher.failure:
+            row.fill(255)
+        matcher._bits = row
+
+
+@lru_cache(maxsize=2)
+def _executor(num_threads: int) -> Any:
+    """Threads that sleep until masks are to be found."""
+    return llguidance.LLExecutor(num_threads)
 
 
 def grammar_source(grammar: Grammar) -> str:

@@ -151,6 +151,11 @@ def _point(args: argparse.Namespace, part: str, x: float | str, **fields: Any) -
     return SimPoint(part, x, **{**values, **fields})
 
 
+def _unrefusing(args: argparse.Namespace) -> list[str]:
+    """The policies to compare where nothing is refused."""
+    return [p for p in args.policy if p != "shedding"]
+
+
 def _vllm(args: argparse.Namespace) -> list[SimPoint]:
     """The paper's set-up near saturation: what its engine does with a full memory."""
     kinds = {"vllm": VLLM} if args.quick else {"vllm": VLLM, "vllm, prefix caching": VLLM_CACHED}
@@ -162,7 +167,7 @@ def _vllm(args: argparse.Namespace) -> list[SimPoint]:
         for part, memory in kinds.items()
         for rate in SATURATED_RATES
         for seed in range(_seeds(args))
-        for policy in args.policy
+        for policy in _unrefusing(args)
     ]  # fmt: skip
 
 
@@ -175,13 +180,13 @@ def _own(args: argparse.Namespace) -> list[SimPoint]:
         )
         for rate in OWN_RATES
         for seed in range(_seeds(args))
-        for policy in args.policy
+        for policy in _unrefusing(args)
     ]  # fmt: skip
 
 
 def _overload(args: argparse.Namespace) -> list[SimPoint]:
     """More than the cluster carries, with the paper's lengths and with two that differ."""
-    policies = [p for p in args.policy if p in (*STATIC, "ares")]
+    policies = [p for p in args.policy if p in (*STATIC, "shedding", "ares")]
     base = replace(_base(args), memory=PAUSE)
     points = []
     for workload in ("sharegpt", "reasoning", "translation"):
@@ -217,7 +222,7 @@ def _rates(args: argparse.Namespace) -> list[SimPoint]:
         for rate in rates
         if not args.quick or rate in quick
         for seed in range(_seeds(args))
-        for policy in args.policy
+        for policy in _unrefusing(args)
     ]  # fmt: skip
 
 
@@ -240,7 +245,7 @@ def _bandwidth(args: argparse.Namespace) -> list[SimPoint]:
 
 def _sizes(args: argparse.Namespace) -> list[SimPoint]:
     sizes = (8, 32, 256) if args.quick else SIZES
-    policies = [p for p in args.policy if not (args.quick and p == "round_robin")]
+    policies = [p for p in _unrefusing(args) if not (args.quick and p == "round_robin")]
     return [
         _point(
             args, "sizes", size, rate=SIZE_RATE * size, policy=policy, duration_s=2000.0,

@@ -51,9 +51,8 @@ class ExitLogits:
         """Run the exit's head."""
         found = decoder.candidates(hidden, depth)
         is_plain = all(s.is_plain for s in samplers)
-        if not is_plain and process(found.logits, samplers):
+        if not is_plain and (changed := process(found.logits, samplers)):
             # Of these rows alone: what a row is sure of does not depend on its company.
-            changed = [i for i, sampler in enumerate(samplers) if not sampler.is_plain]
             found.probs[changed] = top_two(found.logits[changed])
         index = dict(zip(rows, range(len(rows)), strict=True))
         return cls(depth, segment, index, found, samplers, is_plain, hidden)

@@ -10,9 +10,9 @@ memory on, promised to those that run, the objective changes:
 - Long ones are confined to the other replicas, and are held after prefill while those have no
   room. Of the sequences that wait, the shortest asks first.
 - Nobody is held for ever: a sequence that has waited for `HOLD_SHARE` of the time it is predicted
-  to run is overdue. The oldest of these asks first, and any replica with room takes it. As many
-  are held as prefill replicas have rows; beyond that prompts wait in their queues, and admission
-  refuses what would wait too long.
+  to run is overdue. The oldest of these asks first, and any replica with room takes it. Up to
+  `HELD_SHARE` of the prefill replicas' rows are held; then admission refuses newcomers, so that
+  those let in have their first tokens at once.
 
 The objective ends below `LEAVE_SHARE`, when nobody is held.
 
@@ -49,6 +49,7 @@ SHORT_SHARE = 0.25
 """Of the protected replicas' memory, that the sequences which count as short may come to fill, by
 the upper quantiles of their lengths. The rest is for those that come."""
 HOLD_SHARE = 0.5
+HELD_SHARE = 0.5
 MIN_REMAINING_TOKENS = 300.0
 """A long sequence on a protected replica that ends sooner is not worth its move."""
 
@@ -97,6 +98,16 @@ class OverloadPlan:
         )
 
 
+def may_hold_more(num_held: int, num_rows: int) -> bool:
+    """Whether a newcomer may be let in that perhaps has to be held.
+
+    Args:
+        num_held: Sequences that wait for room after prefill.
+        num_rows: KV rows of the prefill replicas.
+    """
+    return num_held < HELD_SHARE * num_rows
+
+
 def is_overdue(waited_s: float, prediction: LengthPrediction, step_s: float) -> bool:
     """Whether a sequence has waited for `HOLD_SHARE` of its predicted run, or longer.
 
@@ -136,14 +147,18 @@ def plan_overload(
 
 
 def _short_tokens(cluster: ClusterForecast, room: float) -> float:
-    """Largest total of the shortest sequences that together fit a room; 0 where none does."""
+    """A token less than the shortest total that no longer fits a room behind all shorter ones.
+
+    The longest there is, where all fit.
+    """
     rows = cluster.rows.astype(np.float64)
     totals = rows[:, TOKENS] + rows[:, REMAINING]
     order = np.argsort(totals, kind="stable")
     filled = np.cumsum((rows[:, TOKENS] + rows[:, REMAINING_UPPER])[order])
-    totals = totals[order]
-    is_last_of_equals = np.append(totals[1:] > totals[:-1], True)[: len(totals)]
-    return float(totals[(filled <= room) & is_last_of_equals].max(initial=0.0))
+    num_short = int(np.searchsorted(filled, room, side="right"))
+    if num_short == len(totals):
+        return float(totals.max(initial=0.0))
+    return float(totals[order[num_short]]) - 1.0
 
 
 def evictions(

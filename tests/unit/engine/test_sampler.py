@@ -12,7 +12,15 @@ import torch
 from quadriga.core.request import SequenceState
 from quadriga.engine import sampler
 from quadriga.engine.random import uniforms
-from quadriga.engine.sampler import RowSampler, invert_cdf, sample, token_logprobs
+from quadriga.engine.sampler import (
+    RowSampler,
+    ban,
+    invert_cdf,
+    process,
+    sample,
+    token_logprobs,
+    unpacked,
+)
 from tests.equivalence.models import make_state
 
 VOCAB = 60
@@ -218,7 +226,7 @@ def test_many_biases_cost_a_token_no_more_than_one() -> None:
     logits = logits_for(1, seed=2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         processed = logits.clone()
-        r.process(processed[0])
+        assert process(processed, [r]) == [0]
     assert sum(event.count for event in profiler.key_averages()) < VOCAB
     wanted = logits + 0.5
     wanted[0, 7] = logits[0, 7] + 9.0
@@ -259,3 +267,16 @@ def test_bans_outlive_nothing() -> None:
     late = row([1], [4, 4], temperature=0.0, min_tokens=2)
     assert sample(logits.clone(), [early], 1)[0].token_id not in EOS
     assert sample(logits.clone(), [late], 1)[0].token_id == EOS[0]
+
+
+@pytest.mark.parametrize("vocab_size", [8, 37, 614])
+def test_tokens_whose_bit_is_not_set_are_banned(vocab_size: int) -> None:
+    """On a device the bits are unpacked there, which this compares with what hosts do."""
+    rng = np.random.default_rng(5)
+    kept = rng.random((3, vocab_size)) < [[0.02], [0.5], [0.98]]
+    bits = np.packbits(np.pad(kept, ((0, 0), (0, -vocab_size % 32))), axis=1, bitorder="little")
+    logits = torch.from_numpy(rng.standard_normal((3, vocab_size), dtype=np.float32))
+    wanted = torch.from_numpy(np.where(kept, logits.numpy(), -np.inf))
+    assert torch.equal(unpacked(torch.from_numpy(bits), vocab_size), torch.from_numpy(kept))
+    ban(logits, bits)
+    assert torch.equal(logits, wanted)

@@ -53,16 +53,14 @@ def three(lengths: tuple[int, ...] = (500, 2_000, 30_000)) -> list[ReplicaSnapsh
 
 
 def short_by_trying(cluster: ClusterForecast, room: float) -> float:
-    """The greatest total such that all sequences up to it fit the room together."""
-    rows = cluster.rows.astype(float)
-    best = 0.0
-    totals = [row[0] + row[1] for row in rows]
-    for limit in sorted(totals):
-        at_most = sum(row[0] + row[3] for row, total in zip(rows, totals, strict=True)
-                      if total <= limit)  # fmt: skip
-        if at_most <= room:
-            best = limit
-    return best
+    """A token less than the least total whose sequence does not fit behind all before it."""
+    rows = sorted(cluster.rows.astype(float).tolist(), key=lambda row: row[0] + row[1])
+    filled = 0.0
+    for row in rows:
+        filled += row[0] + row[3]
+        if filled > room:
+            return float(row[0] + row[1] - 1.0)
+    return float(rows[-1][0] + rows[-1][1]) if rows else 0.0
 
 
 def evictions_by_trying(
@@ -200,7 +198,7 @@ def test_the_governor_protects_from_eighty_percent_on_and_says_so() -> None:
     made.tick(crowded(0.85), now_s=1.0, now_unix_s=0.0)
     [plan] = made.overload.values()
     assert made.num_held == {"m": 5}
-    text = "overload: protecting 1 of 3 replicas for sequences of up to 2,100 tokens, 5 held"
+    text = "overload: protecting 1 of 3 replicas for sequences of up to 30,099 tokens, 5 held"
     assert made.last.why == {str(CLASS): text}
     assert ticks[-1].overload == plan
     stream = StringIO()

@@ -353,6 +353,25 @@ def ask_a_full_queue(name: str, *, num_waiting: int, now_s: float, book: WaitEst
     return 0.0
 
 
+@pytest.mark.parametrize(("num_held", "is_let_in"), [(SLOTS // 2 - 1, True), (SLOTS // 2, False)])
+def test_newcomers_are_refused_while_half_of_the_prefill_rows_hold_long_answers(
+    num_held: int, is_let_in: bool
+) -> None:
+    book, decode = WaitEstimator(), snapshot(Role.DECODE, num_running=SLOTS, upper_tokens=64)
+    decode.step_time_s = 0.05
+    snapshots = [snapshot(Role.PREFILL, num_running=num_held), decode]
+    for i in range(num_held):
+        book.admitted(request(str(i)), "m", now_s=0.0)
+    common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": SchedulerConfig(), "prefill": PREFILL}
+    admission = admit(request(), snapshots, checks_queue=False, **common)
+    if is_let_in:
+        check_room(request(), admission, snapshots, book, now_s=0.0, num_held=num_held, **common)
+        return
+    with pytest.raises(Overloaded, match=f"{num_held} sequences wait for a decode replica") as exc:
+        check_room(request(), admission, snapshots, book, now_s=0.0, num_held=num_held, **common)
+    assert 0.0 < (exc.value.retry_after_s or 0.0) <= SchedulerConfig().max_retry_after_s
+
+
 def test_full_queues_too_tell_everybody_another_time_and_keep_the_place() -> None:
     book = WaitEstimator()
     told = [ask_a_full_queue(n, num_waiting=4, now_s=0.0, book=book) for n in ("a", "b", "c")]

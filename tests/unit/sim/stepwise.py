@@ -49,6 +49,7 @@ class StepwiseReplica:
         return [tokens for tokens in spare if tokens > 0]
 
     factor = 1.0
+    held_up_s = 0.0
 
     @property
     def num_halted(self) -> int:

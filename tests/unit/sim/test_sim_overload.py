@@ -59,6 +59,14 @@ def test_vllm_preempts_the_newest_and_lets_nobody_in_at_that_step(rules: MemoryR
     assert num_preempted > 20
 
 
+@pytest.mark.filterwarnings("error")
+def test_nobody_is_thought_to_be_longer_than_it_becomes() -> None:
+    """Also while a chunk is computed: a step takes longer then than the profile says."""
+    for rules in (VLLM, VLLM_CACHED):
+        run = simulate("ares", load(3, 100, 30.0), memory=rules, tick_s=0.01)
+        assert run.num_full > 10
+
+
 def test_cached_prefixes_save_some_of_what_vllm_computes_again() -> None:
     computed = {}
     for rules in (VLLM, VLLM_CACHED):
@@ -94,17 +102,26 @@ def run_at(
     requests = synthetic_load("sharegpt", rate=rate, duration_s=duration_s, seed=1)
     settings = AresSettings(overload=overload)
     run = make_simulation(policy, requests, config, settings=settings).run()
-    assert not run.failures
     summary = summary_of(run, requests, standard_slo(config), from_s=200.0, to_s=duration_s)
     return run, summary.good_share
 
 
 def test_under_overload_most_requests_are_good_that_were_not_and_nobody_is_forgotten() -> None:
     run, with_objective = run_at(0.18, "ares")
+    assert set(run.failures.values()) <= {"overloaded"}, "at most refused at once"
     _, without = run_at(0.18, "ares", overload=False)
     _, static = run_at(0.18, "least_work")
     assert with_objective > 2.0 * max(without, static)
-    assert not np.isnan(run.finished_s).any(), "long ones are late, and end"
+    ended = ~np.isnan(run.finished_s)
+    assert ended.sum() + len(run.failures) == len(ended), "long ones are late, and end"
+    assert len(run.failures) < 0.2 * len(ended)
+
+
+def test_shedding_refuses_instead_of_letting_everybody_wait() -> None:
+    run, shedding = run_at(0.18, "shedding")
+    _, static = run_at(0.18, "least_work")
+    assert run.failures
+    assert shedding > static
 
 
 def test_below_saturation_the_objective_changes_next_to_nothing() -> None:

@@ -11,8 +11,9 @@ import pytest
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.grammar import Grammar
 from quadriga.errors import InvalidRequest
+from quadriga.text import grammar as grammar_module
 from quadriga.text import load_tokenizer
-from quadriga.text.grammar import MAX_KEPT, TokenGrammars, grammars_of
+from quadriga.text.grammar import MAX_KEPT, TokenGrammars, allowed, grammars_of
 from quadriga.text.grammar_worker import fault
 
 CHECKPOINT = read_checkpoint("quadriga-s")
@@ -81,6 +82,42 @@ def test_where_an_answer_stands_follows_from_its_tokens_alone() -> None:
         np.testing.assert_array_equal(wandering.banned_after(ids[:count]), banned)
         assert not wandering.failure
     assert np.flatnonzero(~banned).tolist() == [END]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_many_answers_are_asked_about_at_once(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one thread and with several, one answer several times, and beside one that fails."""
+    monkeypatch.setattr(grammar_module, "LARGE_VOCABULARY", 1)
+    ids = TEXT.encode(json.dumps({"name": "Ann", "age": 12}), add_special_tokens=False)
+    forms = [PERSON, Grammar.json_object(), Grammar.regex(r"(\w{1,1000}){1,1000}")]
+    texts = [
+        [ids[:i] for i in (0, 3, 5, 2)],
+        [ids[:1], ids],
+        [TEXT.encode("abc")[:i] for i in (1, 3)],
+    ]
+    matchers = [grammars().matcher(form) for form in forms]
+    asked = [(m, said) for m, many in zip(matchers, texts, strict=True) for said in many]
+    asked = [asked[i] for i in np.random.default_rng(2).permutation(len(asked))]
+    for _ in range(2):  # the second time from memory, where nothing came between
+        bits, failures = allowed(asked, num_threads)
+        for (matcher, said), row, failure in zip(asked, bits, failures, strict=True):
+            alone = grammars().matcher(forms[matchers.index(matcher)])
+            wanted, reasons = allowed([(alone, said)])
+            np.testing.assert_array_equal(row, wanted[0])
+            assert failure == reasons[0]
+
+
+def test_an_answer_that_can_say_nothing_more_stops_no_other() -> None:
+    lost, other = grammars().matcher(Grammar.choice(["ab"])), grammars().matcher(PERSON)
+    wrong = TEXT.encode("ba", add_special_tokens=False)
+    bits, failures = allowed([(lost, wrong), (other, [])])
+    assert "left its grammar" in failures[0]
+    assert not failures[1]
+    assert (bits[0] == 255).all()
+    np.testing.assert_array_equal(bits[1], allowed([(grammars().matcher(PERSON), [])])[0][0])
+    assert not allowed([(lost, [])])[1][0], "a token that was not allowed can be taken back"
 
 
 def test_accept_and_rollback() -> None:

@@ -1,0 +1,79 @@
+"""Overload on live replicas: a short answer overtakes long ones that are held; all end whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+
+from actors.rpc.lookup import get_actor, scheduler_name
+from quadriga.config.pacing import find_profile
+from quadriga.core.request import FinishReason
+from tests.ray.apps import App, wait_until
+from tests.ray.ingress import call
+from tests.ray.moves import set_pace
+
+MAX_LEN, NUM_LONG, LONG, SHORT = 256, 8, 120, 3
+CAPACITY_TOKENS = 2 * MAX_LEN
+TOKEN_BYTES = 8 * 2 * 2 * 32 * 4  # quadriga-s in float32
+
+
+@pytest.fixture(scope="module")
+def full(ray_cluster: None) -> Iterator[App]:
+    """Two decode replicas, each with memory for three long answers and a short one."""
+    app = App.start(
+        "overfull",
+        **{
+            "decode_replicas": 2,
+            "decode.max_slots": 12,
+            "decode.pace": "steady-60ms",
+            "engine.max_model_len": MAX_LEN,
+            "engine.kv_memory_bytes": CAPACITY_TOKENS * TOKEN_BYTES,
+            "scheduler.ares.interval_s": 0.5,
+            "lifecycle.orphan_timeout_s": 300.0,
+        },
+    )
+    yield app
+    app.stop()
+
+
+def overload(app: App) -> dict[str, Any]:
+    found: dict[str, Any] = call(scheduler_name(app.name), "operators_view", timeout_s=10.0)
+    return dict(found["overload"])
+
+
+def hold_steps(replica: str) -> None:
+    """Let each step take a second: what runs outlasts whatever a busy machine does meanwhile."""
+
+    def change(actor: Any) -> None:
+        actor.engine.core.runner.profile = replace(find_profile("steady-60ms"), base_s=1.0)
+
+    ray.get(get_actor(replica).__ray_call__.remote(change), timeout=10.0)
+
+
+@pytest.mark.timeout(300)
+def test_a_short_answer_overtakes_long_ones_that_are_held(full: App) -> None:
+    replicas, ingress = full.replicas("decode"), full.ingress()
+    for name in replicas:
+        hold_steps(name)
+    long = [ingress.submit([5 + i] * 20, LONG, deadline_s=250.0) for i in range(NUM_LONG)]
+    ingress.until(lambda: overload(full).get("quadriga-s", {}).get("num_held", 0) >= 2, 100.0)
+    plan = overload(full)["quadriga-s"]
+    assert len(plan["protected"]) == 1 and plan["protected"][0] in replicas
+    assert SHORT + 10 <= plan["short_tokens"] < LONG + 20
+    wait_until(lambda: full.metric("quadriga_overload_held_sequences") >= 2.0, 20.0)
+    short = ingress.submit([9] * 10, SHORT, deadline_s=200.0)
+    ingress.finish(short, timeout_s=150.0)
+    assert short.error is None
+    assert not any(s.is_over for s in long), "it came last and was over first"
+    for name in replicas:
+        set_pace(name, None)
+    ingress.finish(*long, timeout_s=200.0)
+    assert [s.error for s in long] == [None] * NUM_LONG
+    assert {s.finish for s in long} == {FinishReason.LENGTH}
+    assert all(len(s.token_ids) == LONG for s in long)
+    wait_until(lambda: not overload(full), 60.0)
+    full.until_idle()
