@@ -11,7 +11,6 @@ import pytest
 TIMEOUT_S = 580.0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_with_everything_on_no_answer_changes_and_nothing_stays_behind() -> None:
     """It is shorter than what shows a leak of memory: files, slots, leases and processes count."""

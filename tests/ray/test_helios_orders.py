@@ -35,8 +35,6 @@ KNOWN = ((S8, 0.05), (S4, 0.001), (L12, 0.02), (L6, 0.002))
 """Seconds a token: four layers of the small model are best; should they not do, the large one."""
 STRICT = {"exit_policy": "strict", "exit_threshold": 0.99}
 
-pytestmark = pytest.mark.slow
-
 
 def start(name: str, folder: Path, **config: Any) -> App:
     """One prefill and one decode replica, no scouts, and a table from which the choice is made."""
@@ -200,6 +198,7 @@ async def test_a_switch_moves_what_runs_to_those_that_still_have_the_model(
         await asyncio.to_thread(app.stop)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_strict_request_for_the_old_model_in_the_middle_of_a_switch(
     ray_cluster: None, tmp_path: Path
@@ -285,6 +284,7 @@ LONG = 1900
 """Tokens; most of a minute at the pace: they outlive the switch, and the old replica's patience."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_switch_of_model_fails_nobody(ray_cluster: None, tmp_path: Path) -> None:
     """What is in flight ends where it is, if that is soon, or goes on at the other model."""
