@@ -19,6 +19,7 @@ from quadriga.config.resolve import Hardware, resolve
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import Role
 from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.routing import ReportOptions
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.replica.resizing import Resizing
 from quadriga.scheduling.prefill_loop import PrefillOutput
@@ -47,7 +48,7 @@ class Host:
         self.spec = next(s for s in specs if s.role is role)
         self.clock = SystemClock()
         self.receiver = SimpleNamespace(leases=SimpleNamespace(offers=list, sequences=set))
-        self.report_options = SimpleNamespace(forecast=False)
+        self.report_options = ReportOptions()
         self.name = "replica"
         self.load: Any = None
         self.said: list[tuple[str, EngineOutput]] = []
