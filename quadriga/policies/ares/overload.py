@@ -1,8 +1,8 @@
 """What a full cluster does instead of balancing: it keeps short answers fast, long ones wait.
 
 Below saturation balance is worth having. Above it every replica is as full as the others, each
-pauses some of its sequences, and all requests are late. So from `ENTER_SHARE` of the cluster's
-memory on, promised to those that run, the objective changes:
+pauses some of its sequences, and all requests are late. So where more than `ENTER_SHARE` of the
+cluster's memory is promised to those that run, and others wait, the objective changes:
 
 - Some replicas are *protected*: they take the sequences whose predicted total is short, and give
   away those that turn out to be long. What counts as short follows the load: the shortest of all
@@ -122,7 +122,9 @@ def is_overloaded(cluster: ClusterForecast, last: OverloadPlan | None, *, num_he
     if len(cluster) < 2 or not cluster.has_predictions:
         return False
     share = cluster.promised_tokens.sum() / cluster.capacity_tokens.sum()
-    return bool(share > ENTER_SHARE if last is None else share > LEAVE_SHARE or num_held > 0)
+    if last is None:
+        return bool(share > ENTER_SHARE and num_held > 0)
+    return bool(share > LEAVE_SHARE or num_held > 0)
 
 
 def plan_overload(

@@ -112,7 +112,7 @@ def test_plans_and_moves_are_those_that_trying_everything_finds() -> None:
         plan = plan_overload(cluster, last, num_held=num_held)
         before, last = last, plan
         if before is None:
-            assert (plan is not None) == (share > ENTER_SHARE)
+            assert (plan is not None) == (share > ENTER_SHARE and num_held > 0)
         else:
             assert (plan is not None) == (share > LEAVE_SHARE or num_held > 0)
         if plan is None:
@@ -128,12 +128,13 @@ def test_plans_and_moves_are_those_that_trying_everything_finds() -> None:
         moves = [(m.row, m.source, m.destination) for m in found]
         assert moves == evictions_by_trying(cluster, plan, settings, busy)
         num_moves += len(moves)
-    assert num_plans > 150
+    assert num_plans > 100
     assert num_moves > 30
 
 
 def test_protected_replicas_stay_protected_while_the_overload_lasts() -> None:
-    plan = plan_overload(promised(three(), 0.85), None, num_held=0)
+    assert plan_overload(promised(three(), 0.85), None, num_held=0) is None, "nobody waits"
+    plan = plan_overload(promised(three(), 0.85), None, num_held=1)
     assert plan is not None
     [name] = plan.protected
     fuller = three()

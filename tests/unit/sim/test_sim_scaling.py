@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from quadriga.config.scheduling import ScalingConfig
 from quadriga.errors import ConfigError
+from quadriga.policies.ares.settings import AresSettings
 from quadriga.policies.scaling import AddReplicas, GiveUpReplica, RetireReplica
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import Failure, SimConfig, SimScaling
@@ -58,7 +59,9 @@ def scaled(
         failures=failures,
         scaling=SimScaling(ScalingConfig(**(base | changes)), start, 10.0, stuck),
     )
-    simulation = Simulation(config, make_policy(policy), at_s, inputs, outputs)
+    # Scaling answers a burst by itself; overload would refuse some of it.
+    settings = AresSettings(overload=False)
+    simulation = Simulation(config, make_policy(policy, settings), at_s, inputs, outputs)
     run = simulation.run()
     assert simulation.scaler is not None
     return run, simulation.scaler.log

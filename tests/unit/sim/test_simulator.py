@@ -194,7 +194,8 @@ def test_no_request_is_lost_and_no_memory_overflows(
         seed=seed,
     )
     check_conserved(run, requests)
-    assert not run.failures
+    refused = {"overloaded"} if policy in ("ares", "oracle") else set()
+    assert set(run.failures.values()) <= refused
     for replica in replicas:
         assert replica.most <= SMALL.kv_capacity_tokens
         assert not replica.running
