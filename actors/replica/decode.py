@@ -37,9 +37,8 @@ class DecodeReplica(Replica[DecodeEngine]):
     reply_spacing_s = 0.0005
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
-        self.migrations = Migrations(
-            self, RpcBatcher(call)
-        )  # the engine's thread reads which sequences leave
+        # First: the engine's thread reads which sequences leave.
+        self.migrations = Migrations(self, RpcBatcher(call))
         super().__init__(name, spec, config)
         background(self._never_ending(self._sweep()))
 

@@ -16,14 +16,15 @@ from tests.ray.apps import App, wait_until
 from tests.ray.ingress import call
 from tests.ray.moves import set_pace
 
-MAX_LEN, NUM_LONG, LONG, SHORT = 256, 8, 120, 3
+MAX_LEN, NUM_LONG, LONG, SHORT = 256, 14, 120, 3
+"""Each replica lets in five long ones, promised 84 tokens at first; four are left over."""
 CAPACITY_TOKENS = 2 * MAX_LEN
 TOKEN_BYTES = 8 * 2 * 2 * 32 * 4  # quadriga-s in float32
 
 
 @pytest.fixture(scope="module")
 def full(ray_cluster: None) -> Iterator[App]:
-    """Two decode replicas, each with memory for three long answers and a short one."""
+    """Two decode replicas, each with memory for three whole long answers and a short one."""
     app = App.start(
         "overfull",
         **{
