@@ -28,7 +28,7 @@ class PacedRunner:
         now_s: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._device = device
+        self.device = device
         self.num_late = 0
         self._runner = runner
         self._now_s = now_s
@@ -93,7 +93,7 @@ class PacedRunner:
         started_s = self._now_s()
         num_tokens = sum(self._states[row].num_tokens for row in rows)
         yield
-        left_s = started_s + self._device.pass_s(share, len(rows), num_tokens) - self._now_s()
+        left_s = started_s + self.device.pass_s(share, len(rows), num_tokens) - self._now_s()
         if left_s > 0:
             self._sleep(left_s)
         else:

@@ -13,10 +13,11 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from actors.rpc.lookup import get_actor
 from actors.rpc.ray_rpc import from_ray
-from quadriga.config.pacing import PaceProfile, find_profile
+from quadriga.config.pacing import PacedDevice, PaceProfile, find_profile
 from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
+from quadriga.scheduling.paced_runner import PacedRunner
 from tests.ray.apps import wait_until
 from tests.ray.ingress import Ingress, Stream, call
 
@@ -95,13 +96,19 @@ def free_memory(replica: str) -> None:
 
 def set_pace(replica: str, pace: str | None) -> None:
     """Change the pace of a paced replica; without one it goes as fast as it can."""
-    profile = UNPACED if pace is None else find_profile(pace)
+    set_device(replica, UNPACED if pace is None else find_profile(pace))
+
+
+def set_device(replica: str, device: PacedDevice) -> None:
+    """Change the device that a paced replica steps like."""
 
     def change(actor: Any) -> None:
-        actor.engine.core.runner.profile = profile
+        runner = actor.engine.core.runner
+        assert isinstance(runner, PacedRunner)
+        runner.device = device
 
     actor: Any = get_actor(replica)
-    ray.get(actor.__ray_call__.remote(change), timeout=10)
+    ray.get(actor.__ray_call__.remote(change), timeout=30)
 
 
 @dataclass

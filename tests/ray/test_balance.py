@@ -7,19 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
-from actors.rpc.lookup import get_actor, scheduler_name
+from actors.rpc.lookup import scheduler_name
 from quadriga.config.pacing import STEADY_15MS
 from quadriga.core.migration import MigrationCause
 from quadriga.policies.ares.cluster import relative_work, unpack, weights
 from quadriga.policies.ares.recording import RecordedTick, parse_ticks, read_ticks, replay
 from tests.ray.apps import App
 from tests.ray.ingress import Ingress, Stream, call
+from tests.ray.moves import set_device
 
 NUM_STREAMS = 24
 NUM_AT_ONCE = 48
@@ -64,11 +63,7 @@ def slow_down(replica: str, factor: float) -> None:
         per_sequence_s=factor * STEADY_15MS.per_sequence_s,
         per_token_s=factor * STEADY_15MS.per_token_s,
     )
-
-    def change(actor: Any) -> None:
-        actor.engine.core.runner.profile = profile
-
-    ray.get(get_actor(replica).__ray_call__.remote(change), timeout=30)
+    set_device(replica, profile)
 
 
 def spread(streams: list[Stream], app: App) -> list[int]:

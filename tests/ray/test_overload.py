@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import ray
 
-from actors.rpc.lookup import get_actor, scheduler_name
+from actors.rpc.lookup import scheduler_name
 from quadriga.config.pacing import find_profile
 from quadriga.core.request import FinishReason
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import call
-from tests.ray.moves import set_pace
+from tests.ray.moves import set_device, set_pace
 
 MAX_LEN, NUM_LONG, LONG, SHORT = 256, 14, 120, 3
 """Each replica lets in five long ones, promised 84 tokens at first; four are left over."""
@@ -48,11 +47,7 @@ def overload(app: App) -> dict[str, Any]:
 
 def hold_steps(replica: str) -> None:
     """Let each step take a second: what runs outlasts whatever a busy machine does meanwhile."""
-
-    def change(actor: Any) -> None:
-        actor.engine.core.runner.profile = replace(find_profile("steady-60ms"), base_s=1.0)
-
-    ray.get(get_actor(replica).__ray_call__.remote(change), timeout=10.0)
+    set_device(replica, replace(find_profile("steady-60ms"), base_s=1.0))
 
 
 @pytest.mark.timeout(300)
@@ -69,7 +64,8 @@ def test_a_short_answer_overtakes_long_ones_that_are_held(full: App) -> None:
     short = ingress.submit([9] * 10, SHORT, deadline_s=200.0)
     ingress.finish(short, timeout_s=150.0)
     assert short.error is None
-    assert not any(s.is_over for s in long), "it came last and was over first"
+    over = [(len(s.tokens), s.finish, s.error) for s in long if s.is_over]
+    assert not over, "it came last and was over first"
     for name in replicas:
         set_pace(name, None)
     ingress.finish(*long, timeout_s=200.0)

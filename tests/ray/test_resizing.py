@@ -317,8 +317,10 @@ def test_sequences_move_between_depths(resizing: App) -> None:
         # Two at once are spread over both replicas, so either direction is one stream's first.
         streams = [submit(ingress, LIMITED, 3, 470) for _ in range(2)]
         for stream in streams:
-            ingress.until(lambda s=stream: len(s.tokens) > 0)  # type: ignore[misc]
+            # With its second token it is at a decode replica.
+            ingress.until(lambda s=stream: len(s.tokens) > 1)  # type: ignore[misc]
             source = stream.replica
+            assert source in (deep, shallow)
             destination = shallow if source == deep else deep
             report = call(source, "migrate", order(stream, source, destination))
             if report.outcome == "moved":
