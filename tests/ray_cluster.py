@@ -31,7 +31,7 @@ def ray_cluster() -> Iterator[None]:
     yield
     if is_ours:
         with warnings.catch_warnings():
-            # Ray does not reap the processes it started: their handles complain when collected.
+            # Ray does not reap all the processes it started: their handles complain when collected.
             warnings.simplefilter("ignore", ResourceWarning)
-            ray.shutdown()
+            ray.shutdown(wait_for_processes=True)
             gc.collect()

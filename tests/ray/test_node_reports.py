@@ -46,4 +46,11 @@ def take_all() -> PlacementGroup:
 
 
 def test_a_report_that_does_not_come_is_not_waited_for(ray_cluster: None) -> None:
-    assert have_nodes_report(0.0) == []
+    """As all of the resource that is the node itself is taken, its task waits."""
+    (node,) = ray.nodes()
+    group = placement_group([{f"node:{node['NodeManagerAddress']}": 1.0}])
+    try:
+        assert group.wait(TIMEOUT_S)
+        assert have_nodes_report(0.5) == []
+    finally:
+        remove_placement_group(group)
