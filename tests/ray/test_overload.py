@@ -12,7 +12,7 @@ from actors.rpc.lookup import scheduler_name
 from quadriga.config.pacing import find_profile
 from quadriga.core.request import FinishReason
 from tests.ray.apps import App, wait_until
-from tests.ray.ingress import call
+from tests.ray.ingress import Stream, call
 from tests.ray.moves import set_device, set_pace
 
 MAX_LEN, NUM_LONG, LONG, SHORT = 256, 14, 120, 3
@@ -46,8 +46,8 @@ def overload(app: App) -> dict[str, Any]:
 
 
 def hold_steps(replica: str) -> None:
-    """Let each step take a second: what runs outlasts whatever a busy machine does meanwhile."""
-    set_device(replica, replace(find_profile("steady-60ms"), base_s=1.0))
+    """Let each step take two seconds: what runs outlasts what a busy machine does meanwhile."""
+    set_device(replica, replace(find_profile("steady-60ms"), base_s=2.0))
 
 
 @pytest.mark.timeout(300)
@@ -61,6 +61,15 @@ def test_a_short_answer_overtakes_long_ones_that_are_held(full: App) -> None:
     assert len(plan["protected"]) == 1 and plan["protected"][0] in replicas
     assert SHORT + 10 <= plan["short_tokens"] < LONG + 20
     wait_until(lambda: full.metric("quadriga_overload_held_sequences") >= 2.0, 20.0)
+
+    # Room that comes free on the protected replica is not for the long ones that wait.
+    def there() -> list[Stream]:
+        return [s for s in long if s.replica == plan["protected"][0] and len(s.tokens) > 1]
+
+    ingress.until(lambda: bool(there()), 60.0)
+    gone = there()[0]
+    long.remove(gone)
+    ingress.cancel(gone)
     short = ingress.submit([9] * 10, SHORT, deadline_s=200.0)
     ingress.finish(short, timeout_s=150.0)
     assert short.error is None
@@ -69,7 +78,7 @@ def test_a_short_answer_overtakes_long_ones_that_are_held(full: App) -> None:
     for name in replicas:
         set_pace(name, None)
     ingress.finish(*long, timeout_s=200.0)
-    assert [s.error for s in long] == [None] * NUM_LONG
+    assert [s.error for s in long] == [None] * len(long)
     assert {s.finish for s in long} == {FinishReason.LENGTH}
     assert all(len(s.token_ids) == LONG for s in long)
     wait_until(lambda: not overload(full), 60.0)
